@@ -1,0 +1,1 @@
+"""Measuring a checkpoint against its source. Import as `from eval.perplexity import …`."""

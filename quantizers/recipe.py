@@ -1,0 +1,119 @@
+"""The schema of a recipe. A recipe decides every byte; flags only say where, and on what device."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .errors import RecipeError
+from .shipped import find
+from .strict_yaml import load
+
+
+class Strict(BaseModel):
+    """Frozen, and unknown keys are errors: a misspelt option must never be one that does nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Source(Strict):
+    """The checkpoint to read: a Hub id, or a folder (relative to the recipe)."""
+
+    model: Annotated[str, Field(min_length=1)]
+    revision: str = "main"
+    trust_remote_code: bool = False
+
+
+class Awq(Strict):
+    """The grid of the scale search: the identity, then `grid - 1` ratios from 0 to 1."""
+
+    grid: Annotated[int, Field(ge=3, le=200)] = 20
+    duo_scaling: bool = True
+
+
+class Experts(Strict):
+    """How the routed experts' matrices are quantized. Everything else keeps its bytes."""
+
+    bits: Literal[4, 8] = 4
+    group_size: Literal[32, 64, 128] = 32
+    symmetric: Literal[True] = True  # what vLLM's Marlin MoE kernels take without zero points
+    engine: Literal["gram", "llmcompressor"] = "gram"
+    awq: Awq | Literal[False] = Awq()
+    routed_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
+    scales: Literal["mse", "minmax"] = "mse"
+    rounding: Literal["gptq", "nearest"] = "gptq"
+
+
+class CoverageGate(Strict):
+    """At most the share `max_uncovered` of (layer, expert) pairs may be routed fewer than `min_routed_tokens`."""
+
+    min_routed_tokens: Annotated[int, Field(ge=0)] = 1
+    max_uncovered: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
+
+
+class PerplexityGate(Strict):
+    """`max_increase` is relative (0.02 is 2 %); `max_kl` in nats. Left out: measured, not gated."""
+
+    data: str
+    max_increase: Annotated[float, Field(ge=0.0)] | None = None
+    max_kl: Annotated[float, Field(ge=0.0)] | None = None
+
+
+class Verify(Strict):
+    """What is measured after the run, and what must hold for exit code 0 rather than 3."""
+
+    coverage: CoverageGate | None = None
+    perplexity: PerplexityGate | None = None
+
+
+class Recipe(Strict):
+    """One recipe file. `path` is where it was read from; it is not part of the settings."""
+
+    source: Source
+    calibration: str
+    experts: Experts = Experts()
+    keep: Literal["everything-else"] = "everything-else"
+    verify: Verify | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Every key with its value, defaults filled in: what recipe.yaml and report.json hold."""
+        return self.model_dump(mode="json")
+
+    def digest(self) -> str:
+        """SHA-256 over the settings, hexadecimal: equal for two recipes that mean the same."""
+        return hashlib.sha256(json.dumps(self.settings(), sort_keys=True).encode()).hexdigest()
+
+
+def read_recipe(name: str) -> tuple[Recipe, Path]:
+    """Read and check a recipe.
+
+    Args:
+        name: a path, or the bare name of a shipped recipe (`tiny-minimax-m2-fp8-int4`).
+
+    Returns:
+        The recipe, and its path, from whose folder its relative paths start.
+
+    Raises:
+        RecipeError: one line naming file, line and key.
+    """
+    path = find(name, "recipes")
+    if not path.is_file():
+        raise RecipeError(f"{name}: no such recipe; give a file, or a name that `quantize recipes` lists")
+    return load(path, Recipe, RecipeError), path
+
+
+def source_location(recipe: Recipe, path: Path) -> str:
+    """The source as a folder where the recipe's relative path leads to one, else the Hub id as written."""
+    folder = Path(recipe.source.model).expanduser()
+    if not folder.is_absolute():
+        folder = path.parent / folder
+    return str(folder.resolve()) if folder.is_dir() else recipe.source.model
+
+
+def set_location(recipe_value: str, path: Path) -> Path:
+    """A calibration set that a recipe names: relative to the recipe, or shipped."""
+    return find(recipe_value, "calibration", beside=path.parent)

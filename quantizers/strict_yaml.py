@@ -1,0 +1,191 @@
+"""YAML that tells the truth: line numbers in every error, nothing read that was not meant.
+
+PyYAML keeps the last of two equal keys, reads `1e-4` as text and `no` as False. Here duplicate
+keys are errors, numbers and booleans follow YAML 1.2's core schema, and aliases are refused (a
+recipe has no use for them, and nested ones can expand to gigabytes).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from .errors import InputError
+
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 32
+
+Model = TypeVar("Model", bound=BaseModel)
+Place = tuple[str | int, ...]
+
+_CORE_SCHEMA = {
+    "tag:yaml.org,2002:null": r"~|null|Null|NULL|",
+    "tag:yaml.org,2002:bool": r"true|True|TRUE|false|False|FALSE",
+    "tag:yaml.org,2002:int": r"[-+]?[0-9]+",
+    "tag:yaml.org,2002:float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+
+
+class Refused(Exception):
+    """A place in a YAML file and what is wrong there; the caller adds the file's name."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+def _scalar(node: yaml.ScalarNode) -> Any:
+    if node.style is not None or not node.tag.startswith("tag:yaml.org,2002:"):
+        return node.value
+    for tag, pattern in _CORE_SCHEMA.items():
+        if re.fullmatch(pattern, node.value):
+            kind = tag.rsplit(":", 1)[1]
+            if kind == "null":
+                return None
+            if kind == "bool":
+                return node.value.lower() == "true"
+            if kind == "int":
+                return int(node.value)
+            return float(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return node.value
+
+
+def _build(node: yaml.Node, place: Place, lines: dict[Place, int], depth: int) -> Any:
+    line = node.start_mark.line + 1
+    lines.setdefault(place, line)
+    if depth > MAX_DEPTH:
+        raise Refused(line, f"nested deeper than {MAX_DEPTH} levels; flatten it")
+    if node.tag.startswith("!"):
+        raise Refused(line, f"the tag {node.tag} is not allowed; write plain values")
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node)
+    if isinstance(node, yaml.SequenceNode):
+        return [_build(item, (*place, i), lines, depth + 1) for i, item in enumerate(node.value)]
+    result: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key_line = key_node.start_mark.line + 1
+        key = _scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
+        if isinstance(key, (bool, float, int)) or key is None:
+            raise Refused(key_line, f"a key must be text, not {getattr(key_node, 'value', 'a list')!r}")
+        if key in result:
+            first = lines[(*place, key)]
+            raise Refused(key_line, f"{dotted((*place, key))}: given twice (first in line {first}); keep one")
+        lines[(*place, key)] = key_line
+        result[key] = _build(value_node, (*place, key), lines, depth + 1)
+    return result
+
+
+def dotted(place: Iterable[str | int]) -> str:
+    """`("sources", 3, "samples")` as `sources[3].samples`."""
+    text = ""
+    for part in place:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def parse(path: Path, error: type[InputError] = InputError) -> tuple[dict[str, Any], dict[Place, int]]:
+    """Read a YAML mapping.
+
+    Args:
+        path: the file.
+        error: the class raised for whatever is wrong with the file.
+
+    Returns:
+        The mapping, and the line of every key and list item by its place in it.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as failure:
+        raise error(f"{path}: cannot be read ({failure.strerror or failure}); give an existing file") from None
+    if len(raw) > MAX_BYTES:
+        raise error(f"{path}: larger than {MAX_BYTES:,} bytes; this is no recipe or set")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as failure:
+        line = raw[: failure.start].count(b"\n") + 1
+        raise error(f"{path}:{line}: not UTF-8; save the file as UTF-8") from None
+    lines: dict[Place, int] = {}
+    try:
+        _refuse_aliases(text)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = {} if node is None else _build(node, (), lines, 0)
+    except Refused as refused:
+        raise error(f"{path}:{refused.line}: {refused}") from None
+    except yaml.YAMLError as failure:
+        mark = getattr(failure, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
+        raise error(f"{where}: not valid YAML: {problem}") from None
+    except (RecursionError, ValueError) as failure:
+        raise error(f"{path}: not valid YAML: {str(failure).splitlines()[0]}") from None
+    if not isinstance(data, dict):
+        raise error(f"{path}:1: must be a mapping of keys to values")
+    return data, lines
+
+
+def _refuse_aliases(text: str) -> None:
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if isinstance(token, (yaml.AnchorToken, yaml.AliasToken)):
+            raise Refused(token.start_mark.line + 1, "anchors and aliases are not supported; repeat the value")
+
+
+def load(path: Path, model: type[Model], error: type[InputError] = InputError) -> Model:
+    """Read a YAML file into a pydantic model.
+
+    Raises:
+        error: one line `file:line: key: what is wrong (remedy)`; with several faults the first
+            by line, and the count of the others.
+    """
+    data, lines = parse(path, error)
+    try:
+        return model.model_validate(data)
+    except ValidationError as failure:
+        faults = sorted((_describe(detail, lines, model) for detail in failure.errors()), key=lambda f: f[0])
+        line, message = faults[0]
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise error(f"{path}:{line}: {message}{more}") from None
+
+
+def _describe(detail: ErrorDetails, lines: dict[Place, int], model: type[BaseModel]) -> tuple[int, str]:
+    place: Place = detail["loc"]
+    # A union adds its member's name to the place; what is not in the file is dropped.
+    known = tuple(part for i, part in enumerate(place) if place[: i + 1] in lines or i == len(place) - 1)
+    nearest = next((known[:n] for n in range(len(known), -1, -1) if known[:n] in lines), ())
+    line = lines.get(nearest, 1)
+    name = dotted(known)
+    if detail["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(str(place[-1]), _all_keys(model), n=1)
+        hint = f" (did you mean {close[0]}?)" if close else "; remove it"
+        return line, f"{name}: unknown key{hint}"
+    if detail["type"] == "missing":
+        return line, f"{name}: missing; add it"
+    given = detail.get("input")
+    shown = f", not {given!r}" if isinstance(given, (str, int, float, bool, type(None))) else ""
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return line, f"{name + ': ' if name else ''}{message}{shown}"
+
+
+def _all_keys(model: type[BaseModel]) -> list[str]:
+    """Every key the schema knows at any depth: a typo is often the right word at the wrong depth."""
+    keys: list[str] = []
+    pending: list[Any] = [model]
+    seen: set[type[BaseModel]] = set()
+    while pending:
+        kind = pending.pop()
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if kind not in seen:
+                seen.add(kind)
+                for name, field in kind.model_fields.items():
+                    keys.append(field.alias or name)
+                    pending.append(field.annotation)
+        else:
+            pending.extend(getattr(kind, "__args__", ()))
+    return keys

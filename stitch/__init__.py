@@ -1,0 +1,1 @@
+"""Assembling and proving a finished checkpoint."""
