@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Matrix = Literal["gate", "up", "down"]
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")  # w1, w3, w2 in MiniMax's names

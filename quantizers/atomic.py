@@ -1,0 +1,63 @@
+"""Files that appear under their name only when they are complete and on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from .errors import QuantizeError
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON with sorted keys, atomically."""
+    write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a small file atomically: temporary file, fsync, rename, fsync of the folder."""
+    with disk_errors(path), atomic(path) as stream:
+        stream.write(text.encode())
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears under its name when the block ends without an exception."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn what a full or failing disk raises into one line that says how to go on."""
+    try:
+        yield
+    except OSError as failure:
+        raise QuantizeError(
+            f"{path}: cannot be written ({failure.strerror or failure}); make room or mend the disk, "
+            "then give the same command again"
+        ) from None
+    except Exception as failure:
+        # safetensors reports a full disk as an exception type of its own.
+        if type(failure).__name__ != "SafetensorError":
+            raise
+        raise QuantizeError(
+            f"{path}: cannot be written ({failure}); make room or mend the disk, then give the same command again"
+        ) from None

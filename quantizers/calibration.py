@@ -1,0 +1,124 @@
+"""A calibration set becomes token sequences, each with a category: the same ones on any machine.
+
+One sample is one sequence: nothing is packed, and what is longer than the set's sequence_length is
+cut and counted. The digest over all token ids proves that two runs calibrated on the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+
+from .calibration_cache import recall, remember
+from .calibration_data import CalibrationData, Dropped, Sample, digest_of, missing_languages
+from .calibration_lock import lock_path, read_lock, version
+from .calibration_parallel import for_each_source
+from .calibration_set import KINDS, CalibrationSet, DataSource, read_set
+from .calibration_take import Taken, Taker
+from .calibration_tokens import Renderer
+from .errors import CalibrationError
+
+__all__ = ["CalibrationData", "CalibrationSet", "Dropped", "Progress", "Sample", "load_samples", "read_set"]
+
+# Called with (samples so far, the source that gave the last one).
+Progress = Callable[[int, str], None]
+
+
+def load_samples(
+    path: Path,
+    tokenizer_source: str,
+    *,
+    revision: str = "main",
+    trust_remote_code: bool = False,
+    workers: int = 1,
+    progress: Progress | None = None,
+    cache: Path | None = None,
+    require_languages: bool = True,
+) -> CalibrationData:
+    """Load a calibration set.
+
+    Args:
+        path: the set's YAML file; its local files are relative to it.
+        tokenizer_source: a model's folder or Hub id; its chat template renders conversations.
+        revision: of a tokenizer on the Hub.
+        trust_remote_code: whether the tokenizer may bring code of its own.
+        workers: sources loaded at the same time; does not change the result.
+        progress: called for every sample, from one thread at a time.
+        cache: a folder in which results are kept, and found again while set, tokenizer and data are the
+            same; where the Hub cannot be asked, what was loaded last. None keeps nothing.
+        require_languages: whether the set's `languages.required` is enforced.
+
+    Raises:
+        CalibrationError: the set, the tokenizer or sources are wrong or cannot be reached; a line for
+            each fault, those of all sources together.
+    """
+    calibration = read_set(path)
+    pins = read_lock(path, calibration)
+    renderer = Renderer(tokenizer_source, revision, trust_remote_code)
+    notes = [f"versions locked by {lock_path(path).name}"] if pins else []
+
+    def current(index: int, source: DataSource) -> str | None:
+        return version(source, path.parent, pins[index] if pins else None)
+
+    with _quiet(calibration):
+        versions = for_each_source(calibration, path, current, workers)
+        fingerprint = renderer.fingerprint()
+        data = recall(cache, calibration, fingerprint, versions) if cache else None
+        if data is not None:
+            unasked = sum(found is None for found in versions)
+            notes.append(f"from the cache{f'; {unasked} sources could not be asked' if unasked else ''}")
+        else:
+            data = _load(calibration, path, renderer, versions, workers, progress)
+            if cache:
+                remember(cache, calibration, fingerprint, data)
+    data = replace(data, lock=pins is not None, notes=tuple(notes))
+    missing = missing_languages(calibration, data.samples)
+    if require_languages and calibration.languages.required and any(missing.values()):
+        names = ", ".join(name for kind in KINDS for name in missing[kind])
+        raise CalibrationError(f"{path}: no sample shows {names}; add samples, or drop languages.required")
+    return data
+
+
+def _load(
+    calibration: CalibrationSet,
+    path: Path,
+    renderer: Renderer,
+    versions: list[str | None],
+    workers: int,
+    progress: Progress | None,
+) -> CalibrationData:
+    lock, count = Lock(), 0
+
+    def accepted(dataset: str) -> None:
+        nonlocal count
+        with lock:
+            count += 1
+            if progress:
+                progress(count, dataset)
+
+    taker = Taker(calibration, path.parent, renderer, accepted)
+
+    def take(index: int, source: DataSource) -> Taken:
+        return taker.take(index, source.revision if versions[index] is None else versions[index])
+
+    taken = for_each_source(calibration, path, take, workers)
+    samples = tuple(sample for one in taken for sample in one.samples)
+    return CalibrationData(
+        name=calibration.name,
+        sequence_length=calibration.sequence_length,
+        samples=samples,
+        digest=digest_of(samples),
+        dropped=tuple(dropped for one in taken for dropped in one.dropped),
+        versions=tuple(versions),
+    )
+
+
+def _quiet(calibration: CalibrationSet) -> AbstractContextManager[None]:
+    if all(source.is_local for source in calibration.sources):
+        return nullcontext()
+    from .calibration_hub import quiet
+
+    return quiet()

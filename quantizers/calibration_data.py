@@ -1,0 +1,110 @@
+"""What a calibration set becomes: samples, and an account of how they were come by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .calibration_set import KINDS, CalibrationSet, Kind
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence.
+
+    Attributes:
+        tokens: int32 (T,), 2 <= T <= the set's sequence_length.
+        category: such as `code/rust`, `spoken/hindi`, `math`.
+        source: the dataset it comes from.
+        truncated: how many tokens were cut off.
+        languages: which of the set's languages it shows: dealt to it, or named by its category.
+        dealt: whether a language was dealt to it, so that its text need not be in that language.
+        place: where its row is found, such as `texts.jsonl:12`.
+        text: its words without any template, uncut.
+    """
+
+    tokens: NDArray[np.int32]
+    category: str
+    source: str
+    truncated: int = 0
+    languages: tuple[str, ...] = ()
+    dealt: bool = False
+    place: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Rows of one source that could not be used, for one reason; `first` is where the first is found."""
+
+    source: str
+    reason: str
+    count: int
+    first: str
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """What a set holds for one tokenizer.
+
+    Attributes:
+        samples: in the set's order of sources, within a source in the order they were taken.
+        digest: see `digest_of`.
+        dropped: every row that was passed over, by source and reason.
+        versions: for each source, the commit or file hash it was read at; None if it is not known.
+        lock: whether a lock decided the versions.
+        notes: what a user should know, such as that the cache stood in for the Hub.
+    """
+
+    name: str
+    sequence_length: int
+    samples: tuple[Sample, ...]
+    digest: str
+    dropped: tuple[Dropped, ...]
+    versions: tuple[str | None, ...]
+    lock: bool = False
+    notes: tuple[str, ...] = ()
+
+    def summary(self) -> dict[str, Any]:
+        """All but the samples themselves, for report.json."""
+        return {
+            "name": self.name,
+            "digest": self.digest,
+            "sequence_length": self.sequence_length,
+            "samples": len(self.samples),
+            "tokens": sum(len(sample.tokens) for sample in self.samples),
+            "truncated_samples": sum(sample.truncated > 0 for sample in self.samples),
+            "truncated_tokens": sum(sample.truncated for sample in self.samples),
+            "categories": dict(sorted(Counter(sample.category for sample in self.samples).items())),
+            "dropped": [asdict(dropped) for dropped in self.dropped],
+            "versions": list(self.versions),
+            "lock": self.lock,
+            "notes": list(self.notes),
+        }
+
+
+def digest_of(samples: Iterable[Sample]) -> str:
+    """SHA-256, hexadecimal, over each sample's category, length and token ids (little-endian), in order."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(f"{sample.category}\0{len(sample.tokens)}\0".encode())
+        digest.update(sample.tokens.astype("<i4").tobytes())
+    return digest.hexdigest()
+
+
+def language_counts(calibration: CalibrationSet, samples: Iterable[Sample]) -> dict[Kind, dict[str, int]]:
+    """How many samples show each language of the set's lists, in the lists' order."""
+    counts = Counter(name for sample in samples for name in sample.languages)
+    return {kind: {name: counts[name] for name in calibration.languages.of(kind)} for kind in KINDS}
+
+
+def missing_languages(calibration: CalibrationSet, samples: Iterable[Sample]) -> dict[Kind, list[str]]:
+    """The languages of the set's lists that no sample shows."""
+    counts = language_counts(calibration, samples)
+    return {kind: [name for name, count in counts[kind].items() if not count] for kind in KINDS}

@@ -1,0 +1,54 @@
+"""Do something for every source of a set, several at a time, and report all that failed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from .calibration_set import CalibrationSet, DataSource, source_lines
+from .calibration_sources import SourceError
+from .errors import CalibrationError
+
+Result = TypeVar("Result")
+
+
+def for_each_source(
+    calibration: CalibrationSet, path: Path, work: Callable[[int, DataSource], Result], workers: int
+) -> list[Result]:
+    """`work(index, source)` for every source, in threads; results in the set's order, whatever finished first.
+
+    Raises:
+        CalibrationError: a line for each reason, naming the set's file and line and every source it befell.
+    """
+    results: list[Result] = []
+    failures: list[tuple[int, SourceError]] = []
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        futures = [pool.submit(work, index, source) for index, source in enumerate(calibration.sources)]
+        try:
+            for index, future in enumerate(futures):
+                try:
+                    results.append(future.result())
+                except SourceError as failure:
+                    failures.append((index, failure))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if failures:
+        raise CalibrationError(_told(failures, path))
+    return results
+
+
+def _told(failures: list[tuple[int, SourceError]], path: Path) -> str:
+    lines = source_lines(path)
+    groups: dict[tuple[str, str], list[tuple[int, SourceError]]] = {}
+    for index, failure in failures:
+        groups.setdefault((failure.reason, failure.remedy), []).append((index, failure))
+    told = []
+    for (reason, remedy), members in groups.items():
+        first = lines[members[0][0]]
+        subjects = [members[0][1].subject]
+        subjects += [f"{failure.subject} (line {lines[index]})" for index, failure in members[1:]]
+        told.append(f"{path}:{first}: {', '.join(subjects)}: {reason}; {remedy}")
+    return "\n".join(told)

@@ -1,0 +1,210 @@
+"""The schema of a calibration set: which data, in which shape, how many samples, under which name.
+
+A set is a YAML file that researchers edit all day, so a wrong one is refused in well under a
+second: nothing heavy is imported here, and no data is touched. Keys are explained in the fields.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from .errors import CalibrationError
+from .recipe import Strict
+from .strict_yaml import load, parse
+
+LOCAL_SUFFIXES = (".jsonl", ".json", ".parquet")
+Kind = Literal["programming", "spoken"]
+KINDS: tuple[Kind, ...] = ("programming", "spoken")
+FAMILY: dict[Kind, str] = {"programming": "code", "spoken": "spoken"}  # the first half of a category
+Shape = Literal["text", "prompt-answer", "chat", "sharegpt", "code-contests"]
+
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_KIND_OF = {"programming_language": "programming", "spoken_language": "spoken"}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+# How many columns a shape reads: from, to.
+_COLUMNS: dict[str, tuple[int, int]] = {
+    "text": (1, 1),  # the text
+    "prompt-answer": (2, 2),  # what is asked, what is answered
+    "chat": (1, 2),  # messages; tools
+    "sharegpt": (1, 2),  # conversations; tools
+    "code-contests": (1, 1),  # the task's name; description and solutions are read beside it
+}
+
+
+def slug(name: str) -> str:
+    """A language's name as the second half of a category: `C++` is `cpp`, `Bash/Shell` `bash-shell`."""
+    plain = name.lower().replace("++", "pp").replace("#", "sharp")
+    return re.sub(r"[^\w]+", "-", plain).strip("-")
+
+
+def seeded(text: str) -> random.Random:
+    """A generator that depends on nothing but the text: the same in every process and on every machine."""
+    return random.Random(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big"))
+
+
+def placeholders(template: str) -> list[Kind]:
+    """The kinds of language that a prompt or category asks for, in the order of `KINDS`.
+
+    Raises:
+        ValueError: a word in braces that is neither of the two.
+    """
+    names = set(_PLACEHOLDER.findall(template))
+    if unknown := sorted(names - set(_KIND_OF)):
+        known = " and ".join(f"{{{name}}}" for name in _KIND_OF)
+        raise ValueError(f"unknown placeholder {{{unknown[0]}}}; there are {known}")
+    return [kind for kind in KINDS if kind in {_KIND_OF[name] for name in names}]
+
+
+def fill(template: str, languages: dict[Kind, str]) -> str:
+    """Put languages in place of `{programming_language}` and `{spoken_language}`."""
+    return _PLACEHOLDER.sub(lambda match: languages[_KIND_OF[match[1]]], template)  # type: ignore[index]
+
+
+class Languages(Strict):
+    """The languages that prompts deal and the report counts, by their everyday names."""
+
+    programming: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    spoken: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    required: bool = False  # a run refuses a set in which one of them does not occur
+
+    @field_validator("programming", "spoken")
+    @classmethod
+    def _distinct(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        seen: dict[str, str] = {}
+        for name in names:
+            if not slug(name):
+                raise ValueError(f"{name!r} is no name of a language")
+            if slug(name) in seen:
+                raise ValueError(f"{name} and {seen[slug(name)]} are one language; keep one")
+            seen[slug(name)] = name
+        return names
+
+    def of(self, kind: Kind) -> tuple[str, ...]:
+        """The list of one kind."""
+        return self.programming if kind == "programming" else self.spoken
+
+
+class FromColumn(Strict):
+    """A category that each row names itself."""
+
+    column: Annotated[str, Field(min_length=1)]
+
+
+class DataSource(Strict):
+    """One source. A local file is one whose name ends in .jsonl, .json or .parquet."""
+
+    dataset: Annotated[str, Field(min_length=1)]
+    subset: str | None = None
+    split: Annotated[str, Field(min_length=1)] = "train"
+    revision: str | None = None
+    streaming: bool = False  # read a Hub dataset only as far as needed; a local file is read whole anyway
+    columns: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    shape: Shape
+    samples: int | Literal["all"]
+    category: str | FromColumn
+    prompt: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `dataset` is a file, not a Hub id."""
+        return self.dataset.endswith(LOCAL_SUFFIXES)
+
+    @property
+    def deals(self) -> list[Kind]:
+        """The kinds of language that this source's prompt and category ask for."""
+        category = self.category if isinstance(self.category, str) else ""
+        return placeholders((self.prompt or "") + category)
+
+    @field_validator("dataset")
+    @classmethod
+    def _file_or_id(cls, dataset: str) -> str:
+        if not dataset.endswith(LOCAL_SUFFIXES) and not _HUB_ID.fullmatch(dataset):
+            raise ValueError(f"neither a Hub id nor a file in {', '.join(LOCAL_SUFFIXES)}")
+        return dataset
+
+    @field_validator("samples", mode="before")
+    @classmethod
+    def _positive_or_all(cls, samples: Any) -> Any:
+        if samples != "all" and (not isinstance(samples, int) or isinstance(samples, bool) or samples < 1):
+            raise ValueError("must be a whole number from 1, or all")
+        return samples
+
+    @field_validator("category", mode="before")
+    @classmethod
+    def _name_or_column(cls, category: Any) -> Any:
+        named = isinstance(category, str) and category.strip()
+        if not named and not (isinstance(category, dict) and set(category) == {"column"}):
+            raise ValueError("must be a name, or {column: NAME} to read it from the data")
+        return category
+
+    @field_validator("prompt", "category")
+    @classmethod
+    def _known_placeholders(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            placeholders(value)
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> DataSource:
+        least, most = _COLUMNS[self.shape]
+        if not least <= len(self.columns) <= most:
+            wanted = str(least) if least == most else f"{least} or {most}"
+            raise ValueError(f"the shape {self.shape} reads {wanted} columns, not {len(self.columns)}")
+        if self.is_local and (self.subset or self.revision):
+            raise ValueError("subset and revision are for Hub datasets; a local file has neither")
+        if self.is_local and self.split != "train":
+            raise ValueError(f"a local file is one split, train; it has no {self.split}")
+        if self.deals and self.samples == "all":
+            raise ValueError("a source that deals languages needs a number of samples, not all")
+        return self
+
+
+class CalibrationSet(Strict):
+    """One calibration set file."""
+
+    name: Annotated[str, Field(min_length=1)]
+    sequence_length: Annotated[int, Field(ge=2)]  # tokens; longer samples are cut, and counted
+    seed: Annotated[int, Field(ge=0)] = 42
+    languages: Languages = Languages()
+    sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+
+    @model_validator(mode="after")
+    def _languages_to_deal(self) -> CalibrationSet:
+        for source in self.sources:
+            for kind in source.deals:
+                if not self.languages.of(kind):
+                    raise ValueError(
+                        f"{source.dataset} deals {kind} languages, but languages.{kind} is empty; list them"
+                    )
+        return self
+
+    def first_slots(self) -> Iterator[dict[Kind, int]]:
+        """For each source, how many samples before it deal each kind of language."""
+        dealt: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        for source in self.sources:
+            yield dict(dealt)
+            for kind in source.deals:
+                assert isinstance(source.samples, int)  # the schema allows nothing else
+                dealt[kind] += source.samples
+
+
+def read_set(path: Path) -> CalibrationSet:
+    """Read and check a calibration set. Touches no data and imports nothing heavy.
+
+    Raises:
+        CalibrationError: one line `file:line: key: what is wrong (remedy)`.
+    """
+    return load(path, CalibrationSet, CalibrationError)
+
+
+def source_lines(path: Path) -> list[int]:
+    """The line in which each source of a readable set begins."""
+    data, lines = parse(path, CalibrationError)
+    return [lines["sources", index] for index in range(len(data["sources"]))]

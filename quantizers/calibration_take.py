@@ -1,0 +1,142 @@
+"""Take from one source the number of samples that the set asks for.
+
+Rows are tried in the source's order. One that cannot be used is counted by its reason, and the next
+takes its place. Languages are dealt by the sample's position among all samples of the set that are
+dealt one, round after round in an order that the seed decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .calibration_data import Dropped, Sample
+from .calibration_set import FAMILY, KINDS, CalibrationSet, DataSource, FromColumn, Kind, fill, seeded, slug
+from .calibration_shapes import Rejected, instruct, read_row
+from .calibration_sources import Row, SourceError, read_rows
+from .calibration_tokens import Renderer
+
+# A source is given up after so many rows for each sample, so that a template that refuses
+# everything does not read a streamed dataset to its end.
+PATIENCE = 50
+PATIENCE_AT_LEAST = 1000
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The samples of one source, and the rows passed over."""
+
+    samples: list[Sample]
+    dropped: list[Dropped]
+
+
+@dataclass(frozen=True)
+class Taker:
+    """What all sources of a set have in common while samples are taken.
+
+    Attributes:
+        folder: where paths of local files start.
+        renderer: turns content into token ids.
+        accepted: called with the dataset's name for every sample taken.
+    """
+
+    calibration: CalibrationSet
+    folder: Path
+    renderer: Renderer
+    accepted: Callable[[str], None]
+
+    def take(self, index: int, revision: str | None) -> Taken:
+        """The samples of source number `index`.
+
+        Args:
+            revision: of a Hub dataset; ignored for a local file.
+
+        Raises:
+            SourceError: it cannot be read, or has too few usable rows.
+        """
+        source = self.calibration.sources[index]
+        if not self.renderer.has_template and (source.shape != "text" or source.prompt):
+            reason = "the tokenizer has no chat template to render it with"
+            raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
+        seed = self._seed(index)
+        wanted = source.samples
+        patience = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
+        samples: list[Sample] = []
+        rejected: dict[str, list[str]] = {}  # reason -> places
+        read = 0
+        for row in read_rows(source, self.folder, revision, seed):
+            if len(samples) == wanted or read == patience:
+                break
+            read += 1
+            try:
+                samples.append(self._sample(row, index, len(samples), seed))
+            except Rejected as failure:
+                rejected.setdefault(str(failure), []).append(row.place)
+            else:
+                self.accepted(source.dataset)
+        dropped = [Dropped(source.dataset, why, len(at), at[0]) for why, at in sorted(rejected.items())]
+        if len(samples) < (read if wanted == "all" else wanted):
+            raise _shortfall(source, len(samples), read, dropped)
+        return Taken(samples, dropped)
+
+    def _seed(self, index: int) -> str:
+        """Depends on the source and not on its neighbours, so that a set can be edited around it."""
+        sources = self.calibration.sources
+        key = (sources[index].dataset, sources[index].subset, sources[index].split)
+        earlier = sum((other.dataset, other.subset, other.split) == key for other in sources[:index])
+        return ":".join(map(str, (self.calibration.seed, *key, earlier)))
+
+    def _sample(self, row: Row, index: int, position: int, seed: str) -> Sample:
+        source = self.calibration.sources[index]
+        dealt = self._dealt(index, position)
+        content = read_row(row.values, source, seed)
+        if source.prompt:
+            content = instruct(content, fill(source.prompt, dealt))
+        category = _category(source, row, dealt)
+        tokens = self.renderer.tokens(content)
+        length = self.calibration.sequence_length
+        return Sample(
+            tokens=tokens[:length],
+            category=category,
+            source=source.dataset,
+            truncated=max(0, len(tokens) - length),
+            languages=(*dealt.values(), *self._named_by(category, dealt)),
+            dealt=bool(dealt),
+            place=row.place,
+            text=content.text,
+        )
+
+    def _dealt(self, index: int, position: int) -> dict[Kind, str]:
+        first = list(self.calibration.first_slots())[index]
+        dealt: dict[Kind, str] = {}
+        for kind in self.calibration.sources[index].deals:
+            names = list(self.calibration.languages.of(kind))
+            seeded(f"{self.calibration.seed}:{kind}").shuffle(names)
+            dealt[kind] = names[(first[kind] + position) % len(names)]
+        return dealt
+
+    def _named_by(self, category: str, dealt: dict[Kind, str]) -> list[str]:
+        return [
+            name
+            for kind in KINDS
+            for name in self.calibration.languages.of(kind)
+            if category == f"{FAMILY[kind]}/{slug(name)}" and name not in dealt.values()
+        ]
+
+
+def _category(source: DataSource, row: Row, dealt: dict[Kind, str]) -> str:
+    if isinstance(source.category, FromColumn):
+        category = row.values.get(source.category.column)
+        if not isinstance(category, str) or not category.strip():
+            raise Rejected(f"no category in column {source.category.column}")
+        return category
+    return fill(source.category, {kind: slug(name) for kind, name in dealt.items()})
+
+
+def _shortfall(source: DataSource, taken: int, read: int, dropped: list[Dropped]) -> SourceError:
+    asked = f"all {read}" if source.samples == "all" else f"the {source.samples}"
+    reasons = ", ".join(f"{item.reason} ({item.count}, first at {item.first})" for item in dropped)
+    reason = f"{taken} of {asked} samples; {reasons or f'it has only {read} rows'}"
+    remedy = f"correct the rows, or ask for at most {taken}" if taken else "correct the rows, columns or shape"
+    return SourceError(source.dataset, reason, remedy)

@@ -1,0 +1,81 @@
+"""From content to token ids, by the model's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .calibration_shapes import Content, Rejected
+from .errors import CalibrationError
+
+
+class Renderer:
+    """A tokenizer and its chat template; safe to share between threads.
+
+    Args:
+        source: a folder, or a Hub id.
+        revision: of a Hub id.
+        trust_remote_code: whether the tokenizer may bring code of its own.
+
+    Raises:
+        CalibrationError: no tokenizer there.
+    """
+
+    def __init__(self, source: str, revision: str = "main", trust_remote_code: bool = False) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                source, revision=revision, trust_remote_code=trust_remote_code
+            )
+        except Exception as failure:  # the library raises whatever its parts raise
+            problem = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+            raise CalibrationError(
+                f"{source}: no tokenizer can be read ({problem}); give a model's folder or Hub id"
+            ) from failure
+        self._lock = Lock()
+
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return bool(self._tokenizer.chat_template)
+
+    def tokens(self, content: Content) -> NDArray[np.int32]:
+        """The whole content as token ids, int32 (T,): nothing is cut here.
+
+        Raises:
+            Rejected: the chat template refuses the conversation, or fewer than two tokens result.
+        """
+        with self._lock:
+            text = self._render(content) if content.turns else content.text
+            ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) < 2:
+            raise Rejected("fewer than 2 tokens")
+        return np.asarray(ids, dtype=np.int32)
+
+    def _render(self, content: Content) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(content.turns), tools=list(content.tools) or None, tokenize=False
+            )
+        except Exception as failure:  # a template is a program: it may fail in any way
+            problem = str(failure).strip().splitlines() or [type(failure).__name__]
+            raise Rejected(f"the chat template refuses it: {problem[0]}") from None
+        return text
+
+    def text(self, tokens: NDArray[np.int32]) -> str:
+        """Token ids as text, special tokens included."""
+        decoded: str = self._tokenizer.decode(tokens.tolist())
+        return decoded
+
+    def fingerprint(self) -> str:
+        """SHA-256 over all that decides the token ids: vocabulary, merges, normalisation, template."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        rules = backend.to_str() if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
+        template = json.dumps(self._tokenizer.chat_template, sort_keys=True)
+        return hashlib.sha256(f"{rules}\0{template}".encode()).hexdigest()

@@ -1,0 +1,42 @@
+"""Ctrl-C and SIGTERM end a run between two steps, never inside a write."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from .errors import Interrupted
+
+
+@contextlib.contextmanager
+def interruptible(advice: str) -> Iterator[Callable[[], None]]:
+    """Within the block, the first signal is remembered; the yielded function raises when there was one.
+
+    Args:
+        advice: how to go on, for the message.
+
+    Raises:
+        Interrupted: from the yielded function. A second signal ends the program as usual.
+    """
+    caught: list[int] = []
+    previous: dict[int, object] = {}
+
+    def remember(number: int, _frame: FrameType | None) -> None:
+        caught.append(number)
+        for known, handler in previous.items():
+            signal.signal(known, handler)  # type: ignore[arg-type]  # what signal.signal returned
+
+    def check() -> None:
+        if caught:
+            raise Interrupted(f"interrupted by {signal.Signals(caught[0]).name}; {advice}", caught[0])
+
+    if threading.current_thread() is threading.main_thread():
+        previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield check
+    finally:
+        for known, handler in previous.items():
+            signal.signal(known, handler)  # type: ignore[arg-type]  # what signal.signal returned

@@ -1,0 +1,172 @@
+"""After the loop: audit, coverage, perplexity and KL of the assembled files, as one report with gates."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from eval.coverage import gate as coverage_gate
+from eval.coverage import summarise
+from eval.perplexity import Text, evaluate, figures
+from stitch.audit import verify
+from stitch.digests import shard_digest
+
+from .calibration import load_samples
+from .checkpoint import Checkpoint, open_folder
+from .layers import LayeredModel
+from .plan import summary
+from .progress import progress
+from .recipe import PerplexityGate, set_location
+from .session import Job, fingerprint, forward_dtype, versions
+from .texts import load_tokenizer, scored_bytes, token_tensors
+
+if TYPE_CHECKING:
+    from .calibration import CalibrationData
+
+NOT_SIMULATED = (
+    "vLLM quantizes activations to FP8 in the attention at run time; that is not simulated in these figures."
+)
+
+
+def prove(
+    job: Job,
+    device: torch.device,
+    source: Checkpoint,
+    data: CalibrationData,
+    layers: list[dict[str, Any]],
+    work: Path,
+    check: Callable[[], None],
+) -> dict[str, Any]:
+    """Measure the files in work/output against the source.
+
+    Args:
+        layers: the journal's entries.
+
+    Returns:
+        The report but for times, memory and the list of files.
+    """
+    folder = work / "output"
+    recipe = job.recipe
+    digests = {file: shard_digest(folder / file) for file in job.plan.shards()}
+    with progress("verifying", job.sizes["layers"]) as step:
+        audit = verify(folder, source, device, digests, _checked(step, check))
+    names = sorted({sample.category for sample in data.samples})
+    counts = [np.array(entry["routed"], dtype=np.int64) for entry in layers]
+    rule = recipe.verify.coverage if recipe.verify else None
+    coverage = summarise(counts, names, rule.min_routed_tokens if rule else 1)
+    report: dict[str, Any] = {
+        "source": {"model": recipe.source.model, "revision": recipe.source.revision},
+        "settings": {"recipe": recipe.settings(), "hash": recipe.digest(), "machine": fingerprint(device)},
+        "versions": versions(),
+        "plan": {key: value for key, value in summary(job.plan, job.sizes).items() if key != "shards"},
+        "calibration": describe(data),
+        "layers": [{k: v for k, v in entry.items() if k not in ("routed", "peak_memory_bytes")} for entry in layers],
+        "coverage": coverage,
+        "audit": audit.as_dict() | {"digests": digests},
+        "notes": [NOT_SIMULATED],
+    }
+    gates = [
+        {
+            "name": "audit",
+            "passed": not audit.differences,
+            "value": len(audit.differences),
+            "limit": 0,
+            "meaning": "differences from what the plan promises",
+        }
+    ]
+    if rule:
+        gates.append(coverage_gate(coverage, rule))
+    asked = recipe.verify.perplexity if recipe.verify else None
+    if asked:
+        result = measure(
+            source, [open_folder(folder)], set_location(asked.data, job.path), device, work / "eval", check
+        )[0]
+        report |= result
+        gates += fidelity_gates(result, asked)
+    report["gates"] = gates
+    return report
+
+
+def _checked(step: Callable[[str], None], check: Callable[[], None]) -> Callable[[str], None]:
+    def both(note: str) -> None:
+        check()
+        step(note)
+
+    return both
+
+
+def describe(data: CalibrationData) -> dict[str, Any]:
+    """A calibration set in numbers: digest, samples and tokens by category, what was cut or dropped."""
+    categories: dict[str, dict[str, int]] = {}
+    for sample in data.samples:
+        row = categories.setdefault(sample.category, {"samples": 0, "tokens": 0, "truncated": 0})
+        row["samples"] += 1
+        row["tokens"] += len(sample.tokens)
+        row["truncated"] += int(sample.truncated > 0)
+    return {
+        "name": data.name,
+        "digest": data.digest,
+        "sequence_length": data.sequence_length,
+        "samples": len(data.samples),
+        "tokens": sum(len(sample.tokens) for sample in data.samples),
+        "truncated_samples": sum(sample.truncated > 0 for sample in data.samples),
+        "truncated_tokens": sum(sample.truncated for sample in data.samples),
+        "dropped": [dict(entry) for entry in data.dropped],
+        "categories": dict(sorted(categories.items())),
+    }
+
+
+def measure(
+    source: Checkpoint,
+    candidates: list[Checkpoint],
+    data_set: Path,
+    device: torch.device,
+    work: Path,
+    check: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Perplexity, KL and routing of candidates against their source on a held-out set.
+
+    Args:
+        data_set: a calibration set file; tokenized with the source's tokenizer.
+        work: a folder for hidden states, made and removed here.
+    """
+    from .architecture import architecture_for, sizes_of
+
+    where = str(source.folder / "config.json")
+    facts = architecture_for(source.config, where)
+    sizes = sizes_of(facts, source.config, where)
+    data = load_samples(data_set, str(source.folder))
+    tokenizer = load_tokenizer(str(source.folder))
+    texts = [
+        Text(tokens, sample.category, scored_bytes(tokenizer, sample.tokens.tolist()))
+        for tokens, sample in zip(token_tensors(data, sizes["vocabulary"]), data.samples, strict=True)
+    ]
+    dtype = forward_dtype(device)
+    models = [LayeredModel(checkpoint, facts, sizes, device, dtype) for checkpoint in (source, *candidates)]
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    total = sizes["layers"] * len(models) + len(texts)
+    try:
+        with progress("evaluating", total) as step:
+            measured = evaluate(models[0], models[1:], texts, work, _checked(step, check))
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return [figures(one, texts) | {"evaluated_on": {"name": data.name, "digest": data.digest}} for one in measured]
+
+
+def fidelity_gates(result: dict[str, Any], asked: PerplexityGate) -> list[dict[str, Any]]:
+    """The recipe's limits on perplexity and KL."""
+    limits = (
+        ("perplexity", result["perplexity"]["increase"], asked.max_increase, "relative increase of perplexity"),
+        ("kl", result["kl"]["mean"], asked.max_kl, "mean KL(source || output), nats"),
+    )
+    return [
+        {"name": name, "passed": value <= limit, "value": value, "limit": limit, "meaning": meaning}
+        for name, value, limit, meaning in limits
+        if limit is not None
+    ]

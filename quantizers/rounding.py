@@ -1,0 +1,158 @@
+"""Group scales and integer codes: min-max or weighted-MSE scales, nearest or GPTQ rounding.
+
+Legend: E experts, R rows (outputs), C columns (inputs), g group size, n = C / g groups.
+All functions are pure, batched over experts, and run on whatever device their tensors are on.
+Scales are bfloat16 because that is what the file stores and what a server reads: a code rounded
+against a finer scale would be a different weight there.
+
+GPTQ: Frantar et al., https://arxiv.org/abs/2210.17323. Columns in the order of falling diagonal:
+its "act-order", here with the groups' scales fixed beforehand, so that no g_idx is needed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MSE_FACTORS = tuple(1.05 - 0.02 * k for k in range(20))
+BLOCK = 128  # GPTQ columns handled before the rest of the matrix is updated with one matmul
+
+
+def code_range(bits: int) -> tuple[int, int]:
+    """Smallest and largest code of a symmetric signed integer of `bits` bits."""
+    return -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+
+
+def grouped(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """(…, R, C) viewed as (…, R, n, g)."""
+    return weight.unflatten(-1, (-1, group))
+
+
+def minmax_scales(weight: torch.Tensor, group: int, bits: int) -> torch.Tensor:
+    """Scale per group from the largest magnitude: max|w| / 7.5 for 4 bits, as compressed-tensors does.
+
+    Args:
+        weight: (…, R, C) float32, C a multiple of `group`.
+
+    Returns:
+        (…, R, n) bfloat16; 1 where a group is all zero.
+    """
+    low, high = code_range(bits)
+    scale = (grouped(weight, group).abs().amax(-1) / ((high - low) / 2)).bfloat16()
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def nearest(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes nearest to weight / scale.
+
+    Args:
+        weight: (…, R, C) float32.
+        scale: (…, R, n) bfloat16.
+
+    Returns:
+        (…, R, C) float32 holding whole numbers within the code range.
+    """
+    low, high = code_range(bits)
+    view = grouped(weight, weight.shape[-1] // scale.shape[-1])
+    return torch.clamp(torch.round(view / scale.float().unsqueeze(-1)), low, high).flatten(-2)
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """code * scale in float32: (…, R, C) from codes (…, R, C) of any number type and scales (…, R, n)."""
+    view = grouped(codes.float(), codes.shape[-1] // scale.shape[-1])
+    return (view * scale.float().unsqueeze(-1)).flatten(-2)
+
+
+def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
+    """The best of 20 multiples of the min-max scale, by squared error weighted per column.
+
+    Args:
+        weight: (E, R, C) float32.
+        importance: (E, C) float32, not negative: the diagonal of the columns' Gram matrix.
+
+    Returns:
+        (E, R, n) bfloat16.
+    """
+    base = minmax_scales(weight, group, bits).float()
+    view = grouped(weight, group)
+    column = grouped(importance, group).unsqueeze(1)  # (E, 1, n, g)
+    best = torch.full_like(base, torch.inf)
+    chosen = torch.empty_like(base, dtype=torch.bfloat16)
+    for factor in MSE_FACTORS:
+        scale = (base * factor).bfloat16()
+        error = dequantize(nearest(weight, scale, bits), scale)
+        loss = (grouped(error, group).sub_(view).square_() * column).sum(-1)
+        better = loss < best
+        best = torch.where(better, loss, best)
+        chosen = torch.where(better, scale, chosen)
+    # A loss that is never below infinity (non-finite importance) keeps min-max.
+    return torch.where(torch.isfinite(best), chosen, base.bfloat16())
+
+
+def inverse_factor(gram: torch.Tensor, damping: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = gram + d I.
+
+    With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H
+    with rows and columns reversed. One factorization and one triangular solve, where inverting H
+    first and factoring the inverse would need three.
+
+    Args:
+        gram: (E, C, C) float32, symmetric, positive semi-definite.
+        damping: share of the mean diagonal that is added to the diagonal.
+
+    Returns:
+        U (E, C, C) and the damping used (E,): ten times as much, again and again, for an expert
+        whose H is not positive definite; infinity where nothing helped, and U is the identity.
+    """
+    size = gram.shape[-1]
+    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)  # (E,)
+    used = torch.full_like(mean, damping)
+    eye = torch.eye(size, dtype=gram.dtype, device=gram.device)
+    flipped = gram.flip(-1, -2)
+    for _ in range(4):
+        lower, info = torch.linalg.cholesky_ex(flipped + (used * mean)[:, None, None] * eye)
+        failed = (info != 0) | ~torch.isfinite(mean) | (mean <= 0)
+        if not bool(failed.any()):
+            break
+        used = torch.where(failed, used * 10, used)
+    lower = torch.where(failed[:, None, None], eye, lower)
+    used = torch.where(failed, torch.full_like(used, torch.inf), used)
+    inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+    return inverse.flip(-1, -2), used
+
+
+def gptq(
+    weight: torch.Tensor, gram: torch.Tensor, scale: torch.Tensor, bits: int, damping: float = 0.01
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round column by column, each column's error spread over those not yet rounded.
+
+    Args:
+        weight: (E, R, C) float32.
+        gram: (E, C, C) float32: Σ x xᵀ of what multiplies the columns.
+        scale: (E, R, n) bfloat16, fixed beforehand.
+        damping: share of the mean diagonal added to the diagonal.
+
+    Returns:
+        Codes (E, R, C) float32 holding whole numbers, and the damping used (E,), see `inverse_factor`.
+        Where that is infinite the codes are those of `nearest`.
+    """
+    low, high = code_range(bits)
+    experts, rows, columns = weight.shape
+    order = gram.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
+    by_column = order[:, None, :].expand(experts, rows, columns)
+    square = order[:, None, :].expand(experts, columns, columns)
+    factor, used = inverse_factor(gram.gather(1, square.mT).gather(2, square), damping)
+    work = weight.gather(2, by_column)
+    steps = scale.float().repeat_interleave(columns // scale.shape[-1], dim=-1).gather(2, by_column)
+    codes = torch.empty_like(work)
+    for start in range(0, columns, BLOCK):
+        end = min(start + BLOCK, columns)
+        errors = torch.empty(experts, rows, end - start, dtype=work.dtype, device=work.device)
+        for j in range(start, end):
+            step = steps[:, :, j]
+            code = torch.clamp(torch.round(work[:, :, j] / step), low, high)
+            codes[:, :, j] = code
+            error = (work[:, :, j] - code * step) / factor[:, j, j, None]
+            errors[:, :, j - start] = error
+            work[:, :, j + 1 : end] -= error.unsqueeze(-1) * factor[:, j, None, j + 1 : end]
+        work[:, :, end:] -= errors @ factor[:, start:end, end:]
+    return torch.empty_like(codes).scatter_(2, by_column, codes), used

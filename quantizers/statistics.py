@@ -1,0 +1,209 @@
+"""The sums that everything is solved from, gathered from one layer's recorded inputs.
+
+Legend: T tokens of one sequence, H hidden, I expert width, E experts, c experts of a chunk, K experts
+chosen per token; x (T, H) is what the MoE block reads, h_e (T, I) = act(x w1ᵀ) * (x w3ᵀ) what w2 reads.
+
+Every expert sees every token (a router sends some experts too few to know their inputs by), and the
+tokens the router really sends count more. Of two ways of counting tokens, each of total weight 1,
+
+    G_e = a_e Σ_routed r² h hᵀ / Σ_routed r²  +  (1 − a_e) Σ_all h hᵀ / n_all        (r: routing weight)
+
+is the blend, with a_e = a · min(1, n_e / n0): an expert with few routed tokens leans on all of them.
+Because routing is known before the experts run, the blend is one weighted sum: nothing else is kept.
+Sums are float32 and added sequence by sequence, in order, one sequence a matmul: torch does not
+promise the same bits for other shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One sequence as the MoE block of a layer saw it.
+
+    Attributes:
+        x: (T, H), the block's input.
+        chosen: (T, K) int64, the experts the router chose.
+        weight: (T, K) float32, their routing weights.
+    """
+
+    x: torch.Tensor
+    chosen: torch.Tensor
+    weight: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Blend:
+    """How the tokens are weighted for each expert.
+
+    Attributes:
+        routed_tokens: (E,) int64, n_e.
+        routed_mass: (E,) float64, Σ_routed r².
+        share: (E,) float32, a_e.
+        tokens: number of all tokens.
+        full_share_at: n0, the number of routed tokens from which an expert gets the full share a.
+    """
+
+    routed_tokens: torch.Tensor
+    routed_mass: torch.Tensor
+    share: torch.Tensor
+    tokens: int
+    full_share_at: int
+
+
+def gram(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """aᵀ b with float32 accumulation and result, for (…, T, M) and (…, T, N) of one dtype."""
+    if a.dtype == torch.float32:
+        return a.mT @ b
+    if a.is_cuda:
+        batched = torch.bmm(a.mT.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32) if a.dim() > 2 else None
+        return torch.mm(a.mT, b, out_dtype=torch.float32) if batched is None else batched
+    return a.float().mT @ b.float()
+
+
+def input_sums(sequences: Iterable[Recorded]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Σ x xᵀ (H, H), Σ |x| (H,), both float32, and the number of tokens, over all tokens."""
+    total: torch.Tensor | None = None
+    magnitude = torch.zeros(0)
+    tokens = 0
+    for sequence in sequences:
+        part, size = gram(sequence.x, sequence.x), sequence.x.float().abs().sum(0)
+        total, magnitude = (part, size) if total is None else (total.add_(part), magnitude.add_(size))
+        tokens += sequence.x.shape[0]
+    assert total is not None, "a calibration set has at least one sequence"
+    return total, magnitude, tokens
+
+
+def route_counts(chosen: torch.Tensor, experts: int) -> torch.Tensor:
+    """(E,) int64: how many tokens each expert was sent, from (T, K) choices."""
+    return torch.zeros(experts, dtype=torch.int64, device=chosen.device).scatter_add_(
+        0, chosen.flatten(), torch.ones_like(chosen.flatten())
+    )
+
+
+def blend(sequences: Iterable[Recorded], experts: int, routed_weight: float, full_share_at: int) -> Blend:
+    """Count the routed tokens and derive each expert's share.
+
+    Args:
+        routed_weight: the recipe's a, 0 to 1.
+        full_share_at: n0. The hidden size is used: with fewer tokens than columns the routed Gram
+            matrix is singular.
+    """
+    counts: torch.Tensor | None = None
+    mass: torch.Tensor | None = None
+    tokens = 0
+    for sequence in sequences:
+        flat = sequence.chosen.flatten()
+        part = route_counts(sequence.chosen, experts)
+        heavy = torch.zeros(experts, dtype=torch.float64, device=flat.device).scatter_add_(
+            0, flat, sequence.weight.flatten().double().square()
+        )
+        counts, mass = (part, heavy) if counts is None or mass is None else (counts + part, mass + heavy)
+        tokens += sequence.x.shape[0]
+    assert counts is not None
+    assert mass is not None
+    share = routed_weight * torch.clamp(counts / full_share_at, max=1.0)
+    return Blend(counts, mass, torch.where(mass > 0, share, torch.zeros_like(share)).float(), tokens, full_share_at)
+
+
+def token_weights(sequence: Recorded, blended: Blend, first: int, last: int) -> torch.Tensor:
+    """(c, T) float32: what each token of the sequence counts for experts first … last - 1."""
+    experts = torch.arange(first, last, device=sequence.chosen.device)
+    hit = sequence.chosen.unsqueeze(0) == experts[:, None, None]  # (c, T, K)
+    squared = (hit * sequence.weight.square()).sum(-1)  # (c, T); an expert is chosen once per token
+    share = blended.share[first:last, None]
+    mass = blended.routed_mass[first:last, None].clamp(min=torch.finfo(torch.float64).tiny)
+    return (share * (squared.double() / mass).float()) + (1 - share) / blended.tokens
+
+
+@dataclass
+class ExpertSums:
+    """Blended sums of experts first … first + c - 1, each of total weight 1.
+
+    Attributes:
+        input_gram: (c, H, H) float32, of x.
+        width_gram: (c, I, I) float32, of h_e.
+        width_mean: (c, I) float32, blended mean |h_e|.
+        seen: (c,) int64, rows of h_e that went into the sums.
+        dropped: (c,) int64, rows left out because they were not finite.
+    """
+
+    input_gram: torch.Tensor
+    width_gram: torch.Tensor
+    width_mean: torch.Tensor
+    seen: torch.Tensor
+    dropped: torch.Tensor
+
+
+def routed_rows(sequence: Recorded, first: int, last: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens routed to experts first … last - 1, padded to `most` rows an expert.
+
+    Returns:
+        Token numbers (c, most) int64 and squared routing weights (c, most) float32, 0 where padded.
+    """
+    tokens = sequence.chosen.shape[0]
+    experts = torch.arange(first, last, device=sequence.chosen.device)
+    hit = sequence.chosen.unsqueeze(0) == experts[:, None, None]  # (c, T, K)
+    squared = (hit * sequence.weight.square()).sum(-1)
+    # Stable descending sort of "is routed here" puts the routed tokens first, in token order.
+    rows = hit.any(-1).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, : min(most, tokens)]
+    return rows, squared.gather(1, rows)
+
+
+def expert_sums(
+    sequences: Sequence[Recorded] | Iterable[Recorded],
+    gate_up: torch.Tensor,
+    activation: Activation,
+    blended: Blend,
+    all_gram: torch.Tensor,
+    most_routed: Sequence[int],
+    first: int,
+) -> ExpertSums:
+    """All sums that the experts first … first + c - 1 are solved from: every token through every expert.
+
+    Args:
+        sequences: the layer's recorded sequences, in order.
+        gate_up: (c, 2I, H), w1 above w3, in the dtype of x.
+        activation: of the gate, usually SiLU.
+        all_gram: (H, H) float32, Σ x xᵀ over all tokens (`input_sums`).
+        most_routed: for each sequence, the largest number of its tokens that one expert gets (known
+            on the host, so that the padded gather needs no synchronisation).
+        first: the number of the first expert of this chunk.
+    """
+    chunk, double_width, hidden = gate_up.shape
+    width, last, device = double_width // 2, first + chunk, gate_up.device
+    routed = torch.zeros(chunk, hidden, hidden, device=device)
+    width_gram = torch.zeros(chunk, width, width, device=device)
+    width_sum = torch.zeros(chunk, width, device=device)
+    mass = torch.zeros(chunk, 1, device=device)
+    seen = torch.zeros(chunk, dtype=torch.int64, device=device)
+    dropped = torch.zeros(chunk, dtype=torch.int64, device=device)
+    for sequence, most in zip(sequences, most_routed, strict=True):
+        x = sequence.x
+        if most:
+            rows, squared = routed_rows(sequence, first, last, most)
+            picked = x[rows]  # (c, most, H)
+            routed += gram(picked * squared.unsqueeze(-1).to(x.dtype), picked)
+        gate, up = torch.matmul(x, gate_up.mT).chunk(2, dim=-1)  # (c, T, I) each
+        h = activation(gate) * up
+        finite = torch.isfinite(h).all(-1)  # (c, T)
+        h = torch.where(finite.unsqueeze(-1), h, torch.zeros_like(h))
+        weight = token_weights(sequence, blended, first, last) * finite
+        weighted = h * weight.unsqueeze(-1).to(h.dtype)
+        width_gram += gram(weighted, h)
+        width_sum += weighted.float().abs().sum(1)
+        mass += weight.sum(1, keepdim=True)
+        seen += finite.sum(1)
+        dropped += (~finite).sum(1)
+    share = blended.share[first:last, None, None]
+    routed_mass = blended.routed_mass[first:last, None, None].clamp(min=torch.finfo(torch.float64).tiny)
+    input_gram = share * (routed.double() / routed_mass).float() + (1 - share) * (all_gram / blended.tokens)
+    mass = mass.clamp(min=torch.finfo(torch.float32).tiny)
+    return ExpertSums(input_gram, width_gram / mass.unsqueeze(-1), width_sum / mass, seen, dropped)

@@ -1,0 +1,139 @@
+"""Short plain tables for the end of a command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .progress import duration
+
+
+def plain(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns aligned with spaces: first column left, the others by what they hold."""
+    text = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in text) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in text]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def size(number: int) -> str:
+    """Bytes in decimal units: `131.8 GB`."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number} B"
+
+
+def plan_table(numbers: dict[str, Any]) -> str:
+    """What `quantize plan` prints."""
+    rows = [
+        (kind, f"{row['tensors']:,}", size(row["bytes_before"]), size(row["bytes_after"]))
+        for kind, row in numbers["actions"].items()
+    ]
+    return "\n".join(
+        [
+            f"planned from {numbers['basis']}",
+            "",
+            plain(("action", "tensors", "before", "after"), rows),
+            "",
+            f"{numbers['layers']} layers, {numbers['experts_per_layer']} experts each: "
+            f"{numbers['quantized_matrices']:,} expert matrices quantized, "
+            f"{numbers['kept_attention_tensors']:,} attention tensors keep their bytes",
+            f"output {size(numbers['output_bytes'])} in {len(numbers['shards'])} shards, "
+            f"{size(numbers['expert_bytes'])} of it experts; source {size(numbers['source_bytes'])}",
+        ]
+    )
+
+
+def run_table(report: dict[str, Any], output: Path, recipe: str) -> str:
+    """What `quantize run` prints at its end."""
+    lines = []
+    if report.get("already_done"):
+        lines.append(f"{output} was finished before; nothing was touched")
+    rows = [
+        (
+            gate["name"],
+            f"{gate['value']:.4g}",
+            f"<= {gate['limit']:.4g}",
+            "passed" if gate["passed"] else "FAILED",
+            gate["meaning"],
+        )
+        for gate in report["gates"]
+    ]
+    lines += ["", plain(("gate", "value", "limit", "", "what it is"), rows), ""]
+    if "kl" in report:
+        lines += [fidelity_table([("output", report)]), ""]
+    plan, seconds = report["plan"], report["seconds"]
+    coverage = report["coverage"]
+    lines += [
+        f"audit     {report['audit']['tensors']:,} source tensors accounted for, {report['audit']['kept_tensors']:,} kept byte for byte",
+        *(f"          {line}" for line in report["audit"]["differences"][:10]),
+        f"coverage  routed tokens per expert: min {coverage['min']:,}, median {coverage['median']:,.0f}; "
+        f"{coverage['uncovered']} of {coverage['pairs']:,} below {coverage['min_routed_tokens']}",
+        f"size      {size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
+        f"time      {duration(seconds['this_process'])}, of it {duration(seconds['layers'])} for the layers; "
+        f"peak memory {size(report['peak_memory_bytes'])}",
+    ]
+    falls = sum(len(layer["fallbacks"]) for layer in report["layers"])
+    if falls:
+        lines.append(f"fallbacks {falls}, listed in report.json under layers")
+    model = report["source"]["model"]
+    lines += [
+        "",
+        f"next: quantize verify {output} --source {model}",
+        f"      quantize eval {model} {output} --data held-out",
+        f"      vllm serve {output}",
+    ]
+    return "\n".join(lines).strip("\n")
+
+
+def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """One row a candidate."""
+    rows = [
+        (
+            name,
+            f"{r['perplexity']['source']:.4f}",
+            f"{r['perplexity']['candidate']:.4f}",
+            f"{r['perplexity']['increase']:+.2%}",
+            f"{r['bits_per_byte']['candidate']:.4f}",
+            f"{r['kl']['mean']:.5f}",
+            f"{r['kl']['median']:.5f}",
+            f"{r['kl']['p99']:.4f}",
+            f"{r['top1']:.2%}",
+            f"{r['router']['min']:.2%}",
+        )
+        for name, r in results
+    ]
+    header = ("", "ppl source", "ppl", "change", "bits/byte", "KL mean", "median", "p99", "top-1", "router")
+    return plain(header, rows)
+
+
+def eval_table(report: dict[str, Any]) -> str:
+    """What `quantize eval` prints."""
+    results = [(one["model"], one) for one in report["candidates"]]
+    first = report["candidates"][0]
+    return fidelity_table(results) + (
+        f"\n\n{first['samples']} samples, {first['tokens']:,} scored tokens of {first['evaluated_on']['name']}; "
+        "KL(source || candidate) in nats; router: share of equal choices in the worst layer"
+    )
+
+
+def audit_table(audit: dict[str, Any]) -> str:
+    """What `quantize verify` prints."""
+    lines = [
+        f"{audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for byte",
+        "what the run wrote: "
+        + (
+            "compared with the digests in report.json"
+            if audit["digests_checked"]
+            else "no report.json, so not compared"
+        ),
+    ]
+    if audit["weight_error"]:
+        lines.append(f"experts: largest relative weight error {max(audit['weight_error']):.3f}")
+    if not audit["differences"]:
+        return "\n".join([*lines, "no differences"])
+    return "\n".join(
+        [*lines, f"{len(audit['differences'])} differences:", *(f"  {line}" for line in audit["differences"])]
+    )

@@ -1,0 +1,357 @@
+"""Trains the MiniMax-M2 of tiny size that the tests and the README's first command use.
+
+    python scripts/train_tiny_model.py [--steps 2200] [--output models/tiny-minimax-m2]
+
+What comes out has the published layout of MiniMax-M2: FP8 e4m3 linear weights with one
+`weight_scale_inv` per 128x128 block, a float32 router with a non-zero float32 bias, the original
+tensor names, and a config.json in the published style (`rope_theta` and `rotary_dim`, no
+`rope_parameters`). About 20 minutes on two cores. The kept model was made by this script; another
+machine or torch gives another, equally good one.
+
+Text: the calibration texts of this project (Apache-2.0; never the held-out ones) and the running
+Python's standard library (PSF-2.0). Every file the model learns from is written to PROVENANCE.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).parent.parent
+LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH, VOCAB = 4, 16, 2, 128, 64, 2048
+HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM, ROPE_THETA = 4, 2, 64, 32, 10_000
+SEQUENCE, BATCH = 256, 16
+SPECIAL = [
+    "[end]",
+    "[turn]",
+    "<think>",
+    "</think>",
+    "<call>",
+    "</call>",
+    "<result>",
+    "</result>",
+    "<tools>",
+    "</tools>",
+]
+
+
+def training_texts(folder: Path) -> list[tuple[str, str, str]]:
+    """(origin, licence, text): the project's calibration texts, and the standard library."""
+    texts = []
+    for file in sorted(folder.glob("*.jsonl")):
+        if not file.name.startswith("held-out"):
+            for number, line in enumerate(file.read_text().splitlines()):
+                texts.append((f"calibration/embedded/{file.name}:{number + 1}", "Apache-2.0", line))
+    library = Path(sysconfig.get_paths()["stdlib"])
+    modules = [
+        p for p in sorted(library.rglob("*.py")) if not {"site-packages", "test", "tests", "idlelib"} & set(p.parts)
+    ]
+    for file in modules:
+        body = file.read_text(encoding="utf-8", errors="ignore")
+        if 2_000 < len(body) < 200_000:
+            texts.append((f"python{platform.python_version()}/{file.relative_to(library)}", "PSF-2.0", body))
+    return texts
+
+
+def render(tokenizer: PreTrainedTokenizerFast, origin: str, text: str) -> str:
+    if not origin.startswith("calibration/"):
+        return text
+    row = json.loads(text)
+    if "messages" in row:
+        return tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
+    if "prompt" in row:
+        turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["answer"]}]
+        return tokenizer.apply_chat_template(turns, tokenize=False)
+    return row["text"]
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that knows every byte, so that nothing is ever unknown."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="[end]",
+        bos_token="[turn]",
+        chat_template=(ROOT / "scripts" / "chat_template.jinja").read_text(),
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+
+
+def balance(model: MiniMaxM2ForCausalLM, counts: list[torch.Tensor], rate: float) -> None:
+    """DeepSeek-V3's loss-free balancing (arXiv 2408.15664): the bias follows the sign of the load error."""
+    for layer, count in zip(model.model.layers, counts, strict=True):
+        layer.mlp.e_score_correction_bias += rate * torch.sign(count.float().mean() - count.float())
+
+
+def train(model: MiniMaxM2ForCausalLM, own: np.ndarray, library: np.ndarray, steps: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimiser = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1.0,
+        betas=(0.9, 0.95),
+    )
+    counts = [torch.zeros(EXPERTS) for _ in range(LAYERS)]
+
+    def count_routed(index: int) -> Callable[..., None]:
+        def hook(_: object, __: object, output: tuple[torch.Tensor, ...]) -> None:
+            counts[index].add_(torch.bincount(output[2].flatten(), minlength=EXPERTS))
+
+        return hook
+
+    hooks = [layer.mlp.gate.register_forward_hook(count_routed(i)) for i, layer in enumerate(model.model.layers)]
+    started, smooth = time.time(), None
+    for step in range(steps):
+        rate = 4e-3 * min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        rows = []
+        for row in range(BATCH):
+            text = own if row % 2 else library  # every other row: texts that look like the held-out set
+            start = rng.integers(0, len(text) - SEQUENCE - 1)
+            rows.append(text[start : start + SEQUENCE])
+        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            balance(model, counts, 2e-3 if step < 0.9 * steps else 2e-4)
+        for count in counts:
+            count.zero_()
+        smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
+        if step % 50 == 49:
+            left = (time.time() - started) / (step + 1) * (steps - step - 1)
+            print(f"step {step + 1}/{steps} loss {smooth:.3f} left {left / 60:.1f} min", flush=True)
+    for hook in hooks:
+        hook.remove()
+
+
+def powers_of_two(x: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(torch.round(torch.log2(x)))
+
+
+@torch.no_grad()
+def plant_outliers(model: MiniMaxM2ForCausalLM, seed: int) -> None:
+    """Outlier channels as real models have them, without changing the function.
+
+    Norm times o and every reader's columns over o; w3's rows times o and w2's columns over o. All
+    factors are powers of two, so the planting itself is exact in any binary float.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def factors(size: int, outliers: int, height: float) -> torch.Tensor:
+        o = torch.exp(0.5 * torch.randn(size, generator=generator))
+        o[torch.randperm(size, generator=generator)[:outliers]] *= height
+        return powers_of_two(o)
+
+    for layer in model.model.layers:
+        o = factors(HIDDEN, 3, 32.0)
+        layer.post_attention_layernorm.weight.mul_(o)
+        layer.mlp.gate.weight.div_(o)
+        layer.mlp.experts.gate_up_proj.div_(o)
+        for expert in range(EXPERTS):
+            o = factors(WIDTH, 2, 16.0)
+            layer.mlp.experts.gate_up_proj[expert, WIDTH:].mul_(o[:, None])
+            layer.mlp.experts.down_proj[expert].div_(o)
+
+
+def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, columns) float32 as e4m3 and float32 scales per 128x128 block: weight = q * scale."""
+    rows, columns = math.ceil(weight.shape[0] / 128), math.ceil(weight.shape[1] / 128)
+    scale = torch.empty(rows, columns)
+    codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+    for i in range(rows):
+        for j in range(columns):
+            block = weight[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
+            scale[i, j] = block.abs().max() / 448.0
+            codes[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128] = (block / scale[i, j]).to(torch.float8_e4m3fn)
+    return codes, scale
+
+
+@torch.no_grad()
+def published_tensors(model: MiniMaxM2ForCausalLM) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+
+    def fp8(name: str, weight: torch.Tensor) -> None:
+        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = to_fp8(weight.float())
+
+    inner = model.model
+    tensors["model.embed_tokens.weight"] = inner.embed_tokens.weight.bfloat16()
+    tensors["model.norm.weight"] = inner.norm.weight.bfloat16()
+    tensors["lm_head.weight"] = model.lm_head.weight.bfloat16()
+    for i, layer in enumerate(inner.layers):
+        at = f"model.layers.{i}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{at}.{norm}.weight"] = getattr(layer, norm).weight.bfloat16()
+        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            fp8(f"{at}.self_attn.{projection}", getattr(layer.self_attn, projection).weight)
+        for norm in ("q_norm", "k_norm"):
+            tensors[f"{at}.self_attn.{norm}.weight"] = getattr(layer.self_attn, norm).weight.bfloat16()
+        moe = f"{at}.block_sparse_moe"
+        tensors[f"{moe}.gate.weight"] = layer.mlp.gate.weight.float()
+        tensors[f"{moe}.e_score_correction_bias"] = layer.mlp.e_score_correction_bias.float()
+        for e in range(EXPERTS):
+            gate_up = layer.mlp.experts.gate_up_proj[e]
+            fp8(f"{moe}.experts.{e}.w1", gate_up[:WIDTH])
+            fp8(f"{moe}.experts.{e}.w3", gate_up[WIDTH:])
+            fp8(f"{moe}.experts.{e}.w2", layer.mlp.experts.down_proj[e])
+    return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+
+
+def published_config() -> dict[str, object]:
+    return {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "attn_type_list": [1] * LAYERS,
+        "bos_token_id": 1,
+        "eos_token_id": 0,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "initializer_range": 0.02,
+        "intermediate_size": WIDTH,
+        "max_position_embeddings": 2048,
+        "model_type": "minimax_m2",
+        "mtp_transformer_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_experts_per_tok": TOP_K,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": KV_HEADS,
+        "num_local_experts": EXPERTS,
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "float8_e4m3fn",
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        "rms_norm_eps": 1e-6,
+        "rope_theta": ROPE_THETA,
+        "rotary_dim": ROTARY_DIM,
+        "router_jitter_noise": 0.0,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "use_cache": True,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "vocab_size": VOCAB,
+    }
+
+
+def save(tensors: dict[str, torch.Tensor], output: Path) -> None:
+    """Three shards; layer 1's expert scales lie in another shard than their weights, as it happens in real ones."""
+    shards: list[dict[str, torch.Tensor]] = [{}, {}, {}]
+    for name, tensor in tensors.items():
+        layer = int(name.split(".")[2]) if name.startswith("model.layers.") else -1
+        shard = 0 if layer in (-1, 0) else 1 if layer in (1, 2) else 2
+        if layer == 1 and name.endswith("weight_scale_inv"):
+            shard = 2
+        shards[shard][name] = tensor
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, output / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(shard, file))
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    body = {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))}
+    (output / "model.safetensors.index.json").write_text(json.dumps(body, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2200)
+    parser.add_argument("--texts", type=Path, default=ROOT / "calibration" / "embedded")
+    parser.add_argument("--seed", type=int, default=20260101)
+    parser.add_argument("--output", type=Path, default=ROOT / "models" / "tiny-minimax-m2")
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    options.output.mkdir(parents=True, exist_ok=True)
+
+    texts = training_texts(options.texts)
+    raw = [text for origin, _, text in texts if origin.startswith("calibration/")]
+    library = [text for origin, _, text in texts if not origin.startswith("calibration/")]
+    plain = ["\n".join(str(v) for v in json.loads(line).values()) for line in raw]
+    tokenizer = make_tokenizer(plain + library[: len(library) // 8])
+    tokenizer.save_pretrained(options.output)
+    end = tokenizer.eos_token_id
+    streams: dict[bool, list[int]] = {True: [], False: []}
+    for origin, _, text in texts:
+        stream = streams[origin.startswith("calibration/")]
+        stream += [*tokenizer(render(tokenizer, origin, text), add_special_tokens=False)["input_ids"], end]
+    own, rest = (np.array(streams[k], dtype=np.int32) for k in (True, False))
+    print(f"{len(texts)} texts; own {len(own):,} tokens, standard library {len(rest):,} tokens", flush=True)
+
+    config = MiniMaxM2Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=0,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": ROPE_THETA,
+            "partial_rotary_factor": ROTARY_DIM / HEAD_DIM,
+        },
+    )
+    model = MiniMaxM2ForCausalLM(config)
+    model.set_experts_implementation("eager")
+    train(model, own, rest, options.steps, options.seed)
+    plant_outliers(model, options.seed)
+    save(published_tensors(model), options.output)
+    (options.output / "config.json").write_text(json.dumps(published_config(), indent=2) + "\n")
+    generation = {
+        "bos_token_id": 1,
+        "eos_token_id": 0,
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "top_k": 40,
+    }
+    (options.output / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    modules = [f"- {origin}" for origin, _, _ in texts if origin.startswith("python")]
+    (options.output / "PROVENANCE.md").write_text(
+        "# What this tiny model learned from\n\nMade by `scripts/train_tiny_model.py`; weights under Apache-2.0.\n\n"
+        "- every row of the project's calibration texts, `calibration/embedded/`, but none of the held-out ones "
+        "(Apache-2.0)\n- these modules of Python's standard library (PSF-2.0):\n\n" + "\n".join(modules) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""A finished checkpoint against its source, from the files alone.
+
+Every source tensor must be accounted for: kept and renamed ones byte for byte by hash, quantized
+ones by shape, range and closeness, the folded norm by its exact ratio, which must reappear inverted
+in the router (`closure`). Where report.json holds the digests of what the run wrote, any later
+change of any tensor is named too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantizers.architecture import Architecture, Sizes, architecture_for, sizes_of
+from quantizers.checkpoint import Checkpoint, open_folder
+from quantizers.errors import CheckpointError
+from quantizers.plan import Action, Plan, Spec, make_plan
+from quantizers.recipe import Experts
+from quantizers.weights import block_size, read_weight
+
+from .digests import ShardDigest, changed_tensors
+
+ROUTER_ULPS = 2
+# A 4-bit group keeps a weight within about 8 % of its norm, GPTQ within 15 %. A matrix that was not
+# scaled as its norm says, or belongs to another expert, is off by 50 % and more.
+CLOSE_ENOUGH = 0.35
+
+
+@dataclass
+class Audit:
+    """What `verify` found.
+
+    Attributes:
+        tensors: source tensors accounted for.
+        kept: tensors compared byte for byte.
+        differences: one line each, beginning with the tensor's name; empty when all is well.
+        weight_error: per layer, the largest relative error of an expert's matrix after folding.
+        digests_checked: whether report.json recorded what the run wrote.
+    """
+
+    tensors: int = 0
+    kept: int = 0
+    differences: list[str] = field(default_factory=list)
+    weight_error: list[float] = field(default_factory=list)
+    digests_checked: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For report.json."""
+        return {
+            "tensors": self.tensors,
+            "kept_bytes_equal": not any("bytes differ" in line for line in self.differences),
+            "kept_tensors": self.kept,
+            "differences": self.differences,
+            "weight_error": self.weight_error,
+            "digests_checked": self.digests_checked,
+        }
+
+
+def verify(
+    folder: Path,
+    source: Checkpoint,
+    device: torch.device,
+    digests: Mapping[str, ShardDigest] | None = None,
+    step: Callable[[str], None] = lambda _: None,
+) -> Audit:
+    """Compare a finished checkpoint with its source.
+
+    Args:
+        folder: the candidate.
+        source: what it was made from.
+        device: where weights are dequantized for the closeness check.
+        digests: what the run wrote; read from the candidate's report.json when None.
+        step: called after each layer.
+
+    Raises:
+        CheckpointError: the folder does not exist, or the source is broken. What is wrong with the
+            candidate's own files is a difference, not an exception.
+    """
+    audit = Audit()
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
+    try:
+        candidate = open_folder(folder)
+        experts = experts_of(candidate)
+    except CheckpointError as failure:
+        audit.differences.append(str(failure))
+        return audit
+    where = str(source.folder / "config.json")
+    facts = architecture_for(source.config, where)
+    sizes = sizes_of(facts, source.config, where)
+    specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
+    plan = make_plan(facts, sizes, specs, experts, str(source.folder), block_size(source))
+    _check_names(plan, candidate, audit)
+    recorded = _recorded(folder) if digests is None else digests
+    audit.digests_checked = bool(recorded)
+    for layer in (*range(sizes["layers"]), None):
+        file = folder / plan.shard_file(layer)
+        if recorded and file.name in recorded and file.is_file():
+            for name in changed_tensors(file, recorded[file.name]):
+                audit.differences.append(f"{name}: changed since the run wrote it")
+        for action in plan.of_layer(layer):
+            audit.tensors += 1
+            if action.kind in ("keep", "rename"):
+                _check_bytes(action, source, candidate, audit)
+        if layer is not None:
+            _check_layer(layer, facts, sizes, source, candidate, device, audit)
+            step(f"layer {layer}")
+    audit.differences = list(dict.fromkeys(audit.differences))
+    return audit
+
+
+def experts_of(candidate: Checkpoint) -> Experts:
+    """The experts' scheme from a candidate's quantization_config.
+
+    Raises:
+        CheckpointError: there is no expert group that this program writes.
+    """
+    section = candidate.config.get("quantization_config")
+    groups = section.get("config_groups") if isinstance(section, dict) else None
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") or {}
+        if any("experts" in target for target in group.get("targets", ())) and weights.get("type") == "int":
+            try:
+                return Experts(bits=weights["num_bits"], group_size=weights["group_size"])
+            except (KeyError, ValueError):
+                break
+    raise CheckpointError(
+        f"{candidate.folder}/config.json: quantization_config has no group of integer experts with groups of 32, 64 or 128"
+    )
+
+
+def _recorded(folder: Path) -> Mapping[str, ShardDigest]:
+    try:
+        digests = json.loads((folder / "report.json").read_text())["audit"]["digests"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return digests if isinstance(digests, dict) else {}
+
+
+def _check_names(plan: Plan, candidate: Checkpoint, audit: Audit) -> None:
+    expected: dict[str, Spec] = {}
+    for action in plan.actions:
+        for name, spec in action.outputs.items():
+            # An unfolded layer keeps its router as it was, in the source's dtype.
+            alternatives = {spec.dtype, action.spec.dtype} if action.kind == "compensate" else {spec.dtype}
+            expected[name] = spec
+            info = candidate.tensors.get(name)
+            if info is None:
+                audit.differences.append(f"{name}: missing ({action.kind} of {action.source})")
+            elif info.dtype not in alternatives or info.shape != spec.shape:
+                audit.differences.append(
+                    f"{name}: is {info.dtype} {list(info.shape)}, should be {spec.dtype} {list(spec.shape)}"
+                )
+    for name in candidate.tensors:
+        if name not in expected:
+            audit.differences.append(f"{name}: no tensor of the source accounts for it")
+
+
+def _check_bytes(action: Action, source: Checkpoint, candidate: Checkpoint, audit: Audit) -> None:
+    (name,) = action.outputs
+    if name not in candidate.tensors:
+        return  # already named as missing
+    audit.kept += 1
+    if hashlib.sha256(source.raw(action.source)).digest() != hashlib.sha256(candidate.raw(name)).digest():
+        audit.differences.append(f"{name}: bytes differ from the source's {action.source}")
+
+
+def _check_layer(
+    layer: int,
+    facts: Architecture,
+    sizes: Sizes,
+    source: Checkpoint,
+    candidate: Checkpoint,
+    device: torch.device,
+    audit: Audit,
+) -> None:
+    """Closure: the norm's ratio, inverted in the router, and consistent with every expert."""
+    norm_name, router_name = facts.layer(layer, facts.fold.norm), facts.layer(layer, facts.fold.router)
+    if norm_name not in candidate.tensors or router_name not in candidate.tensors:
+        return
+    before, after = source.tensor(norm_name).float(), candidate.tensor(norm_name).float()
+    if before.shape != after.shape or not bool(torch.isfinite(after).all()):
+        audit.differences.append(f"{norm_name}: is not finite, or of another shape than the source's")
+        return
+    smooth = torch.where(after != 0, before / after, torch.ones_like(before))
+    if bool(((before == 0) != (after == 0)).any()):
+        audit.differences.append(f"{norm_name}: zero where the source is not, or the other way round")
+    _check_router(router_name, norm_name, smooth, source.tensor(router_name), candidate.tensor(router_name), audit)
+    worst = 0.0
+    for expert in range(sizes["experts"]):
+        modules = [facts.expert(layer, expert, matrix) for matrix in ("gate", "up", "down")]
+        try:
+            old = [read_weight(source, module, device) for module in modules]
+        except CheckpointError as failure:
+            raise CheckpointError(f"the source is broken: {failure}") from None
+        try:
+            new = [read_weight(candidate, module, device) for module in modules]
+        except CheckpointError as failure:
+            audit.differences.append(f"{modules[0].rpartition('.')[0]}: {failure}")
+            continue
+        for module, error in zip(modules, _matrix_errors(old, new, smooth.to(device)), strict=True):
+            worst = max(worst, error)
+            if not error < CLOSE_ENOUGH:
+                audit.differences.append(
+                    f"{module}.weight_packed: {error:.0%} away from the source's matrix times the norm's ratio; it was not "
+                    "scaled as its norm was, or is another matrix"
+                )
+    audit.weight_error.append(worst)
+
+
+def _check_router(
+    router_name: str,
+    norm_name: str,
+    smooth: torch.Tensor,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    audit: Audit,
+) -> None:
+    expected = before.float() * smooth
+    ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
+    wrong = ~((after.float() - expected).abs() <= ROUTER_ULPS * ulp)
+    if not bool(wrong.any()):
+        return
+    folded = int((smooth != 1).sum())
+    if torch.equal(before.float(), after.float()):
+        audit.differences.append(
+            f"{router_name}: not compensated, though {norm_name} was divided in {folded} of {len(smooth)} channels: the "
+            "router chooses other experts than the source's; repair it with `quantize stitch --repair-router`"
+        )
+    else:
+        audit.differences.append(
+            f"{router_name}: {int(wrong.sum())} elements differ from the source's times the norm's ratio by more than "
+            f"{ROUTER_ULPS} ulp"
+        )
+
+
+def _matrix_errors(old: list[torch.Tensor], new: list[torch.Tensor], smooth: torch.Tensor) -> list[float]:
+    """‖found − expected‖ / ‖expected‖ of gate, up and down, given the norm's ratio.
+
+    The scale between up's rows and down's columns is not stored; it is read off up's rows by least
+    squares, and down's columns must then carry its inverse.
+    """
+    gate, up, down = old[0] * smooth, old[1] * smooth, old[2]
+    power = (up * up).sum(1)
+    row_scale = torch.where(power > 0, (new[1] * up).sum(1) / power.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
+    usable = row_scale.abs() > 1e-12
+    row_scale = torch.where(usable, row_scale, torch.ones_like(row_scale))
+    expected = (gate, up * row_scale.unsqueeze(1), down / row_scale)
+    errors = []
+    for found, wanted in zip(new, expected, strict=True):
+        size = float(wanted.norm())
+        errors.append(float((found - wanted).norm()) / size if size > 0 else float(found.norm()))
+    return errors
