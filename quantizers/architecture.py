@@ -7,6 +7,7 @@ type without a file here is refused, and so is a config.json that contradicts it
 from __future__ import annotations
 
 import math
+import reprlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ FOLDER = Path(__file__).parent / "architectures"
 # A config.json that asks for more than this is broken or hostile, not a model.
 LIMITS = {"layers": 1000, "experts": 4096, "vocabulary": 10_000_000}
 LARGEST_SIZE = 1 << 20
+MOST_EXPERTS = 200_000  # over all layers
 
 
 class Facts(BaseModel):
@@ -130,11 +132,11 @@ def architecture_for(config: dict[str, Any], where: str) -> Architecture:
     model_type = config.get("model_type")
     files = known()
     if not isinstance(model_type, str):
-        raise ArchitectureError(f"{where}: model_type is missing; this is no transformers checkpoint")
+        raise ArchitectureError(f"{where}: model_type is missing; give a transformers checkpoint")
     if model_type not in files:
         is_moe = any("expert" in key for key in config)
         reason = "no facts for this architecture" if is_moe else "not a mixture-of-experts model that is known here"
-        raise ArchitectureError(f"{where}: model_type {model_type}: {reason}; known: {', '.join(files)}")
+        raise ArchitectureError(f"{where}: model_type {model_type!r}: {reason}; give one of {', '.join(files)}")
     return load(files[model_type], Architecture, ArchitectureError)
 
 
@@ -158,16 +160,30 @@ def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
         value = config.get(key)
         limit = LIMITS.get(word, LARGEST_SIZE)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
-            raise ArchitectureError(f"{where}: {key} is {value!r}; a whole number from 1 to {limit} is needed")
+            raise ArchitectureError(
+                f"{where}: {key} is {reprlib.repr(value)}; a whole number from 1 to {limit} is needed"
+            )
         sizes[word] = value
     for key, expected in facts.asserts.items():
         if key in config and config[key] != expected:
             raise ArchitectureError(
-                f"{where}: {key} is {config[key]!r}, but the facts of {facts.model_type} rely on {expected!r}; "
-                "such a model would be computed wrongly and is refused"
+                f"{where}: {key} is {reprlib.repr(config[key])}, but the facts of {facts.model_type} rely on "
+                f"{expected!r}; such a model would be computed wrongly and is refused; give another model"
             )
     if sizes["chosen"] > sizes["experts"]:
-        raise ArchitectureError(f"{where}: {facts.sizes['chosen']} is larger than {facts.sizes['experts']}")
+        raise ArchitectureError(
+            f"{where}: {facts.sizes['chosen']} is larger than {facts.sizes['experts']}; correct this file"
+        )
+    if sizes["layers"] * sizes["experts"] > MOST_EXPERTS:
+        raise ArchitectureError(
+            f"{where}: {facts.sizes['layers']} {sizes['layers']} with {facts.sizes['experts']} {sizes['experts']} is "
+            "more than any model has; correct this file"
+        )
+    if sizes["heads"] % sizes["kv_heads"]:
+        raise ArchitectureError(
+            f"{where}: {facts.sizes['kv_heads']} {sizes['kv_heads']} does not divide {facts.sizes['heads']} "
+            f"{sizes['heads']}; correct this file"
+        )
     rotary_factor(facts, config, where)
     return sizes
 
@@ -182,12 +198,21 @@ def rotary_factor(facts: Architecture, config: dict[str, Any], where: str = "con
         return None
     rotary, head = config[facts.rotary_dim_key], config[facts.sizes["head_dim"]]
     if not isinstance(rotary, int) or not 0 < rotary <= head or rotary % 2:
-        raise ArchitectureError(f"{where}: {facts.rotary_dim_key} is {rotary!r}; an even number up to {head} is needed")
-    factor = rotary / head
-    stated = (config.get("rope_parameters") or {}).get("partial_rotary_factor", factor)
+        raise ArchitectureError(
+            f"{where}: {facts.rotary_dim_key} is {reprlib.repr(rotary)}; an even number up to {head} is needed"
+        )
+    factor: float = rotary / head
+    rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ArchitectureError(f"{where}: rope_parameters is {reprlib.repr(rope)}; an object is needed")
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+        raise ArchitectureError(f"{where}: rope_theta is {reprlib.repr(theta)}; a positive number is needed")
+    stated = rope.get("partial_rotary_factor", factor)
     if stated != factor:
         raise ArchitectureError(
-            f"{where}: rope_parameters.partial_rotary_factor is {stated}, but {facts.rotary_dim_key} means {factor}"
+            f"{where}: rope_parameters.partial_rotary_factor is {reprlib.repr(stated)}, but {facts.rotary_dim_key} "
+            f"means {factor}; one of them is wrong"
         )
     return factor
 

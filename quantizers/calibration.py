@@ -17,6 +17,7 @@ from .calibration_data import CalibrationData, Dropped, Sample, digest_of, missi
 from .calibration_lock import lock_path, read_lock, version
 from .calibration_parallel import for_each_source
 from .calibration_set import KINDS, CalibrationSet, DataSource, read_set
+from .calibration_sources import SourceError
 from .calibration_take import Taken, Taker
 from .calibration_tokens import Renderer
 from .errors import CalibrationError
@@ -60,20 +61,23 @@ def load_samples(
     renderer = Renderer(tokenizer_source, revision, trust_remote_code)
     notes = [f"versions locked by {lock_path(path).name}"] if pins else []
 
-    def current(index: int, source: DataSource) -> str | None:
-        return version(source, path.parent, pins[index] if pins else None)
+    def current(index: int, source: DataSource) -> str | SourceError:
+        try:
+            return version(source, path.parent, pins[index] if pins else None)
+        except SourceError as failure:
+            return failure  # told with all the others, or not needed where the cache serves
 
     with _quiet(calibration):
         versions = for_each_source(calibration, path, current, workers)
         fingerprint = renderer.fingerprint()
         data = recall(cache, calibration, fingerprint, versions) if cache else None
-        if data is not None:
-            unasked = sum(found is None for found in versions)
-            notes.append(f"from the cache{f'; {unasked} sources could not be asked' if unasked else ''}")
-        else:
+        if data is None:
             data = _load(calibration, path, renderer, versions, workers, progress)
             if cache:
                 remember(cache, calibration, fingerprint, data)
+        else:
+            unasked = sum(isinstance(found, SourceError) for found in versions)
+            notes.append(f"from the cache{f'; {unasked} sources could not be reached' if unasked else ''}")
     data = replace(data, lock=pins is not None, notes=tuple(notes))
     missing = missing_languages(calibration, data.samples)
     if require_languages and calibration.languages.required and any(missing.values()):
@@ -86,7 +90,7 @@ def _load(
     calibration: CalibrationSet,
     path: Path,
     renderer: Renderer,
-    versions: list[str | None],
+    versions: list[str | SourceError],
     workers: int,
     progress: Progress | None,
 ) -> CalibrationData:
@@ -101,8 +105,15 @@ def _load(
 
     taker = Taker(calibration, path.parent, renderer, accepted)
 
+    failed = any(isinstance(found, SourceError) for found in versions)
+
     def take(index: int, source: DataSource) -> Taken:
-        return taker.take(index, source.revision if versions[index] is None else versions[index])
+        found = versions[index]
+        if isinstance(found, SourceError):
+            raise found
+        if failed and not source.is_local:
+            return Taken([], [])  # the set is refused anyway: look for more faults only where it is quick
+        return taker.take(index, found)
 
     taken = for_each_source(calibration, path, take, workers)
     samples = tuple(sample for one in taken for sample in one.samples)
@@ -112,7 +123,7 @@ def _load(
         samples=samples,
         digest=digest_of(samples),
         dropped=tuple(dropped for one in taken for dropped in one.dropped),
-        versions=tuple(versions),
+        versions=tuple(str(found) for found in versions),
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from .calibration_data import CalibrationData, Dropped, Sample, digest_of
 from .calibration_set import CalibrationSet
+from .calibration_sources import SourceError, Unreachable
 
 FORMAT = 1  # changes whenever the same set would give other tokens or fields
 
@@ -30,12 +31,15 @@ def default_cache() -> Path:
 
 
 def recall(
-    cache: Path, calibration: CalibrationSet, fingerprint: str, versions: list[str | None]
+    cache: Path, calibration: CalibrationSet, fingerprint: str, versions: list[str | SourceError]
 ) -> CalibrationData | None:
-    """What was loaded before from the same set, tokenizer and versions; a version of None agrees with any."""
+    """What was loaded before from the same set, tokenizer and versions, or None.
+
+    A source that cannot be reached now agrees with any version; one that is wrong with none.
+    """
     try:
         kept = json.loads((cache / f"{_key(calibration, fingerprint)}.json").read_bytes())
-        if any(now not in (None, then) for now, then in zip(versions, kept["versions"], strict=True)):
+        if not all(map(_agree, versions, kept["versions"])):
             return None
         tokens = np.load(cache / f"{kept['digest']}.npy", allow_pickle=False)
         ends = np.cumsum([sample["tokens"] for sample in kept["samples"]])
@@ -73,6 +77,10 @@ def remember(cache: Path, calibration: CalibrationSet, fingerprint: str, data: C
         _write(cache / f"{_key(calibration, fingerprint)}.json", lambda file: file.write(text))
     except OSError:
         return
+
+
+def _agree(now: str | SourceError, then: str) -> bool:
+    return isinstance(now, Unreachable) or now == then
 
 
 def _key(calibration: CalibrationSet, fingerprint: str) -> str:

@@ -57,7 +57,7 @@ class CalibrationData:
         samples: in the set's order of sources, within a source in the order they were taken.
         digest: see `digest_of`.
         dropped: every row that was passed over, by source and reason.
-        versions: for each source, the commit or file hash it was read at; None if it is not known.
+        versions: for each source, the commit or file hash it was read at.
         lock: whether a lock decided the versions.
         notes: what a user should know, such as that the cache stood in for the Hub.
     """
@@ -67,7 +67,7 @@ class CalibrationData:
     samples: tuple[Sample, ...]
     digest: str
     dropped: tuple[Dropped, ...]
-    versions: tuple[str | None, ...]
+    versions: tuple[str, ...]
     lock: bool = False
     notes: tuple[str, ...] = ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import warnings
 from collections.abc import Iterator
@@ -10,12 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from .calibration_set import DataSource
-from .calibration_sources import Row, SourceError, check_columns, needed_columns, order, without_none
+from .calibration_sources import Row, SourceError, Unreachable, check_columns, needed_columns, order, without_none
 
 BUFFERED_ROWS = 8  # for each sample asked for, when a streamed dataset is shuffled
+TIMEOUT = 10.0  # seconds, for one answer of the Hub about a dataset
 
 
-def hub_rows(source: DataSource, revision: str | None, seed: str) -> Iterator[Row]:
+def hub_rows(source: DataSource, revision: str, seed: str) -> Iterator[Row]:
     """The rows of a Hub dataset, streamed where the source says so. See `read_rows`."""
     import datasets
 
@@ -46,12 +48,14 @@ def resolve(source: DataSource) -> str:
     """The commit that a Hub source's revision means now.
 
     Raises:
-        SourceError: the Hub cannot be asked, or knows no such dataset or revision.
+        Unreachable: the Hub cannot be asked.
+        SourceError: it knows no such dataset or revision.
     """
     import huggingface_hub
 
     with explained(source):
-        commit = huggingface_hub.HfApi().dataset_info(source.dataset, revision=source.revision).sha
+        hub = huggingface_hub.HfApi()
+        commit = hub.dataset_info(source.dataset, revision=source.revision, timeout=TIMEOUT).sha
     assert commit is not None  # the Hub always answers with one
     return commit
 
@@ -86,27 +90,27 @@ def explained(source: DataSource) -> Iterator[None]:
     except SourceError:
         raise
     except Exception as failure:
-        reason, remedy = _explanation(failure, source)
-        raise SourceError(source.dataset, reason, remedy) from failure
+        raise _explanation(failure, source) from failure
 
 
-def _explanation(failure: Exception, source: DataSource) -> tuple[str, str]:
+def _explanation(failure: Exception, source: DataSource) -> SourceError:
     import httpx
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub import errors
 
-    text = _short(failure)
+    name = source.dataset
     if isinstance(failure, errors.GatedRepoError) or "gated dataset" in str(failure):
-        return "gated", "accept its terms on the Hub, then `hf auth login`"
+        return SourceError(name, "gated", "accept its terms on the Hub, then `hf auth login`")
     if isinstance(failure, errors.RevisionNotFoundError):
-        return f"no revision {source.revision}", "correct the source's revision"
-    if isinstance(failure, errors.RepositoryNotFoundError):
-        return "no such dataset on the Hub", "correct the id, or `hf auth login` if it is private"
-    unreachable = (httpx.TransportError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)
-    if isinstance(failure, (ConnectionError, TimeoutError, DatasetNotFoundError, *unreachable)):
-        remedy = "go online once, after which a cached run works offline; or name a local file instead"
-        return f"cannot be reached ({text})", remedy
-    return f"cannot be loaded ({text})", "correct the source's subset, split or revision"
+        return SourceError(name, f"no revision {source.revision!r}", "correct the source's revision")
+    if isinstance(failure, (errors.RepositoryNotFoundError, DatasetNotFoundError)):
+        remedy = "correct the id, or `hf auth login` if it is private"
+        return SourceError(name, "no such dataset on the Hub", remedy)
+    if isinstance(failure, (ConnectionError, TimeoutError, httpx.TransportError)):
+        remedy = "go online once, after which the cache serves offline runs, or name local files instead"
+        return Unreachable(name, f"the Hub cannot be reached ({_short(failure)})", remedy)
+    reason = f"cannot be loaded ({_short(failure)})"
+    return SourceError(name, reason, "correct the source's subset, split or revision")
 
 
 def _short(failure: Exception) -> str:
@@ -119,22 +123,29 @@ def _short(failure: Exception) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the progress bars, log lines and warnings of the two libraries; ours say what matters."""
-    import datasets
-    from datasets.utils import logging
-    from huggingface_hub.utils import tqdm as hub
+    import datasets.utils.logging
+    import huggingface_hub.utils.logging
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
-    verbosity, bars = logging.get_verbosity(), datasets.are_progress_bars_disabled()
-    hub_bars = hub.are_progress_bars_disabled()
-    logging.set_verbosity(logging.CRITICAL)
+    loggers = (datasets.utils.logging, huggingface_hub.utils.logging)
+    levels = [logger.get_verbosity() for logger in loggers]
+    bars, hub_bars = not datasets.are_progress_bars_disabled(), not are_progress_bars_disabled()
+    for logger in loggers:
+        logger.set_verbosity(logging.CRITICAL)
     datasets.disable_progress_bars()
-    hub.disable_progress_bars()
+    disable_progress_bars()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(verbosity)
-        if not bars:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.set_verbosity(level)
+        if bars:
             datasets.enable_progress_bars()
-        if not hub_bars:
-            hub.enable_progress_bars()
+        if hub_bars:
+            enable_progress_bars()

@@ -109,12 +109,11 @@ def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
     return lock.sources
 
 
-def version(source: DataSource, folder: Path, pin: Pin | None) -> str | None:
+def version(source: DataSource, folder: Path, pin: Pin | None) -> str:
     """What identifies a source's data: a local file's hash, a Hub dataset's commit.
 
-    Returns None where the Hub cannot be asked and no lock tells: what was loaded before may serve.
-
     Raises:
+        Unreachable: the Hub cannot be asked, and no lock tells.
         SourceError: a local file is missing, or is not the one that was locked.
     """
     if source.is_local:
@@ -122,14 +121,11 @@ def version(source: DataSource, folder: Path, pin: Pin | None) -> str | None:
         if pin is not None and pin.files.get(source.dataset) != found:
             raise SourceError(source.dataset, "changed since it was locked", "restore it, or lock the set again")
         return found
-    if pin is not None:
+    if pin is not None and pin.commit:
         return pin.commit
     from .calibration_hub import resolve
 
-    try:
-        return resolve(source)
-    except SourceError:
-        return None
+    return resolve(source)
 
 
 def file_hash(path: Path) -> str:

@@ -30,6 +30,10 @@ class SourceError(Exception):
     remedy: str
 
 
+class Unreachable(SourceError):
+    """The Hub cannot be asked now; what was loaded before may stand in."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One row and where it is found: `texts.jsonl:12`, or the dataset and the row's number."""
@@ -38,7 +42,7 @@ class Row:
     values: dict[str, Any]
 
 
-def read_rows(source: DataSource, folder: Path, revision: str | None, seed: str) -> Iterator[Row]:
+def read_rows(source: DataSource, folder: Path, revision: str, seed: str) -> Iterator[Row]:
     """The rows of a source: in file order for `samples: all`, else shuffled by the seed.
 
     A streamed dataset is shuffled as `datasets` does it: its files, and within a buffer of eight
@@ -47,7 +51,7 @@ def read_rows(source: DataSource, folder: Path, revision: str | None, seed: str)
     Args:
         source: the source.
         folder: where the path of a local file starts.
-        revision: of a Hub dataset: a commit, or what the set says.
+        revision: the commit of a Hub dataset; a local file has none.
         seed: decides the order, together with the data and nothing else.
 
     Raises:

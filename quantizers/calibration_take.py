@@ -46,11 +46,11 @@ class Taker:
     renderer: Renderer
     accepted: Callable[[str], None]
 
-    def take(self, index: int, revision: str | None) -> Taken:
+    def take(self, index: int, revision: str) -> Taken:
         """The samples of source number `index`.
 
         Args:
-            revision: of a Hub dataset; ignored for a local file.
+            revision: the commit of a Hub dataset; a local file has none.
 
         Raises:
             SourceError: it cannot be read, or has too few usable rows.

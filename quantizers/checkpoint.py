@@ -7,13 +7,15 @@ resident, which over 130 shards is the whole model.
 from __future__ import annotations
 
 import json
+import os
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError
-from .safetensors_header import TensorInfo, read_header
+from .safetensors_header import TensorInfo, printed, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -118,13 +120,15 @@ def open_folder(folder: Path, name: str | None = None, revision: str | None = No
     Raises:
         CheckpointError: one line naming the file or tensor at fault.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: no such folder; give a checkpoint folder or a Hub id")
+    for path in (folder / CONFIG, folder / INDEX, folder / SINGLE, *side_files(folder)):
+        _refuse_link_out(path)
     config = read_json(folder / CONFIG)
     tensors: dict[str, TensorInfo] = {}
     index = folder / INDEX
-    if not index.exists():
-        if not (folder / SINGLE).exists():
+    if not index.is_file():
+        if not (folder / SINGLE).is_file():
             raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
         tensors = read_header(folder / SINGLE)
         return Checkpoint(folder, name or str(folder), config, tensors, revision)
@@ -144,29 +148,54 @@ def open_folder(folder: Path, name: str | None = None, revision: str | None = No
 
 def _shard_name(index: Path, shard: object) -> str:
     # A shard lies beside its index. `../x` and absolute paths would read files the user never named.
-    if not isinstance(shard, str) or not shard or Path(shard).name != shard:
-        raise CheckpointError(f"{index}: names the shard {shard!r}, which is not a plain file name; refused")
-    path = index.parent / shard
+    if not isinstance(shard, str) or shard in ("", "..") or Path(shard).name != shard or not shard.isprintable():
+        raise CheckpointError(
+            f"{index}: names the shard {reprlib.repr(shard)}, which is not a plain file name, and is refused; "
+            "download this file again"
+        )
+    _refuse_link_out(index.parent / shard)
+    return shard
+
+
+def _refuse_link_out(path: Path) -> None:
     # The Hub's cache links each file into a folder `blobs` beside `snapshots`; any other way out is refused.
     if path.is_symlink():
-        target, home = path.resolve(), index.parent.resolve()
+        target, home = Path(os.path.realpath(path)), path.parent.resolve()
         cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
         if target.parent not in (home, cache):
-            raise CheckpointError(f"{index}: {shard} is a link that leads out of the checkpoint; refused")
-    return shard
+            raise CheckpointError(f"{path}: is a link that leads out of the checkpoint; put the file itself there")
 
 
 def _check_index(index: Path, weight_map: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
     for tensor, shard in weight_map.items():
         if tensor not in tensors or tensors[tensor].file.name != shard:
             raise CheckpointError(
-                f"{index}: {tensor} should be in {shard}, which has no such tensor; download it again"
+                f"{index}: {printed(tensor)} should be in {shard}, which has no such tensor; download it again"
             )
     for tensor, info in tensors.items():
         if tensor not in weight_map:
             raise CheckpointError(
-                f"{info.file}: {tensor} is not in {index.name}; index and shards do not belong together"
+                f"{info.file}: {tensor} is not in {index.name}; index and shards do not belong together, download both"
             )
+
+
+def block_size(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Rows and columns of an FP8 block: config.json's weight_block_size, 128x128 where it has none."""
+    return declared_block(checkpoint.config, str(checkpoint.folder / CONFIG))
+
+
+def declared_block(config: dict[str, Any], where: str) -> tuple[int, int]:
+    """`block_size` from a config.json alone; `where` is its path, for the message."""
+    section = config.get("quantization_config") or {}
+    if not isinstance(section, dict):
+        raise CheckpointError(f"{where}: quantization_config is {reprlib.repr(section)}; an object is needed")
+    declared = section.get("weight_block_size") or [128, 128]
+    if not isinstance(declared, list) or len(declared) != 2 or not all(type(n) is int and n > 0 for n in declared):
+        raise CheckpointError(
+            f"{where}: quantization_config.weight_block_size is {reprlib.repr(declared)}; "
+            "two positive numbers are needed"
+        )
+    return declared[0], declared[1]
 
 
 def side_files(folder: Path) -> list[Path]:
@@ -194,27 +223,29 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
     Raises:
         CheckpointError: the id is unknown or the Hub cannot be reached, and the cache does not have it.
     """
-    if Path(model).expanduser().is_dir():
-        return Path(model).expanduser()
+    folder = os.path.expanduser(model)
+    if os.path.isdir(folder):
+        return Path(folder)
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointError(f"{model}: no such folder, and not a Hub id (owner/name)")
+        raise CheckpointError(f"{model}: no such folder, and not a Hub id (owner/name); correct it")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     ignored = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "original/*"]
     try:
-        folder = snapshot_download(
-            model,
-            revision=revision,
-            ignore_patterns=ignored,
-            allow_patterns=list(patterns) if patterns else None,
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                ignore_patterns=ignored,
+                allow_patterns=list(patterns) if patterns else None,
+            )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failure:
         reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise CheckpointError(
             f"{model}: not a folder, and the Hub did not give it ({reason}); download it and name the folder"
         ) from None
-    return Path(folder)
 
 
 def open_checkpoint(model: str, revision: str = "main") -> Checkpoint:

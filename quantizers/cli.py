@@ -185,6 +185,36 @@ def recipes(as_json: JsonOption = False, debug: DebugOption = False) -> None:
     _emit({"recipes": rows}, as_json, plain(list(rows[0]), [list(row.values()) for row in rows]))
 
 
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure methods and machines.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command(name="methods")
+def bench_methods(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="source, calibration and held-out set")] = (
+        "tiny-minimax-m2-fp8-int4"
+    ),
+    repeats: Annotated[int, typer.Option(min=1, help="runs of each method; seconds are the median")] = 1,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Nearest, llm-compressor's AWQ and ours on the same tokens in one process: KL, top-1, routing, seconds.
+
+    Example: quantize bench methods tiny-minimax-m2-fp8-int4
+    """
+    from .session import choose_device, prepare
+
+    job = prepare(recipe)
+    if job.recipe.verify is None or job.recipe.verify.perplexity is None:
+        raise InputError(f"{recipe}: verify.perplexity.data is missing; the methods are measured on it")
+    from .bench import compare
+    from .tables import methods_table
+
+    result = compare(job, choose_device(device), repeats)
+    _emit(result, as_json, methods_table(result))
+
+
 def main() -> None:
     """Entry point: every error of ours is one line and an exit code; a traceback only with --debug."""
     _quiet()

@@ -3,26 +3,33 @@
 Order: sums of x ─► one scale for the norm and all its readers ─► chunk by chunk of experts: blended
 sums ─► a scale per expert for w3 → w2 ─► group scales ─► rounding. All experts of a chunk are solved
 as batched matrices. The other engine, the library's own, is llmcompressor_engine.py.
+
+Legend: E experts, c experts of a chunk, H hidden, I expert width, G Gram matrix.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from .awq import fold_gram, fold_norm, grid_scales, scale_losses, weight_means
-from .recipe import Experts
+from .recipe import Awq, Experts
 from .rounding import dequantize, gptq, minmax_scales, mse_scales, nearest
-from .solved import Matrix, Solved
+from .solved import MATRICES, Matrix, Solved
 from .statistics import Activation, Blend, ExpertSums, Recorded, blend, expert_sums, input_sums, route_counts
+
+DAMPING = 0.01
 
 
 def solve(
     recorded: Sequence[Recorded],
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    *,
     norm: torch.Tensor,
     router: torch.Tensor,
     activation: Activation,
@@ -38,70 +45,34 @@ def solve(
         down: (E, H, I), w2.
         norm: (H,) as stored, in the source's dtype.
         router: (E, H) float32.
+        activation: of the gate, usually SiLU.
         chunk: experts solved at a time; bounds memory. Part of the run's fingerprint on a GPU.
 
     Returns:
         The solved layer; `error` holds the AWQ objective per token before and after the search, and
-        the rounding error of the three matrices on the calibration inputs, relative to their output.
+        the rounding errors on the calibration inputs, relative to the matrices' own output.
     """
-    experts, _double_width, hidden = gate_up.shape
-    group, bits = settings.group_size, settings.bits
-    all_gram, all_abs, tokens = input_sums(recorded)
+    experts, _, hidden = gate_up.shape
+    inputs = input_sums(recorded)
     blended = blend(recorded, experts, settings.routed_weight, full_share_at=hidden)
     most = _most_routed(recorded, experts)
     chunks = [(first, min(first + chunk, experts)) for first in range(0, experts, chunk)]
     error: dict[str, float] = {}
-
-    smooth = torch.ones(hidden, device=gate_up.device)
-    folded = norm
+    folded, smooth = norm, torch.ones(hidden, device=gate_up.device)
     if settings.awq:
-        means = torch.cat([weight_means(gate_up[a:b].float(), group) for a, b in chunks])
-        grid = grid_scales(
-            all_abs.unsqueeze(0) / tokens,
-            means.mean(0, keepdim=True),
-            settings.awq.grid,
-            settings.awq.duo_scaling,
-        )
-        table = torch.cat(
-            [scale_losses(gate_up[a:b].float(), all_gram.unsqueeze(0), grid, group, bits) for a, b in chunks],
-            dim=1,
-        )
-        losses = table.double().sum(1)  # (P,), experts in order
-        best = int(losses.argmin())
-        error["norm_search_before"], error["norm_search_after"] = (float(losses[i]) / tokens for i in (0, best))
-        folded, smooth = fold_norm(norm, grid[best, 0])
-
-    codes: dict[Matrix, list[torch.Tensor]] = {"gate": [], "up": [], "down": []}
-    scales: dict[Matrix, list[torch.Tensor]] = {"gate": [], "up": [], "down": []}
-    totals: dict[str, float] = {}
-    fallbacks: list[str] = []
+        folded, smooth = _norm_scale(gate_up, inputs.gram, inputs.mean, norm, settings, chunks, inputs.tokens, error)
+    solved, fallbacks = [], inputs.fallbacks()
     for first, last in chunks:
-        sums = expert_sums(recorded, gate_up[first:last], activation, blended, all_gram, most, first)
-        _solve_chunk(
-            gate_up[first:last].float(),
-            down[first:last].float(),
-            smooth,
-            sums,
-            settings,
-            first,
-            codes,
-            scales,
-            totals,
-            fallbacks,
-        )
-        fallbacks += _fallback_lines(sums, blended, settings, first)
-    for key in [key for key in totals if key.endswith("_error")]:
-        error[key] = math.sqrt(totals[key] / totals[key.replace("_error", "_norm")])
-    for key in ("down_search_before", "down_search_after"):
-        if key in totals:
-            error[key] = totals[key] / experts
+        sums = expert_sums(recorded, gate_up[first:last], activation, blended, inputs.gram, most, first)
+        solved.append(_solve_chunk(gate_up[first:last].float(), down[first:last].float(), smooth, sums, settings))
+        fallbacks += _fallbacks(sums, solved[-1], blended, settings, first)
     return Solved(
         folded,
         smooth,
         router.float() * smooth if settings.awq else None,
-        {matrix: torch.cat(parts) for matrix, parts in codes.items()},
-        {matrix: torch.cat(parts) for matrix, parts in scales.items()},
-        error,
+        {matrix: torch.cat([part.codes[matrix] for part in solved]) for matrix in MATRICES},
+        {matrix: torch.cat([part.scales[matrix] for part in solved]) for matrix in MATRICES},
+        error | _errors(solved, experts),
         fallbacks,
     )
 
@@ -112,81 +83,120 @@ def _most_routed(recorded: Sequence[Recorded], experts: int) -> list[int]:
     return [int(n) for n in counts.tolist()]
 
 
-def _solve_chunk(
+def _norm_scale(
     gate_up: torch.Tensor,
-    down: torch.Tensor,
-    smooth: torch.Tensor,
-    sums: ExpertSums,
+    gram: torch.Tensor,
+    mean: torch.Tensor,
+    norm: torch.Tensor,
     settings: Experts,
-    first: int,
-    codes: dict[Matrix, list[torch.Tensor]],
-    scales: dict[Matrix, list[torch.Tensor]],
-    totals: dict[str, float],
-    fallbacks: list[str],
-) -> None:
-    """Scale, round and append the experts of one chunk (all float32)."""
-    width = gate_up.shape[1] // 2
-    width_gram = sums.width_gram
-    gate, up = gate_up[:, :width] * smooth, gate_up[:, width:] * smooth
+    chunks: Sequence[tuple[int, int]],
+    tokens: int,
+    error: dict[str, float],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale that the norm, the router and every w1 and w3 share: the folded norm, and s (H,)."""
+    assert isinstance(settings.awq, Awq)
+    group, bits = settings.group_size, settings.bits
+    means = torch.cat([weight_means(gate_up[a:b].float(), group) for a, b in chunks]).mean(0, keepdim=True)
+    grid = grid_scales(mean.unsqueeze(0), means, settings.awq.grid, settings.awq.duo_scaling)
+    losses = [scale_losses(gate_up[a:b].float(), gram.unsqueeze(0), grid, group, bits) for a, b in chunks]
+    total = torch.cat(losses, dim=1).double().sum(1)  # (P,), added in the order of experts
+    best = int(total.argmin())
+    error["norm_search_before"], error["norm_search_after"] = (float(total[i]) / tokens for i in (0, best))
+    return fold_norm(norm, grid[best, 0])
+
+
+@dataclass
+class _Chunk:
+    """The solved experts of one chunk: codes and scales as in `Solved`, and numbers about them.
+
+    Attributes:
+        damping: per group of matrices that share a factorization, (c,), see `rounding.gptq`.
+        totals: sums over the chunk's experts of losses (`…_lost`) and of what they are relative to
+            (`…_whole`), and of the w2 search's objective before and after.
+    """
+
+    codes: dict[Matrix, torch.Tensor]
+    scales: dict[Matrix, torch.Tensor]
+    damping: dict[str, torch.Tensor]
+    totals: dict[str, torch.Tensor]
+
+
+def _solve_chunk(
+    gate_up: torch.Tensor, down: torch.Tensor, smooth: torch.Tensor, sums: ExpertSums, settings: Experts
+) -> _Chunk:
+    """Scale and round the experts of one chunk; gate_up (c, 2I, H) and down (c, H, I) in float32."""
+    width, width_gram = gate_up.shape[1] // 2, sums.width_gram
+    result = _Chunk({}, {}, {}, {})
+    scaled = gate_up * smooth
     if settings.awq:
-        means = weight_means(down, settings.group_size)
-        grid = grid_scales(sums.width_mean, means, settings.awq.grid, settings.awq.duo_scaling)
-        losses = scale_losses(down, width_gram, grid, settings.group_size, settings.bits)  # (P, c)
-        best = losses.argmin(0)  # (c,)
-        s = grid[best, torch.arange(len(best), device=best.device)]  # (c, I)
-        _add(totals, "down_search_before", losses[0].double().sum())
-        _add(totals, "down_search_after", losses.gather(0, best[None]).double().sum())
-        up, down, width_gram = up / s.unsqueeze(-1), down * s.unsqueeze(1), fold_gram(width_gram, s)
-    input_gram = fold_gram(sums.input_gram, smooth.unsqueeze(0))
+        s, before, after = _width_scale(down, width_gram, sums.width_mean, settings, settings.awq)
+        result.totals |= {"down_search_before": before, "down_search_after": after}
+        scaled[:, width:] /= s.unsqueeze(-1)  # what w2's columns are multiplied by, w3's rows are divided by
+        down, width_gram = down * s.unsqueeze(1), fold_gram(width_gram, s)
     # gate and up read the same inputs, so they share one factorization.
-    both = torch.cat([gate, up], dim=1)
-    for matrices, weight, gram in ((("gate", "up"), both, input_gram), (("down",), down, width_gram)):
-        step = (
-            mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), settings.group_size, settings.bits)
-            if settings.scales == "mse"
-            else minmax_scales(weight, settings.group_size, settings.bits)
-        )
-        if settings.rounding == "gptq":
-            whole, damping = gptq(weight, gram, step, settings.bits)
-            fallbacks += _damping_lines(damping, first, "/".join(matrices))
-        else:
-            whole = nearest(weight, step, settings.bits)
-        delta = dequantize(whole, step) - weight
-        _add(totals, f"{matrices[-1]}_error", ((delta @ gram) * delta).double().sum())
-        _add(totals, f"{matrices[-1]}_norm", ((weight @ gram) * weight).double().sum())
-        for matrix, code, scale in zip(
-            matrices, whole.to(torch.int8).chunk(len(matrices), 1), step.chunk(len(matrices), 1), strict=True
-        ):
-            codes[matrix].append(code)
-            scales[matrix].append(scale)
+    input_gram = fold_gram(sums.input_gram, smooth.unsqueeze(0))
+    codes, scales = _round(scaled, input_gram, settings, "gate_up", result)
+    result.codes["gate"], result.codes["up"] = codes.chunk(2, dim=1)
+    result.scales["gate"], result.scales["up"] = scales.chunk(2, dim=1)
+    result.codes["down"], result.scales["down"] = _round(down, width_gram, settings, "down", result)
+    return result
 
 
-def _add(totals: dict[str, float], key: str, value: torch.Tensor) -> None:
-    totals[key] = totals.get(key, 0.0) + float(value)
+def _width_scale(
+    down: torch.Tensor, gram: torch.Tensor, mean: torch.Tensor, settings: Experts, awq: Awq
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A scale (c, I) for each expert between w3 and w2, and the summed objective before and after."""
+    grid = grid_scales(mean, weight_means(down, settings.group_size), awq.grid, awq.duo_scaling)
+    losses = scale_losses(down, gram, grid, settings.group_size, settings.bits)  # (P, c)
+    best = losses.argmin(0)
+    chosen = grid[best, torch.arange(len(best), device=best.device)]
+    return chosen, losses[0].double().sum(), losses.gather(0, best.unsqueeze(0)).double().sum()
 
 
-def _damping_lines(damping: torch.Tensor, first: int, matrices: str) -> list[str]:
-    return [
-        f"expert {first + i}: {matrices}: "
-        + (
-            "rounded to nearest, its Gram matrix has no usable factor"
-            if math.isinf(used)
-            else f"damping raised to {used:g}"
-        )
-        for i, used in enumerate(damping.tolist())
-        if used > 0.011
-    ]
+def _round(
+    weight: torch.Tensor, gram: torch.Tensor, settings: Experts, name: str, result: _Chunk
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Gram matrix (c, C, C)."""
+    if settings.scales == "mse":
+        scale = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), settings.group_size, settings.bits)
+    else:
+        scale = minmax_scales(weight, settings.group_size, settings.bits)
+    if settings.rounding == "gptq":
+        codes, result.damping[name] = gptq(weight, gram, scale, settings.bits, DAMPING)
+    else:
+        codes = nearest(weight, scale, settings.bits)
+    delta = dequantize(codes, scale) - weight
+    result.totals[f"{name}_lost"] = ((delta @ gram) * delta).double().sum()
+    result.totals[f"{name}_whole"] = ((weight @ gram) * weight).double().sum()
+    return codes.to(torch.int8), scale
 
 
-def _fallback_lines(sums: ExpertSums, blended: Blend, settings: Experts, first: int) -> list[str]:
+def _errors(chunks: Sequence[_Chunk], experts: int) -> dict[str, float]:
+    totals: Counter[str] = Counter()
+    for part in chunks:
+        totals.update({key: float(value) for key, value in part.totals.items()})
+    errors = {key: value / experts for key, value in totals.items() if key.startswith("down_search")}
+    for name in ("gate_up", "down"):
+        whole = totals[f"{name}_whole"]
+        errors[f"{name}_rounding"] = math.sqrt(totals[f"{name}_lost"] / whole) if whole > 0 else 0.0
+    return errors
+
+
+def _fallbacks(sums: ExpertSums, chunk: _Chunk, blended: Blend, settings: Experts, first: int) -> list[str]:
+    """One line for every expert of the chunk that did not get what the recipe asks for."""
     lines = []
     routed = blended.routed_tokens[first : first + len(sums.seen)].tolist()
     for i, (seen, dropped, count) in enumerate(zip(sums.seen.tolist(), sums.dropped.tolist(), routed, strict=True)):
+        name = f"expert {first + i}"
         if dropped:
-            lines.append(f"expert {first + i}: {dropped} of {seen + dropped} rows not finite, left out of the sums")
+            lines.append(f"{name}: {dropped} of {seen + dropped} rows not finite or too large, left out of the sums")
         if settings.routed_weight and count < blended.full_share_at:
-            lines.append(
-                f"expert {first + i}: {count} routed tokens, fewer than {blended.full_share_at}: "
-                f"routed share {float(blended.share[first + i]):.3f} instead of {settings.routed_weight}"
-            )
+            share = float(blended.share[first + i])
+            lines.append(f"{name}: {count} routed tokens, so their share is {share:.3f}, not {settings.routed_weight}")
+    for matrix, damping in chunk.damping.items():
+        for i, used in enumerate(damping.tolist()):
+            if math.isinf(used):
+                lines.append(f"expert {first + i}: {matrix}: rounded to nearest, for want of a usable Gram matrix")
+            elif used > 1.5 * DAMPING:
+                lines.append(f"expert {first + i}: {matrix}: damping raised to {used:g}")
     return lines

@@ -69,12 +69,20 @@ def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path) -> Non
         old = json.loads(path.read_text())
     except ValueError:
         raise OutputError(f"{path}: cannot be read; start over with --fresh") from None
-    for key in sorted(old.keys() | fingerprint.keys()):
-        if old.get(key) != json.loads(json.dumps(fingerprint.get(key))):
-            raise OutputError(
-                f"{output}: holds an unfinished run with another {key} ({_short(old.get(key))}, now "
-                f"{_short(fingerprint.get(key))}); restore it, or start over with --fresh"
-            )
+    for key, before, now in _differences(old, json.loads(json.dumps(fingerprint))):
+        raise OutputError(
+            f"{output}: holds an unfinished run with another {key} ({_short(before)}, now {_short(now)}); "
+            "restore it, or start over with --fresh"
+        )
+
+
+def _differences(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every leaf that differs, with its dotted place."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from _differences(old.get(key), new.get(key), f"{place}.{key}" if place else key)
+    elif old != new:
+        yield place, old, new
 
 
 def _short(value: Any) -> str:

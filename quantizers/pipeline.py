@@ -122,8 +122,8 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
     for folder in ("layers", "output"):
         (work / folder).mkdir(exist_ok=True)
     _check_disk(job, work, sum(len(t) for t in tokens))
-    _quantize(job, options.device, chunk, source, data, tokens, work, check)
-    _assemble(job, source, work / "output")
+    quantize_layers(job, source, data, tokens, work, options.device, chunk, check)
+    assemble(job, source, work / "output")
     check()
     write_report(job, options.device, source, data, work, started, check)
 
@@ -156,16 +156,26 @@ def _check_disk(job: Job, work: Path, tokens: int) -> None:
         )
 
 
-def _quantize(
+def quantize_layers(
     job: Job,
-    device: torch.device,
-    chunk: int,
     source: Checkpoint,
     data: CalibrationData,
     tokens: list[torch.Tensor],
     work: Path,
-    check: Callable[[], None],
+    device: torch.device,
+    chunk: int,
+    check: Callable[[], None] = lambda: None,
+    compensate_router: bool = True,
 ) -> None:
+    """The loop over decoder layers: one shard and one journal entry each, under `work`.
+
+    Args:
+        data, tokens: the calibration samples, and their token numbers (T,) int64.
+        work: holds `layers/` and `output/`; layers that have a journal entry there are not done again.
+        chunk: experts solved at a time.
+        check: called between steps; may raise to interrupt.
+        compensate_router: False leaves the published defect in, for comparison (llmcompressor only).
+    """
     layers, hidden, experts = job.sizes["layers"], job.sizes["hidden"], job.sizes["experts"]
     done = len(journal.done_layers(work, layers))
     if done == layers:
@@ -191,7 +201,9 @@ def _quantize(
             began = time.monotonic()
             with model.layer(number) as layer:
                 materialised = time.monotonic()
-                solved, seconds = solve_layer(model, layer, number, states, stores, job.recipe.experts, chunk, check)
+                solved, seconds = solve_layer(
+                    model, layer, number, states, stores, job.recipe.experts, chunk, check, compensate_router
+                )
                 solved_at = time.monotonic()
                 shard = job.plan.shard_file(number)
                 digest = write_shard(layer_tensors(job.plan, number, source, solved), work / "output" / shard)
@@ -203,7 +215,7 @@ def _quantize(
                     check()
             if not all(bool(torch.isfinite(rows).all()) for rows in following):
                 raise QuantizeError(
-                    f"layer {number}: its output is not finite; the layers after it would be spoiled, so the run stops here"
+                    f"layer {number}: its output is not finite and would spoil the layers after it; the run stops here"
                 )
             following.flush()
             counts = np.zeros((len(names), experts), dtype=np.int64)
@@ -227,12 +239,12 @@ def _quantize(
             write_json(journal.layer_file(work, number), entry)
             states.path.unlink()
             states = following
-            step(f"{sum(seconds.values()):.1f} s, rounding error {solved.error.get('down_error', float('nan')):.4f}")
+            step(f"{sum(seconds.values()):.1f} s, rounding error {solved.error.get('down_rounding', float('nan')):.4f}")
     for rows in (states, stores.x, stores.chosen, stores.weight):
         rows.path.unlink()
 
 
-def _assemble(job: Job, source: Checkpoint, folder: Path) -> None:
+def assemble(job: Job, source: Checkpoint, folder: Path) -> None:
     """What lies outside the layers: the last shard, index, config, recipe, and the source's side files."""
     write_shard(layer_tensors(job.plan, None, source, None), folder / job.plan.shard_file(None))
     for file in side_files(source.folder):

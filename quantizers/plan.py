@@ -219,9 +219,10 @@ def packed_specs(module: str, shape: tuple[int, ...], experts: Experts) -> dict[
 def file_size(tensors: Mapping[str, Spec]) -> int:
     """Bytes of a safetensors file as the library writes it.
 
-    The header is compact JSON padded to 8 bytes; tensors lie in order of falling dtype width, then name.
+    The header is compact JSON padded to 8 bytes; tensors lie in falling order of dtypes, then by name.
     """
-    order = sorted(tensors, key=lambda name: (-DTYPE_BYTES[tensors[name].dtype], name))
+    ranks = list(DTYPE_BYTES)
+    order = sorted(tensors, key=lambda name: (-ranks.index(tensors[name].dtype), name))
     header: dict[str, object] = {"__metadata__": METADATA}
     at = 0
     for name in order:

@@ -101,24 +101,14 @@ def _checked(step: Callable[[str], None], check: Callable[[], None]) -> Callable
 
 
 def describe(data: CalibrationData) -> dict[str, Any]:
-    """A calibration set in numbers: digest, samples and tokens by category, what was cut or dropped."""
+    """A calibration set in numbers: its own summary, with samples, tokens and cut samples by category."""
     categories: dict[str, dict[str, int]] = {}
     for sample in data.samples:
         row = categories.setdefault(sample.category, {"samples": 0, "tokens": 0, "truncated": 0})
         row["samples"] += 1
         row["tokens"] += len(sample.tokens)
         row["truncated"] += int(sample.truncated > 0)
-    return {
-        "name": data.name,
-        "digest": data.digest,
-        "sequence_length": data.sequence_length,
-        "samples": len(data.samples),
-        "tokens": sum(len(sample.tokens) for sample in data.samples),
-        "truncated_samples": sum(sample.truncated > 0 for sample in data.samples),
-        "truncated_tokens": sum(sample.truncated for sample in data.samples),
-        "dropped": [dict(entry) for entry in data.dropped],
-        "categories": dict(sorted(categories.items())),
-    }
+    return data.summary() | {"categories": dict(sorted(categories.items()))}
 
 
 def measure(

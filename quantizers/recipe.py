@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -101,17 +102,17 @@ def read_recipe(name: str) -> tuple[Recipe, Path]:
         RecipeError: one line naming file, line and key.
     """
     path = find(name, "recipes")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise RecipeError(f"{name}: no such recipe; give a file, or a name that `quantize recipes` lists")
     return load(path, Recipe, RecipeError), path
 
 
 def source_location(recipe: Recipe, path: Path) -> str:
     """The source as a folder where the recipe's relative path leads to one, else the Hub id as written."""
-    folder = Path(recipe.source.model).expanduser()
+    folder = Path(os.path.expanduser(recipe.source.model))
     if not folder.is_absolute():
         folder = path.parent / folder
-    return str(folder.resolve()) if folder.is_dir() else recipe.source.model
+    return str(folder.resolve()) if os.path.isdir(folder) else recipe.source.model
 
 
 def set_location(recipe_value: str, path: Path) -> Path:

@@ -24,7 +24,7 @@ def code_range(bits: int) -> tuple[int, int]:
 
 def grouped(weight: torch.Tensor, group: int) -> torch.Tensor:
     """(…, R, C) viewed as (…, R, n, g)."""
-    return weight.unflatten(-1, (-1, group))
+    return weight.view(*weight.shape[:-1], -1, group)
 
 
 def minmax_scales(weight: torch.Tensor, group: int, bits: int) -> torch.Tensor:
@@ -63,29 +63,31 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
-    """The best of 20 multiples of the min-max scale, by squared error weighted per column.
+    """The best of the min-max scale and 20 multiples of it, by squared error weighted per column.
 
     Args:
         weight: (E, R, C) float32.
         importance: (E, C) float32, not negative: the diagonal of the columns' Gram matrix.
 
     Returns:
-        (E, R, n) bfloat16.
+        (E, R, n) bfloat16; min-max where nothing is smaller, as where the importance is all zero.
     """
-    base = minmax_scales(weight, group, bits).float()
-    view = grouped(weight, group)
+    chosen = minmax_scales(weight, group, bits)
+    base, view = chosen.float(), grouped(weight, group)
     column = grouped(importance, group).unsqueeze(1)  # (E, 1, n, g)
-    best = torch.full_like(base, torch.inf)
-    chosen = torch.empty_like(base, dtype=torch.bfloat16)
+
+    def loss_of(scale: torch.Tensor) -> torch.Tensor:
+        error = grouped(dequantize(nearest(weight, scale, bits), scale), group).sub_(view)
+        return error.square_().mul_(column).sum(-1)
+
+    best = loss_of(chosen)
     for factor in MSE_FACTORS:
         scale = (base * factor).bfloat16()
-        error = dequantize(nearest(weight, scale, bits), scale)
-        loss = (grouped(error, group).sub_(view).square_() * column).sum(-1)
+        loss = loss_of(scale)
         better = loss < best
         best = torch.where(better, loss, best)
         chosen = torch.where(better, scale, chosen)
-    # A loss that is never below infinity (non-finite importance) keeps min-max.
-    return torch.where(torch.isfinite(best), chosen, base.bfloat16())
+    return chosen
 
 
 def inverse_factor(gram: torch.Tensor, damping: float) -> tuple[torch.Tensor, torch.Tensor]:

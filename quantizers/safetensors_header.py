@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CheckpointError
 
 MAX_HEADER = 100_000_000  # the format's own limit
+# In the library's order, by which it also sorts the tensors of a file (from the last to the first).
 DTYPE_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
 
 
@@ -45,6 +47,11 @@ class TensorInfo:
         return self.end - self.start
 
 
+def printed(name: str) -> str:
+    """A name out of a file as it may stand in an error, which is one line."""
+    return name if name.isprintable() else repr(name)
+
+
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Every tensor of a safetensors file, in the order of its bytes.
 
@@ -68,7 +75,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: the header is not a table of tensors; download this shard again")
     base = 8 + start
-    infos = [_entry(file, name, entry, base) for name, entry in header.items() if name != "__metadata__"]
+    infos = [_entry(file, name, entry, base, length) for name, entry in header.items() if name != "__metadata__"]
     infos.sort(key=lambda info: (info.start, info.end))
     at = base
     for info in infos:
@@ -77,24 +84,27 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             raise CheckpointError(f"{file}: {info.name}: its byte range {what}; download this shard again")
         at = info.end
     if at != length:
-        what = "is truncated" if at > length else "has bytes after its last tensor"
-        raise CheckpointError(f"{file}: {what} ({length:,} bytes, the header says {at:,}); download this shard again")
+        raise CheckpointError(f"{file}: has {length - at:,} bytes after its last tensor; download this shard again")
     return {info.name: info for info in infos}
 
 
-def _entry(file: Path, name: str, entry: object, base: int) -> TensorInfo:
+def _entry(file: Path, name: str, entry: object, base: int, length: int) -> TensorInfo:
     def wrong(what: str) -> CheckpointError:
-        return CheckpointError(f"{file}: {name}: {what}; download this shard again")
+        return CheckpointError(f"{file}: {printed(name)}: {what}; download this shard again")
 
+    if not name.isprintable():
+        raise wrong("a name with control characters")
     if not isinstance(entry, dict):
         raise wrong("its header entry is no table")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise wrong(f"unknown dtype {dtype!r}")
+        raise wrong(f"unknown dtype {reprlib.repr(dtype)}")
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise wrong(f"shape {shape!r} is not a list of sizes")
+        raise wrong(f"shape {reprlib.repr(shape)} is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
-        raise wrong(f"byte range {offsets!r} is not two offsets")
+        raise wrong(f"byte range {reprlib.repr(offsets)} is not two offsets")
+    if base + offsets[1] > length:
+        raise wrong(f"the file is truncated: it has {length:,} bytes and ends before this tensor does")
     if offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BYTES[dtype]:
-        raise wrong(f"{offsets[1] - offsets[0]} bytes do not hold {dtype} {shape}")
+        raise wrong(f"{offsets[1] - offsets[0]} bytes do not hold {dtype} {reprlib.repr(shape)}")
     return TensorInfo(name, dtype, tuple(shape), file, base + offsets[0], base + offsets[1])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .architecture import Architecture, Sizes, architecture_for, published_config, sizes_of
-from .checkpoint import Checkpoint, open_folder, resolve
+from .checkpoint import Checkpoint, block_size, open_folder, resolve
 from .errors import CheckpointError, InputError
 from .plan import Plan, Spec, expected_tensors, make_plan
 from .recipe import Recipe, read_recipe, set_location, source_location
@@ -53,8 +53,6 @@ def prepare(name: str, offline_facts: bool = False) -> Job:
     Raises:
         InputError: one line naming what is wrong and where.
     """
-    from .weights import block_size
-
     recipe, path = read_recipe(name)
     for named in (recipe.calibration, recipe.verify and recipe.verify.perplexity and recipe.verify.perplexity.data):
         if named and not set_location(named, path).is_file():

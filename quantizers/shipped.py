@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
@@ -29,9 +30,9 @@ def find(name: str, folder: str, beside: Path | None = None, suffix: str = ".yam
     Returns:
         A path, which need not exist: the caller knows the better error message.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     candidate = path if path.is_absolute() or beside is None else beside / path
-    if candidate.exists() or len(path.parts) > 1:
+    if os.path.exists(candidate) or len(path.parts) > 1:
         return candidate
     known = shipped(folder) / (name if path.suffix else name + suffix)
     return known if known.exists() else candidate

@@ -13,8 +13,8 @@ import torch
 from .engines import solve
 from .layers import LayeredModel
 from .recipe import Experts
-from .solved import MATRICES, Matrix, Solved
 from .rounding import dequantize
+from .solved import MATRICES, Matrix, Solved
 from .statistics import Recorded
 
 
@@ -96,17 +96,17 @@ def solve_layer(
             norm_dtype=norm.dtype,
         )
     else:
-        experts = layer.get_submodule(facts.modules.experts)
-        router = layer.get_submodule(facts.modules.router)
+        experts: Any = layer.get_submodule(facts.modules.experts)
+        router: Any = layer.get_submodule(facts.modules.router)
         solved = solve(
             stores.recorded(model.device),
             experts.gate_up_proj.data,
             experts.down_proj.data,
-            norm,
-            router.weight.data,
-            experts.act_fn,
-            settings,
-            chunk,
+            norm=norm,
+            router=router.weight.data,
+            activation=experts.act_fn,
+            settings=settings,
+            chunk=chunk,
         )
     return solved, {"observe": observed - started, "solve": time.monotonic() - observed}
 
@@ -117,7 +117,7 @@ def install(model: LayeredModel, layer: torch.nn.Module, solved: Solved) -> None
     layer.get_submodule(facts.modules.norm).weight.data = solved.norm.to(model.device, model.dtype)
     if solved.router is not None:
         layer.get_submodule(facts.modules.router).weight.data = solved.router.to(model.device)
-    experts = layer.get_submodule(facts.modules.experts)
+    experts: Any = layer.get_submodule(facts.modules.experts)
     width = model.sizes["width"]
     slots: dict[Matrix, torch.Tensor] = {
         "gate": experts.gate_up_proj.data[:, :width],

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
+LARGEST = 1e16  # squares of this, times ten million tokens, are still finite in float32
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,49 @@ def gram(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.float().mT @ b.float()
 
 
-def input_sums(sequences: Iterable[Recorded]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Σ x xᵀ (H, H), Σ |x| (H,), both float32, and the number of tokens, over all tokens."""
+@dataclass(frozen=True)
+class InputSums:
+    """Sums of x over all tokens, float32.
+
+    Attributes:
+        gram: Σ x xᵀ (H, H).
+        mean: mean |x| (H,).
+        tokens: rows that went into the sums.
+        dropped: rows left out because they were not finite, or so large that their squares are not.
+    """
+
+    gram: torch.Tensor
+    mean: torch.Tensor
+    tokens: int
+    dropped: int
+
+    def fallbacks(self) -> list[str]:
+        """A line for the report where rows were left out."""
+        return [f"{self.dropped} rows of the block's input left out: not finite, or too large"] if self.dropped else []
+
+
+def usable(rows: torch.Tensor) -> torch.Tensor:
+    """(…, T) bool: the rows of (…, T, C) whose squares can be added up in float32."""
+    return rows.abs().amax(-1) < LARGEST  # False for NaN and infinity
+
+
+def input_sums(sequences: Iterable[Recorded]) -> InputSums:
+    """Gather `InputSums`, one sequence a matmul, in order."""
     total: torch.Tensor | None = None
-    magnitude = torch.zeros(0)
-    tokens = 0
+    size = count = torch.zeros(0)
+    rows = 0
     for sequence in sequences:
-        part, size = gram(sequence.x, sequence.x), sequence.x.float().abs().sum(0)
-        total, magnitude = (part, size) if total is None else (total.add_(part), magnitude.add_(size))
-        tokens += sequence.x.shape[0]
+        good = usable(sequence.x)
+        x = torch.where(good.unsqueeze(-1), sequence.x, torch.zeros_like(sequence.x))
+        part, magnitude = gram(x, x), x.float().abs().sum(0)
+        rows += x.shape[0]
+        if total is None:
+            total, size, count = part, magnitude, good.sum()
+        else:
+            total, size, count = total.add_(part), size.add_(magnitude), count + good.sum()
     assert total is not None, "a calibration set has at least one sequence"
-    return total, magnitude, tokens
+    tokens = int(count)
+    return InputSums(total, size / max(tokens, 1), tokens, rows - tokens)
 
 
 def route_counts(chosen: torch.Tensor, experts: int) -> torch.Tensor:
@@ -132,7 +165,7 @@ class ExpertSums:
         width_gram: (c, I, I) float32, of h_e.
         width_mean: (c, I) float32, blended mean |h_e|.
         seen: (c,) int64, rows of h_e that went into the sums.
-        dropped: (c,) int64, rows left out because they were not finite.
+        dropped: (c,) int64, rows left out, see `usable`.
     """
 
     input_gram: torch.Tensor
@@ -172,7 +205,7 @@ def expert_sums(
         sequences: the layer's recorded sequences, in order.
         gate_up: (c, 2I, H), w1 above w3, in the dtype of x.
         activation: of the gate, usually SiLU.
-        all_gram: (H, H) float32, Σ x xᵀ over all tokens (`input_sums`).
+        all_gram: (H, H) float32, Σ x xᵀ over all tokens, see `InputSums`.
         most_routed: for each sequence, the largest number of its tokens that one expert gets (known
             on the host, so that the padded gather needs no synchronisation).
         first: the number of the first expert of this chunk.
@@ -190,18 +223,19 @@ def expert_sums(
         if most:
             rows, squared = routed_rows(sequence, first, last, most)
             picked = x[rows]  # (c, most, H)
+            picked = torch.where(usable(picked).unsqueeze(-1), picked, torch.zeros_like(picked))
             routed += gram(picked * squared.unsqueeze(-1).to(x.dtype), picked)
         gate, up = torch.matmul(x, gate_up.mT).chunk(2, dim=-1)  # (c, T, I) each
         h = activation(gate) * up
-        finite = torch.isfinite(h).all(-1)  # (c, T)
-        h = torch.where(finite.unsqueeze(-1), h, torch.zeros_like(h))
-        weight = token_weights(sequence, blended, first, last) * finite
+        good = usable(h)  # (c, T)
+        h = torch.where(good.unsqueeze(-1), h, torch.zeros_like(h))
+        weight = token_weights(sequence, blended, first, last) * good
         weighted = h * weight.unsqueeze(-1).to(h.dtype)
         width_gram += gram(weighted, h)
         width_sum += weighted.float().abs().sum(1)
         mass += weight.sum(1, keepdim=True)
-        seen += finite.sum(1)
-        dropped += (~finite).sum(1)
+        seen += good.sum(1)
+        dropped += (~good).sum(1)
     share = blended.share[first:last, None, None]
     routed_mass = blended.routed_mass[first:last, None, None].clamp(min=torch.finfo(torch.float64).tiny)
     input_gram = share * (routed.double() / routed_mass).float() + (1 - share) * (all_gram / blended.tokens)

@@ -1,8 +1,8 @@
 """YAML that tells the truth: line numbers in every error, nothing read that was not meant.
 
 PyYAML keeps the last of two equal keys, reads `1e-4` as text and `no` as False. Here duplicate
-keys are errors, numbers and booleans follow YAML 1.2's core schema, and aliases are refused (a
-recipe has no use for them, and nested ones can expand to gigabytes).
+keys are errors, numbers and booleans follow YAML 1.2's core schema, and aliases and tags are refused
+(a recipe has no use for them, and nested aliases can expand to gigabytes).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pydantic_core import ErrorDetails
 
 from .errors import InputError
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 200_000  # seconds for PyYAML at worst; the largest shipped file has 10,000
 MAX_DEPTH = 32
+MAX_DIGITS = 1000
 
 Model = TypeVar("Model", bound=BaseModel)
 Place = tuple[str | int, ...]
@@ -43,7 +44,7 @@ class Refused(Exception):
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:
-    if node.style is not None or not node.tag.startswith("tag:yaml.org,2002:"):
+    if node.style is not None:
         return node.value
     for tag, pattern in _CORE_SCHEMA.items():
         if re.fullmatch(pattern, node.value):
@@ -53,33 +54,31 @@ def _scalar(node: yaml.ScalarNode) -> Any:
             if kind == "bool":
                 return node.value.lower() == "true"
             if kind == "int":
+                if len(node.value) > MAX_DIGITS:
+                    raise Refused(node.start_mark.line + 1, f"a number of {len(node.value):,} digits; correct it")
                 return int(node.value)
             return float(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
     return node.value
 
 
-def _build(node: yaml.Node, place: Place, lines: dict[Place, int], depth: int) -> Any:
-    line = node.start_mark.line + 1
-    lines.setdefault(place, line)
-    if depth > MAX_DEPTH:
-        raise Refused(line, f"nested deeper than {MAX_DEPTH} levels; flatten it")
-    if node.tag.startswith("!"):
-        raise Refused(line, f"the tag {node.tag} is not allowed; write plain values")
+def _build(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Any:
+    lines.setdefault(place, node.start_mark.line + 1)
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node)
     if isinstance(node, yaml.SequenceNode):
-        return [_build(item, (*place, i), lines, depth + 1) for i, item in enumerate(node.value)]
+        return [_build(item, (*place, i), lines) for i, item in enumerate(node.value)]
     result: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key_line = key_node.start_mark.line + 1
         key = _scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
-        if isinstance(key, (bool, float, int)) or key is None:
-            raise Refused(key_line, f"a key must be text, not {getattr(key_node, 'value', 'a list')!r}")
+        if not isinstance(key, str):
+            shown = repr(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
+            raise Refused(key_line, f"a key must be text, not {shown}; put it in quotes")
         if key in result:
             first = lines[(*place, key)]
             raise Refused(key_line, f"{dotted((*place, key))}: given twice (first in line {first}); keep one")
         lines[(*place, key)] = key_line
-        result[key] = _build(value_node, (*place, key), lines, depth + 1)
+        result[key] = _build(value_node, (*place, key), lines)
     return result
 
 
@@ -87,7 +86,11 @@ def dotted(place: Iterable[str | int]) -> str:
     """`("sources", 3, "samples")` as `sources[3].samples`."""
     text = ""
     for part in place:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            key = part if part.isprintable() else repr(part)  # an error is one line, whatever a key holds
+            text += f".{key}" if text else key
     return text
 
 
@@ -102,11 +105,12 @@ def parse(path: Path, error: type[InputError] = InputError) -> tuple[dict[str, A
         The mapping, and the line of every key and list item by its place in it.
     """
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
     except OSError as failure:
         raise error(f"{path}: cannot be read ({failure.strerror or failure}); give an existing file") from None
     if len(raw) > MAX_BYTES:
-        raise error(f"{path}: larger than {MAX_BYTES:,} bytes; this is no recipe or set")
+        raise error(f"{path}: larger than {MAX_BYTES:,} bytes; this is no recipe or set; give another file")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as failure:
@@ -114,27 +118,47 @@ def parse(path: Path, error: type[InputError] = InputError) -> tuple[dict[str, A
         raise error(f"{path}:{line}: not UTF-8; save the file as UTF-8") from None
     lines: dict[Place, int] = {}
     try:
-        _refuse_aliases(text)
+        _refuse_unwanted(text)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = {} if node is None else _build(node, (), lines, 0)
+        data = {} if node is None else _build(node, (), lines)
     except Refused as refused:
         raise error(f"{path}:{refused.line}: {refused}") from None
+    except yaml.reader.ReaderError as failure:
+        line = text[: failure.position].count("\n") + 1
+        raise error(f"{path}:{line}: not valid YAML: {failure.reason}; remove this character") from None
     except yaml.YAMLError as failure:
         mark = getattr(failure, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
-        raise error(f"{where}: not valid YAML: {problem}") from None
-    except (RecursionError, ValueError) as failure:
-        raise error(f"{path}: not valid YAML: {str(failure).splitlines()[0]}") from None
+        raise error(f"{where}: not valid YAML: {problem}; correct it") from None
+    except ValueError as failure:  # an escape such as "\\UFFFFFFFF", which PyYAML hands on to chr
+        raise error(f"{path}: not valid YAML: {failure}; correct it") from None
     if not isinstance(data, dict):
-        raise error(f"{path}:1: must be a mapping of keys to values")
+        raise error(f"{path}:1: must be a mapping; write keys with values")
     return data, lines
 
 
-def _refuse_aliases(text: str) -> None:
+_OPENING = (
+    yaml.FlowSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.BlockMappingStartToken,
+)
+_CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
+
+
+def _refuse_unwanted(text: str) -> None:
+    # Before anything is composed: PyYAML recurses over nested values, and scans deep ones in quadratic time.
+    depth = 0
     for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        line = token.start_mark.line + 1
+        depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
+        if depth > MAX_DEPTH:
+            raise Refused(line, f"nested deeper than {MAX_DEPTH} levels; flatten it")
         if isinstance(token, (yaml.AnchorToken, yaml.AliasToken)):
-            raise Refused(token.start_mark.line + 1, "anchors and aliases are not supported; repeat the value")
+            raise Refused(line, "anchors and aliases are not supported; repeat the value")
+        if isinstance(token, yaml.TagToken):
+            raise Refused(line, "tags (`!name`) are not supported; write the plain value")
 
 
 def load(path: Path, model: type[Model], error: type[InputError] = InputError) -> Model:
@@ -157,7 +181,8 @@ def load(path: Path, model: type[Model], error: type[InputError] = InputError) -
 def _describe(detail: ErrorDetails, lines: dict[Place, int], model: type[BaseModel]) -> tuple[int, str]:
     place: Place = detail["loc"]
     # A union adds its member's name to the place; what is not in the file is dropped.
-    known = tuple(part for i, part in enumerate(place) if place[: i + 1] in lines or i == len(place) - 1)
+    absent = detail["type"] == "missing"
+    known = tuple(part for i, part in enumerate(place) if place[: i + 1] in lines or (absent and i == len(place) - 1))
     nearest = next((known[:n] for n in range(len(known), -1, -1) if known[:n] in lines), ())
     line = lines.get(nearest, 1)
     name = dotted(known)
@@ -165,11 +190,13 @@ def _describe(detail: ErrorDetails, lines: dict[Place, int], model: type[BaseMod
         close = difflib.get_close_matches(str(place[-1]), _all_keys(model), n=1)
         hint = f" (did you mean {close[0]}?)" if close else "; remove it"
         return line, f"{name}: unknown key{hint}"
-    if detail["type"] == "missing":
+    if absent:
         return line, f"{name}: missing; add it"
     given = detail.get("input")
     shown = f", not {given!r}" if isinstance(given, (str, int, float, bool, type(None))) else ""
-    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = " ".join(detail["msg"].removeprefix("Value error, ").removeprefix("Input ").split())
+    if detail["type"] in ("model_type", "dict_type"):
+        message = "must be a mapping of keys to values"
     return line, f"{name + ': ' if name else ''}{message}{shown}"
 
 

@@ -67,7 +67,8 @@ def run_table(report: dict[str, Any], output: Path, recipe: str) -> str:
     plan, seconds = report["plan"], report["seconds"]
     coverage = report["coverage"]
     lines += [
-        f"audit     {report['audit']['tensors']:,} source tensors accounted for, {report['audit']['kept_tensors']:,} kept byte for byte",
+        f"audit     {report['audit']['tensors']:,} source tensors accounted for, "
+        f"{report['audit']['kept_tensors']:,} kept byte for byte",
         *(f"          {line}" for line in report["audit"]["differences"][:10]),
         f"coverage  routed tokens per expert: min {coverage['min']:,}, median {coverage['median']:,.0f}; "
         f"{coverage['uncovered']} of {coverage['pairs']:,} below {coverage['min_routed_tokens']}",
@@ -116,6 +117,29 @@ def eval_table(report: dict[str, Any]) -> str:
     return fidelity_table(results) + (
         f"\n\n{first['samples']} samples, {first['tokens']:,} scored tokens of {first['evaluated_on']['name']}; "
         "KL(source || candidate) in nats; router: share of equal choices in the worst layer"
+    )
+
+
+def methods_table(result: dict[str, Any]) -> str:
+    """What `quantize bench methods` prints; ratios are to the library's AWQ with the router compensated."""
+    base = next(row for row in result["rows"] if row["method"] == "llm-compressor AWQ, router compensated")
+    rows = [
+        (
+            row["method"],
+            f"{row['kl']:.4f}",
+            f"{row['kl'] / base['kl']:.2f}",
+            f"{row['top1']:.1%}",
+            f"{row['router']:.1%}",
+            f"{row['increase']:+.2%}",
+            f"{row['seconds']:.1f}",
+            f"{base['seconds'] / row['seconds']:.1f}x",
+        )
+        for row in result["rows"]
+    ]
+    calibration = result["calibration"]
+    return plain(("method", "KL", "ratio", "top-1", "router", "perplexity", "seconds", "faster"), rows) + (
+        f"\n\n{calibration['tokens']:,} calibration tokens, {result['held_out_tokens']:,} held-out; "
+        f"{result['machine']['threads']} threads; seconds: observe + solve, median of {result['repeats']}"
     )
 
 

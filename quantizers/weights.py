@@ -11,29 +11,16 @@ with no bfloat16 step between; FP8 bytes travel to a device as FP8 and are dequa
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from .architecture import Architecture, Sizes
+from .checkpoint import Checkpoint, block_size
 from .errors import CheckpointError
+from .rounding import dequantize
 from .solved import MATRICES
 
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
-
 FP8 = torch.float8_e4m3fn
-
-
-def block_size(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Rows and columns of an FP8 block: config.json's weight_block_size, 128x128 where it has none."""
-    declared = (checkpoint.config.get("quantization_config") or {}).get("weight_block_size") or [128, 128]
-    if not isinstance(declared, list) or len(declared) != 2 or not all(type(n) is int and n > 0 for n in declared):
-        raise CheckpointError(
-            f"{checkpoint.folder}/config.json: quantization_config.weight_block_size is {declared!r}; "
-            "two positive numbers are needed"
-        )
-    return declared[0], declared[1]
 
 
 def scale_name(checkpoint: Checkpoint, module: str) -> str:
@@ -125,7 +112,7 @@ def _read_packed(checkpoint: Checkpoint, module: str, device: torch.device) -> t
         )
     scale = checkpoint.tensor(scale_info.name).to(device).float()
     codes = unpack(packed, bits, (rows, columns)).float()
-    return (codes.unflatten(1, (groups, -1)) * scale.unsqueeze(-1)).flatten(1)
+    return dequantize(codes, scale)
 
 
 def layer_weights(

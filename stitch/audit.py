@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from quantizers.architecture import Architecture, Sizes, architecture_for, sizes_of
-from quantizers.checkpoint import Checkpoint, open_folder
+from quantizers.checkpoint import Checkpoint, block_size, open_folder
 from quantizers.errors import CheckpointError
 from quantizers.plan import Action, Plan, Spec, make_plan
 from quantizers.recipe import Experts
-from quantizers.weights import block_size, read_weight
+from quantizers.weights import read_weight
 
 from .digests import ShardDigest, changed_tensors
 
@@ -131,7 +131,7 @@ def experts_of(candidate: Checkpoint) -> Experts:
             except (KeyError, ValueError):
                 break
     raise CheckpointError(
-        f"{candidate.folder}/config.json: quantization_config has no group of integer experts with groups of 32, 64 or 128"
+        f"{candidate.folder}/config.json: quantization_config has no integer expert group of size 32, 64 or 128"
     )
 
 
@@ -208,8 +208,8 @@ def _check_layer(
             worst = max(worst, error)
             if not error < CLOSE_ENOUGH:
                 audit.differences.append(
-                    f"{module}.weight_packed: {error:.0%} away from the source's matrix times the norm's ratio; it was not "
-                    "scaled as its norm was, or is another matrix"
+                    f"{module}.weight_packed: {error:.0%} away from the source's matrix times the norm's ratio; it was "
+                    "not scaled as its norm was, or is another matrix"
                 )
     audit.weight_error.append(worst)
 
@@ -230,8 +230,8 @@ def _check_router(
     folded = int((smooth != 1).sum())
     if torch.equal(before.float(), after.float()):
         audit.differences.append(
-            f"{router_name}: not compensated, though {norm_name} was divided in {folded} of {len(smooth)} channels: the "
-            "router chooses other experts than the source's; repair it with `quantize stitch --repair-router`"
+            f"{router_name}: not compensated, though {norm_name} was divided in {folded} of {len(smooth)} channels: "
+            "the router chooses other experts than the source's; repair it with `quantize stitch --repair-router`"
         )
     else:
         audit.differences.append(

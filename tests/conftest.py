@@ -1,0 +1,162 @@
+"""One thread, the trained tiny model, and one finished run of it that many tests read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+THREADS = "QUANTIZERS_TEST_THREADS"  # environment variable; one thread when it is not set
+
+# From each file of calibration/embedded, this many lines, spread over the file.
+CALIBRATION = {"code": 12, "spoken": 6, "chat": 6}
+HELD_OUT = {"held-out-code": 6, "held-out-spoken": 3, "held-out-chat": 3}
+SEQUENCE_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What one run made. Tests read it; a test that changes something copies the folder first.
+
+    Attributes:
+        folder: the finished checkpoint.
+        source: the checkpoint that it was made from.
+        report: what `pipeline.run` returned, which is report.json.
+        recipe: the recipe file.
+        calibration, held_out: the two sets' files that the recipe names.
+    """
+
+    folder: Path
+    source: Path
+    report: dict[str, Any]
+    recipe: Path
+    calibration: Path
+    held_out: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def threads() -> Iterator[int]:
+    """One thread: the same bits on every machine, and no fight with whatever else runs there."""
+    import torch
+
+    before, count = torch.get_num_threads(), int(os.environ.get(THREADS, "1"))
+    torch.set_num_threads(count)
+    yield count
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """The trained MiniMax-M2 that travels with the repository: FP8, 4 layers, 16 experts."""
+    folder = Path(os.environ.get("DEV_TINY", REPOSITORY / "models" / "tiny-minimax-m2"))
+    assert (folder / "config.json").is_file(), f"{folder} is part of the repository; check it out"
+    return folder
+
+
+@pytest.fixture(scope="session")
+def write_recipe(tiny_model: Path) -> Callable[..., Path]:
+    """`write_recipe(folder, source=tiny_model, **experts)`: a recipe of seconds, its two sets beside it."""
+
+    def write(folder: Path, source: Path = tiny_model, **experts: Any) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_set(folder / "calibration.yaml", CALIBRATION)
+        _write_set(folder / "held-out.yaml", HELD_OUT)
+        recipe = {
+            "source": {"model": str(source)},
+            "calibration": "calibration.yaml",
+            "experts": {"bits": 4, "group_size": 32} | experts,
+            "verify": {"coverage": {"min_routed_tokens": 1}, "perplexity": {"data": "held-out.yaml"}},
+        }
+        path = folder / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+        return path
+
+    return write
+
+
+def _write_set(path: Path, counts: dict[str, int]) -> None:
+    sources = []
+    for name, count in counts.items():
+        lines = (REPOSITORY / "calibration" / "embedded" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        chosen = [lines[i * len(lines) // count] for i in range(count)]
+        (path.parent / f"{name}.jsonl").write_text("\n".join(chosen) + "\n", encoding="utf-8")
+        chat = name.endswith("chat")
+        sources.append(
+            {
+                "dataset": f"{name}.jsonl",
+                "columns": ["messages", "tools"] if chat else ["prompt", "answer"],
+                "shape": "chat" if chat else "prompt-answer",
+                "samples": "all",
+                "category": {"column": "category"},
+            }
+        )
+    body = {"name": path.stem, "sequence_length": SEQUENCE_LENGTH, "seed": 1, "sources": sources}
+    path.write_text(yaml.safe_dump(body, sort_keys=False))
+
+
+@pytest.fixture(scope="session")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, write_recipe: Callable[..., Path], threads: int
+) -> Finished:
+    """The pipeline run once, in this process, on a small set."""
+    import torch
+
+    from quantizers.pipeline import Options, run
+    from quantizers.session import prepare
+
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = write_recipe(folder)
+    report = run(prepare(str(recipe)), Options(folder / "output", torch.device("cpu")))
+    return Finished(
+        folder / "output", tiny_model, report, recipe, folder / "calibration.yaml", folder / "held-out.yaml"
+    )
+
+
+@pytest.fixture(scope="session")
+def whole_model() -> Callable[[dict[str, Any], dict[str, Any]], Any]:
+    """`whole_model(config, weights)`: transformers' whole model in float32.
+
+    Args of the function: config.json, and dequantized weights under their published names. What the
+    program does with names, shapes and the rotary factor is written out here once more, by hand.
+    """
+
+    def build(config: dict[str, Any], weights: dict[str, Any]) -> Any:
+        import torch
+        from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+
+        fields = {key: value for key, value in config.items() if key != "quantization_config"}
+        rope = {
+            "rope_type": "default",
+            "rope_theta": config["rope_theta"],
+            "partial_rotary_factor": config["rotary_dim"] / config["head_dim"],
+        }
+        model = MiniMaxM2ForCausalLM(
+            MiniMaxM2Config(**fields, rope_parameters=rope, attn_implementation="sdpa", experts_implementation="eager")
+        )
+        state = {}
+        for name, weight in weights.items():
+            if ".experts." not in name:
+                state[name.replace("block_sparse_moe", "mlp")] = weight.float()
+        for layer in range(config["num_hidden_layers"]):
+            w1, w2, w3 = (
+                [
+                    weights[f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{matrix}.weight"].float()
+                    for expert in range(config["num_local_experts"])
+                ]
+                for matrix in ("w1", "w2", "w3")
+            )
+            experts = f"model.layers.{layer}.mlp.experts"
+            state[f"{experts}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(w1, w3, strict=True)])
+            state[f"{experts}.down_proj"] = torch.stack(w2)
+        model.load_state_dict(state)
+        assert model.config._attn_implementation == "sdpa"
+        assert model.config._experts_implementation == "eager"
+        return model.eval().requires_grad_(False)
+
+    return build

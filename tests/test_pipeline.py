@@ -1,0 +1,219 @@
+"""The run as a whole: equal bytes, nothing half-finished, going on after a cut."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Finished
+
+from quantizers import cli, journal, pipeline
+from quantizers.errors import Interrupted, OutputError, QuantizeError
+from quantizers.pipeline import Options, run
+from quantizers.session import prepare
+
+CPU = torch.device("cpu")
+VARYING = {"report.json", "README.md"}  # these carry times and memory
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file that must not vary."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if path.name not in VARYING
+    }
+
+
+def timeless(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without what may differ between equal runs."""
+    kept = {k: v for k, v in report.items() if k not in ("seconds", "peak_memory_bytes", "already_done")}
+    return kept | {"layers": [{k: v for k, v in layer.items() if k != "seconds"} for layer in report["layers"]]}
+
+
+def test_two_runs_give_the_same_bytes(finished: Finished, tmp_path: Path) -> None:
+    report = run(prepare(str(finished.recipe)), Options(tmp_path / "again", CPU))
+    assert hashes(tmp_path / "again") == hashes(finished.folder)
+    assert timeless(report) == timeless(finished.report)
+
+
+def test_the_output_holds_what_the_contract_names(finished: Finished) -> None:
+    names = {path.name for path in finished.folder.iterdir()}
+    shards = {f"model-{n:05d}-of-00005.safetensors" for n in range(1, 6)}
+    assert shards | {"model.safetensors.index.json", "config.json", "recipe.yaml", "report.json", "README.md"} <= names
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= names
+    assert journal.WORK not in names
+    index = json.loads((finished.folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == shards
+    assert set(finished.report["files"]) == names - {"report.json"} | {"README.md"} - {"report.json"}
+
+
+def test_sizes_are_as_planned_to_the_byte(finished: Finished) -> None:
+    from quantizers.plan import summary
+
+    job = prepare(str(finished.recipe))
+    planned = summary(job.plan, job.sizes)
+    shards = planned["shards"]
+    assert isinstance(shards, dict)
+    assert shards == {path.name: path.stat().st_size for path in finished.folder.glob("*.safetensors")}
+    assert planned["index_bytes"] == (finished.folder / "model.safetensors.index.json").stat().st_size
+
+
+def test_a_finished_output_is_left_alone(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in finished.folder.iterdir()}
+    monkeypatch.setattr("sys.argv", ["quantize", "run", str(finished.recipe), "--output", str(finished.folder)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    assert before == {path.name: path.stat().st_mtime_ns for path in finished.folder.iterdir()}
+
+
+def test_the_finished_output_of_another_recipe_is_refused(
+    finished: Finished, tmp_path: Path, write_recipe: Callable[..., Path]
+) -> None:
+    other = write_recipe(tmp_path, rounding="nearest")
+    with pytest.raises(OutputError, match="finished output of another recipe"):
+        run(prepare(str(other)), Options(finished.folder, CPU))
+
+
+Cut = Callable[[pytest.MonkeyPatch], None]
+
+
+def raise_in(name: str, calls: int) -> Cut:
+    """Let the pipeline's function `name` raise at its n-th call, as a kill there would."""
+
+    def cut(monkeypatch: pytest.MonkeyPatch) -> None:
+        real, count = getattr(pipeline, name), iter(range(1_000_000))
+
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            if next(count) == calls:
+                raise QuantizeError("cut here")
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(pipeline, name, wrapped)
+
+    return cut
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        raise_in("solve_layer", 0),
+        raise_in("solve_layer", 2),
+        raise_in("write_shard", 1),
+        raise_in("install", 3),
+        raise_in("write_json", 1),
+        raise_in("assemble", 0),
+        raise_in("prove", 0),
+        raise_in("_move", 0),
+    ],
+)
+def test_a_run_that_was_cut_goes_on_and_gives_the_same_bytes(cut: Cut, finished: Finished, tmp_path: Path) -> None:
+    job, options = prepare(str(finished.recipe)), Options(tmp_path / "output", CPU)
+    with pytest.MonkeyPatch.context() as patched:
+        cut(patched)
+        with pytest.raises(QuantizeError, match="cut here"):
+            run(job, options)
+    assert not (options.output / "config.json").exists()
+    assert not (options.output / "model.safetensors.index.json").exists()
+    report = run(job, options)
+    assert hashes(options.output) == hashes(finished.folder)
+    assert timeless(report) == timeless(finished.report)
+
+
+def test_a_move_that_was_cut_goes_on(finished: Finished, tmp_path: Path) -> None:
+    """The renames at the end, cut after each one of them."""
+    job, output = prepare(str(finished.recipe)), tmp_path / "output"
+    moves = len(list(finished.folder.iterdir()))
+    work = journal.work_folder(output)
+    shutil.copytree(finished.folder, work / "output")
+    (work / "moving").touch()
+    (work / "lock").touch()
+    real = pipeline.os.replace
+    for _ in range(moves - 1):
+        count = iter(range(1_000_000))
+
+        def once(a: Path, b: Path, count: Any = count) -> None:
+            if next(count) == 1:
+                raise QuantizeError("cut here")
+            real(a, b)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(pipeline.os, "replace", once)
+            with pytest.raises(QuantizeError, match="cut here"):
+                run(job, Options(output, CPU))
+        assert not (output / "config.json").exists()
+    run(job, Options(output, CPU))
+    assert hashes(output) == hashes(finished.folder)
+    assert not work.exists()
+
+
+def test_a_changed_setting_is_refused_by_name(
+    finished: Finished, tmp_path: Path, write_recipe: Callable[..., Path]
+) -> None:
+    output = tmp_path / "output"
+    with pytest.MonkeyPatch.context() as patched:
+        raise_in("solve_layer", 1)(patched)
+        with pytest.raises(QuantizeError, match="cut here"):
+            run(prepare(str(finished.recipe)), Options(output, CPU))
+    other = write_recipe(tmp_path / "other", rounding="nearest")
+    with pytest.raises(OutputError, match=r'experts\.rounding \("gptq", now "nearest"\)'):
+        run(prepare(str(other)), Options(output, CPU))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(OutputError, match=rf"machine\.threads \({threads}, now {threads + 1}\)"):
+            run(prepare(str(finished.recipe)), Options(output, CPU))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_two_runs_on_one_folder(finished: Finished, tmp_path: Path) -> None:
+    with journal.locked(tmp_path), pytest.raises(OutputError, match="is working here"):
+        run(prepare(str(finished.recipe)), Options(tmp_path, CPU))
+
+
+def test_an_interrupt_ends_between_steps(finished: Finished, tmp_path: Path) -> None:
+    import os
+    import signal
+
+    output = tmp_path / "output"
+    with pytest.MonkeyPatch.context() as patched:
+        real = pipeline.solve_layer
+
+        def signalled(*arguments: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return real(*arguments)
+
+        patched.setattr(pipeline, "solve_layer", signalled)
+        with pytest.raises(Interrupted, match="the same command again") as ended:
+            run(prepare(str(finished.recipe)), Options(output, CPU))
+    assert ended.value.exit_code == 143
+    assert not (output / "config.json").exists()
+
+
+def test_a_failed_gate_finishes_the_output_and_exits_3(
+    tmp_path: Path, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = write_recipe(tmp_path)
+    recipe.write_text(recipe.read_text().replace("min_routed_tokens: 1", "min_routed_tokens: 1000000"))
+    for _ in range(2):  # the second time it is finished already, and the gate has still failed
+        monkeypatch.setattr("sys.argv", ["quantize", "run", str(recipe), "--output", str(tmp_path / "output")])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 3
+        assert (tmp_path / "output" / "config.json").exists()
+
+
+def test_fresh_discards_an_unfinished_run_and_nothing_else(finished: Finished, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    shutil.copytree(finished.folder, output)
+    (output / "mine.txt").write_text("not of this program")
+    journal.discard(output)
+    assert [path.name for path in output.iterdir()] == ["mine.txt"]
