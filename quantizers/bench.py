@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import journal
-from .calibration import load_samples
+from .calibration import CalibrationData, load_samples
 from .checkpoint import open_folder
 from .pipeline import assemble, quantize_layers
 from .plan import Spec, make_plan
@@ -57,10 +57,20 @@ def methods(base: Experts) -> list[Method]:
     ]
 
 
-def compare(job: Job, device: torch.device, repeats: int, work: Path | None = None) -> dict[str, Any]:
+def spread(data: CalibrationData, most: int) -> CalibrationData:
+    """About `most` tokens of a set: every n-th sample, so that all its parts stay represented."""
+    total = sum(len(sample.tokens) for sample in data.samples)
+    step = max(1, round(total / most))
+    return replace(data, samples=data.samples[::step])
+
+
+def compare(
+    job: Job, device: torch.device, repeats: int, most_tokens: int, work: Path | None = None
+) -> dict[str, Any]:
     """Run every method on the recipe's source and calibration set, and measure all on its held-out set.
 
     Args:
+        most_tokens: of the calibration set, about; see `spread`.
         repeats: how often each method is run; seconds are the median. The bytes are the same each time.
         work: where the outputs are kept meanwhile; a temporary folder by default.
 
@@ -71,7 +81,7 @@ def compare(job: Job, device: torch.device, repeats: int, work: Path | None = No
     assert source is not None
     assert job.recipe.verify is not None
     assert job.recipe.verify.perplexity is not None
-    data = load_samples(set_location(job.recipe.calibration, job.path), str(source.folder))
+    data = spread(load_samples(set_location(job.recipe.calibration, job.path), str(source.folder)), most_tokens)
     tokens = token_tensors(data, job.sizes["vocabulary"])
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=work) as folder:

@@ -104,7 +104,6 @@ def _load(
                 progress(count, dataset)
 
     taker = Taker(calibration, path.parent, renderer, accepted)
-
     failed = any(isinstance(found, SourceError) for found in versions)
 
     def take(index: int, source: DataSource) -> Taken:

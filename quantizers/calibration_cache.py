@@ -47,7 +47,7 @@ def recall(
             Sample(**sample | {"tokens": part, "languages": tuple(sample["languages"])})
             for sample, part in zip(kept["samples"], np.split(tokens, ends[:-1]), strict=True)
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
         return None  # nothing there, or damaged: load again
     if digest_of(samples) != kept["digest"]:
         return None

@@ -25,7 +25,7 @@ class Sample:
         truncated: how many tokens were cut off.
         languages: which of the set's languages it shows: dealt to it, or named by its category.
         dealt: whether a language was dealt to it, so that its text need not be in that language.
-        place: where its row is found, such as `texts.jsonl:12`.
+        place: where its row is found, such as `./texts.jsonl:12`; paths start from the set's folder.
         text: its words without any template, uncut.
     """
 

@@ -25,10 +25,10 @@ def hub_rows(source: DataSource, revision: str, seed: str) -> Iterator[Row]:
         data: Any = datasets.load_dataset(
             source.dataset, source.subset, split=source.split, revision=revision, streaming=source.streaming
         )
-        present = data.column_names or list(next(iter(data)))
-    check_columns(source, present)
-    data = data.select_columns(list(dict.fromkeys(needed_columns(source))))
+    columns = needed_columns(source)
     if not source.streaming:
+        check_columns(source, data.column_names)
+        data = data.select_columns(list(dict.fromkeys(columns)))
         for index in order(len(data), source, seed):
             yield Row(f"{source.dataset} row {index + 1}", without_none(data[index]))
         return
@@ -41,7 +41,8 @@ def hub_rows(source: DataSource, revision: str, seed: str) -> Iterator[Row]:
             number, values = next(stream, (0, None))
         if values is None:
             return
-        yield Row(f"{source.dataset} streamed row {number}", without_none(values))
+        check_columns(source, values)
+        yield Row(f"{source.dataset} streamed row {number}", without_none({c: values[c] for c in columns}))
 
 
 def resolve(source: DataSource) -> str:
@@ -101,8 +102,10 @@ def _explanation(failure: Exception, source: DataSource) -> SourceError:
     name = source.dataset
     if isinstance(failure, errors.GatedRepoError) or "gated dataset" in str(failure):
         return SourceError(name, "gated", "accept its terms on the Hub, then `hf auth login`")
-    if isinstance(failure, errors.RevisionNotFoundError):
-        return SourceError(name, f"no revision {source.revision!r}", "correct the source's revision")
+    gone = re.match(r"Revision '([^']+)' doesn't exist", str(failure))
+    if gone or isinstance(failure, errors.RevisionNotFoundError):
+        remedy = "correct the source's revision, or lock the set again"
+        return SourceError(name, f"no revision {gone[1] if gone else source.revision}", remedy)
     if isinstance(failure, (errors.RepositoryNotFoundError, DatasetNotFoundError)):
         remedy = "correct the id, or `hf auth login` if it is private"
         return SourceError(name, "no such dataset on the Hub", remedy)

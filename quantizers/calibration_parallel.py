@@ -17,27 +17,27 @@ Result = TypeVar("Result")
 def for_each_source(
     calibration: CalibrationSet, path: Path, work: Callable[[int, DataSource], Result], workers: int
 ) -> list[Result]:
-    """`work(index, source)` for every source, in threads; results in the set's order, whatever finished first.
+    """`work(index, source)` for every source, in threads; results in the set's order, whichever came first.
 
     Raises:
         CalibrationError: a line for each reason, naming the set's file and line and every source it befell.
     """
-    results: list[Result] = []
-    failures: list[tuple[int, SourceError]] = []
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        futures = [pool.submit(work, index, source) for index, source in enumerate(calibration.sources)]
+
+    def attempt(index: int) -> tuple[list[Result], list[tuple[int, SourceError]]]:
         try:
-            for index, future in enumerate(futures):
-                try:
-                    results.append(future.result())
-                except SourceError as failure:
-                    failures.append((index, failure))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    if failures:
+            return [work(index, calibration.sources[index])], []
+        except SourceError as failure:
+            return [], [(index, failure)]
+
+    indices = range(len(calibration.sources))
+    if workers == 1:
+        outcomes = list(map(attempt, indices))
+    else:
+        with ThreadPoolExecutor(max_workers=workers) as pool:
+            outcomes = list(pool.map(attempt, indices))
+    if failures := [failure for _, failed in outcomes for failure in failed]:
         raise CalibrationError(_told(failures, path))
-    return results
+    return [result for results, _ in outcomes for result in results]
 
 
 def _told(failures: list[tuple[int, SourceError]], path: Path) -> str:

@@ -105,7 +105,7 @@ class DataSource(Strict):
     split: Annotated[str, Field(min_length=1)] = "train"
     revision: str | None = None
     streaming: bool = False  # read a Hub dataset only as far as needed; a local file is read whole anyway
-    columns: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    columns: Annotated[tuple[str, ...], Field(strict=False)]
     shape: Shape
     samples: int | Literal["all"]
     category: str | FromColumn
@@ -173,7 +173,14 @@ class CalibrationSet(Strict):
     sequence_length: Annotated[int, Field(ge=2)]  # tokens; longer samples are cut, and counted
     seed: Annotated[int, Field(ge=0)] = 42
     languages: Languages = Languages()
-    sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+    sources: Annotated[tuple[DataSource, ...], Field(strict=False)]
+
+    @field_validator("sources")
+    @classmethod
+    def _at_least_one(cls, sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
+        if not sources:
+            raise ValueError("must name at least one source")
+        return sources
 
     @model_validator(mode="after")
     def _languages_to_deal(self) -> CalibrationSet:

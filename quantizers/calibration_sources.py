@@ -36,7 +36,7 @@ class Unreachable(SourceError):
 
 @dataclass(frozen=True)
 class Row:
-    """One row and where it is found: `texts.jsonl:12`, or the dataset and the row's number."""
+    """One row and where it is found: `./texts.jsonl:12`, or the dataset and the row's number."""
 
     place: str
     values: dict[str, Any]
@@ -59,7 +59,8 @@ def read_rows(source: DataSource, folder: Path, revision: str, seed: str) -> Ite
     """
     if source.is_local:
         path = folder / source.dataset
-        found = _parquet(path) if path.suffix == ".parquet" else _json(path)
+        read = _parquet if path.suffix == ".parquet" else _json
+        found = read(path, source.dataset)
         if not found:
             raise SourceError(str(path), "no rows", "add some")
         check_columns(source, {column for row in found for column in row.values})
@@ -112,15 +113,15 @@ def _bytes(path: Path) -> bytes:
         raise SourceError(str(path), f"cannot be read ({problem})", "give an existing file") from None
 
 
-def _json(path: Path) -> list[Row]:
-    """JSON lines, or (in a .json file) one list of objects."""
+def _json(path: Path, name: str) -> list[Row]:
+    """JSON lines, or (in a .json file) one list of objects. Places start with `name`."""
     raw = _bytes(path).removeprefix(b"\xef\xbb\xbf")
     if path.suffix == ".json" and raw.lstrip()[:1] == b"[":
         items = enumerate(_parsed(raw, path, 1), 1)
-        found = [Row(f"{path} item {number}", item) for number, item in items]
+        found = [Row(f"{name} item {number}", item) for number, item in items]
     else:
         lines = enumerate(raw.split(b"\n"), 1)
-        found = [Row(f"{path}:{line}", _parsed(text, path, line)) for line, text in lines if text.strip()]
+        found = [Row(f"{name}:{line}", _parsed(text, path, line)) for line, text in lines if text.strip()]
     for row in found:
         if not isinstance(row.values, dict):
             raise SourceError(row.place, "not a JSON object", "give one object for each sample")
@@ -142,7 +143,7 @@ def _parsed(raw: bytes, path: Path, line: int) -> Any:
         raise SourceError(f"{path}:{line}", "nested too deeply", "flatten it") from None
 
 
-def _parquet(path: Path) -> list[Row]:
+def _parquet(path: Path, name: str) -> list[Row]:
     import pyarrow
     import pyarrow.parquet
 
@@ -152,4 +153,4 @@ def _parquet(path: Path) -> list[Row]:
     except (pyarrow.ArrowInvalid, OSError) as failure:
         reason = f"not a Parquet file ({str(failure).splitlines()[0]})"
         raise SourceError(str(path), reason, "give another file") from None
-    return [Row(f"{path} row {number}", without_none(row)) for number, row in enumerate(table.to_pylist(), 1)]
+    return [Row(f"{name} row {number}", without_none(row)) for number, row in enumerate(table.to_pylist(), 1)]

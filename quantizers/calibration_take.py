@@ -59,7 +59,7 @@ class Taker:
         if not self.renderer.has_template and (source.shape != "text" or source.prompt):
             reason = "the tokenizer has no chat template to render it with"
             raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
-        seed = self._seed(index)
+        seed, deal = self._seed(index), self._dealer(index)
         wanted = source.samples
         patience = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
         samples: list[Sample] = []
@@ -70,7 +70,7 @@ class Taker:
                 break
             read += 1
             try:
-                samples.append(self._sample(row, index, len(samples), seed))
+                samples.append(self._sample(row, source, deal(len(samples)), seed))
             except Rejected as failure:
                 rejected.setdefault(str(failure), []).append(row.place)
             else:
@@ -87,9 +87,7 @@ class Taker:
         earlier = sum((other.dataset, other.subset, other.split) == key for other in sources[:index])
         return ":".join(map(str, (self.calibration.seed, *key, earlier)))
 
-    def _sample(self, row: Row, index: int, position: int, seed: str) -> Sample:
-        source = self.calibration.sources[index]
-        dealt = self._dealt(index, position)
+    def _sample(self, row: Row, source: DataSource, dealt: dict[Kind, str], seed: str) -> Sample:
         content = read_row(row.values, source, seed)
         if source.prompt:
             content = instruct(content, fill(source.prompt, dealt))
@@ -107,14 +105,13 @@ class Taker:
             text=content.text,
         )
 
-    def _dealt(self, index: int, position: int) -> dict[Kind, str]:
+    def _dealer(self, index: int) -> Callable[[int], dict[Kind, str]]:
+        """From a sample's position in the source to the languages dealt to it."""
         first = list(self.calibration.first_slots())[index]
-        dealt: dict[Kind, str] = {}
-        for kind in self.calibration.sources[index].deals:
-            names = list(self.calibration.languages.of(kind))
+        orders = {kind: list(self.calibration.languages.of(kind)) for kind in self.calibration.sources[index].deals}
+        for kind, names in orders.items():
             seeded(f"{self.calibration.seed}:{kind}").shuffle(names)
-            dealt[kind] = names[(first[kind] + position) % len(names)]
-        return dealt
+        return lambda position: {kind: names[(first[kind] + position) % len(names)] for kind, names in orders.items()}
 
     def _named_by(self, category: str, dealt: dict[Kind, str]) -> list[str]:
         return [
@@ -128,7 +125,7 @@ class Taker:
 def _category(source: DataSource, row: Row, dealt: dict[Kind, str]) -> str:
     if isinstance(source.category, FromColumn):
         category = row.values.get(source.category.column)
-        if not isinstance(category, str) or not category.strip():
+        if not isinstance(category, str) or not category.strip() or not category.isprintable():
             raise Rejected(f"no category in column {source.category.column}")
         return category
     return fill(source.category, {kind: slug(name) for kind, name in dealt.items()})

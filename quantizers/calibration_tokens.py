@@ -51,6 +51,10 @@ class Renderer:
         Raises:
             Rejected: the chat template refuses the conversation, or fewer than two tokens result.
         """
+        try:
+            content.text.encode()
+        except UnicodeEncodeError:
+            raise Rejected("half of a surrogate pair") from None
         with self._lock:
             text = self._render(content) if content.turns else content.text
             ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

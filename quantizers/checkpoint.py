@@ -127,8 +127,8 @@ def open_folder(folder: Path, name: str | None = None, revision: str | None = No
     config = read_json(folder / CONFIG)
     tensors: dict[str, TensorInfo] = {}
     index = folder / INDEX
-    if not index.is_file():
-        if not (folder / SINGLE).is_file():
+    if not os.path.isfile(index):
+        if not os.path.isfile(folder / SINGLE):
             raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
         tensors = read_header(folder / SINGLE)
         return Checkpoint(folder, name or str(folder), config, tensors, revision)
@@ -136,7 +136,7 @@ def open_folder(folder: Path, name: str | None = None, revision: str | None = No
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty; download this file again")
     for file in sorted({_shard_name(index, shard) for shard in weight_map.values()}):
-        if not (folder / file).is_file():
+        if not os.path.isfile(folder / file):
             raise CheckpointError(f"{index}: names {file}, which is not in the folder; download it")
         for tensor, info in read_header(folder / file).items():
             if tensor in tensors:
@@ -159,7 +159,7 @@ def _shard_name(index: Path, shard: object) -> str:
 
 def _refuse_link_out(path: Path) -> None:
     # The Hub's cache links each file into a folder `blobs` beside `snapshots`; any other way out is refused.
-    if path.is_symlink():
+    if os.path.islink(path):
         target, home = Path(os.path.realpath(path)), path.parent.resolve()
         cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
         if target.parent not in (home, cache):

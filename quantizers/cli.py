@@ -195,6 +195,7 @@ def bench_methods(
         "tiny-minimax-m2-fp8-int4"
     ),
     repeats: Annotated[int, typer.Option(min=1, help="runs of each method; seconds are the median")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="of the calibration set, about, taken evenly from all of it")] = 16384,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -211,7 +212,7 @@ def bench_methods(
     from .bench import compare
     from .tables import methods_table
 
-    result = compare(job, choose_device(device), repeats)
+    result = compare(job, choose_device(device), repeats, tokens)
     _emit(result, as_json, methods_table(result))
 
 

@@ -34,5 +34,5 @@ def find(name: str, folder: str, beside: Path | None = None, suffix: str = ".yam
     candidate = path if path.is_absolute() or beside is None else beside / path
     if os.path.exists(candidate) or len(path.parts) > 1:
         return candidate
-    known = shipped(folder) / (name if path.suffix else name + suffix)
-    return known if known.exists() else candidate
+    known = shipped(folder) / (name if name.endswith(suffix) else name + suffix)
+    return known if os.path.exists(known) else candidate

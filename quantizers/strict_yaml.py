@@ -120,7 +120,7 @@ def parse(path: Path, error: type[InputError] = InputError) -> tuple[dict[str, A
     try:
         _refuse_unwanted(text)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = {} if node is None else _build(node, (), lines)
+        data = None if node is None else _build(node, (), lines)
     except Refused as refused:
         raise error(f"{path}:{refused.line}: {refused}") from None
     except yaml.reader.ReaderError as failure:
@@ -131,8 +131,10 @@ def parse(path: Path, error: type[InputError] = InputError) -> tuple[dict[str, A
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
         raise error(f"{where}: not valid YAML: {problem}; correct it") from None
-    except ValueError as failure:  # an escape such as "\\UFFFFFFFF", which PyYAML hands on to chr
+    except (ValueError, OverflowError) as failure:  # an escape such as "\\UFFFFFFFF", which PyYAML hands on to chr
         raise error(f"{path}: not valid YAML: {failure}; correct it") from None
+    if data is None:
+        data = {}
     if not isinstance(data, dict):
         raise error(f"{path}:1: must be a mapping; write keys with values")
     return data, lines
@@ -172,20 +174,32 @@ def load(path: Path, model: type[Model], error: type[InputError] = InputError) -
     try:
         return model.model_validate(data)
     except ValidationError as failure:
-        faults = sorted((_describe(detail, lines, model) for detail in failure.errors()), key=lambda f: f[0])
+        details = [(_place(detail, lines), detail) for detail in failure.errors()]
+        # Of a union, only the member that got furthest: not "must be false" beside a fault in `awq.grid`.
+        furthest = [
+            (place, detail)
+            for place, detail in details
+            if not any(len(place) < len(other) and other[: len(place)] == place for other, _ in details)
+        ]
+        faults = sorted((_describe(place, detail, lines, model) for place, detail in furthest), key=lambda f: f[0])
         line, message = faults[0]
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise error(f"{path}:{line}: {message}{more}") from None
 
 
-def _describe(detail: ErrorDetails, lines: dict[Place, int], model: type[BaseModel]) -> tuple[int, str]:
-    place: Place = detail["loc"]
+def _place(detail: ErrorDetails, lines: dict[Place, int]) -> Place:
     # A union adds its member's name to the place; what is not in the file is dropped.
+    known: Place = ()
+    for part in detail["loc"]:
+        if (*known, part) in lines:
+            known = (*known, part)
+    return (*known, detail["loc"][-1]) if detail["type"] == "missing" else known
+
+
+def _describe(place: Place, detail: ErrorDetails, lines: dict[Place, int], model: type[BaseModel]) -> tuple[int, str]:
     absent = detail["type"] == "missing"
-    known = tuple(part for i, part in enumerate(place) if place[: i + 1] in lines or (absent and i == len(place) - 1))
-    nearest = next((known[:n] for n in range(len(known), -1, -1) if known[:n] in lines), ())
-    line = lines.get(nearest, 1)
-    name = dotted(known)
+    line = lines.get(place[:-1] if absent else place, 1)
+    name = dotted(place)
     if detail["type"] == "extra_forbidden":
         close = difflib.get_close_matches(str(place[-1]), _all_keys(model), n=1)
         hint = f" (did you mean {close[0]}?)" if close else "; remove it"

@@ -54,7 +54,7 @@ def threads() -> Iterator[int]:
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """The trained MiniMax-M2 that travels with the repository: FP8, 4 layers, 16 experts."""
-    folder = Path(os.environ.get("DEV_TINY", REPOSITORY / "models" / "tiny-minimax-m2"))
+    folder = REPOSITORY / "models" / "tiny-minimax-m2"
     assert (folder / "config.json").is_file(), f"{folder} is part of the repository; check it out"
     return folder
 

@@ -12,7 +12,7 @@ import pyarrow.parquet
 
 from quantizers.calibration_set import CalibrationSet, DataSource
 
-SPARE = 4  # rows more than a set asks for
+SPARE = 14  # rows more than a set asks for
 PADDING = 100_000  # characters in each row of the one dataset that is too large to be read whole
 
 Row = dict[str, Any]
@@ -38,11 +38,9 @@ def hub_datasets(calibration: CalibrationSet, large: str) -> dict[str, dict[str,
         if source.streaming:
             splits = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
             if source.dataset == large:
-                splits = [splits[0] * 12, splits[1] * 12]
+                splits = [splits[0] * 16, splits[1] * 16]
             for number, part in enumerate(splits):
-                files[f"{folder}/part-{number}.jsonl"] = "".join(
-                    json.dumps(row) + "\n" for row in part
-                ).encode()
+                files[f"{folder}/part-{number}.jsonl"] = "".join(json.dumps(row) + "\n" for row in part).encode()
         else:
             buffer = io.BytesIO()
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)

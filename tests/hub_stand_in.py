@@ -33,13 +33,13 @@ class HubStandIn:
         datasets: what is served; changing it changes the commits.
         backwards: list files in the opposite order.
         asked: the path of every request, in the order they came.
-        sent: the bytes of files sent, by `id/path`.
+        reached: how far each file was read, in bytes, by `id/path`.
     """
 
     datasets: dict[str, dict[str, bytes]]
     backwards: bool = False
     asked: list[str] = field(default_factory=list)
-    sent: dict[str, int] = field(default_factory=dict)
+    reached: dict[str, int] = field(default_factory=dict)
 
     def __enter__(self) -> HubStandIn:
         hub = self
@@ -183,12 +183,11 @@ class _Handler(BaseHTTPRequestHandler):
         if raw is None:
             return _missing("EntryNotFound", headers)
         headers["ETag"] = f'"{blob(raw)}"'
-        status, part = 200, raw
+        status, first, last = 200, 0, len(raw) - 1
         if span := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            first, last = int(span[1]), min(int(span[2] or len(raw) - 1), len(raw) - 1)
-            status, part = 206, raw[first : last + 1]
+            status, first, last = 206, int(span[1]), min(int(span[2] or last), last)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(raw)}"
         if self.command == "GET":
             name = f"{repo}/{path}"
-            self.stand_in.sent[name] = self.stand_in.sent.get(name, 0) + len(part)
-        return status, part, headers
+            self.stand_in.reached[name] = max(self.stand_in.reached.get(name, 0), last + 1)
+        return status, raw[first : last + 1], headers
