@@ -77,9 +77,11 @@ CONSEQUENCES: dict[Mistake, dict[str, str]] = {
         "SGLang": "the parameters of the scheme are never set: garbage",
         "transformers": "the parameters of the scheme are never set, with only a warning",
     },
-    "another scheme": dict.fromkeys(
-        FAMILIES, "loading fails: the parameters have other names or shapes than the tensors"
-    ),
+    "another scheme": {
+        "vLLM": "loading fails: the parameters have other names or shapes than the tensors",
+        "SGLang": "loading fails, or the parameters are never set: garbage",
+        "transformers": "loading fails, or the parameters keep random numbers with only a warning",
+    },
     "extra": {
         "vLLM": "loading fails with an AttributeError: there is no parameter for it",
         "SGLang": "passed over without a word",

@@ -68,7 +68,8 @@ def run(job: Job, options: Options) -> dict[str, Any]:
     """
     finished = finished_report(options.output)
     if finished is not None:
-        if finished.get("settings", {}).get("hash") != job.recipe.digest():
+        settings = finished.get("settings")
+        if not isinstance(settings, dict) or settings.get("hash") != job.recipe.digest():
             raise OutputError(
                 f"{options.output}: holds the finished output of another recipe; choose another --output, or --fresh"
             )
@@ -92,7 +93,7 @@ def finished_report(output: Path) -> dict[str, Any] | None:
         report: dict[str, Any] = json.loads((output / "report.json").read_text())
     except (OSError, ValueError):
         return None
-    return report
+    return report if isinstance(report, dict) else {}
 
 
 def refuse_strangers(output: Path) -> None:
@@ -101,8 +102,9 @@ def refuse_strangers(output: Path) -> None:
     Raises:
         OutputError: the path is a file, or a folder with other files in it.
     """
-    if output.exists() and not output.is_dir():
-        raise OutputError(f"{output}: is a file; give a new or empty folder as --output")
+    existing = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise OutputError(f"{existing}: is a file; give a new or empty folder as --output")
     if output.is_dir() and not journal.work_folder(output).exists() and any(output.iterdir()):
         raise OutputError(f"{output}: is not empty and holds no run of this program; give a new or empty folder")
 
@@ -182,6 +184,7 @@ def quantize_layers(
         return
     dtype = forward_dtype(device)
     model = LayeredModel(source, job.facts, job.sizes, device, dtype)
+    model.head()  # only read: a NaN in it would otherwise be found after the last layer
     lengths = [len(t) for t in tokens]
     states = Rows(work / f"states-{done:05d}.bin", lengths, hidden, dtype)
     if done == 0:

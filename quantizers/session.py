@@ -5,14 +5,13 @@ Everything here happens before anything long starts, so that whatever is wrong i
 
 from __future__ import annotations
 
-import json
 import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .architecture import Architecture, Sizes, architecture_for, published_config, sizes_of
-from .checkpoint import Checkpoint, block_size, open_folder, resolve
+from .checkpoint import Checkpoint, block_size, declared_block, open_folder, read_json, resolve
 from .errors import CheckpointError, InputError
 from .plan import Plan, Spec, expected_tensors, make_plan
 from .recipe import Recipe, read_recipe, set_location, source_location
@@ -61,8 +60,7 @@ def prepare(name: str, offline_facts: bool = False) -> Job:
     if offline_facts and (found := _without_shards(location, recipe.source.revision)):
         facts, config, basis = found
         sizes = sizes_of(facts, config, basis)
-        block = tuple((config.get("quantization_config") or {}).get("weight_block_size") or (128, 128))
-        assert len(block) == 2
+        block = declared_block(config, basis)
         tensors = expected_tensors(facts, sizes, block)
         plan = make_plan(facts, sizes, tensors, recipe.experts, basis, block)
         return Job(recipe, path, facts, sizes, config, plan, None, basis, block)
@@ -94,10 +92,7 @@ def _without_shards(location: str, revision: str) -> tuple[Architecture, dict[st
     folder = Path(location)
     config_file = folder / "config.json"
     if config_file.is_file() and not any(folder.glob("*.safetensors")):
-        try:
-            config = json.loads(config_file.read_text())
-        except ValueError:
-            raise CheckpointError(f"{config_file}: not valid JSON; download this file again") from None
+        config = read_json(config_file)
         return architecture_for(config, str(config_file)), config, f"{config_file} alone, without shards"
     if folder.is_dir() or _in_cache(location, revision):
         return None
@@ -130,6 +125,8 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("not a device that is supported")
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as failure:
         raise InputError(f"--device {name}: {str(failure).splitlines()[0]}; give cpu, cuda or cuda:N") from None

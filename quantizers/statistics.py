@@ -48,7 +48,7 @@ class Blend:
         routed_tokens: (E,) int64, n_e.
         routed_mass: (E,) float64, Σ_routed r².
         share: (E,) float32, a_e.
-        tokens: number of all tokens.
+        tokens: number of all usable tokens.
         full_share_at: n0, the number of routed tokens from which an expert gets the full share a.
     """
 
@@ -122,7 +122,7 @@ def route_counts(chosen: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def blend(sequences: Iterable[Recorded], experts: int, routed_weight: float, full_share_at: int) -> Blend:
-    """Count the routed tokens and derive each expert's share.
+    """Count the routed tokens, rows that are not `usable` left out, and derive each expert's share.
 
     Args:
         routed_weight: the recipe's a, 0 to 1.
@@ -130,20 +130,26 @@ def blend(sequences: Iterable[Recorded], experts: int, routed_weight: float, ful
             matrix is singular.
     """
     counts: torch.Tensor | None = None
-    mass: torch.Tensor | None = None
-    tokens = 0
+    mass = torch.zeros(0)
+    tokens = torch.zeros(0)
     for sequence in sequences:
+        good = usable(sequence.x)
         flat = sequence.chosen.flatten()
-        part = route_counts(sequence.chosen, experts)
+        kept = good.unsqueeze(-1).expand_as(sequence.chosen).flatten()
+        part = torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, kept.long())
         heavy = torch.zeros(experts, dtype=torch.float64, device=flat.device).scatter_add_(
-            0, flat, sequence.weight.flatten().double().square()
+            0, flat, sequence.weight.flatten().double().square() * kept
         )
-        counts, mass = (part, heavy) if counts is None or mass is None else (counts + part, mass + heavy)
-        tokens += sequence.x.shape[0]
-    assert counts is not None
-    assert mass is not None
+        seen = good.sum()
+        if counts is None:
+            counts, mass, tokens = part, heavy, seen
+        else:
+            counts, mass, tokens = counts + part, mass + heavy, tokens + seen
+    assert counts is not None, "a calibration set has at least one sequence"
     share = routed_weight * torch.clamp(counts / full_share_at, max=1.0)
-    return Blend(counts, mass, torch.where(mass > 0, share, torch.zeros_like(share)).float(), tokens, full_share_at)
+    return Blend(
+        counts, mass, torch.where(mass > 0, share, torch.zeros_like(share)).float(), int(tokens), full_share_at
+    )
 
 
 def token_weights(sequence: Recorded, blended: Blend, first: int, last: int) -> torch.Tensor:
@@ -227,7 +233,7 @@ def expert_sums(
             routed += gram(picked * squared.unsqueeze(-1).to(x.dtype), picked)
         gate, up = torch.matmul(x, gate_up.mT).chunk(2, dim=-1)  # (c, T, I) each
         h = activation(gate) * up
-        good = usable(h)  # (c, T)
+        good = usable(h) & usable(x)  # (c, T)
         h = torch.where(good.unsqueeze(-1), h, torch.zeros_like(h))
         weight = token_weights(sequence, blended, first, last) * good
         weighted = h * weight.unsqueeze(-1).to(h.dtype)

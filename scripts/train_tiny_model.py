@@ -1,6 +1,6 @@
 """Trains the MiniMax-M2 of tiny size that the tests and the README's first command use.
 
-    python scripts/train_tiny_model.py [--steps 2200] [--output models/tiny-minimax-m2]
+    python scripts/train_tiny_model.py [--steps 1500] [--output models/tiny-minimax-m2]
 
 What comes out has the published layout of MiniMax-M2: FP8 e4m3 linear weights with one
 `weight_scale_inv` per 128x128 block, a float32 router with a non-zero float32 bias, the original
@@ -32,7 +32,7 @@ from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, PreTrainedTokeni
 ROOT = Path(__file__).parent.parent
 LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH, VOCAB = 4, 16, 2, 128, 64, 2048
 HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM, ROPE_THETA = 4, 2, 64, 32, 10_000
-SEQUENCE, BATCH = 256, 16
+SEQUENCE, BATCH, PEAK_RATE = 256, 16, 2e-3
 SPECIAL = [
     "[end]",
     "[turn]",
@@ -125,7 +125,7 @@ def train(model: MiniMaxM2ForCausalLM, own: np.ndarray, library: np.ndarray, ste
     hooks = [layer.mlp.gate.register_forward_hook(count_routed(i)) for i, layer in enumerate(model.model.layers)]
     started, smooth = time.time(), None
     for step in range(steps):
-        rate = 4e-3 * min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        rate = PEAK_RATE * min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         for group in optimiser.param_groups:
             group["lr"] = rate
         rows = []
@@ -140,7 +140,7 @@ def train(model: MiniMaxM2ForCausalLM, own: np.ndarray, library: np.ndarray, ste
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         with torch.no_grad():
-            balance(model, counts, 2e-3 if step < 0.9 * steps else 2e-4)
+            balance(model, counts, 1e-3 if step < 0.7 * steps else 0.0)  # then the router settles
         for count in counts:
             count.zero_()
         smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
@@ -289,7 +289,7 @@ def save(tensors: dict[str, torch.Tensor], output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2200)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--texts", type=Path, default=ROOT / "calibration" / "embedded")
     parser.add_argument("--seed", type=int, default=20260101)
     parser.add_argument("--output", type=Path, default=ROOT / "models" / "tiny-minimax-m2")

@@ -172,7 +172,7 @@ def test_scale_not_renamed() -> None:
     [
         (lambda s: s["config_groups"][EXPERT_GROUP]["weights"].update(observer_kwargs=None), "weights.observer_kwargs"),
         (lambda s: s["config_groups"][EXPERT_GROUP]["weights"].update(group_siz=32), "weights.group_siz"),
-        (lambda s: s["config_groups"][ATTENTION_GROUP]["weights"].update(actorder="group"), "weights.actorder"),
+        (lambda s: s["config_groups"][ATTENTION_GROUP]["weights"].update(type="integer"), "weights.type"),
     ],
 )
 def test_a_scheme_that_does_not_validate(change: Callable[[Section], object], key: str) -> None:
