@@ -18,7 +18,8 @@ import torch
 
 from .awq import fold_gram, fold_norm, grid_scales, scale_losses, weight_means
 from .recipe import Awq, Experts
-from .rounding import dequantize, gptq, minmax_scales, mse_scales, nearest
+from .refine import refine
+from .rounding import damped, dequantize, gptq, minmax_scales, mse_scales, nearest
 from .solved import MATRICES, Matrix, Solved
 from .statistics import Activation, Blend, ExpertSums, Recorded, blend, expert_sums, input_sums, route_counts
 
@@ -162,7 +163,11 @@ def _round(
     else:
         scale = minmax_scales(weight, settings.group_size, settings.bits)
     if settings.rounding == "gptq":
-        codes, result.damping[name] = gptq(weight, gram, scale, settings.bits, DAMPING)
+        codes, used = gptq(weight, gram, scale, settings.bits, DAMPING)
+        result.damping[name] = used
+        solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
+        finer = refine(weight, damped(gram, used), codes, scale, settings.bits)
+        codes, scale = torch.where(solvable, finer[0], codes), torch.where(solvable, finer[1], scale)
     else:
         codes = nearest(weight, scale, settings.bits)
     delta = dequantize(codes, scale) - weight

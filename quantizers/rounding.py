@@ -90,6 +90,13 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
     return chosen
 
 
+def damped(gram: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
+    """gram (E, C, C) + damping (E,) times its mean diagonal on the diagonal; 1 where that is not finite or zero."""
+    added = damping * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+    added = torch.where(torch.isfinite(added) & (added > 0), added, torch.ones_like(added))
+    return gram + added[:, None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+
+
 def inverse_factor(gram: torch.Tensor, damping: float) -> tuple[torch.Tensor, torch.Tensor]:
     """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = gram + d I.
 

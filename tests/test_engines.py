@@ -11,7 +11,8 @@ import torch
 from quantizers.awq import grid_scales, weight_means
 from quantizers.engines import solve
 from quantizers.recipe import Awq, Experts
-from quantizers.rounding import dequantize, gptq, mse_scales
+from quantizers.refine import refine
+from quantizers.rounding import damped, dequantize, gptq, mse_scales
 from quantizers.solved import MATRICES, Solved
 from quantizers.statistics import Recorded
 
@@ -462,7 +463,7 @@ def test_any_sequence_class_will_do_and_it_is_read_in_order() -> None:
 
 @pytest.mark.parametrize("routed_weight", [0.0, 0.9])
 def test_rounding_reads_the_inputs_as_they_are_after_folding(routed_weight: float) -> None:
-    """MSE scales, GPTQ and the reported errors. Oracle: Gram matrices of explicitly divided inputs, in float64.
+    """MSE scales, GPTQ, the sweep and the reported errors. Oracle: Gram matrices of explicitly divided inputs.
 
     The scales of the search are the same as with min-max and nearest, so they come from a grid that is
     searched again here; rounding.py's own functions then round what they are given (test_rounding.py).
@@ -495,9 +496,10 @@ def test_rounding_reads_the_inputs_as_they_are_after_folding(routed_weight: floa
             source, read, (codes, scale) = sources[name], inputs[name], got[name]
             gram = ((read * each[:, None]).mT @ read).float()
             wanted = mse_scales(source[None], gram.diagonal()[None], GROUP, 4)[0]
-            assert float((scale == wanted).float().mean()) > 0.99, (expert, name)
-            rounded, _ = gptq(source[None], gram[None], scale[None], 4)
-            assert float((codes == rounded[0]).float().mean()) > 0.99, (expert, name)
+            rounded, used = gptq(source[None], gram[None], wanted[None], 4)
+            finer, finer_scale = refine(source[None], damped(gram[None], used), rounded, wanted[None], 4)
+            assert float((scale == finer_scale[0]).float().mean()) > 0.99, (expert, name)
+            assert float((codes == finer[0]).float().mean()) > 0.99, (expert, name)
             delta = dequantize(codes, scale).double() - source.double()
             lost[name] += float(((read @ delta.mT).square().sum(-1) * each).sum())
             whole[name] += float(((read @ source.double().mT).square().sum(-1) * each).sum())

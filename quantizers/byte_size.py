@@ -1,0 +1,32 @@
+"""Sizes of memory as people write them: `96GiB`, `24 GB`, `80G`."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import InputError
+
+_FACTORS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "b": 1}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str, what: str) -> int:
+    """Bytes of `96GiB` (powers of 1024) or `96GB` (powers of 1000).
+
+    Args:
+        what: the option or key, for the message.
+
+    Raises:
+        InputError: it is no size, or zero.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    number = int(float(match[1]) * factor) if match and factor else 0
+    if number <= 0:
+        raise InputError(f"{what}: {text!r} is not a size; write it as 96GiB or 96GB")
+    return number
+
+
+def gib(number: float) -> str:
+    """Bytes in GiB with one digit: `61.4 GiB`; small ones in MiB."""
+    return f"{number / 2**30:.1f} GiB" if abs(number) >= 2**29 else f"{number / 2**20:,.0f} MiB"

@@ -1,0 +1,238 @@
+"""Will it run on these cards? Memory of each card under vLLM, from the plan alone.
+
+    weights + KV cache + activations + runtime  <=  the card's memory * UTILISATION
+
+Weights and KV cache follow from the tensors. The rest are assumptions, stated here and printed with
+every answer; with them a MiniMax-M2.1 in FP8 + INT4 takes two 96 GiB cards and all 196,608 tokens,
+as has been measured (https://huggingface.co/mratsim/MiniMax-M2.1-FP8-INT4-AWQ).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from .architecture import Architecture, Sizes
+from .byte_size import parse_bytes
+from .errors import InputError
+from .plan import Plan
+
+GIB = 2**30
+UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest stays with the driver and CUDA graphs
+RUNTIME = 2 * GIB  # a card's CUDA context, kernels, NCCL buffers and fragmentation
+LARGE_CARD = 70 * GIB  # from here vLLM prefills 8,192 tokens at a time, below 2,048
+SEQUENCES = 256  # at most decoded together: so many rows of float32 logits
+KV_BLOCK = 16  # tokens in a page of the cache
+KvType = Literal["auto", "fp8"]
+KV_BYTES: dict[KvType, int] = {"auto": 2, "fp8": 1}
+COMMON = ("1x24GiB", "2x24GiB", "1x48GiB", "4x24GiB", "2x48GiB", "1x96GiB", "8x24GiB", "4x48GiB", "2x96GiB", "4x80GiB")
+
+
+@dataclass(frozen=True)
+class Cards:
+    """`count` equal cards of `bytes` each; `name` as it was given."""
+
+    name: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """What serving needs to know of a model. All bytes and counts are of the planned output.
+
+    Attributes:
+        experts, attention, key_value, outside, replicated: weight bytes of one layer's experts, of its
+            q and o projections, of its k and v projections, of embedding and head together, and of what
+            every card holds whole in each layer.
+        group: weights under one scale, along an expert's inputs.
+        block: rows of an FP8 block of the attention; 1 where it is not FP8.
+        longest: the context that the model was made for, in tokens.
+    """
+
+    sizes: Sizes
+    experts: int
+    attention: int
+    key_value: int
+    outside: int
+    replicated: int
+    group: int
+    block: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The fullest card. Bytes; `context` is what was asked for, `longest` what fits, both in tokens."""
+
+    cards: str
+    tensor_parallel: int
+    pipeline_parallel: int
+    kv: KvType
+    context: int
+    budget: int
+    weights: int
+    kv_cache: int
+    activations: int
+    runtime: int
+    left: int
+    longest: int
+    fits: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON and report.json."""
+        return asdict(self)
+
+
+def parse_cards(text: str) -> Cards:
+    """`2x96GiB`, or `96GiB` for one card.
+
+    Raises:
+        InputError: it is neither.
+    """
+    match = re.fullmatch(r"(?:(\d+)\s*[xX×]\s*)?(.+)", text.strip())
+    if match is None or match[1] == "0":
+        raise InputError(f"--vram {text!r}: write the number of cards and the memory of each, as 2x96GiB")
+    return Cards(text.strip(), int(match[1] or 1), parse_bytes(match[2], "--vram"))
+
+
+def serving_model(
+    plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], block: tuple[int, int] | None
+) -> Model:
+    """Sum up a plan's output by how vLLM spreads it over cards; layers may differ, the largest counts."""
+    key_value = {name for name in facts.linears if name.endswith(("k_proj", "v_proj"))}
+    largest = {"experts": 0, "attention": 0, "key_value": 0, "replicated": 0}
+    for layer in range(plan.layers):
+        sums = dict.fromkeys(largest, 0)
+        for action in plan.of_layer(layer):
+            module = action.source.removeprefix(facts.layer(layer, "")).rpartition(".")[0]
+            part = "experts" if action.expert is not None else "attention" if module in facts.linears else "replicated"
+            sums["key_value" if module in key_value else part] += sum(spec.bytes for spec in action.outputs.values())
+        largest = {name: max(value, sums[name]) for name, value in largest.items()}
+    return Model(
+        sizes=sizes,
+        outside=sum(spec.bytes for spec in plan.shard(None).values()),
+        group=plan.experts.group_size,
+        block=block[0] if block else 1,
+        longest=int(config.get("max_position_embeddings") or 0),
+        **largest,
+    )
+
+
+def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
+    """Why vLLM cannot split this model over so many cards; None where it can."""
+    sizes = model.sizes
+    heads, kv_heads, width, head = (sizes[word] for word in ("heads", "kv_heads", "width", "head_dim"))
+    if heads % parallel:
+        return f"{heads} attention heads are not a multiple of {parallel}"
+    if kv_heads % parallel and parallel % kv_heads:
+        return f"{kv_heads} key-value heads and {parallel} cards are no multiples of each other"
+    if width % (parallel * model.group):
+        return f"an expert's width {width} / {parallel} is not a multiple of the group of {model.group}"
+    if parallel > 1 and (heads // parallel * head % model.block or max(1, kv_heads // parallel) * head % model.block):
+        return f"the attention split in {parallel} does not consist of whole FP8 blocks of {model.block} rows"
+    return None
+
+
+def split(model: Model, cards: Cards, tensor_parallel: int | None) -> tuple[int, int]:
+    """Tensor and pipeline parallelism over all the cards: as much of the first as vLLM allows.
+
+    Raises:
+        InputError: the tensor parallelism that was asked for is impossible.
+    """
+    if tensor_parallel is not None:
+        if tensor_parallel < 1 or cards.count % tensor_parallel:
+            raise InputError(f"--tp {tensor_parallel} does not divide the {cards.count} cards of {cards.name}")
+        if problem := tensor_parallel_problem(model, tensor_parallel):
+            raise InputError(f"--tp {tensor_parallel}: {problem}; choose another")
+        return tensor_parallel, cards.count // tensor_parallel
+    divisors = [n for n in range(cards.count, 0, -1) if cards.count % n == 0]
+    best = next((n for n in divisors if tensor_parallel_problem(model, n) is None), 1)
+    return best, cards.count // best
+
+
+def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
+    """Bytes of keys and values of one token on one card."""
+    heads = max(1, model.sizes["kv_heads"] // tensor_parallel)
+    layers = math.ceil(model.sizes["layers"] / pipeline_parallel)
+    return 2 * layers * heads * model.sizes["head_dim"] * KV_BYTES[kv]
+
+
+def fit(
+    model: Model, cards: Cards, context: int | None = None, kv: KvType = "auto", tensor_parallel: int | None = None
+) -> Fit:
+    """Memory of the fullest card.
+
+    Args:
+        context: tokens of one sequence, or of several together; the model's own longest when None.
+
+    Raises:
+        InputError: see `split`; or a context longer than the model's.
+    """
+    tensor, pipeline = split(model, cards, tensor_parallel)
+    context = model.longest if context is None else context
+    if context < 1 or (model.longest and context > model.longest):
+        raise InputError(f"--context {context}: this model takes 1 to {model.longest:,} tokens")
+    layers = math.ceil(model.sizes["layers"] / pipeline)
+    in_layer = (
+        (model.experts + model.attention) / tensor
+        + model.key_value / min(tensor, model.sizes["kv_heads"])
+        + model.replicated
+    )
+    outside = model.outside / tensor / (1 if pipeline == 1 else 2)  # the first stage embeds, the last has the head
+    weights = math.ceil(layers * in_layer + outside)
+    activations = _activations(model, cards, tensor)
+    budget = int(cards.bytes * UTILISATION)
+    per_token = kv_bytes_per_token(model, kv, tensor, pipeline)
+    room = budget - weights - activations - RUNTIME
+    most = max(0, room // per_token // KV_BLOCK * KV_BLOCK)
+    cache = math.ceil(context / KV_BLOCK) * KV_BLOCK * per_token
+    return Fit(
+        cards.name,
+        tensor,
+        pipeline,
+        kv,
+        context,
+        budget,
+        weights,
+        cache,
+        activations,
+        RUNTIME,
+        room - cache,
+        min(most, model.longest) if model.longest else most,
+        room >= cache,
+    )
+
+
+def _activations(model: Model, cards: Cards, tensor: int) -> int:
+    """Bytes alive at the peak of a prefill step: vLLM's two MoE workspaces, states, q/k/v, logits; 16 bit."""
+    sizes, tokens = model.sizes, step_tokens(cards)
+    width, hidden = sizes["width"] // tensor, sizes["hidden"]
+    experts = tokens * sizes["chosen"] * (max(2 * width, hidden) + width)
+    attention = tokens * (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"] // tensor
+    return 2 * (experts + attention + 4 * tokens * hidden) + 2 * 4 * SEQUENCES * sizes["vocabulary"]
+
+
+def step_tokens(cards: Cards) -> int:
+    """Tokens of one prefill step, vLLM's default for a card of this size."""
+    return 8192 if cards.bytes >= LARGE_CARD else 2048
+
+
+def assumptions(cards: Sequence[Cards]) -> list[str]:
+    """What an answer rests on, a line each."""
+    steps = " or ".join(f"{n:,}" for n in sorted({step_tokens(c) for c in cards}))
+    return [
+        f"vLLM may use {UTILISATION:.0%} of a card (--gpu-memory-utilization {UTILISATION})",
+        f"{RUNTIME / GIB:.0f} GiB a card for the CUDA context, kernels, NCCL and fragmentation",
+        f"activations: {steps} tokens in a prefill step, logits of {SEQUENCES} sequences",
+        "KV cache for one sequence of that context, or several that share it; no speculative decoding",
+    ]
+
+
+def common_fits(model: Model) -> list[Fit]:
+    """Usual sets of cards that hold the weights, with 16-bit and with FP8 KV cache, by their memory."""
+    rows = [fit(model, parse_cards(name), kv=kv) for name in COMMON for kv in KV_BYTES]
+    return [row for row in rows if row.longest >= min(8192, model.longest)]
