@@ -43,6 +43,15 @@ def _emit(data: dict[str, Any], as_json: bool, text: str) -> None:
         print(text)
 
 
+def _show(data: dict[str, Any], as_json: bool, renderable: Any) -> None:
+    from rich.console import Console
+
+    if as_json:
+        print(json.dumps(data, indent=1, sort_keys=True))
+    else:
+        Console(width=None if sys.stdout.isatty() else 120).print(renderable)
+
+
 @app.command()
 def run(
     recipe: RecipeArgument,
@@ -70,8 +79,9 @@ def run(
         discard(output)
     from .pipeline import Options
     from .pipeline import run as run_job
-    from .session import choose_device
+    from .session import choose_device, use_threads
 
+    use_threads(job.sizes)
     report = run_job(job, Options(output, choose_device(device)))
     from .tables import run_table
 
@@ -160,6 +170,45 @@ def evaluate(
 
 
 @app.command()
+def calibration(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="SET | lock SET | diff SET SET", help="a set's file, or the name of a shipped one"),
+    ],
+    tokenizer: Annotated[str | None, typer.Option(help="a model's folder or Hub id; the tiny model by default")] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="a set that shares no text with it; held-out.yaml beside it by default")
+    ] = None,
+    show: Annotated[int, typer.Option(min=0, help="print so many rendered samples, evenly spread")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="sources loaded at the same time")] = 8,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check what a calibration set holds; exit 3 when a language is missing or texts are duplicates.
+
+    `lock SET` writes the exact version of every source beside the set; `diff SET SET` compares two.
+
+    Example: quantize calibration embedded
+    """
+    from .commands import check_calibration, diff_calibration, lock_calibration
+    from .shipped import shipped
+
+    verb, *sets = words
+    if verb == "lock" and len(sets) == 1:
+        report, shown = lock_calibration(sets[0], workers)
+    elif verb == "diff" and len(sets) == 2:
+        report, shown = diff_calibration(*sets)
+    elif not sets:
+        model = tokenizer or str(shipped("models") / "tiny-minimax-m2")
+        report, shown = check_calibration(verb, model, held_out, show, workers)
+    else:
+        raise InputError(f"calibration {' '.join(words)}: give SET, `lock SET`, or `diff SET SET`")
+    _show(report, as_json, shown)
+    if not report.get("ok", True):
+        raise typer.Exit(GATE_FAILED)
+
+
+@app.command()
 def recipes(as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """List the shipped recipes.
 
@@ -195,7 +244,9 @@ def bench_methods(
         "tiny-minimax-m2-fp8-int4"
     ),
     repeats: Annotated[int, typer.Option(min=1, help="runs of each method; seconds are the median")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="of the calibration set, about, taken evenly from all of it")] = 16384,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="of the calibration set, about, taken evenly")
+    ] = 16384,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -204,9 +255,10 @@ def bench_methods(
 
     Example: quantize bench methods tiny-minimax-m2-fp8-int4
     """
-    from .session import choose_device, prepare
+    from .session import choose_device, prepare, use_threads
 
     job = prepare(recipe)
+    use_threads(job.sizes)
     if job.recipe.verify is None or job.recipe.verify.perplexity is None:
         raise InputError(f"{recipe}: verify.perplexity.data is missing; the methods are measured on it")
     from .bench import compare

@@ -41,24 +41,36 @@ class Cards:
 
 
 @dataclass(frozen=True)
-class Model:
-    """What serving needs to know of a model. All bytes and counts are of the planned output.
+class LayerBytes:
+    """Weight bytes of one decoder layer by how vLLM spreads them.
 
     Attributes:
-        experts, attention, key_value, outside, replicated: weight bytes of one layer's experts, of its
-            q and o projections, of its k and v projections, of embedding and head together, and of what
-            every card holds whole in each layer.
-        group: weights under one scale, along an expert's inputs.
-        block: rows of an FP8 block of the attention; 1 where it is not FP8.
-        longest: the context that the model was made for, in tokens.
+        experts, attention: split over the tensor-parallel cards; attention without k and v.
+        key_value: of k and v, split over at most as many cards as there are key-value heads.
+        replicated: whole on every card.
     """
 
-    sizes: Sizes
     experts: int
     attention: int
     key_value: int
-    outside: int
     replicated: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """What serving needs to know of a planned output.
+
+    Attributes:
+        layers: their weights.
+        outside: bytes of embedding, head and final norm together.
+        group: weights under one scale, along an expert's inputs.
+        block: rows of an FP8 block of the attention; 1 where it is not FP8.
+        longest: the context that the model was made for, in tokens; 0 where config.json does not say.
+    """
+
+    sizes: Sizes
+    layers: tuple[LayerBytes, ...]
+    outside: int
     group: int
     block: int
     longest: int
@@ -102,23 +114,23 @@ def parse_cards(text: str) -> Cards:
 def serving_model(
     plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], block: tuple[int, int] | None
 ) -> Model:
-    """Sum up a plan's output by how vLLM spreads it over cards; layers may differ, the largest counts."""
+    """Sum up a plan's output by how vLLM spreads it over cards."""
     key_value = {name for name in facts.linears if name.endswith(("k_proj", "v_proj"))}
-    largest = {"experts": 0, "attention": 0, "key_value": 0, "replicated": 0}
-    for layer in range(plan.layers):
-        sums = dict.fromkeys(largest, 0)
-        for action in plan.of_layer(layer):
-            module = action.source.removeprefix(facts.layer(layer, "")).rpartition(".")[0]
-            part = "experts" if action.expert is not None else "attention" if module in facts.linears else "replicated"
-            sums["key_value" if module in key_value else part] += sum(spec.bytes for spec in action.outputs.values())
-        largest = {name: max(value, sums[name]) for name, value in largest.items()}
+    by_layer: list[dict[str, int]] = [dict.fromkeys(LayerBytes.__annotations__, 0) for _ in range(plan.layers)]
+    for action in plan.actions:
+        if action.layer is None:
+            continue
+        module = action.source.removeprefix(facts.layer(action.layer, "")).rpartition(".")[0]
+        part = "experts" if action.expert is not None else "attention" if module in facts.linears else "replicated"
+        part = "key_value" if module in key_value else part
+        by_layer[action.layer][part] += sum(spec.bytes for spec in action.outputs.values())
     return Model(
         sizes=sizes,
+        layers=tuple(LayerBytes(**sums) for sums in by_layer),
         outside=sum(spec.bytes for spec in plan.shard(None).values()),
         group=plan.experts.group_size,
         block=block[0] if block else 1,
         longest=int(config.get("max_position_embeddings") or 0),
-        **largest,
     )
 
 
@@ -176,14 +188,7 @@ def fit(
     context = model.longest if context is None else context
     if context < 1 or (model.longest and context > model.longest):
         raise InputError(f"--context {context}: this model takes 1 to {model.longest:,} tokens")
-    layers = math.ceil(model.sizes["layers"] / pipeline)
-    in_layer = (
-        (model.experts + model.attention) / tensor
-        + model.key_value / min(tensor, model.sizes["kv_heads"])
-        + model.replicated
-    )
-    outside = model.outside / tensor / (1 if pipeline == 1 else 2)  # the first stage embeds, the last has the head
-    weights = math.ceil(layers * in_layer + outside)
+    weights = _weights(model, tensor, pipeline)
     activations = _activations(model, cards, tensor)
     budget = int(cards.bytes * UTILISATION)
     per_token = kv_bytes_per_token(model, kv, tensor, pipeline)
@@ -205,6 +210,21 @@ def fit(
         min(most, model.longest) if model.longest else most,
         room >= cache,
     )
+
+
+def _weights(model: Model, tensor: int, pipeline: int) -> int:
+    """Bytes of weights on the fullest card: layers in equal runs, the embedding in the first, the head in the last."""
+    per_stage = math.ceil(len(model.layers) / pipeline)
+    stages = [model.layers[first : first + per_stage] for first in range(0, len(model.layers), per_stage)]
+    key_value_cards = min(tensor, model.sizes["kv_heads"])
+    in_layers = max(
+        sum(
+            (layer.experts + layer.attention) / tensor + layer.key_value / key_value_cards + layer.replicated
+            for layer in stage
+        )
+        for stage in stages
+    )
+    return math.ceil(in_layers + model.outside / tensor / (1 if pipeline == 1 else 2))
 
 
 def _activations(model: Model, cards: Cards, tensor: int) -> int:

@@ -155,11 +155,16 @@ def make_plan(
     def take(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Spec:
         spec = left.pop(name, None)
         if spec is None:
-            raise CheckpointError(f"{where}: {name} is missing; the checkpoint is incomplete")
+            raise CheckpointError(f"{where}: {name} is missing; the checkpoint is incomplete, download it again")
         if spec.shape != shape:
-            raise CheckpointError(f"{where}: {name} has shape {list(spec.shape)}, config.json says {list(shape)}")
+            raise CheckpointError(
+                f"{where}: {name} has shape {list(spec.shape)}, config.json says {list(shape)}; they do not belong "
+                "together, download both again"
+            )
         if spec.dtype not in dtypes:
-            raise CheckpointError(f"{where}: {name} is {spec.dtype}; {' or '.join(dtypes)} is needed")
+            raise CheckpointError(
+                f"{where}: {name} is {spec.dtype}; {' or '.join(dtypes)} is needed: give the checkpoint as it was published"
+            )
         return spec
 
     def take_scale(module: str, shape: tuple[int, ...]) -> tuple[str, Spec]:
@@ -239,6 +244,27 @@ def index_json(plan: Plan) -> str:
     total = sum(spec.bytes for tensors in plan.shards().values() for spec in tensors.values())
     body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(body, indent=2) + "\n"
+
+
+def kind_of_tensor(action: Action) -> str:
+    """A source tensor's name with `*` for the numbers of layer and expert."""
+    return ".".join("*" if part.isdigit() else part for part in action.source.split("."))
+
+
+def kinds(plan: Plan) -> list[dict[str, object]]:
+    """Every kind of tensor with its action, number, and bytes before and after, in the order of a layer."""
+    rows: dict[tuple[str, str], dict[str, object]] = {}
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for action in plan.actions:
+        key = (kind_of_tensor(action), action.kind)
+        count = numbers.setdefault(key, [0, 0, 0])
+        after = sum(spec.bytes for spec in action.outputs.values())
+        numbers[key] = [a + b for a, b in zip(count, (1, action.spec.bytes, after), strict=True)]
+    for (name, kind), (tensors, before, after) in numbers.items():
+        rows[name, kind] = {
+            "kind": name, "action": kind, "tensors": tensors, "bytes_before": before, "bytes_after": after
+        }  # fmt: skip
+    return list(rows.values())
 
 
 def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:

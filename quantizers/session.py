@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .architecture import Architecture, Sizes, architecture_for, published_config, sizes_of
-from .checkpoint import Checkpoint, block_size, declared_block, open_folder, read_json, resolve
+from .checkpoint import INDEX, SINGLE, Checkpoint, block_size, declared_block, open_folder, read_json, resolve
 from .errors import CheckpointError, InputError
 from .plan import Plan, Spec, expected_tensors, make_plan
 from .recipe import Recipe, read_recipe, set_location, source_location
@@ -41,13 +41,14 @@ class Job:
     block: tuple[int, int] | None
 
 
-def prepare(name: str, offline_facts: bool = False) -> Job:
+def prepare(name: str, offline_facts: bool = False, hub: bool = False) -> Job:
     """Read a recipe, find and check its source, make the plan.
 
     Args:
         name: a recipe's path or shipped name.
         offline_facts: plan from a config.json, or from the architecture's kept facts, where the
-            source's shards are not on this machine.
+            source's shards are not on this machine, or else from the headers on the Hub.
+        hub: then prefer the headers on the Hub to the kept facts.
 
     Raises:
         InputError: one line naming what is wrong and where.
@@ -57,13 +58,15 @@ def prepare(name: str, offline_facts: bool = False) -> Job:
         if named and not set_location(named, path).is_file():
             raise InputError(f"{path}: {named}: no such calibration set; correct the path")
     location = source_location(recipe, path)
-    if offline_facts and (found := _without_shards(location, recipe.source.revision)):
-        facts, config, basis = found
+    if offline_facts and (found := _without_shards(location, recipe.source.revision, hub)):
+        config, headers, basis = found
+        facts = architecture_for(config, basis)
         sizes = sizes_of(facts, config, basis)
         block = declared_block(config, basis)
-        tensors = expected_tensors(facts, sizes, block)
-        plan = make_plan(facts, sizes, tensors, recipe.experts, basis, block)
-        return Job(recipe, path, facts, sizes, config, plan, None, basis, block)
+        specs = expected_tensors(facts, sizes, block) if headers is None else headers
+        plan = make_plan(facts, sizes, specs, recipe.experts, basis, block)
+        fp8 = any(action.kind == "rename" for action in plan.actions)
+        return Job(recipe, path, facts, sizes, config, plan, None, basis, block if fp8 else None)
     folder = resolve(location, recipe.source.revision)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
@@ -87,30 +90,41 @@ def prepare(name: str, offline_facts: bool = False) -> Job:
     )
 
 
-def _without_shards(location: str, revision: str) -> tuple[Architecture, dict[str, Any], str] | None:
-    """Facts and config for a source whose shards are not here: a lone config.json, or what is kept."""
+def _without_shards(
+    location: str, revision: str, hub: bool
+) -> tuple[dict[str, Any], dict[str, Spec] | None, str] | None:
+    """config.json, and headers where the Hub gave them, of a source whose shards are not here."""
     folder = Path(location)
     config_file = folder / "config.json"
     if config_file.is_file() and not any(folder.glob("*.safetensors")):
-        config = read_json(config_file)
-        return architecture_for(config, str(config_file)), config, f"{config_file} alone, without shards"
-    if folder.is_dir() or _in_cache(location, revision):
+        return read_json(config_file), None, f"{config_file} alone, without shards"
+    if folder.is_dir() or (_in_cache(location, revision) and not hub):
         return None
     kept = published_config(location)
-    if kept is None:
-        return None
-    facts, config = kept
-    return facts, config, f"the facts kept for {location} (its files are not on this machine)"
+    if kept is not None and not hub:
+        return kept[1], None, f"the facts kept for {location} (its files are not on this machine)"
+    if location.startswith((".", "/", "~")) or location.count("/") != 1:
+        return None  # no Hub id; `resolve` says so
+    from .hub_headers import read_hub
+
+    config, headers, commit = read_hub(location, revision)
+    return config, headers, f"the headers of {location} on the Hub, commit {commit}"
 
 
 def _in_cache(model: str, revision: str) -> bool:
+    """Whether the Hub's cache has a model with all its shards; an index alone may come from planning."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return isinstance(try_to_load_from_cache(model, "model.safetensors.index.json", revision=revision), str)
+        index = try_to_load_from_cache(model, INDEX, revision=revision)
+        single = try_to_load_from_cache(model, SINGLE, revision=revision)
     except HFValidationError:
         return False
+    if not isinstance(index, str):
+        return isinstance(single, str)
+    shards = read_json(Path(index)).get("weight_map")
+    return isinstance(shards, dict) and all((Path(index).parent / str(name)).exists() for name in shards.values())
 
 
 def choose_device(name: str) -> torch.device:
@@ -131,6 +145,23 @@ def choose_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as failure:
         raise InputError(f"--device {name}: {str(failure).splitlines()[0]}; give cpu, cuda or cuda:N") from None
     return device
+
+
+SMALL_LAYER = 20_000_000
+
+
+def use_threads(sizes: Sizes) -> None:
+    """Set torch's threads: one where a layer has few weights, else one a core; OMP_NUM_THREADS overrules.
+
+    With matrices this small, waiting for each other costs threads more than they win.
+    """
+    import os
+
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        small = 3 * sizes["experts"] * sizes["hidden"] * sizes["width"] < SMALL_LAYER
+        torch.set_num_threads(1 if small else len(os.sched_getaffinity(0)))
 
 
 def forward_dtype(device: torch.device) -> torch.dtype:

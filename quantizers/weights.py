@@ -3,6 +3,7 @@
     FP8 e4m3 with one float32 scale per block   weight, weight_scale_inv (source) or weight_scale (ours)
     packed integers with a scale per group      weight_packed, weight_scale, weight_shape
     plain                                       weight
+    what others make                            see formats.py
 
 Unpacking and FP8 dequantization are compressed-tensors' own. On a CPU everything becomes float32
 with no bfloat16 step between; FP8 bytes travel to a device as FP8 and are dequantized there.
@@ -11,12 +12,14 @@ with no bfloat16 step between; FP8 bytes travel to a device as FP8 and are dequa
 from __future__ import annotations
 
 import math
+import reprlib
 
 import torch
 
 from .architecture import Architecture, Sizes
 from .checkpoint import Checkpoint, block_size
 from .errors import CheckpointError
+from .formats import foreign_weight
 from .rounding import dequantize
 from .solved import MATRICES
 
@@ -60,7 +63,10 @@ def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> to
     Raises:
         CheckpointError: a tensor is missing, of a wrong dtype or shape, or holds a NaN or infinity.
     """
-    if f"{module}.weight_packed" in checkpoint.tensors:
+    foreign = foreign_weight(checkpoint, module, device)
+    if foreign is not None:
+        weight = foreign
+    elif f"{module}.weight_packed" in checkpoint.tensors:
         weight = _read_packed(checkpoint, module, device)
     else:
         info = checkpoint.require(f"{module}.weight", "a linear layer's weight")
@@ -82,6 +88,9 @@ def _read_fp8(checkpoint: Checkpoint, module: str, stored: torch.Tensor) -> torc
     name = scale_name(checkpoint, module)
     info = checkpoint.tensors[name]
     block = block_size(checkpoint)
+    if stored.dim() != 2:
+        where = checkpoint.tensors[f"{module}.weight"].file
+        raise CheckpointError(f"{where}: {module}.weight has shape {list(stored.shape)}; FP8 blocks need rows and columns")
     expected = tuple(math.ceil(n / b) for n, b in zip(stored.shape, block, strict=True))
     if info.shape != expected:
         raise CheckpointError(
@@ -92,24 +101,36 @@ def _read_fp8(checkpoint: Checkpoint, module: str, stored: torch.Tensor) -> torc
 
 
 def _read_packed(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
-    packed = checkpoint.tensor(f"{module}.weight_packed").to(device)
+    info = checkpoint.tensors[f"{module}.weight_packed"]
     scale_info = checkpoint.require(f"{module}.weight_scale", "the scales of a packed weight")
     shape_info = checkpoint.require(f"{module}.weight_shape", "the shape of a packed weight")
-    rows, columns = (int(n) for n in checkpoint.tensor(shape_info.name))
-    bits, rest = divmod(packed.shape[1] * 32, columns) if columns > 0 else (0, 1)
-    groups = scale_info.shape[1] if len(scale_info.shape) == 2 else 0
+    for suffix in ("weight_zero_point", "weight_g_idx"):
+        if f"{module}.{suffix}" in checkpoint.tensors:
+            raise CheckpointError(
+                f"{info.file}: {module}.{suffix}: only symmetric integers with groups in order of columns can be read"
+            )
+    shape = checkpoint.tensor(shape_info.name).flatten().tolist()
+    if len(shape) != 2 or len(info.shape) != 2 or len(scale_info.shape) != 2 or info.dtype != "I32":
+        raise CheckpointError(
+            f"{info.file}: {module}: packed {info.dtype} {list(info.shape)}, scale {list(scale_info.shape)} and "
+            f"weight_shape {reprlib.repr(shape)}; int32 words and scales in rows and columns are needed"
+        )
+    rows, columns = (int(n) for n in shape)
+    bits, rest = divmod(info.shape[1] * 32, columns) if columns > 0 else (0, 1)
+    groups = scale_info.shape[1]
     if (
         bits not in (4, 8)
         or rest
-        or packed.shape[0] != rows
+        or info.shape[0] != rows
         or scale_info.shape[0] != rows
         or not groups
         or columns % groups
     ):
         raise CheckpointError(
-            f"{scale_info.file}: {module}: packed {list(packed.shape)}, scale {list(scale_info.shape)} and "
+            f"{info.file}: {module}: packed {list(info.shape)}, scale {list(scale_info.shape)} and "
             f"weight_shape {[rows, columns]} do not belong together"
         )
+    packed = checkpoint.tensor(info.name).to(device)
     scale = checkpoint.tensor(scale_info.name).to(device).float()
     codes = unpack(packed, bits, (rows, columns)).float()
     return dequantize(codes, scale)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from quantizers.calibration_set import read_set, slug
+from quantizers.calibration.set import read_set, slug
 
 OUTPUT = Path(__file__).resolve().parent.parent / "calibration"
 TASK = "### task: "

@@ -15,7 +15,7 @@ import pytest
 from calibration_tokenizer import write_tokenizer
 
 from quantizers.calibration import CalibrationData, load_samples
-from quantizers.calibration_lock import lock_path, lock_set
+from quantizers.calibration.lock import lock_path, lock_set
 from quantizers.errors import CalibrationError
 
 

@@ -22,7 +22,7 @@ from calibration_tokenizer import write_tokenizer
 from hub_datasets import hub_datasets
 from hub_stand_in import HubStandIn
 
-from quantizers.calibration_set import read_set
+from quantizers.calibration.set import read_set
 from quantizers.shipped import shipped
 
 SETS = shipped("calibration")
@@ -32,9 +32,9 @@ MACHINE = """
 import json, sys
 from pathlib import Path
 from quantizers.calibration import load_samples
-from quantizers.calibration_data import language_counts
-from quantizers.calibration_lock import lock_set
-from quantizers.calibration_set import read_set
+from quantizers.calibration.data import language_counts
+from quantizers.calibration.lock import lock_set
+from quantizers.calibration.set import read_set
 from quantizers.errors import CalibrationError
 
 for line in sys.stdin:

@@ -10,12 +10,12 @@ import pytest
 from calibration_tokenizer import write_tokenizer
 from rich.console import Console, RenderableType
 
-from quantizers.calibration_diff import diff_sets
-from quantizers.calibration_duplicates import find_duplicates
-from quantizers.calibration_report import SetReport, check_set
-from quantizers.calibration_set import read_set
-from quantizers.calibration_spoken import CODES, identify
-from quantizers.calibration_view import loading, render, render_diff, render_samples, show_samples
+from quantizers.calibration.diff import diff_sets
+from quantizers.calibration.duplicates import find_duplicates
+from quantizers.calibration.report import SetReport, check_set
+from quantizers.calibration.set import read_set
+from quantizers.calibration.spoken import CODES, identify
+from quantizers.calibration.view import loading, render, render_diff, render_samples, show_samples
 from quantizers.errors import CalibrationError
 from quantizers.shipped import shipped
 

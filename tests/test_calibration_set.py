@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantizers.calibration_set import fill, placeholders, read_set, slug
+from quantizers.calibration.set import fill, placeholders, read_set, slug
 from quantizers.errors import CalibrationError
 from quantizers.shipped import shipped
 

@@ -269,13 +269,13 @@ def test_every_tensor_must_be_there_in_its_shape(name: str) -> None:
     changes = {"num_hidden_layers": 1, "num_local_experts": 2}
     _, _, tensors = small(**changes)
     less = {other: spec for other, spec in tensors.items() if other != name}
-    with pytest.raises(CheckpointError, match=rf"^here: {name} is missing; the checkpoint is incomplete$"):
+    with pytest.raises(CheckpointError, match=rf"^here: {name} is missing; the checkpoint is incomplete, download it again$"):
         planned(less, **changes)
     other = tensors | {name: Spec(tensors[name].dtype, (*tensors[name].shape, 1))}
-    with pytest.raises(CheckpointError, match=rf"^here: {name} has shape \[.*\], config.json says \["):
+    with pytest.raises(CheckpointError, match=rf"^here: {name} has shape \[.*\], config.json says \[.*; .* download both again$"):
         planned(other, **changes)
     wrong = tensors | {name: Spec("I64", tensors[name].shape)}
-    with pytest.raises(CheckpointError, match=rf"^here: {name} is I64; .* is needed$"):
+    with pytest.raises(CheckpointError, match=rf"^here: {name} is I64; .* is needed: give the checkpoint as it was published$"):
         planned(wrong, **changes)
 
 

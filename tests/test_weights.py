@@ -171,6 +171,8 @@ BROKEN_PACKED: dict[str, dict[str, torch.Tensor | None]] = {
     "NaN in a scale": {"weight_scale": torch.full((6, 4), float("nan")).bfloat16()},
     "words of one dimension": {"weight_packed": torch.zeros(96, dtype=torch.int32)},
     "words of another dtype": {"weight_packed": torch.zeros(6, 16, dtype=torch.int64)},
+    "zero points": {"weight_zero_point": torch.zeros(1, 4, dtype=torch.int32)},
+    "groups in another order": {"weight_g_idx": torch.zeros(128, dtype=torch.int32)},
 }
 
 
@@ -179,7 +181,7 @@ def test_a_broken_packed_weight_is_a_checkpoint_error(name: str, tmp_path: Path)
     """As above, for packed weights."""
     tensors = packed_tensors(4)
     for suffix, tensor in BROKEN_PACKED[name].items():
-        del tensors[f"m.{suffix}"]
+        tensors.pop(f"m.{suffix}", None)
         if tensor is not None:
             tensors[f"m.{suffix}"] = tensor
     with pytest.raises(CheckpointError) as caught:

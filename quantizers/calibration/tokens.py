@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .calibration_shapes import Content, Rejected
-from .errors import CalibrationError
+from ..errors import CalibrationError
+from .shapes import Content, Rejected
 
 
 class Renderer:

@@ -14,11 +14,11 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from .calibration import Progress, load_samples
-from .calibration_diff import SetDiff
-from .calibration_report import SetReport
-from .calibration_set import KINDS
-from .calibration_tokens import Renderer
+from .diff import SetDiff
+from .loading import Progress, load_samples
+from .report import SetReport
+from .set import KINDS
+from .tokens import Renderer
 
 
 def render(report: SetReport) -> RenderableType:

@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .calibration import CalibrationData, Progress, Sample, load_samples, read_set
-from .calibration_data import language_counts, missing_languages
-from .calibration_duplicates import Duplicate, find_duplicates
-from .calibration_set import KINDS, CalibrationSet, Kind
-from .calibration_spoken import CODES, identify
+from .data import CalibrationData, Sample, language_counts, missing_languages
+from .duplicates import Duplicate, find_duplicates
+from .loading import Progress, load_samples
+from .set import KINDS, CalibrationSet, Kind, read_set
+from .spoken import CODES, identify
 
 HELD_OUT = "held-out.yaml"  # beside a set: the texts that it must not contain
 

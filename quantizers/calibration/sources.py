@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .calibration_set import DataSource, FromColumn, seeded
+from .set import DataSource, FromColumn, seeded
 
 
 @dataclass
@@ -65,7 +65,7 @@ def read_rows(source: DataSource, folder: Path, revision: str, seed: str) -> Ite
             raise SourceError(str(path), "no rows", "add some")
         check_columns(source, {column for row in found for column in row.values})
         return (found[index] for index in order(len(found), source, seed))
-    from .calibration_hub import hub_rows
+    from .hub import hub_rows
 
     return hub_rows(source, revision, seed)
 

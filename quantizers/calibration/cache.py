@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from .calibration_data import CalibrationData, Dropped, Sample, digest_of
-from .calibration_set import CalibrationSet
-from .calibration_sources import SourceError, Unreachable
+from .data import CalibrationData, Dropped, Sample, digest_of
+from .set import CalibrationSet
+from .sources import SourceError, Unreachable
 
 FORMAT = 1  # changes whenever the same set would give other tokens or fields
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .calibration_set import DataSource, seeded
+from .set import DataSource, seeded
 
 Turn = dict[str, Any]  # role, content; reasoning_content, tool_calls
 

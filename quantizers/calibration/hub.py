@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .calibration_set import DataSource
-from .calibration_sources import Row, SourceError, Unreachable, check_columns, needed_columns, order, without_none
+from .set import DataSource
+from .sources import Row, SourceError, Unreachable, check_columns, needed_columns, order, without_none
 
 BUFFERED_ROWS = 8  # for each sample asked for, when a streamed dataset is shuffled
 TIMEOUT = 10.0  # seconds, for one answer of the Hub about a dataset

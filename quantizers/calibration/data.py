@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .calibration_set import KINDS, CalibrationSet, Kind
+from .set import KINDS, CalibrationSet, Kind
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from .errors import CalibrationError
-from .recipe import Strict
-from .strict_yaml import load, parse
+from ..errors import CalibrationError
+from ..recipe import Strict
+from ..strict_yaml import load, parse
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".parquet")
 Kind = Literal["programming", "spoken"]

@@ -12,17 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
-from .calibration_cache import recall, remember
-from .calibration_data import CalibrationData, Dropped, Sample, digest_of, missing_languages
-from .calibration_lock import lock_path, read_lock, version
-from .calibration_parallel import for_each_source
-from .calibration_set import KINDS, CalibrationSet, DataSource, read_set
-from .calibration_sources import SourceError
-from .calibration_take import Taken, Taker
-from .calibration_tokens import Renderer
-from .errors import CalibrationError
-
-__all__ = ["CalibrationData", "CalibrationSet", "Dropped", "Progress", "Sample", "load_samples", "read_set"]
+from ..errors import CalibrationError
+from .cache import recall, remember
+from .data import CalibrationData, digest_of, missing_languages
+from .lock import lock_path, read_lock, version
+from .parallel import for_each_source
+from .set import KINDS, CalibrationSet, DataSource, read_set
+from .sources import SourceError
+from .take import Taken, Taker
+from .tokens import Renderer
 
 # Called with (samples so far, the source that gave the last one).
 Progress = Callable[[int, str], None]
@@ -129,6 +127,6 @@ def _load(
 def _quiet(calibration: CalibrationSet) -> AbstractContextManager[None]:
     if all(source.is_local for source in calibration.sources):
         return nullcontext()
-    from .calibration_hub import quiet
+    from .hub import quiet
 
     return quiet()

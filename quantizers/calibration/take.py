@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .calibration_data import Dropped, Sample
-from .calibration_set import FAMILY, KINDS, CalibrationSet, DataSource, FromColumn, Kind, fill, seeded, slug
-from .calibration_shapes import Rejected, instruct, read_row
-from .calibration_sources import Row, SourceError, read_rows
-from .calibration_tokens import Renderer
+from .data import Dropped, Sample
+from .set import FAMILY, KINDS, CalibrationSet, DataSource, FromColumn, Kind, fill, seeded, slug
+from .shapes import Rejected, instruct, read_row
+from .sources import Row, SourceError, read_rows
+from .tokens import Renderer
 
 # A source is given up after so many rows for each sample, so that a template that refuses
 # everything does not read a streamed dataset to its end.

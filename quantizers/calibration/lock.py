@@ -14,11 +14,11 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from .calibration_parallel import for_each_source
-from .calibration_set import CalibrationSet, DataSource, read_set
-from .calibration_sources import SourceError
-from .errors import CalibrationError
-from .recipe import Strict
+from ..errors import CalibrationError
+from ..recipe import Strict
+from .parallel import for_each_source
+from .set import CalibrationSet, DataSource, read_set
+from .sources import SourceError
 
 
 class Pin(Strict):
@@ -56,7 +56,7 @@ def lock_set(path: Path, workers: int = 8) -> Path:
     Raises:
         CalibrationError: the set is wrong, or sources cannot be reached (all of them are named).
     """
-    from .calibration_hub import file_hashes, quiet, resolve
+    from .hub import file_hashes, quiet, resolve
 
     def pin(_: int, source: DataSource) -> Pin:
         if source.is_local:
@@ -123,7 +123,7 @@ def version(source: DataSource, folder: Path, pin: Pin | None) -> str:
         return found
     if pin is not None and pin.commit:
         return pin.commit
-    from .calibration_hub import resolve
+    from .hub import resolve
 
     return resolve(source)
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from .calibration_set import CalibrationSet, DataSource, source_lines
-from .calibration_sources import SourceError
-from .errors import CalibrationError
+from ..errors import CalibrationError
+from .set import CalibrationSet, DataSource, source_lines
+from .sources import SourceError
 
 Result = TypeVar("Result")
 

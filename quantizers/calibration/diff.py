@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .calibration_set import KINDS, CalibrationSet, DataSource, FromColumn, Kind, read_set
+from .set import KINDS, CalibrationSet, DataSource, FromColumn, Kind, read_set
 
 Change = tuple[Any, Any]  # before, after
 

@@ -1,0 +1,111 @@
+"""What a run will need, before it starts: disk, memory and time, from the plan and the size of its data.
+
+Bytes follow from shapes. Time is arithmetic: the multiplications and additions that the method needs,
+over rates that are assumptions. Pure; every assumption is part of the answer.
+
+Legend: T tokens, H hidden, I expert width, E experts, K chosen experts of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .architecture import Sizes
+from .plan import Plan
+
+# Operations a second: of the forward pass and the sums, and of the float32 search and rounding.
+RATES = {"CPU": (0.5e12, 0.3e12), "GPU": (300e12, 30e12)}
+DISK_RATE = 1e9  # bytes a second, of reading the source once and writing the output once
+CHUNK = 16  # experts solved at a time, as the figure for their sums assumes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All sizes in bytes, times in seconds.
+
+    Attributes:
+        tokens: of the calibration set at most; None where its size is not known before it is read.
+        output, states: disk that is needed beside the source; states only while it runs.
+        layer_cpu, layer_gpu: one layer's source bytes and its weights as they are computed with.
+        sums: Gram matrices and factorizations of `CHUNK` experts, float32.
+        seconds: by kind of device.
+    """
+
+    tokens: int | None
+    source: int
+    output: int
+    states: dict[str, int] | None
+    layer: dict[str, int]
+    sums: int
+    operations: float | None
+    seconds: dict[str, float] | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, with the assumptions."""
+        return asdict(self) | {"assumptions": assumptions()}
+
+
+def estimate(plan: Plan, sizes: Sizes, output_bytes: int, tokens: int | None, grid: int) -> Estimate:
+    """The needs of one run.
+
+    Args:
+        output_bytes: of the finished checkpoint.
+        tokens: of the calibration set at most.
+        grid: candidates of the scale search, 0 without one.
+    """
+    hidden, width = sizes["hidden"], sizes["width"]
+    layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in range(plan.layers))
+    weights = sum(
+        action.spec.bytes // _width_of(action.spec.dtype) for action in plan.of_layer(0) if action.kind != "drop"
+    )
+    states = None
+    if tokens is not None:
+        choices = 4 * 2 * sizes["chosen"]  # which experts, and their weights
+        # Hidden states before and after a layer, and what its MoE block sees.
+        states = {"CPU": tokens * (4 * 3 * hidden + choices), "GPU": tokens * (2 * 3 * hidden + choices)}
+    forward, solve = _operations(sizes, tokens or 0, grid)
+    source = sum(action.spec.bytes for action in plan.actions)
+    seconds = {
+        name: forward / fast + solve / slow + (source + output_bytes) / DISK_RATE
+        for name, (fast, slow) in RATES.items()
+    }
+    return Estimate(
+        tokens,
+        source,
+        output_bytes,
+        states,
+        {"CPU": layer_source + 4 * weights, "GPU": layer_source + 2 * weights},
+        4 * CHUNK * 3 * (hidden**2 + width**2),
+        forward + solve if tokens is not None else None,
+        seconds if tokens is not None else None,
+    )
+
+
+def _width_of(dtype: str) -> int:
+    return {"F8_E4M3": 1, "BF16": 2, "F16": 2}.get(dtype, 4)
+
+
+def _operations(sizes: Sizes, tokens: int, grid: int) -> tuple[float, float]:
+    """Multiplications and additions of all layers: forward and sums, which grow with T; search and rounding."""
+    hidden, width, experts, layers = (sizes[word] for word in ("hidden", "width", "experts", "layers"))
+    attention = 2 * hidden * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
+    expert = 3 * hidden * width
+    observe = attention + experts * (2 * hidden * width + width**2) + (1 + sizes["chosen"]) * hidden**2
+    propagate = attention + sizes["chosen"] * expert
+    # tr(D G Dᵀ) for each candidate; then GPTQ: two triangular products and a factorization.
+    searched = 2 * width * hidden**2 + hidden * width**2
+    solve = experts * ((grid + 2) * searched + hidden**3 + width**3)
+    return 2.0 * layers * tokens * (observe + propagate), 2.0 * layers * solve
+
+
+def assumptions() -> list[str]:
+    """What the figures rest on, a line each."""
+    (cpu, cpu_solve), (gpu, gpu_solve) = RATES["CPU"], RATES["GPU"]
+    return [
+        "tokens: every sample as long as the set's sequence_length, which few are",
+        f"time on a GPU: {gpu / 1e12:.0f}e12 operations a second in bfloat16, {gpu_solve / 1e12:.0f}e12 in float32",
+        f"time on a CPU: {cpu / 1e12:.1f}e12, and {cpu_solve / 1e12:.1f}e12 for search and rounding; "
+        f"disk {DISK_RATE / 1e9:.0f} GB/s",
+        f"sums: {CHUNK} experts at a time; verifying and evaluating come on top",
+    ]
