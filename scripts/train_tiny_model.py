@@ -32,7 +32,7 @@ from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, PreTrainedTokeni
 ROOT = Path(__file__).parent.parent
 LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH, VOCAB = 4, 16, 2, 128, 64, 2048
 HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM, ROPE_THETA = 4, 2, 64, 32, 10_000
-SEQUENCE, BATCH, PEAK_RATE = 256, 16, 2e-3
+SEQUENCE, BATCH, PEAK_RATE, ROUTER_NOISE = 256, 16, 2e-3, 0.2
 SPECIAL = [
     "[end]",
     "[turn]",
@@ -122,7 +122,13 @@ def train(model: MiniMaxM2ForCausalLM, own: np.ndarray, library: np.ndarray, ste
 
         return hook
 
+    def disturb(_: object, arguments: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        # Noisy gating (Shazeer et al., arXiv 1701.06538), on the router's input: near a tie either expert
+        # must serve the token. Without it a tiny model's function jumps wherever two experts change places.
+        return arguments[0] * (1 + ROUTER_NOISE * torch.randn_like(arguments[0])), arguments[1]
+
     hooks = [layer.mlp.gate.register_forward_hook(count_routed(i)) for i, layer in enumerate(model.model.layers)]
+    hooks += [layer.mlp.gate.register_forward_pre_hook(disturb) for layer in model.model.layers]
     started, smooth = time.time(), None
     for step in range(steps):
         rate = PEAK_RATE * min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
