@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from .rounding import dequantize, grouped, minmax_scales, nearest
+from .rounding import grouped, minmax_scales, rounded
+from .symmetric import quadratic_loss
 
 
 def weight_means(weight: torch.Tensor, group: int) -> torch.Tensor:
@@ -56,20 +57,6 @@ def grid_scales(x_mean: torch.Tensor, w_mean: torch.Tensor, grid: int, duo_scali
     return torch.stack(points)
 
 
-def quadratic_loss(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
-    """tr(D G Dᵀ) = ‖D X‖².
-
-    Args:
-        delta: (E, R, C).
-        gram: (E, C, C), or (1, C, C) where all experts share it.
-
-    Returns:
-        (E,) in delta's dtype.
-    """
-    product = delta @ gram if gram.shape[0] == delta.shape[0] else torch.matmul(delta, gram[0])
-    return (product * delta).sum((-1, -2))
-
-
 def scale_losses(weight: torch.Tensor, gram: torch.Tensor, scales: torch.Tensor, group: int, bits: int) -> torch.Tensor:
     """The loss of every candidate for every expert, Q with min-max scales as they would be stored.
 
@@ -84,8 +71,7 @@ def scale_losses(weight: torch.Tensor, gram: torch.Tensor, scales: torch.Tensor,
     losses = []
     for s in scales:
         scaled = weight * s.unsqueeze(1)
-        step = minmax_scales(scaled, group, bits)
-        delta = dequantize(nearest(scaled, step, bits), step).div_(s.unsqueeze(1)).sub_(weight)
+        delta = rounded(scaled, minmax_scales(scaled, group, bits), bits).div_(s.unsqueeze(1)).sub_(weight)
         losses.append(quadratic_loss(delta, gram))
     table = torch.stack(losses)
     return torch.where(torch.isfinite(table), table, torch.full_like(table, torch.inf))

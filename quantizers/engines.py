@@ -1,8 +1,9 @@
 """The gram engine: one layer's recorded inputs and weights ─► its solved experts.
 
 Order: sums of x ─► one scale for the norm and all its readers ─► chunk by chunk of experts: blended
-sums ─► a scale per expert for w3 → w2 ─► group scales ─► rounding. All experts of a chunk are solved
-as batched matrices. The other engine, the library's own, is llmcompressor_engine.py.
+sums ─► a scale per expert for w3 → w2 ─► group scales ─► rounding, w2 last and corrected for the rounded
+w1 and w3. All experts of a chunk are solved as batched matrices. The other engine, the library's own, is
+llmcompressor_engine.py.
 
 Legend: E experts, c experts of a chunk, H hidden, I expert width, G Gram matrix.
 """
@@ -11,19 +12,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from .awq import fold_gram, fold_norm, grid_scales, scale_losses, weight_means
+from .correction import corrected, served_sums
+from .phases import phase
 from .recipe import Awq, Experts
 from .refine import refine
 from .rounding import damped, dequantize, gptq, minmax_scales, mse_scales, nearest
 from .solved import MATRICES, Matrix, Solved
 from .statistics import Activation, Blend, ExpertSums, Recorded, blend, expert_sums, input_sums, route_counts
+from .symmetric import quadratic_loss
 
 DAMPING = 0.01
+SWEEPS = 2  # of refine.py after GPTQ; a third wins less than 1 % of the loss
+CACHE, MOST = 8 * 2**20, 8  # bytes of weights and experts that a CPU works on at a time, to stay in its cache
 
 
 def solve(
@@ -47,26 +54,42 @@ def solve(
         norm: (H,) as stored, in the source's dtype.
         router: (E, H) float32.
         activation: of the gate, usually SiLU.
-        chunk: experts solved at a time; bounds memory. Part of the run's fingerprint on a GPU.
+        chunk: experts solved at a time; bounds memory. Part of the run's fingerprint on a GPU. On a CPU
+            at most as many as lie in its cache; there the result is the same for any number.
 
     Returns:
         The solved layer; `error` holds the AWQ objective per token before and after the search, and
-        the rounding errors on the calibration inputs, relative to the matrices' own output.
+        the rounding errors on the calibration inputs, relative to the output of the matrices that were
+        rounded (with gptq that is the corrected w2, on the inputs that it is served); and
+        `expert_tokens`, the fewest tokens that an expert saw.
     """
     experts, _, hidden = gate_up.shape
-    inputs = input_sums(recorded)
-    blended = blend(recorded, experts, settings.routed_weight, full_share_at=hidden)
-    most = _most_routed(recorded, experts)
+    if gate_up.device.type == "cpu":
+        chunk = min(chunk, MOST, max(1, CACHE // (6 * gate_up[0].numel())))  # w1, w3 and w2 in float32
     chunks = [(first, min(first + chunk, experts)) for first in range(0, experts, chunk)]
+    with phase("sums"):
+        inputs = input_sums(recorded)
+        blended = blend(recorded, experts, settings.routed_weight, full_share_at=hidden)
+        most = _most_routed(recorded, experts)
     error: dict[str, float] = {}
     folded, smooth = norm, torch.ones(hidden, device=gate_up.device)
     if settings.awq:
-        folded, smooth = _norm_scale(gate_up, inputs.gram, inputs.mean, norm, settings, chunks, inputs.tokens, error)
-    solved, fallbacks = [], inputs.fallbacks()
+        with phase("search"):
+            folded, smooth = _norm_scale(
+                gate_up, inputs.gram, inputs.mean, norm, settings, chunks, inputs.tokens, error
+            )
+    solved, seen = [], []
     for first, last in chunks:
         sums = expert_sums(recorded, gate_up[first:last], activation, blended, inputs.gram, most, first)
-        solved.append(_solve_chunk(gate_up[first:last].float(), down[first:last].float(), smooth, sums, settings))
-        fallbacks += _fallbacks(sums, solved[-1], blended, settings, first)
+        serve = partial(_serve, recorded, gate_up[first:last], smooth, activation, blended, first)
+        parts = gate_up[first:last].float(), down[first:last].float()
+        solved.append(_solve_chunk(*parts, smooth, sums, serve, settings))
+        seen.append((sums.seen, sums.dropped))
+    # Numbers for the report are fetched once all chunks are under way: a GPU never waits for them.
+    fallbacks = inputs.fallbacks()
+    for (first, _), (rows, dropped), part in zip(chunks, seen, solved, strict=True):
+        fallbacks += _fallbacks(rows, dropped, part, blended, settings, first)
+    error["expert_tokens"] = float(min(int(rows.min()) for rows, _ in seen))
     return Solved(
         folded,
         smooth,
@@ -122,24 +145,54 @@ class _Chunk:
     totals: dict[str, torch.Tensor]
 
 
+def _serve(
+    recorded: Sequence[Recorded],
+    gate_up: torch.Tensor,
+    smooth: torch.Tensor,
+    activation: Activation,
+    blended: Blend,
+    first: int,
+    served: torch.Tensor,
+    s: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with phase("sums"):
+        return served_sums(recorded, gate_up, served, smooth, s, activation, blended, first)
+
+
 def _solve_chunk(
-    gate_up: torch.Tensor, down: torch.Tensor, smooth: torch.Tensor, sums: ExpertSums, settings: Experts
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    smooth: torch.Tensor,
+    sums: ExpertSums,
+    serve: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    settings: Experts,
 ) -> _Chunk:
-    """Scale and round the experts of one chunk; gate_up (c, 2I, H) and down (c, H, I) in float32."""
+    """Scale and round the experts of one chunk.
+
+    Args:
+        gate_up, down: (c, 2I, H) and (c, H, I) in float32.
+        serve: from rounded w1 and w3 (c, 2I, H) and the scale (c, I) of w3's rows to `served_sums`.
+    """
     width, width_gram = gate_up.shape[1] // 2, sums.width_gram
     result = _Chunk({}, {}, {}, {})
-    scaled = gate_up * smooth
+    scaled, s = gate_up * smooth, torch.ones_like(sums.width_mean)
     if settings.awq:
-        s, before, after = _width_scale(down, width_gram, sums.width_mean, settings, settings.awq)
+        with phase("search"):
+            s, before, after = _width_scale(down, width_gram, sums.width_mean, settings, settings.awq)
         result.totals |= {"down_search_before": before, "down_search_after": after}
         scaled[:, width:] /= s.unsqueeze(-1)  # what w2's columns are multiplied by, w3's rows are divided by
         down, width_gram = down * s.unsqueeze(1), fold_gram(width_gram, s)
     # gate and up read the same inputs, so they share one factorization.
-    input_gram = fold_gram(sums.input_gram, smooth.unsqueeze(0))
-    codes, scales = _round(scaled, input_gram, settings, "gate_up", result)
+    with phase("rounding"):
+        input_gram = fold_gram(sums.input_gram, smooth.unsqueeze(0))
+        codes, scales = _round(scaled, input_gram, settings, "gate_up", result)
     result.codes["gate"], result.codes["up"] = codes.chunk(2, dim=1)
     result.scales["gate"], result.scales["up"] = scales.chunk(2, dim=1)
-    result.codes["down"], result.scales["down"] = _round(down, width_gram, settings, "down", result)
+    if settings.rounding == "gptq":
+        width_gram, cross = serve(dequantize(codes, scales), s)
+        down = corrected(down, width_gram, cross, DAMPING)
+    with phase("rounding"):
+        result.codes["down"], result.scales["down"] = _round(down, width_gram, settings, "down", result)
     return result
 
 
@@ -166,13 +219,14 @@ def _round(
         codes, used = gptq(weight, gram, scale, settings.bits, DAMPING)
         result.damping[name] = used
         solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
-        finer = refine(weight, damped(gram, used), codes, scale, settings.bits)
+        finer = codes, scale
+        for _ in range(SWEEPS):
+            finer = refine(weight, damped(gram, used), *finer, settings.bits)
         codes, scale = torch.where(solvable, finer[0], codes), torch.where(solvable, finer[1], scale)
     else:
         codes = nearest(weight, scale, settings.bits)
-    delta = dequantize(codes, scale) - weight
-    result.totals[f"{name}_lost"] = ((delta @ gram) * delta).double().sum()
-    result.totals[f"{name}_whole"] = ((weight @ gram) * weight).double().sum()
+    result.totals[f"{name}_lost"] = quadratic_loss(dequantize(codes, scale).sub_(weight), gram).double().sum()
+    result.totals[f"{name}_whole"] = quadratic_loss(weight, gram).double().sum()
     return codes.to(torch.int8), scale
 
 
@@ -187,16 +241,18 @@ def _errors(chunks: Sequence[_Chunk], experts: int) -> dict[str, float]:
     return errors
 
 
-def _fallbacks(sums: ExpertSums, chunk: _Chunk, blended: Blend, settings: Experts, first: int) -> list[str]:
-    """One line for every expert of the chunk that did not get what the recipe asks for."""
+def _fallbacks(
+    seen: torch.Tensor, dropped: torch.Tensor, chunk: _Chunk, blended: Blend, settings: Experts, first: int
+) -> list[str]:
+    """One line for every expert of the chunk that did not get what the recipe asks for. See `ExpertSums`."""
     lines = []
-    routed = blended.routed_tokens[first : first + len(sums.seen)].tolist()
-    for i, (seen, dropped, count) in enumerate(zip(sums.seen.tolist(), sums.dropped.tolist(), routed, strict=True)):
+    part = slice(first, first + len(seen))
+    columns = (seen, dropped, blended.routed_tokens[part], blended.share[part])
+    for i, (rows, left_out, count, share) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         name = f"expert {first + i}"
-        if dropped:
-            lines.append(f"{name}: {dropped} of {seen + dropped} rows not finite or too large, left out of the sums")
+        if left_out:
+            lines.append(f"{name}: {left_out} of {rows + left_out} rows not finite or too large, left out of the sums")
         if settings.routed_weight and count < blended.full_share_at:
-            share = float(blended.share[first + i])
             lines.append(f"{name}: {count} routed tokens, so their share is {share:.3f}, not {settings.routed_weight}")
     for matrix, damping in chunk.damping.items():
         for i, used in enumerate(damping.tolist()):

@@ -30,44 +30,40 @@ def refine(
         Codes and scales of the same shapes and dtypes; scales stay positive and rounded to bfloat16.
     """
     group = codes.shape[-1] // scale.shape[-1]
-    codes, scale = codes.clone(), scale.clone()
-    slope = (weight - dequantize(codes, scale)) @ gram  # P (E, R, C)
+    slope = (gram @ (weight - dequantize(codes, scale)).mT).contiguous()  # Pᵀ (E, C, R): a column lies in one piece
+    finer, finer_scale = codes.mT.contiguous(), scale.mT.contiguous()  # (E, C, R), (E, n, R)
     for number in range(scale.shape[-1]):
-        columns = slice(number * group, (number + 1) * group)
-        block = gram[:, columns, columns]
-        before = codes[:, :, columns] * scale[:, :, number, None].float()
-        new_scale, near = _best_scale(codes[:, :, columns], scale[:, :, number], block, slope[:, :, columns])
-        new_codes = _best_codes(codes[:, :, columns], new_scale.float(), block, near, bits)
-        codes[:, :, columns], scale[:, :, number] = new_codes, new_scale
-        slope -= (new_codes * new_scale.unsqueeze(-1).float() - before) @ gram[:, columns]
-    return codes, scale
+        start, end = number * group, (number + 1) * group
+        block, part = gram[:, start:end, start:end], finer[:, start:end]
+        before = part * finer_scale[:, number, None].float()
+        near = _set_scale(part, finer_scale[:, number], block, slope[:, start:end])
+        _set_codes(part, finer_scale[:, number].float(), block, near, bits)
+        if end < gram.shape[-1]:
+            change = before.sub_(part * finer_scale[:, number, None].float())
+            slope[:, end:] += gram[:, end:, start:end] @ change
+    return finer.mT.contiguous(), finer_scale.mT.contiguous()
 
 
-def _best_scale(
-    codes: torch.Tensor, scale: torch.Tensor, block: torch.Tensor, slope: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale (E, R) that is best for the group's codes (E, R, g), and the group's P under it."""
-    image = codes @ block
-    curvature, gradient = (image * codes).sum(-1), (slope * codes).sum(-1)
+def _set_scale(codes: torch.Tensor, scale: torch.Tensor, block: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    """Set the scale (E, R) to what is best for the group's codes (E, g, R); returns the group's Pᵀ under it."""
+    image = block @ codes
+    curvature, gradient = (image * codes).sum(1), (slope * codes).sum(1)
     wanted = scale.float() + gradient / curvature.clamp(min=torch.finfo(torch.float32).tiny)
     rounded = wanted.bfloat16()
     step = rounded.float() - scale.float()
     # Rounded to bfloat16 the step may overshoot: take it only where the parabola is lower there.
     better = (2 * gradient - step * curvature) * step > 0
     better &= (rounded > 0) & torch.isfinite(rounded)
-    step = torch.where(better, step, torch.zeros_like(step))
-    return torch.where(better, rounded, scale), slope - step.unsqueeze(-1) * image
+    scale.copy_(torch.where(better, rounded, scale))
+    return slope - image.mul_(torch.where(better, step, torch.zeros_like(step)).unsqueeze(1))
 
 
-def _best_codes(
-    codes: torch.Tensor, scale: torch.Tensor, block: torch.Tensor, slope: torch.Tensor, bits: int
-) -> torch.Tensor:
-    """The group's codes (E, R, g), column by column, each the best given all the others."""
+def _set_codes(codes: torch.Tensor, scale: torch.Tensor, block: torch.Tensor, slope: torch.Tensor, bits: int) -> None:
+    """Set the group's codes (E, g, R), column by column, each to the best given all the others."""
     low, high = code_range(bits)
-    codes, slope = codes.clone(), slope.clone()
-    for j in range(codes.shape[-1]):
-        ideal = codes[:, :, j] + slope[:, :, j] / block[:, j, j, None] / scale
-        code = torch.clamp(torch.round(ideal), low, high)
-        slope -= ((code - codes[:, :, j]) * scale).unsqueeze(-1) * block[:, j, None]
-        codes[:, :, j] = code
-    return codes
+    inverse = 1 / block.diagonal(dim1=-2, dim2=-1)  # (E, g)
+    for j in range(codes.shape[1]):
+        ideal = (slope[:, j] * inverse[:, j, None]).div_(scale).add_(codes[:, j])
+        change = ideal.round_().clamp_(low, high) - codes[:, j]
+        codes[:, j] += change
+        slope[:, j + 1 :].addcmul_(block[:, j + 1 :, j, None], change.mul_(scale).unsqueeze(1), value=-1)

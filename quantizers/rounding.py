@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 MSE_FACTORS = tuple(1.05 - 0.02 * k for k in range(20))
-BLOCK = 128  # GPTQ columns handled before the rest of the matrix is updated with one matmul
+BLOCK = 64  # GPTQ columns handled before the rest of the matrix is updated with one matmul
 
 
 def code_range(bits: int) -> tuple[int, int]:
@@ -51,9 +51,15 @@ def nearest(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tenso
     Returns:
         (…, R, C) float32 holding whole numbers within the code range.
     """
-    low, high = code_range(bits)
     view = grouped(weight, weight.shape[-1] // scale.shape[-1])
-    return torch.clamp(torch.round(view / scale.float().unsqueeze(-1)), low, high).flatten(-2)
+    return (view / scale.float().unsqueeze(-1)).round_().clamp_(*code_range(bits)).flatten(-2)
+
+
+def rounded(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
+    """`dequantize` of the `nearest` codes, (…, R, C) float32, without an array for the codes."""
+    view = grouped(weight, weight.shape[-1] // scale.shape[-1])
+    step = scale.float().unsqueeze(-1)
+    return (view / step).round_().clamp_(*code_range(bits)).mul_(step).flatten(-2)
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -73,11 +79,11 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
         (E, R, n) bfloat16; min-max where nothing is smaller, as where the importance is all zero.
     """
     chosen = minmax_scales(weight, group, bits)
-    base, view = chosen.float(), grouped(weight, group)
+    base = chosen.float()
     column = grouped(importance, group).unsqueeze(1)  # (E, 1, n, g)
 
     def loss_of(scale: torch.Tensor) -> torch.Tensor:
-        error = grouped(dequantize(nearest(weight, scale, bits), scale), group).sub_(view)
+        error = grouped(rounded(weight, scale, bits).sub_(weight), group)
         return error.square_().mul_(column).sum(-1)
 
     best = loss_of(chosen)
@@ -144,24 +150,23 @@ def gptq(
         Codes (E, R, C) float32 holding whole numbers, and the damping used (E,), see `inverse_factor`.
         Where that is infinite the codes are those of `nearest`.
     """
-    low, high = code_range(bits)
     experts, rows, columns = weight.shape
     order = gram.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
-    by_column = order[:, None, :].expand(experts, rows, columns)
     square = order[:, None, :].expand(experts, columns, columns)
     factor, used = inverse_factor(gram.gather(1, square.mT).gather(2, square), damping)
-    work = weight.gather(2, by_column)
-    steps = scale.float().repeat_interleave(columns // scale.shape[-1], dim=-1).gather(2, by_column)
+    factor = factor / factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # an error's share in each later column
+    # Transposed, (E, C, R): a column then lies in one piece, and so do all later ones.
+    by_column = order[:, :, None].expand(experts, columns, rows)
+    work = weight.mT.gather(1, by_column)
+    steps = scale.float().mT.gather(1, by_column // (columns // scale.shape[-1]))
     codes = torch.empty_like(work)
+    errors = torch.empty(experts, min(BLOCK, columns), rows, dtype=work.dtype, device=work.device)
     for start in range(0, columns, BLOCK):
         end = min(start + BLOCK, columns)
-        errors = torch.empty(experts, rows, end - start, dtype=work.dtype, device=work.device)
         for j in range(start, end):
-            step = steps[:, :, j]
-            code = torch.clamp(torch.round(work[:, :, j] / step), low, high)
-            codes[:, :, j] = code
-            error = (work[:, :, j] - code * step) / factor[:, j, j, None]
-            errors[:, :, j - start] = error
-            work[:, :, j + 1 : end] -= error.unsqueeze(-1) * factor[:, j, None, j + 1 : end]
-        work[:, :, end:] -= errors @ factor[:, start:end, end:]
-    return torch.empty_like(codes).scatter_(2, by_column, codes), used
+            code = torch.div(work[:, j], steps[:, j], out=codes[:, j]).round_().clamp_(*code_range(bits))
+            error = torch.addcmul(work[:, j], code, steps[:, j], value=-1, out=errors[:, j - start])
+            work[:, j + 1 : end].addcmul_(factor[:, j, j + 1 : end, None], error.unsqueeze(1), value=-1)
+        if end < columns:
+            work[:, end:] -= factor[:, start:end, end:].mT @ errors[:, : end - start]
+    return work.scatter_(1, by_column, codes).mT.contiguous(), used

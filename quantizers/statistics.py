@@ -21,6 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .phases import phase
+from .symmetric import add_gram, gram, mirror
+
 Activation = Callable[[torch.Tensor], torch.Tensor]
 LARGEST = 1e16  # squares of this, times ten million tokens, are still finite in float32
 
@@ -59,16 +62,6 @@ class Blend:
     full_share_at: int
 
 
-def gram(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """aᵀ b with float32 accumulation and result, for (…, T, M) and (…, T, N) of one dtype."""
-    if a.dtype == torch.float32:
-        return a.mT @ b
-    if a.is_cuda:
-        batched = torch.bmm(a.mT.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32) if a.dim() > 2 else None
-        return torch.mm(a.mT, b, out_dtype=torch.float32) if batched is None else batched
-    return a.float().mT @ b.float()
-
-
 @dataclass(frozen=True)
 class InputSums:
     """Sums of x over all tokens, float32.
@@ -93,6 +86,14 @@ class InputSums:
 def usable(rows: torch.Tensor) -> torch.Tensor:
     """(…, T) bool: the rows of (…, T, C) whose squares can be added up in float32."""
     return rows.abs().amax(-1) < LARGEST  # False for NaN and infinity
+
+
+def blank(rows: torch.Tensor, good: torch.Tensor) -> torch.Tensor:
+    """Set the rows of (…, T, C) that are not `good` (…, T) to zero, in place."""
+    # To look first is quicker where looking is free; a GPU would have to be waited for.
+    if rows.is_cuda or not bool(good.all()):
+        rows.masked_fill_(~good.unsqueeze(-1), 0)
+    return rows
 
 
 def input_sums(sequences: Iterable[Recorded]) -> InputSums:
@@ -152,13 +153,20 @@ def blend(sequences: Iterable[Recorded], experts: int, routed_weight: float, ful
     )
 
 
+def squared_weights(sequence: Recorded, first: int, last: int) -> torch.Tensor:
+    """(c, T) float32: the square of each token's routing weight for experts first … last - 1, 0 where not chosen."""
+    chunk = last - first
+    ours = (sequence.chosen >= first) & (sequence.chosen < last)
+    column = torch.where(ours, sequence.chosen - first, chunk)  # the last column takes all others, and is dropped
+    table = torch.zeros(len(column), chunk + 1, device=column.device)
+    return table.scatter_(1, column, sequence.weight.square())[:, :chunk].T.contiguous()
+
+
 def token_weights(sequence: Recorded, blended: Blend, first: int, last: int) -> torch.Tensor:
     """(c, T) float32: what each token of the sequence counts for experts first … last - 1."""
-    experts = torch.arange(first, last, device=sequence.chosen.device)
-    hit = sequence.chosen.unsqueeze(0) == experts[:, None, None]  # (c, T, K)
-    squared = (hit * sequence.weight.square()).sum(-1)  # (c, T); an expert is chosen once per token
     share = blended.share[first:last, None]
     mass = blended.routed_mass[first:last, None].clamp(min=torch.finfo(torch.float64).tiny)
+    squared = squared_weights(sequence, first, last)
     return (share * (squared.double() / mass).float()) + (1 - share) / blended.tokens
 
 
@@ -185,15 +193,18 @@ def routed_rows(sequence: Recorded, first: int, last: int, most: int) -> tuple[t
     """The tokens routed to experts first … last - 1, padded to `most` rows an expert.
 
     Returns:
-        Token numbers (c, most) int64 and squared routing weights (c, most) float32, 0 where padded.
+        Token numbers (c, most) int64 and squared routing weights (c, most) float32, both 0 where padded.
+        Tokens whose weight is 0 are left out: they add nothing.
     """
-    tokens = sequence.chosen.shape[0]
-    experts = torch.arange(first, last, device=sequence.chosen.device)
-    hit = sequence.chosen.unsqueeze(0) == experts[:, None, None]  # (c, T, K)
-    squared = (hit * sequence.weight.square()).sum(-1)
-    # Stable descending sort of "is routed here" puts the routed tokens first, in token order.
-    rows = hit.any(-1).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, : min(most, tokens)]
-    return rows, squared.gather(1, rows)
+    squared = squared_weights(sequence, first, last)  # (c, T)
+    hit = squared > 0
+    place = hit.cumsum(-1) - 1  # a routed token's place in its expert's row
+    kept = min(most, squared.shape[1])
+    place = torch.where(hit & (place < kept), place, kept)  # the last column takes all others, and is dropped
+    tokens = torch.arange(squared.shape[1], device=squared.device).expand_as(place)
+    rows = torch.zeros(len(squared), kept + 1, dtype=torch.int64, device=squared.device)
+    weights = torch.zeros(len(squared), kept + 1, device=squared.device)
+    return rows.scatter_(1, place, tokens)[:, :kept], weights.scatter_(1, place, squared)[:, :kept]
 
 
 def expert_sums(
@@ -226,22 +237,27 @@ def expert_sums(
     dropped = torch.zeros(chunk, dtype=torch.int64, device=device)
     for sequence, most in zip(sequences, most_routed, strict=True):
         x = sequence.x
-        if most:
-            rows, squared = routed_rows(sequence, first, last, most)
-            picked = x[rows]  # (c, most, H)
-            picked = torch.where(usable(picked).unsqueeze(-1), picked, torch.zeros_like(picked))
-            routed += gram(picked * squared.unsqueeze(-1).to(x.dtype), picked)
-        gate, up = torch.matmul(x, gate_up.mT).chunk(2, dim=-1)  # (c, T, I) each
-        h = activation(gate) * up
-        good = usable(h) & usable(x)  # (c, T)
-        h = torch.where(good.unsqueeze(-1), h, torch.zeros_like(h))
-        weight = token_weights(sequence, blended, first, last) * good
-        weighted = h * weight.unsqueeze(-1).to(h.dtype)
-        width_gram += gram(weighted, h)
-        width_sum += weighted.float().abs().sum(1)
-        mass += weight.sum(1, keepdim=True)
-        seen += good.sum(1)
-        dropped += (~good).sum(1)
+        with phase("sums"):
+            if most:
+                rows, squared = routed_rows(sequence, first, last, most)
+                picked = x[rows]  # (c, most, H)
+                blank(picked, usable(picked))
+                add_gram(routed, picked * squared.unsqueeze(-1).to(x.dtype), picked)
+        with phase("forced pass"):
+            gate, up = torch.matmul(x, gate_up.mT).chunk(2, dim=-1)  # (c, T, I) each
+            h = activation(gate).mul_(up)
+        with phase("sums"):
+            good = usable(h) & usable(x)  # (c, T)
+            blank(h, good)
+            weight = token_weights(sequence, blended, first, last) * good
+            weighted = h * weight.unsqueeze(-1).to(h.dtype)
+            add_gram(width_gram, weighted, h)
+            width_sum += weighted.abs().sum(1, dtype=torch.float32)
+            mass += weight.sum(1, keepdim=True)
+            seen += good.sum(1)
+            dropped += (~good).sum(1)
+    mirror(routed)
+    mirror(width_gram)
     share = blended.share[first:last, None, None]
     routed_mass = blended.routed_mass[first:last, None, None].clamp(min=torch.finfo(torch.float64).tiny)
     input_gram = share * (routed.double() / routed_mass).float() + (1 - share) * (all_gram / blended.tokens)

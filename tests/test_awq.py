@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizers.awq import fold_gram, fold_norm, grid_scales, quadratic_loss, scale_losses, weight_means
+from quantizers.awq import fold_gram, fold_norm, grid_scales, scale_losses, weight_means
+from quantizers.symmetric import quadratic_loss
 
 FEW = settings(max_examples=20, deadline=None, database=None, derandomize=True)
 

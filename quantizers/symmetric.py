@@ -1,0 +1,72 @@
+"""Products with symmetric matrices, of which only one half is computed.
+
+Legend: E matrices, T tokens, R rows, C columns, b columns of a block.
+
+Both a Gram matrix aᵀ b and the loss tr(D G Dᵀ) are sums over pairs of columns that do not depend on
+the pair's order. So pairs of blocks of columns are enough: each block with itself and those after it,
+which for many blocks is half of the multiplications. All of this is batched over E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+SMALLEST = 128  # columns: below that a matmul wastes more than it saves
+BLOCKS = 8
+
+
+def blocks(columns: int) -> Iterator[tuple[int, int]]:
+    """First and last (exclusive) column of every block."""
+    width = max(SMALLEST, -(-columns // BLOCKS))
+    return ((start, min(start + width, columns)) for start in range(0, columns, width))
+
+
+def gram(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """aᵀ b with float32 accumulation and result, for (…, T, M) and (…, T, N) of one dtype."""
+    if a.dtype == torch.float32:
+        return a.mT @ b
+    if a.is_cuda:
+        batched = torch.bmm(a.mT.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32) if a.dim() > 2 else None
+        return torch.mm(a.mT, b, out_dtype=torch.float32) if batched is None else batched
+    return a.float().mT @ b.float()
+
+
+def add_gram(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += aᵀ b in the lower blocks, where aᵀ b is symmetric; call `mirror` once all is added.
+
+    Args:
+        total: (E, C, C) float32.
+        a, b: (E, T, C) of one dtype, such as w · x and x with a weight w for each token.
+    """
+    for start, end in blocks(total.shape[-1]):
+        total[..., start:, start:end] += gram(a[..., start:], b[..., start:end])
+
+
+def mirror(total: torch.Tensor) -> torch.Tensor:
+    """Copy what lies below the diagonal to above it, in place: (E, C, C), then exactly symmetric."""
+    lower = total.tril(-1)
+    return total.tril_().add_(lower.mT)
+
+
+def quadratic_loss(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    """tr(D G Dᵀ) = ‖D X‖².
+
+    Args:
+        delta: (E, R, C).
+        gram: (E, C, C), or (1, C, C) where all share it; symmetric.
+
+    Returns:
+        (E,) in delta's dtype.
+    """
+    shared = gram.shape[0] != delta.shape[0]
+    total = torch.zeros(delta.shape[0], dtype=delta.dtype, device=delta.device)
+    for start, end in blocks(delta.shape[-1]):
+        # The block with itself counts once, each of those after it twice: halve it here, double the sum.
+        part = gram[:, start:, start:end].clone()
+        part[:, : end - start] /= 2
+        after, own = delta[..., start:], delta[..., start:end]
+        product = torch.matmul(after, part[0]) if shared else after @ part
+        total += product.mul_(own).sum((-1, -2))
+    return total.mul_(2)
