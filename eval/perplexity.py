@@ -1,26 +1,21 @@
-"""Source and candidates layer by layer in lock-step: perplexity, bits per byte, KL, top-1, routing.
+"""Figures of a candidate against its source: perplexity, bits per byte, KL, top-1, by category of text.
 
-Each model keeps hidden states of its own for every sequence. Layer by layer the source's weights are
-materialised, run over all sequences and freed, then each candidate's; so one layer is in memory at a
-time, and the source is computed once however many candidates there are. KL is KL(source || candidate)
-in nats over the whole vocabulary at every scored position; logits are made in chunks of positions.
+KL is KL(source || candidate) in nats over the whole vocabulary at every scored position. Intervals are
+95 % bootstrap intervals: whole samples are drawn with replacement, since tokens of one text depend on
+each other; where a category has one sample there is none. lockstep.py runs the models.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from quantizers.layers import LayeredModel
-from quantizers.states import Rows
-
-CHUNK = 256  # positions whose logits exist at a time: 0.2 GB at 200,064 words
+RESAMPLES, SEED, INTERVAL = 1000, 0, (0.025, 0.975)
 
 
 @dataclass(frozen=True)
@@ -49,6 +44,7 @@ class Measured:
         lengths: scored positions of each sequence.
         router_agreement: per layer, the share of the source's choices that the candidate makes too.
         hidden_error: per layer, ‖h_candidate − h_source‖ / ‖h_source‖ over all tokens.
+        weight_error: per layer, relative error of experts and attention; empty where not asked for.
     """
 
     source_nll: np.ndarray
@@ -58,104 +54,7 @@ class Measured:
     lengths: list[int]
     router_agreement: list[float]
     hidden_error: list[float]
-
-
-def evaluate(
-    source: LayeredModel,
-    candidates: Sequence[LayeredModel],
-    texts: Sequence[Text],
-    work: Path,
-    step: Callable[[str], None] = lambda _: None,
-) -> list[Measured]:
-    """Run all models over the texts.
-
-    Args:
-        source, candidates: models of one architecture and vocabulary.
-        texts: at least one, of two tokens or more.
-        work: an empty folder for the hidden states.
-        step: called after each layer of each model, and each scored sequence.
-    """
-    models = [source, *candidates]
-    lengths = [len(text.tokens) for text in texts]
-    states: list[Rows] = []
-    for number, model in enumerate(models):
-        table = model.embedding()
-        rows = Rows(work / f"states-{number}.bin", lengths, model.sizes["hidden"], model.dtype)
-        for i, text in enumerate(texts):
-            rows[i] = table[text.tokens.to(table.device)]
-        states.append(rows)
-        del table
-    agreement: list[list[float]] = [[] for _ in candidates]
-    errors: list[list[float]] = [[] for _ in candidates]
-    for number in range(source.sizes["layers"]):
-        reference = _run_layer(source, number, states[0])
-        step(f"layer {number}, source")
-        for c, candidate in enumerate(candidates):
-            chosen = _run_layer(candidate, number, states[c + 1])
-            agreement[c].append(_agreement(reference, chosen))
-            errors[c].append(_relative_error(states[0], states[c + 1]))
-            step(f"layer {number}, candidate {c + 1}")
-    scores = _score(models, states, texts, step)
-    for rows in states:
-        rows.path.unlink()
-    return [
-        Measured(scores[0].nll, score.nll, score.kl, score.same, [n - 1 for n in lengths], a, e)
-        for score, a, e in zip(scores[1:], agreement, errors, strict=True)
-    ]
-
-
-def _run_layer(model: LayeredModel, number: int, states: Rows) -> list[torch.Tensor]:
-    choices = []
-    with model.layer(number) as layer:
-        for i in range(len(states)):
-            output, chosen = model.run(layer, states[i])
-            states[i] = output
-            choices.append(chosen.cpu())
-    return choices
-
-
-def _agreement(reference: list[torch.Tensor], chosen: list[torch.Tensor]) -> float:
-    same = sum(int((a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1).sum()) for a, b in zip(reference, chosen, strict=True))
-    return same / sum(a.numel() for a in reference)
-
-
-def _relative_error(reference: Rows, states: Rows) -> float:
-    difference = sum(
-        float((a.float() - b.float()).double().square().sum()) for a, b in zip(reference, states, strict=True)
-    )
-    return math.sqrt(difference / sum(float(a.double().square().sum()) for a in reference))
-
-
-@dataclass
-class _Scores:
-    nll: np.ndarray
-    kl: np.ndarray
-    same: np.ndarray
-
-
-def _score(
-    models: Sequence[LayeredModel], states: Sequence[Rows], texts: Sequence[Text], step: Callable[[str], None]
-) -> list[_Scores]:
-    heads = [model.head() for model in models]
-    parts: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = [[] for _ in models]
-    for i, text in enumerate(texts):
-        targets = text.tokens[1:].to(models[0].device)
-        final = [model.final(rows[i][:-1]) for model, rows in zip(models, states, strict=True)]
-        for start in range(0, len(targets), CHUNK):
-            wanted = targets[start : start + CHUNK, None]
-            logs = [
-                torch.log_softmax((x[start : start + CHUNK] @ head.T).float(), dim=-1)
-                for x, head in zip(final, heads, strict=True)
-            ]
-            p, best = logs[0].exp(), logs[0].argmax(-1)
-            for m, q in enumerate(logs):
-                nll = -q.gather(1, wanted)[:, 0]
-                # A source equal to itself gives exactly 0: the difference of equal logarithms is 0.
-                kl = (p * (logs[0] - q)).sum(-1, dtype=torch.float64)
-                same = q.argmax(-1) == best
-                parts[m].append((nll.double().cpu().numpy(), kl.cpu().numpy(), same.cpu().numpy()))
-        step(f"scored {i + 1} of {len(texts)}")
-    return [_Scores(*(np.concatenate(column) for column in zip(*part, strict=True))) for part in parts]
+    weight_error: list[dict[str, float]] = field(default_factory=list)
 
 
 def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
@@ -163,43 +62,69 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
 
     Returns:
         perplexity {source, candidate, increase (relative)}, bits_per_byte, kl {mean, median, p99, max},
-        top1, router {agreement per layer, min}, hidden_error per layer, categories, tokens, samples.
+        top1, interval {kl, top1, increase} (None with one sample), tokens, samples, router {agreement per
+        layer, min}, hidden_error per layer, categories, families (`code` for `code/rust` and its like); and
+        weight_error where it was asked for.
     """
-    sequence = np.repeat(np.arange(len(texts)), measured.lengths)
-    names = sorted({text.category for text in texts})
-    whole = _table(measured, np.ones(len(measured.kl), dtype=bool), sum(t.scored_bytes for t in texts))
-    categories = {}
-    for name in names:
-        members = np.array([text.category == name for text in texts])
-        size = sum(t.scored_bytes for t in texts if t.category == name)
-        categories[name] = _table(measured, members[sequence], size) | {"samples": int(members.sum())}
-    return whole | {
-        "samples": len(texts),
-        "router": {"agreement": measured.router_agreement, "min": min(measured.router_agreement)},
-        "hidden_error": measured.hidden_error,
-        "categories": categories,
+    sizes = np.array([text.scored_bytes for text in texts])
+    names = [text.category for text in texts]
+    categories = {
+        name: _table(measured, np.array([other == name for other in names]), sizes) for name in sorted(set(names))
     }
+    above = [name.partition("/")[0] for name in names]
+    families = {
+        name: _table(measured, np.array([other == name for other in above]), sizes) for name in sorted(set(above))
+    }
+    return (
+        _table(measured, np.ones(len(texts), dtype=bool), sizes)
+        | {
+            "router": {"agreement": measured.router_agreement, "min": min(measured.router_agreement)},
+            "hidden_error": measured.hidden_error,
+            "categories": categories,
+            "families": families,
+        }
+        | ({"weight_error": measured.weight_error} if measured.weight_error else {})
+    )
 
 
-def _table(measured: Measured, mask: np.ndarray, size: int) -> dict[str, Any]:
+def _table(measured: Measured, members: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:
+    """Figures over the samples (N,) bool that are members."""
+    lengths = np.array(measured.lengths)
+    mask = np.repeat(members, lengths)
     source, candidate, kl = measured.source_nll[mask], measured.candidate_nll[mask], measured.kl[mask]
+    same = measured.same_top1[mask]
     perplexity = [float(np.exp(nll.mean())) for nll in (source, candidate)]
+    bits = math.log(2) * sizes[members].sum()
     return {
+        "samples": int(members.sum()),
         "tokens": int(mask.sum()),
         "perplexity": {
             "source": perplexity[0],
             "candidate": perplexity[1],
             "increase": perplexity[1] / perplexity[0] - 1,
         },
-        "bits_per_byte": {
-            "source": float(source.sum() / math.log(2) / size),
-            "candidate": float(candidate.sum() / math.log(2) / size),
-        },
+        "bits_per_byte": {"source": float(source.sum() / bits), "candidate": float(candidate.sum() / bits)},
         "kl": {
             "mean": float(kl.mean()),
             "median": float(np.median(kl)),
             "p99": float(np.quantile(kl, 0.99)),
             "max": float(kl.max()),
         },
-        "top1": float(measured.same_top1[mask].mean()),
+        "top1": float(same.mean()),
+        "interval": _intervals(lengths[members], kl, same, candidate - source),
     }
+
+
+def _intervals(
+    lengths: np.ndarray, kl: np.ndarray, same: np.ndarray, loss: np.ndarray
+) -> dict[str, list[float]] | None:
+    """Bootstrap intervals of mean KL, top-1 and the increase of perplexity, from samples of these lengths."""
+    if len(lengths) < 2:
+        return None
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    sums = np.stack([np.add.reduceat(values, starts) for values in (kl, same.astype(float), loss)])  # (3, samples)
+    drawn = np.random.default_rng(SEED).integers(len(lengths), size=(RESAMPLES, len(lengths)))
+    means = sums[:, drawn].sum(-1) / lengths[drawn].sum(-1)  # (3, resamples)
+    means[2] = np.expm1(means[2])
+    low, high = np.quantile(means, INTERVAL, axis=1)
+    return {name: [float(low[i]), float(high[i])] for i, name in enumerate(("kl", "top1", "increase"))}

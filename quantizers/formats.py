@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .architecture import Architecture
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, block_size
 from .errors import CheckpointError
 from .solved import MATRICES, Matrix
 
@@ -104,10 +104,13 @@ def foreign_weight(checkpoint: Checkpoint, module: str, device: torch.device) ->
     parts = {part: checkpoint.tensors.get(f"{module}.{part}") for part in _PARTS}
     scale, weight = parts["weight_scale"], parts["weight"]
     if parts["weight_packed"] is not None:
-        return None if parts["weight_zero_point"] is None else _asymmetric(checkpoint, module, device)
+        asymmetric = parts["weight_zero_point"] is not None and not _all_symmetric(checkpoint)
+        return _asymmetric(checkpoint, module, device) if asymmetric else None
     if weight is None or scale is None or len(weight.shape) != 2:
         return None
-    if weight.dtype != "I8" and (weight.dtype != "F8_E4M3" or scale.shape == _blocks(weight.shape, (128, 128))):
+    if weight.dtype != "I8" and (
+        weight.dtype != "F8_E4M3" or scale.shape == _blocks(weight.shape, block_size(checkpoint))
+    ):
         return None
     codes = checkpoint.tensor(weight.name).to(device).float()
     zero = parts["weight_zero_point"]
@@ -142,12 +145,22 @@ def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, devic
     )
 
 
-def _declared_block(checkpoint: Checkpoint) -> tuple[int, int] | None:
-    """`block_structure` of the first config group that has one."""
+def _weight_schemes(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """`weights` of every config group."""
     section = checkpoint.config.get("quantization_config")
     groups = section.get("config_groups") if isinstance(section, dict) else None
-    for group in groups.values() if isinstance(groups, dict) else ():
-        block = (group.get("weights") or {}).get("block_structure")
+    found = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    return [weights for weights in found if isinstance(weights, dict)]
+
+
+def _all_symmetric(checkpoint: Checkpoint) -> bool:
+    return all(weights.get("symmetric", True) for weights in _weight_schemes(checkpoint))
+
+
+def _declared_block(checkpoint: Checkpoint) -> tuple[int, int] | None:
+    """`block_structure` of the first config group that has one."""
+    for weights in _weight_schemes(checkpoint):
+        block = weights.get("block_structure")
         if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
             return block[0], block[1]
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from eval.coverage import gate as coverage_gate
+from eval.consumer_folder import check_folder
+from eval.coverage import gates as coverage_gates
 from eval.coverage import summarise
-from eval.perplexity import Text, evaluate, figures
+from eval.lockstep import evaluate
+from eval.perplexity import Text, figures
 from stitch.audit import verify
 from stitch.digests import shard_digest
 
+from .atomic import write_json
 from .calibration import load_samples
 from .checkpoint import Checkpoint, open_folder
+from .errors import CheckpointError, OutputError
 from .layers import LayeredModel
 from .plan import summary
 from .progress import progress
@@ -59,6 +64,9 @@ def prove(
     counts = [np.array(entry["routed"], dtype=np.int64) for entry in layers]
     rule = recipe.verify.coverage if recipe.verify else None
     coverage = summarise(counts, names, rule.min_routed_tokens if rule else 1)
+    seen = [entry["error"]["expert_tokens"] for entry in layers if entry["error"].get("expert_tokens") is not None]
+    if seen:  # by every expert, whatever the router chose
+        coverage["forced"] = {"min": int(min(seen)), "tokens": sum(len(sample.tokens) for sample in data.samples)}
     report: dict[str, Any] = {
         "source": {"model": recipe.source.model, "revision": recipe.source.revision},
         "settings": {"recipe": recipe.settings(), "hash": recipe.digest(), "machine": fingerprint(device)},
@@ -79,8 +87,20 @@ def prove(
             "meaning": "differences from what the plan promises",
         }
     ]
+    consumers = check_folder(folder)
+    if consumers is not None:
+        report["consumers"] = consumers.as_dict()
+        gates.append(
+            {
+                "name": "consumers",
+                "passed": not consumers.errors,
+                "value": len(consumers.errors),
+                "limit": 0,
+                "meaning": "ways in which vLLM, SGLang or transformers would misread it",
+            }
+        )
     if rule:
-        gates.append(coverage_gate(coverage, rule))
+        gates += coverage_gates(coverage, counts, names, rule)
     asked = recipe.verify.perplexity if recipe.verify else None
     if asked:
         result = measure(
@@ -118,18 +138,36 @@ def measure(
     device: torch.device,
     work: Path,
     check: Callable[[], None] = lambda: None,
+    *,
+    weights: bool = False,
+    resumable: bool = False,
 ) -> list[dict[str, Any]]:
     """Perplexity, KL and routing of candidates against their source on a held-out set.
 
     Args:
+        source, candidates: in any format that formats.py and weights.py read.
         data_set: a calibration set file; tokenized with the source's tokenizer.
         work: a folder for hidden states, made and removed here.
+        check: called between steps; may raise to interrupt.
+        weights: also compare the weights, layer by layer.
+        resumable: leave `work` when cut off, and go on from what it holds.
+
+    Raises:
+        CheckpointError: a candidate is another model, or in a format that cannot be read.
+        OutputError: `work` holds another evaluation.
     """
     from .architecture import architecture_for, sizes_of
+    from .formats import readable
 
     where = str(source.folder / "config.json")
     facts = architecture_for(source.config, where)
     sizes = sizes_of(facts, source.config, where)
+    opened = [readable(checkpoint, facts) for checkpoint in (source, *candidates)]
+    for candidate in candidates:
+        place = str(candidate.folder / "config.json")
+        other = sizes_of(architecture_for(candidate.config, place), candidate.config, place)
+        if candidate.config.get("model_type") != facts.model_type or other != sizes:
+            raise CheckpointError(f"{place}: is another model than {source.name}; give checkpoints of one model")
     data = load_samples(data_set, str(source.folder))
     tokenizer = load_tokenizer(str(source.folder))
     texts = [
@@ -137,16 +175,45 @@ def measure(
         for tokens, sample in zip(token_tensors(data, sizes["vocabulary"]), data.samples, strict=True)
     ]
     dtype = forward_dtype(device)
-    models = [LayeredModel(checkpoint, facts, sizes, device, dtype) for checkpoint in (source, *candidates)]
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    models = [LayeredModel(checkpoint, facts, sizes, device, dtype) for checkpoint in opened]
+    if not resumable:
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
     total = sizes["layers"] * len(models) + len(texts)
     try:
+        if resumable:
+            _same_evaluation(work, opened, data, device, weights)
         with progress("evaluating", total) as step:
-            measured = evaluate(models[0], models[1:], texts, work, _checked(step, check))
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+            measured = evaluate(
+                models[0], models[1:], texts, work, _checked(step, check), weights=weights, resumable=resumable
+            )
+    except BaseException:
+        if not resumable:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    shutil.rmtree(work, ignore_errors=True)
     return [figures(one, texts) | {"evaluated_on": {"name": data.name, "digest": data.digest}} for one in measured]
+
+
+def _same_evaluation(
+    work: Path, opened: list[Checkpoint], data: CalibrationData, device: torch.device, weights: bool
+) -> None:
+    """Write what decides the figures beside the states, or compare it with what is there."""
+    settings = {
+        "data": data.digest,
+        "checkpoints": [
+            {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in {info.file for info in c.tensors.values()}}
+            | {"folder": str(c.folder)}
+            for c in opened
+        ],
+        "machine": fingerprint(device),
+        "weights": weights,
+    }
+    path = work / "evaluation.json"
+    if not path.exists():
+        write_json(path, settings)
+    elif json.loads(path.read_text()) != json.loads(json.dumps(settings)):
+        raise OutputError(f"{work}: holds an unfinished evaluation of other models or data; empty it, or name another")
 
 
 def fidelity_gates(result: dict[str, Any], asked: PerplexityGate) -> list[dict[str, Any]]:

@@ -79,7 +79,10 @@ def write_shard(tensors: Mapping[str, torch.Tensor], path: Path) -> str:
     check_finite(tensors, path.name)
     temporary = path.with_name(path.name + ".tmp")
     with disk_errors(path):
+        temporary.touch()
+        mode = temporary.stat().st_mode  # what the user's umask allows; safetensors' own file is for its owner alone
         save_file(dict(tensors), temporary, metadata=METADATA)
+        temporary.chmod(mode)
         with temporary.open("rb+") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             os.fsync(stream.fileno())

@@ -19,17 +19,18 @@ import torch
 
 from quantizers.architecture import Architecture, Sizes, architecture_for, sizes_of
 from quantizers.checkpoint import Checkpoint, block_size, open_folder
+from quantizers.closeness import CLOSE_ENOUGH, matrix_errors, router_state
 from quantizers.errors import CheckpointError
+from quantizers.formats import readable
 from quantizers.plan import Action, Plan, Spec, make_plan
 from quantizers.recipe import Experts
 from quantizers.weights import read_weight
 
 from .digests import ShardDigest, changed_tensors
+from .mixed import scheme_of
 
 ROUTER_ULPS = 2
-# A 4-bit group keeps a weight within about 8 % of its norm, GPTQ within 15 %. A matrix that was not
-# scaled as its norm says, or belongs to another expert, is off by 50 % and more.
-CLOSE_ENOUGH = 0.35
+NOT_COMPENSATED = "not compensated, though"
 
 
 @dataclass
@@ -85,15 +86,16 @@ def verify(
     audit = Audit()
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
-    try:
-        candidate = open_folder(folder)
-        experts = experts_of(candidate)
-    except CheckpointError as failure:
-        audit.differences.append(str(failure))
-        return audit
     where = str(source.folder / "config.json")
     facts = architecture_for(source.config, where)
     sizes = sizes_of(facts, source.config, where)
+    try:
+        candidate = open_folder(folder)
+        named = readable(candidate, facts)
+        experts = experts_of(candidate) or scheme_of(named, facts)
+    except CheckpointError as failure:
+        audit.differences.append(str(failure))
+        return audit
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     plan = make_plan(facts, sizes, specs, experts, str(source.folder), block_size(source))
     _check_names(plan, candidate, audit)
@@ -109,30 +111,28 @@ def verify(
             if action.kind in ("keep", "rename"):
                 _check_bytes(action, source, candidate, audit)
         if layer is not None:
-            _check_layer(layer, facts, sizes, source, candidate, device, audit)
+            _check_layer(layer, facts, sizes, source, named, device, audit)
             step(f"layer {layer}")
-    audit.differences = list(dict.fromkeys(audit.differences))
+    # What spoils every token comes first, whatever else there is.
+    audit.differences = sorted(dict.fromkeys(audit.differences), key=lambda line: NOT_COMPENSATED not in line)
     return audit
 
 
-def experts_of(candidate: Checkpoint) -> Experts:
-    """The experts' scheme from a candidate's quantization_config.
-
-    Raises:
-        CheckpointError: there is no expert group that this program writes.
-    """
+def experts_of(candidate: Checkpoint) -> Experts | None:
+    """The experts' scheme from a candidate's quantization_config; None where it names no integer experts."""
     section = candidate.config.get("quantization_config")
     groups = section.get("config_groups") if isinstance(section, dict) else None
     for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") or {}
-        if any("experts" in target for target in group.get("targets", ())) and weights.get("type") == "int":
+        weights = group.get("weights") if isinstance(group, dict) else None
+        targets = group.get("targets") if isinstance(group, dict) else None
+        if not isinstance(weights, dict) or not isinstance(targets, list) or weights.get("type") != "int":
+            continue
+        if any(isinstance(target, str) and "experts" in target for target in targets):
             try:
                 return Experts(bits=weights["num_bits"], group_size=weights["group_size"])
             except (KeyError, ValueError):
-                break
-    raise CheckpointError(
-        f"{candidate.folder}/config.json: quantization_config has no integer expert group of size 32, 64 or 128"
-    )
+                return None
+    return None
 
 
 def _recorded(folder: Path) -> Mapping[str, ShardDigest]:
@@ -204,7 +204,7 @@ def _check_layer(
         except CheckpointError as failure:
             audit.differences.append(f"{modules[0].rpartition('.')[0]}: {failure}")
             continue
-        for module, error in zip(modules, _matrix_errors(old, new, smooth.to(device)), strict=True):
+        for module, error in zip(modules, matrix_errors(old, new, smooth.to(device)), strict=True):
             worst = max(worst, error)
             if not error < CLOSE_ENOUGH:
                 audit.differences.append(
@@ -228,32 +228,14 @@ def _check_router(
     if not bool(wrong.any()):
         return
     folded = int((smooth != 1).sum())
-    if torch.equal(before.float(), after.float()):
+    if router_state(before, after, smooth) == "not compensated":
         audit.differences.append(
-            f"{router_name}: not compensated, though {norm_name} was divided in {folded} of {len(smooth)} channels: "
-            "the router chooses other experts than the source's; repair it with `quantize stitch --repair-router`"
+            f"{router_name}: {NOT_COMPENSATED} {norm_name} was divided in {folded} of {len(smooth)} channels: "
+            "the router chooses other experts than the source's; repair it with "
+            "`quantize stitch --experts THIS --repair-router`"
         )
     else:
         audit.differences.append(
             f"{router_name}: {int(wrong.sum())} elements differ from the source's times the norm's ratio by more than "
             f"{ROUTER_ULPS} ulp"
         )
-
-
-def _matrix_errors(old: list[torch.Tensor], new: list[torch.Tensor], smooth: torch.Tensor) -> list[float]:
-    """‖found − expected‖ / ‖expected‖ of gate, up and down, given the norm's ratio.
-
-    The scale between up's rows and down's columns is not stored; it is read off up's rows by least
-    squares, and down's columns must then carry its inverse.
-    """
-    gate, up, down = old[0] * smooth, old[1] * smooth, old[2]
-    power = (up * up).sum(1)
-    row_scale = torch.where(power > 0, (new[1] * up).sum(1) / power.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
-    usable = row_scale.abs() > 1e-12
-    row_scale = torch.where(usable, row_scale, torch.ones_like(row_scale))
-    expected = (gate, up * row_scale.unsqueeze(1), down / row_scale)
-    errors = []
-    for found, wanted in zip(new, expected, strict=True):
-        size = float(wanted.norm())
-        errors.append(float((found - wanted).norm()) / size if size > 0 else float(found.norm()))
-    return errors

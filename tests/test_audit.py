@@ -123,7 +123,11 @@ def truncate_a_shard(folder: Path) -> str:
     ],
 )
 def test_a_tampered_checkpoint_exits_3_and_names_the_tensor(
-    tamper: Tamper, finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tamper: Tamper,
+    finished: Finished,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(finished.folder, copy)
@@ -174,3 +178,20 @@ def test_kept_tensors_are_the_sources_bytes(finished: Finished) -> None:
         after = load_file(output.tensors[written].file)[written]
         assert before.dtype == after.dtype
         assert torch.equal(before.view(torch.uint8), after.view(torch.uint8)), name
+
+
+def test_without_the_routers_compensation_kl_is_far_worse(finished: Finished, tmp_path: Path) -> None:
+    """So that the audit has something to catch: the published recipe's defect, on the same experts."""
+    from quantizers.proof import measure
+
+    copy = tmp_path / "copy"
+    shutil.copytree(finished.folder, copy)
+    source = open_folder(finished.source)
+    for layer in range(4):
+        name = f"model.layers.{layer}.block_sparse_moe.gate.weight"
+        edit(copy, name, lambda t, name=name: t.__setitem__(name, source.tensor(name)))  # type: ignore[misc]
+    good, bad = measure(
+        source, [open_folder(finished.folder), open_folder(copy)], finished.held_out, CPU, tmp_path / "eval"
+    )
+    print(f"KL {good['kl']['mean']:.5f} compensated, {bad['kl']['mean']:.5f} not")
+    assert bad["kl"]["mean"] >= 5 * good["kl"]["mean"]

@@ -1,0 +1,119 @@
+"""What `quantize coverage` is asked, and its answer: a model streamed over one calibration set or two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantizers.errors import InputError
+from quantizers.recipe import CoverageGate, read_recipe, set_location, source_location
+from quantizers.shipped import find
+
+if TYPE_CHECKING:
+    import torch
+
+    from .routing import Routed
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model, the sets to stream over it, and the gates."""
+
+    model: str
+    revision: str
+    trust_remote_code: bool
+    sets: tuple[Path, ...]
+    rule: CoverageGate
+    where: str
+
+
+def asked(
+    recipe: str | None,
+    model: str | None,
+    data: str | None,
+    compare: tuple[str, str] | None,
+    min_routed_tokens: int | None,
+    max_uncovered: float | None,
+) -> Asked:
+    """Put the arguments together; what a recipe says comes first, and `model` and `data` may replace parts of it.
+
+    Raises:
+        InputError: something is missing, or given twice.
+    """
+    rule, found, path = CoverageGate(), None, None
+    if recipe is not None:
+        found, path = read_recipe(recipe)
+        if min_routed_tokens is not None or max_uncovered is not None:
+            raise InputError(f"{path}: holds the gates (verify.coverage); leave --min-routed-tokens and the like away")
+        rule = (found.verify and found.verify.coverage) or rule
+    else:
+        given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}
+        rule = rule.model_copy(update={key: value for key, value in given.items() if value is not None})
+    if compare and data:
+        raise InputError("--compare names both sets; leave --data away")
+    if model is None and found is None:
+        raise InputError("give a recipe, or --model with --data")
+    sets = [find(name, "calibration") for name in (compare or ([data] if data else []))]
+    if not sets:
+        if found is None or path is None:
+            raise InputError("--data is missing; name a calibration set, such as embedded")
+        sets = [set_location(found.calibration, path)]
+    for file in sets:
+        if not file.is_file():
+            raise InputError(f"{file}: no such set; give a file, or the name of a shipped set such as embedded")
+    if model is not None or found is None or path is None:
+        return Asked(str(model), "main", False, tuple(sets), rule, str(path or model))
+    source = found.source
+    return Asked(source_location(found, path), source.revision, source.trust_remote_code, tuple(sets), rule, str(path))
+
+
+def measured(question: Asked, device: torch.device, work: Path) -> dict[str, Any]:
+    """The report on one set; see `eval.coverage_report.report`."""
+    from .coverage_report import report
+
+    routed, (name,) = _stream(question, device, work)
+    return {"model": question.model, "set": name} | report(routed.part("0:"), question.rule)
+
+
+def compared(question: Asked, device: torch.device, work: Path) -> dict[str, Any]:
+    """What the second set wins and loses against the first; see `eval.coverage_report.compare`."""
+    from .coverage_report import compare
+
+    routed, names = _stream(question, device, work)
+    found = compare(routed.part("0:"), routed.part("1:"), question.rule)
+    for side, name in zip(("before", "after"), names, strict=True):
+        found[side]["name"] = name
+    return {"model": question.model} | found
+
+
+def _stream(question: Asked, device: torch.device, work: Path) -> tuple[Routed, list[str]]:
+    """All sets in one pass; the categories of set n begin with `n:`."""
+    from quantizers.architecture import architecture_for, sizes_of
+    from quantizers.calibration import load_samples
+    from quantizers.checkpoint import open_checkpoint
+    from quantizers.formats import readable
+    from quantizers.layers import LayeredModel
+    from quantizers.progress import progress
+    from quantizers.session import forward_dtype, use_threads
+    from quantizers.texts import token_tensors
+
+    from .coverage import check_floors
+    from .routing import count_routes
+
+    checkpoint = open_checkpoint(question.model, question.revision)
+    where = str(checkpoint.folder / "config.json")
+    facts = architecture_for(checkpoint.config, where)
+    sizes = sizes_of(facts, checkpoint.config, where)
+    loaded = [
+        load_samples(file, str(checkpoint.folder), trust_remote_code=question.trust_remote_code)
+        for file in question.sets
+    ]
+    for data in loaded:
+        check_floors(question.rule, [sample.category for sample in data.samples], question.where)
+    sequences = [tokens for data in loaded for tokens in token_tensors(data, sizes["vocabulary"])]
+    categories = [f"{n}:{sample.category}" for n, data in enumerate(loaded) for sample in data.samples]
+    use_threads(sizes)
+    model = LayeredModel(readable(checkpoint, facts), facts, sizes, device, forward_dtype(device))
+    with progress("streaming", sizes["layers"]) as step:
+        return count_routes(model, sequences, categories, work, step), [data.name for data in loaded]

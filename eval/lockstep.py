@@ -1,0 +1,221 @@
+"""Source and candidates layer by layer in lock-step: the numbers that perplexity.py makes figures of.
+
+Each model keeps hidden states of its own for every sequence, in files. Layer by layer the source's
+weights are materialised, run over all sequences and freed, then each candidate's; so one layer is in
+memory at a time, and the source is computed once however many candidates there are. A model's step
+reads one file of states and writes another, and is journaled when both are on disk: an evaluation
+that is cut off goes on at the step it was in.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantizers.atomic import write_json
+from quantizers.errors import QuantizeError
+from quantizers.layers import LayeredModel
+from quantizers.states import Rows
+
+from .perplexity import Measured, Text
+from .weight_error import weight_errors
+
+CHUNK = 256  # positions whose logits exist at a time: 0.2 GB at 200,064 words
+Step = Callable[[str], None]
+Scores = tuple[np.ndarray, np.ndarray, np.ndarray]  # nll, kl, same: (T - 1,) each
+
+
+def evaluate(
+    source: LayeredModel,
+    candidates: Sequence[LayeredModel],
+    texts: Sequence[Text],
+    work: Path,
+    step: Step = lambda _: None,
+    *,
+    weights: bool = False,
+    resumable: bool = False,
+) -> list[Measured]:
+    """Run all models over the texts.
+
+    Args:
+        source, candidates: models of one architecture and vocabulary.
+        texts: at least one, of two tokens or more.
+        work: an existing folder for states and journal: empty, or that of the same evaluation cut off.
+        step: called after each layer of each model, and each scored sequence.
+        weights: also compare the weights, layer by layer.
+        resumable: keep a journal in `work`, so that the same call goes on there.
+
+    Raises:
+        QuantizeError: a model's hidden states are not finite.
+    """
+    journal = _Journal(work, resumable)
+    lengths = [len(text.tokens) for text in texts]
+    lanes = [_Lane(model, number, lengths, work) for number, model in enumerate([source, *candidates])]
+    journal.once("embedded", lambda: _embed(lanes, texts))
+    agreement: list[list[float]] = [[] for _ in candidates]
+    errors: list[list[float]] = [[] for _ in candidates]
+    compared: list[list[dict[str, float]]] = [[] for _ in candidates]
+    for number in range(source.sizes["layers"]):
+        for lane in lanes:
+            entry = journal.once(
+                f"layer-{number:05d}-{lane.number}",
+                lambda lane=lane, number=number: _layer(lanes, lane, number, weights),  # type: ignore[misc]
+            )
+            if lane.number:
+                agreement[lane.number - 1].append(entry["agreement"])
+                errors[lane.number - 1].append(entry["hidden_error"])
+            elif weights:
+                for found, error in zip(compared, entry["weight_error"], strict=True):
+                    found.append(error)
+            step(f"layer {number}, " + (f"candidate {lane.number}" if lane.number else "source"))
+    scores = _score(lanes, texts, journal, step)
+    return [
+        Measured(scores[0][0], nll, kl, same, [n - 1 for n in lengths], agreement[c], errors[c], compared[c])
+        for c, (nll, kl, same) in enumerate(scores[1:])
+    ]
+
+
+class _Journal:
+    """What is done, each with its result, in a file of its own. Kept in memory only where not resumable."""
+
+    def __init__(self, work: Path, resumable: bool) -> None:
+        self.work, self.resumable = work, resumable
+
+    def once(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        path = self.work / f"{name}.json"
+        if self.resumable and path.exists():
+            found: dict[str, Any] = json.loads(path.read_text())
+            return found
+        result = compute()
+        if self.resumable:
+            for states in self.work.glob("*.bin"):
+                _sync(states)
+            write_json(path, result)
+        return result
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _Lane:
+    """One model with its hidden states: two files, read and written in turn; and its router's choices."""
+
+    def __init__(self, model: LayeredModel, number: int, lengths: Sequence[int], work: Path) -> None:
+        self.model, self.number, self._lengths, self._work = model, number, lengths, work
+
+    def states(self, layer: int) -> Rows:
+        """The states that enter a layer; `layers` for those that leave the last."""
+        path = self._work / f"states-{self.number}-{layer % 2}.bin"
+        return Rows(path, self._lengths, self.model.sizes["hidden"], self.model.dtype)
+
+    def chosen(self) -> Rows:
+        """The choices of the layer that ran last."""
+        path = self._work / f"chosen-{self.number}.bin"
+        return Rows(path, self._lengths, self.model.sizes["chosen"], torch.int32)
+
+
+def _embed(lanes: Sequence[_Lane], texts: Sequence[Text]) -> dict[str, Any]:
+    for lane in lanes:
+        table, rows = lane.model.embedding(), lane.states(0)
+        for i, text in enumerate(texts):
+            rows[i] = table[text.tokens.to(table.device)]
+    return {}
+
+
+def _layer(lanes: Sequence[_Lane], lane: _Lane, number: int, weights: bool) -> dict[str, Any]:
+    """One layer of one model; a candidate is compared with the source, which has just run it."""
+    model, before, after, chosen = lane.model, lane.states(number), lane.states(number + 1), lane.chosen()
+    with model.layer(number) as layer:
+        for i in range(len(before)):
+            output, choices = model.run(layer, before[i])
+            if not bool(torch.isfinite(output).all()):
+                raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
+            after[i], chosen[i] = output, choices.to(torch.int32)
+    if lane.number:
+        return {
+            "agreement": _agreement(lanes[0].chosen(), chosen),
+            "hidden_error": _relative_error(lanes[0].states(number + 1), after),
+        }
+    if not weights:
+        return {}
+    candidates = [other.model.checkpoint for other in lanes[1:]]
+    return {"weight_error": weight_errors(model.checkpoint, candidates, model.facts, model.sizes, number, model.device)}
+
+
+def _agreement(reference: Rows, chosen: Rows) -> float:
+    same = sum(int((a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1).sum()) for a, b in zip(reference, chosen, strict=True))
+    return same / sum(a.numel() for a in reference)
+
+
+def _relative_error(reference: Rows, states: Rows) -> float:
+    difference = sum(
+        float((a.float() - b.float()).double().square().sum()) for a, b in zip(reference, states, strict=True)
+    )
+    return math.sqrt(difference / sum(float(a.double().square().sum()) for a in reference))
+
+
+def _score(lanes: Sequence[_Lane], texts: Sequence[Text], journal: _Journal, step: Step) -> list[Scores]:
+    layers = lanes[0].model.sizes["layers"]
+    heads: list[torch.Tensor] = []
+    parts: list[list[Scores]] = [[] for _ in lanes]
+    for i, text in enumerate(texts):
+        path = journal.work / f"scores-{i:05d}.npy"
+        if journal.resumable and path.exists():
+            table = np.load(path)
+        else:
+            heads = heads or [lane.model.head() for lane in lanes]
+            table = _score_text(lanes, heads, text, [lane.states(layers)[i] for lane in lanes])
+            if journal.resumable:
+                temporary = path.with_name(path.name + ".tmp")
+                with temporary.open("wb") as stream:
+                    np.save(stream, table)
+                os.replace(temporary, path)
+        for part, (nll, kl, same) in zip(parts, table, strict=True):
+            part.append((nll, kl, same.astype(bool)))
+        step(f"scored {i + 1} of {len(texts)}")
+    return [
+        (
+            np.concatenate([p[0] for p in part]),
+            np.concatenate([p[1] for p in part]),
+            np.concatenate([p[2] for p in part]),
+        )
+        for part in parts
+    ]
+
+
+@torch.no_grad()
+def _score_text(
+    lanes: Sequence[_Lane], heads: Sequence[torch.Tensor], text: Text, states: Sequence[torch.Tensor]
+) -> np.ndarray:
+    """(models, 3, T - 1) float64: nll, KL from the source, 1 where the most likely token is the source's."""
+    device = lanes[0].model.device
+    targets = text.tokens[1:].to(device)
+    final = [lane.model.final(rows[:-1]) for lane, rows in zip(lanes, states, strict=True)]
+    chunks = []
+    for start in range(0, len(targets), CHUNK):
+        wanted = targets[start : start + CHUNK, None]
+        logs = [
+            torch.log_softmax((x[start : start + CHUNK] @ head.T).float(), dim=-1)
+            for x, head in zip(final, heads, strict=True)
+        ]
+        p, best = logs[0].exp(), logs[0].argmax(-1)
+        rows = []
+        for q in logs:
+            # A source equal to itself gives exactly 0: the difference of equal logarithms is 0.
+            kl = (p * (logs[0] - q)).sum(-1, dtype=torch.float64)
+            same = (q.argmax(-1) == best).double()
+            rows.append(torch.stack([-q.gather(1, wanted)[:, 0].double(), kl, same]).cpu())
+        chunks.append(torch.stack(rows).numpy())
+    return np.concatenate(chunks, axis=-1)

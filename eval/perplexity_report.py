@@ -1,0 +1,92 @@
+"""What `quantize eval` prints: one row a candidate, then by category, then by depth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantizers.tables import fidelity_table, plain
+
+MOST, WORST = 24, 5
+
+
+def eval_table(report: dict[str, Any]) -> str:
+    """All tables of one evaluation.
+
+    Args:
+        report: source, candidates (each with its figures and `model`), notes.
+    """
+    results = [(one["model"], one) for one in report["candidates"]]
+    first = report["candidates"][0]
+    parts = [
+        fidelity_table(results),
+        f"{first['samples']} samples, {first['tokens']:,} scored tokens of {first['evaluated_on']['name']}; "
+        "KL(source || candidate) in nats; router: share of equal choices in the worst layer; [95 % interval]",
+    ]
+    for name, one in results:
+        parts += [f"{name}, by category{_left_out(one)}", _categories(one), f"{name}, by depth", _depth(one)]
+    return "\n\n".join([*parts, *report["notes"]])
+
+
+def shown_categories(one: dict[str, Any]) -> dict[str, Any]:
+    """All categories where they are few; else their families, and the categories that lose most."""
+    if len(one["categories"]) <= MOST:
+        return dict(one["categories"])
+    worst = sorted(one["categories"].items(), key=lambda item: -item[1]["kl"]["mean"])[:WORST]
+    return {**one["families"], **dict(worst)}
+
+
+def _categories(one: dict[str, Any]) -> str:
+    rows = [
+        (
+            name,
+            table["samples"],
+            f"{table['tokens']:,}",
+            f"{table['perplexity']['source']:.3f}",
+            f"{table['perplexity']['increase']:+.2%}",
+            f"{table['kl']['mean']:.5f}",
+            _interval(table, "kl", ".5f"),
+            f"{table['kl']['p99']:.4f}",
+            f"{table['top1']:.2%}",
+            _interval(table, "top1", ".2%"),
+        )
+        for name, table in [*shown_categories(one).items(), ("all", one)]
+    ]
+    header = (
+        "category",
+        "samples",
+        "tokens",
+        "ppl source",
+        "change",
+        "KL mean",
+        "interval",
+        "p99",
+        "top-1",
+        "interval",
+    )
+    return plain(header, rows)
+
+
+def _left_out(one: dict[str, Any]) -> str:
+    count = len(one["categories"])
+    return f" ({count}: by family, then the {WORST} that lose most; all of them with --json)" if count > MOST else ""
+
+
+def _interval(table: dict[str, Any], key: str, form: str) -> str:
+    interval = table["interval"]
+    return f"[{interval[key][0]:{form}}, {interval[key][1]:{form}}]" if interval else "one sample"
+
+
+def _depth(one: dict[str, Any]) -> str:
+    rows = []
+    for layer, (hidden, agreement) in enumerate(zip(one["hidden_error"], one["router"]["agreement"], strict=True)):
+        weights = one["weight_error"][layer] if "weight_error" in one else None
+        rows.append(
+            (
+                layer,
+                f"{hidden:.4f}",
+                f"{agreement:.2%}",
+                f"{weights['experts']:.4f}" if weights else "",
+                f"{weights['attention']:.4f}" if weights else "",
+            )
+        )
+    return plain(("layer", "hidden states", "router", "experts' weights", "attention's weights"), rows)

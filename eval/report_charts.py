@@ -1,0 +1,130 @@
+"""Charts of the report's page as inline SVG: a heat map, lines and bars. Text only, no library, no request.
+
+Colours are CSS classes and variables of the page, so that they follow its light or dark scheme; every
+mark has a <title>, which browsers show as a tooltip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+VIRIDIS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+WIDTH = 860
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 34
+TICKS = 16
+
+
+def heat_map(totals: Sequence[Sequence[int]], minimum: int) -> str:
+    """Layers by experts, colour by the logarithm of the tokens; below the minimum red with a cross.
+
+    Args:
+        totals: for each layer the routed tokens of each expert.
+        minimum: routed tokens from which an expert counts as covered.
+    """
+    layers, experts = len(totals), len(totals[0])
+    wide = (WIDTH - LEFT - RIGHT) / experts
+    high = max(6.0, min(wide, 24.0))
+    seen = [math.log(n) for row in totals for n in row if n >= max(minimum, 1)]
+    low, top = (min(seen), max(seen)) if seen else (0.0, 1.0)
+    marks = []
+    for layer, row in enumerate(totals):
+        for expert, tokens in enumerate(row):
+            x, y = LEFT + expert * wide, TOP + layer * high
+            tip = f"<title>layer {layer}, expert {expert}: {tokens:,} tokens</title>"
+            box = f'x="{x:.1f}" y="{y:.1f}" width="{wide + 0.2:.1f}" height="{high + 0.2:.1f}"'
+            if tokens < max(minimum, 1):
+                marks.append(f'<rect class="bare" {box}>{tip}</rect>')
+                cross = f"M{x:.1f} {y:.1f}l{wide:.1f} {high:.1f}m0 {-high:.1f}l{-wide:.1f} {high:.1f}"
+                marks.append(f'<path class="cross" d="{cross}"/>')
+            else:
+                share = (math.log(tokens) - low) / (top - low) if top > low else 1.0
+                marks.append(f'<rect fill="{colour(share)}" {box}>{tip}</rect>')
+    bottom = TOP + layers * high
+    across = "".join(_text(LEFT + (i + 0.5) * wide, bottom + 14, str(i)) for i in ticks(experts))
+    down = "".join(_text(LEFT - 6, TOP + (i + 0.5) * high + 4, str(i), "end") for i in ticks(layers))
+    axes = _text((WIDTH + LEFT) / 2, bottom + 29, "expert") + _text(14, TOP + layers * high / 2, "layer")
+    return _svg(bottom + BOTTOM, "".join(marks) + across + down + axes)
+
+
+def colour(share: float) -> str:
+    """A colour of viridis for 0 to 1."""
+    at = min(max(share, 0.0), 1.0) * (len(VIRIDIS) - 1)
+    i = min(int(at), len(VIRIDIS) - 2)
+    mixed = (round(a + (b - a) * (at - i)) for a, b in zip(VIRIDIS[i], VIRIDIS[i + 1], strict=True))
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
+def ticks(count: int) -> range:
+    """At most TICKS of `count` positions, evenly."""
+    return range(0, count, max(1, -(-count // TICKS)))
+
+
+def lines(series: Mapping[str, Sequence[float | None]], unit: str) -> str:
+    """One line for each named series over the layers, from 0 up; None leaves a gap."""
+    count = max(len(values) for values in series.values())
+    top = max((v for values in series.values() for v in values if v is not None), default=0.0) or 1.0
+    height, width = 220, WIDTH - LEFT - RIGHT
+
+    def place(i: int, value: float) -> tuple[float, float]:
+        return LEFT + (width * i / (count - 1) if count > 1 else width / 2), TOP + height * (1 - value / top)
+
+    parts = [_grid(top, height)]
+    for number, (name, values) in enumerate(series.items()):
+        points = [(i, *place(i, v), v) for i, v in enumerate(values) if v is not None]
+        path = " ".join(f"{x:.1f},{y:.1f}" for _, x, y, _ in points)
+        parts.append(f'<polyline class="line s{number % 6}" points="{path}"/>')
+        parts += [
+            f'<circle class="dot s{number % 6}" cx="{x:.1f}" cy="{y:.1f}" r="3">'
+            f"<title>{escape(name)}, layer {i}: {v:.4g}</title></circle>"
+            for i, x, y, v in points
+        ]
+    across = "".join(_text(place(i, 0)[0], TOP + height + 15, str(i)) for i in ticks(count))
+    label = _text((WIDTH + LEFT) / 2, TOP + height + 30, f"layer; {unit}")
+    return _svg(TOP + height + BOTTOM, "".join(parts) + across + label) + _legend(list(series))
+
+
+def _grid(top: float, height: float) -> str:
+    parts = []
+    for step in range(5):
+        y = TOP + height * step / 4
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(_text(LEFT - 6, y + 4, f"{top * (1 - step / 4):.2g}", "end"))
+    return "".join(parts)
+
+
+def bars(values: Mapping[str, tuple[float, tuple[float, float] | None]], unit: str) -> str:
+    """A horizontal bar for each name, with an interval where there is one."""
+    left, row = 170, 18
+    top = max(max(value, *interval) if interval else value for value, interval in values.values()) or 1.0
+    width = WIDTH - left - 90
+    parts = []
+    for number, (name, (value, interval)) in enumerate(values.items()):
+        y = TOP + number * row
+        parts.append(_text(left - 6, y + 12, name, "end"))
+        parts.append(
+            f'<rect class="bar" x="{left}" y="{y + 2}" width="{width * value / top:.1f}" height="{row - 5}">'
+            f"<title>{escape(name)}: {value:.5f}</title></rect>"
+        )
+        end = left + width * value / top
+        if interval:
+            a, b = (left + width * v / top for v in interval)
+            parts.append(f'<path class="whisker" d="M{a:.1f} {y + 8.5:.1f}H{b:.1f}m0 -4v8M{a:.1f} {y + 4.5:.1f}v8"/>')
+            end = max(end, b)
+        parts.append(_text(end + 6, y + 12, f"{value:.4f}", "start"))
+    bottom = TOP + len(values) * row
+    return _svg(bottom + 24, "".join(parts) + _text((WIDTH + left) / 2, bottom + 16, unit))
+
+
+def _text(x: float, y: float, words: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _svg(height: float, inner: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img">{inner}</svg>'
+
+
+def _legend(names: Sequence[str]) -> str:
+    items = (f'<span><i class="s{i % 6}"></i>{escape(name)}</span>' for i, name in enumerate(names))
+    return f'<p class="legend">{"".join(items)}</p>'

@@ -1,0 +1,146 @@
+"""`quantize coverage` and `quantize eval`: parse, call, print, exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .command_line import GATE_FAILED, DebugOption, DeviceOption, JsonOption, emit
+from .errors import InputError
+
+NoPictureOption = Annotated[bool, typer.Option("--no-picture", help="draw nothing")]
+WorkOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="where hidden states lie meanwhile; a temporary folder by default")
+]
+
+
+def _set_file(name: str) -> Path:
+    from .shipped import find
+
+    path = find(name, "calibration")
+    if not path.is_file():
+        raise InputError(f"{name}: no such set; give a file, or the name of a shipped set such as held-out")
+    return path
+
+
+def coverage(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="its source, calibration set and gates are used")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="instead of a recipe: a checkpoint's folder or Hub id")] = None,
+    data: Annotated[str | None, typer.Option(metavar="SET", help="instead of a recipe's: a calibration set")] = None,
+    compare: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="SET_A SET_B", help="which experts the second set wins and loses")
+    ] = None,
+    min_routed_tokens: Annotated[int | None, typer.Option(min=0, help="gate without a recipe; 1 by default")] = None,
+    max_uncovered: Annotated[
+        float | None, typer.Option(min=0, max=1, help="gate without a recipe: share of experts; 0.01 by default")
+    ] = None,
+    picture: Annotated[Path, typer.Option(metavar="FILE", help="layers by experts")] = Path("coverage.png"),
+    no_picture: NoPictureOption = False,
+    device: DeviceOption = "auto",
+    work: WorkOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Count the tokens that the router sends to each expert, without quantizing; exit 3 when a gate fails.
+
+    Example: quantize coverage tiny-minimax-m2-fp8-int4
+    """
+    from eval.coverage_run import asked, compared, measured
+
+    from .session import choose_device
+
+    question = asked(recipe, model, data, compare, min_routed_tokens, max_uncovered)
+    with _work(work) as folder:
+        if compare:
+            from eval.coverage_report import compare_table
+
+            found = compared(question, choose_device(device), folder)
+            emit(found, as_json, compare_table(found))
+            return
+        found = measured(question, choose_device(device), folder)
+    from eval.coverage_report import coverage_table
+
+    text = coverage_table(found)
+    if not no_picture:
+        import numpy as np
+
+        from eval.measure_pictures import coverage_picture
+
+        totals = np.array([layer["routed_tokens"] for layer in found["per_layer"]])
+        coverage_picture(totals, found["min_routed_tokens"], f"{Path(found['model']).name} on {found['set']}", picture)
+        text += f"\n\npicture: {picture}"
+    emit(found, as_json, text)
+    if not all(gate["passed"] for gate in found["gates"]):
+        raise typer.Exit(GATE_FAILED)
+
+
+@contextlib.contextmanager
+def _work(folder: Path | None) -> Iterator[Path]:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as inner:
+        yield Path(inner)
+
+
+def evaluate(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="a folder or Hub id")],
+    candidate: Annotated[
+        list[str], typer.Argument(metavar="CANDIDATE…", help="one or more checkpoints of the same model")
+    ],
+    data: Annotated[str, typer.Option(metavar="SET", help="a held-out set: a file, or the name of a shipped one")],
+    picture: Annotated[Path, typer.Option(metavar="FILE", help="KL by category, errors by depth")] = Path(
+        "fidelity.png"
+    ),
+    no_picture: NoPictureOption = False,
+    device: DeviceOption = "auto",
+    work: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="keep hidden states and a journal here, and go on from what it holds"),
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Perplexity, bits per byte, KL, top-1, routing and weights of candidates against a source, layer by layer.
+
+    SOURCE and CANDIDATE may be FP8, BF16, an output of this program, or what compressed-tensors calls
+    pack-quantized, int-quantized or float-quantized, made by whatever tool.
+
+    Example: quantize eval models/tiny-minimax-m2 out/tiny --data held-out
+    """
+    from eval.perplexity_report import eval_table
+
+    from .architecture import architecture_for, sizes_of
+    from .checkpoint import open_checkpoint
+    from .interrupts import interruptible
+    from .proof import NOT_SIMULATED, measure
+    from .session import choose_device, use_threads
+
+    data_set = _set_file(data)
+    opened = [open_checkpoint(name) for name in (source, *candidate)]
+    where = str(opened[0].folder / "config.json")
+    use_threads(sizes_of(architecture_for(opened[0].config, where), opened[0].config, where))
+    advice = "give the same command again" + (" to go on" if work else "; with --work DIR it would go on")
+    with _work(work) if work is None else contextlib.nullcontext(work) as folder, interruptible(advice) as check:
+        results = measure(
+            opened[0], opened[1:], data_set, choose_device(device), folder / "evaluation", check,
+            weights=True, resumable=work is not None,
+        )  # fmt: skip
+    report: dict[str, Any] = {
+        "source": source,
+        "candidates": [{"model": c} | r for c, r in zip(candidate, results, strict=True)],
+        "notes": [NOT_SIMULATED],
+    }
+    text = eval_table(report)
+    if not no_picture:
+        from eval.measure_pictures import fidelity_picture
+
+        fidelity_picture([(one["model"], one) for one in report["candidates"]], picture)
+        text += f"\n\npicture: {picture}"
+    emit(report, as_json, text)

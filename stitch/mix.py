@@ -1,0 +1,134 @@
+"""`quantize stitch`: examine, assemble, audit, move. See mixed.py for what is done to a layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantizers import journal
+from quantizers.architecture import architecture_for, sizes_of
+from quantizers.atomic import copy_file, write_json, write_text
+from quantizers.checkpoint import CONFIG, INDEX, Checkpoint, block_size, side_files
+from quantizers.errors import CheckpointError, OutputError
+from quantizers.formats import readable
+from quantizers.output_folder import finished_report, move_into_place, refuse_strangers
+from quantizers.plan import Spec, index_json, make_plan
+from quantizers.progress import Step, progress
+
+from .assemble import layer_tensors, write_shard
+from .audit import verify
+from .digests import shard_digest
+from .mixed import as_rows, describe, examine, scheme_of, write_layers
+from .quant_config import output_config
+
+
+def mix(
+    source: Checkpoint,
+    experts: Checkpoint,
+    output: Path,
+    device: torch.device,
+    *,
+    repair_router: bool = False,
+    versions: dict[str, str] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Build the mixed checkpoint, and check it against its source as `verify` does.
+
+    Args:
+        source: the FP8 checkpoint.
+        experts: an experts-only checkpoint made from a BF16 copy of it, by whatever tool.
+        output: a new or empty folder, or that of the same call cut off.
+        repair_router: multiply the source's router by the ratio of the norms.
+        versions: for report.json.
+        check: called between steps; may raise to interrupt.
+
+    Returns:
+        The report, as report.json holds it.
+
+    Raises:
+        CheckpointError: the two do not belong together, or in a format that cannot be stitched.
+        OutputError: the folder holds something else.
+    """
+    settings = {"source": source.name, "experts": experts.name, "repair_router": repair_router}
+    finished = finished_report(output)
+    if finished is not None:
+        if finished.get("stitched") != settings:
+            raise OutputError(f"{output}: holds another finished output; choose another --output")
+        return finished | {"already_done": True}
+    where = str(source.folder / CONFIG)
+    facts = architecture_for(source.config, where)
+    sizes = sizes_of(facts, source.config, where)
+    other = str(experts.folder / CONFIG)
+    if sizes_of(architecture_for(experts.config, other), experts.config, other) != sizes:
+        raise CheckpointError(f"{other}: is another model than {source.name}; give one made from a copy of it")
+    named = readable(experts, facts)
+    scheme = scheme_of(named, facts)
+    found = examine(source, named, facts, sizes, device)
+    if not any(layer.folded for layer in found):
+        scheme = scheme.model_copy(update={"awq": False})  # nothing was folded, so every norm and router is kept
+    specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
+    plan = make_plan(facts, sizes, specs, scheme, str(source.folder), block_size(source))
+    fp8 = any(action.kind == "rename" for action in plan.actions)
+    refuse_strangers(output)
+    with journal.locked(output):
+        work = journal.work_folder(output)
+        if (work / "moving").exists():
+            return move_into_place(work, output)
+        journal.refuse_changes(work, settings, output)
+        folder = work / "output"
+        folder.mkdir(exist_ok=True)
+        with progress("stitching", sizes["layers"]) as step:
+            write_layers(plan, source, named, repair_router, folder, _checked(step, check))
+        write_shard(layer_tensors(plan, None, source, None), folder / plan.shard_file(None))
+        for file in side_files(source.folder):
+            copy_file(file, folder / file.name)
+        write_text(index_json(plan), folder / INDEX)
+        config = output_config(source.config, scheme, block_size(source) if fp8 else None)
+        write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
+        digests = {file: shard_digest(folder / file) for file in plan.shards()}
+        with progress("verifying", sizes["layers"]) as step:
+            audit = verify(folder, source, device, digests, _checked(step, check))
+        report = {
+            "stitched": settings,
+            "source": {"model": source.name, "revision": source.revision},
+            "versions": versions or {},
+            "notes": describe(found),
+            "layers": as_rows(found),
+            "audit": audit.as_dict() | {"digests": digests},
+            "files": sorted(path.name for path in folder.iterdir() if path.name != "report.json"),
+        }
+        write_json(folder / "report.json", report)
+        write_text("", work / "moving")
+        return move_into_place(work, output)
+
+
+def _checked(step: Step, check: Callable[[], None]) -> Step:
+    def both(note: str) -> None:
+        check()
+        step(note)
+
+    return both
+
+
+def stitch_table(report: dict[str, Any], output: Path) -> str:
+    """What `quantize stitch` prints."""
+    bare = [line for line in report["audit"]["differences"] if "not compensated" in line]
+    lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
+    lines += report["notes"]
+    if report["stitched"]["repair_router"]:
+        lines.append("the router of every smoothed layer was compensated: router * norm / norm', in float32")
+    elif bare:
+        lines.append(
+            f"the source's router reads a smoothed norm in {len(bare)} layers, and sends tokens to other experts than "
+            "the source does; write the compensated router with --repair-router"
+        )
+    audit = report["audit"]
+    lines.append(
+        f"{audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for byte, "
+        f"{len(audit['differences'])} differences"
+    )
+    return "\n".join([*lines, *(f"  {line}" for line in audit["differences"][:10])])

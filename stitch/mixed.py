@@ -1,0 +1,194 @@
+"""A mixed checkpoint from what exists: the FP8 source, and an experts-only checkpoint made from a BF16 copy of it.
+
+Packed experts and the norms that they were smoothed with come from the one; everything else keeps the
+source's bytes. That is how the published FrankenQuant was made, and where it goes wrong: AWQ divided
+the norm before the experts by s, the experts carry s, but the router, which reads the same norm, comes
+from the source and does not. So before anything is written, each layer's norms are compared, the ratio
+is confirmed on experts, and the router's compensation is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from quantizers.architecture import Architecture, Sizes
+from quantizers.checkpoint import Checkpoint
+from quantizers.closeness import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state
+from quantizers.errors import CheckpointError
+from quantizers.plan import Plan
+from quantizers.recipe import Experts
+from quantizers.solved import MATRICES
+from quantizers.weights import read_weight
+
+from .assemble import write_shard
+
+PROBED = 3  # experts of each layer that the ratio of the norms is confirmed on; the audit reads them all
+Router = Literal["not smoothed", "compensated", "not compensated", "unclear"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the experts' checkpoint did to one layer.
+
+    Attributes:
+        layer: its number.
+        folded: channels of the norm that were divided.
+        router: what the experts' checkpoint did with its own router.
+        error: largest relative error of the probed experts, given the ratio of the norms.
+        error_unscaled: the same, had the experts not been smoothed.
+    """
+
+    layer: int
+    folded: int
+    router: Router
+    error: float
+    error_unscaled: float
+
+
+def scheme_of(experts: Checkpoint, facts: Architecture) -> Experts:
+    """The integer scheme of an experts-only checkpoint, read off its tensors (under published names).
+
+    Raises:
+        CheckpointError: its experts are not packed symmetric integers with a bfloat16-able scale per group.
+    """
+    module = facts.expert(0, 0, "gate")
+    where = f"{experts.folder}: {module}"
+    for part in ("weight_zero_point", "weight_g_idx"):
+        if f"{module}.{part}" in experts.tensors:
+            raise CheckpointError(f"{where}.{part}: asymmetric or reordered integers cannot be stitched")
+    packed = experts.require(f"{module}.weight_packed", "its experts must be packed integers")
+    scale = experts.require(f"{module}.weight_scale", "the scales of packed integers")
+    shape = experts.tensor(experts.require(f"{module}.weight_shape", "the shape of packed integers").name).tolist()
+    if len(packed.shape) != 2 or len(scale.shape) != 2 or len(shape) != 2 or not scale.shape[1] or not shape[1]:
+        raise CheckpointError(
+            f"{where}: packed {list(packed.shape)} and scale {list(scale.shape)} do not belong together"
+        )
+    bits, group = packed.shape[1] * 32 // shape[1], shape[1] // scale.shape[1]
+    if bits not in get_args(Experts.model_fields["bits"].annotation) or group not in (32, 64, 128):
+        raise CheckpointError(
+            f"{where}: INT{bits} in groups of {group}; 4 or 8 bits in groups of 32, 64 or 128 are needed"
+        )
+    return Experts(bits=bits, group_size=group)
+
+
+def examine(
+    source: Checkpoint, experts: Checkpoint, facts: Architecture, sizes: Sizes, device: torch.device
+) -> list[Layer]:
+    """Compare every layer's norms, and confirm the ratio on some of its experts.
+
+    Args:
+        experts: the experts-only checkpoint, under published names.
+
+    Raises:
+        CheckpointError: a layer's experts are not the source's times the ratio of the norms.
+    """
+    found = []
+    for layer in range(sizes["layers"]):
+        ratio = norm_ratio(source, experts, facts.layer(layer, facts.fold.norm))
+        router = facts.layer(layer, facts.fold.router)
+        state: Router = "not smoothed"
+        if bool((ratio != 1).any()):
+            state = router_state(
+                source.tensor(router), experts.tensor(experts.require(router, "the router").name), ratio
+            )
+        worst = [0.0, 0.0]
+        for expert in sorted({0, sizes["experts"] // 2, sizes["experts"] - 1})[:PROBED]:
+            modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
+            old, new = ([read_weight(c, module, device) for module in modules] for c in (source, experts))
+            for i, smooth in enumerate((ratio.to(device), torch.ones_like(ratio, device=device))):
+                worst[i] = max(worst[i], *matrix_errors(old, new, smooth))
+        if worst[0] >= CLOSE_ENOUGH:
+            raise CheckpointError(
+                f"{experts.folder}: layer {layer}: its experts are {worst[0]:.0%} away from the source's times the "
+                "ratio of the norms; they were made from another model, or smoothed in another way"
+            )
+        found.append(Layer(layer, int((ratio != 1).sum()), state, *worst))
+    return found
+
+
+def describe(found: list[Layer]) -> list[str]:
+    """What a user must know of `examine`'s findings, one line each."""
+    smoothed = [layer for layer in found if layer.folded]
+    if not smoothed:
+        return ["no norm was smoothed: the source's routers fit"]
+    bare = [layer.layer for layer in smoothed if layer.router == "not compensated"]
+    lines = [
+        f"norms smoothed in {len(smoothed)} of {len(found)} layers; confirmed on their experts: "
+        f"{max(layer.error for layer in smoothed):.1%} off at most with the ratio of the norms, "
+        f"{min(layer.error_unscaled for layer in smoothed):.0%} and more without"
+    ]
+    if bare:
+        lines.append(
+            f"router not compensated in {len(bare)} layers of the experts' checkpoint ({', '.join(map(str, bare[:8]))}"
+            f"{', …' if len(bare) > 8 else ''}): it chose other experts than the source while it was made"
+        )
+    return lines
+
+
+def layer_tensors(
+    plan: Plan, layer: int, source: Checkpoint, experts: Checkpoint, repair_router: bool
+) -> dict[str, torch.Tensor]:
+    """One layer's shard: packed experts and folded norm from `experts`, the rest from the source.
+
+    Args:
+        repair_router: write router * norm / norm', in float32; else the source's values.
+
+    Raises:
+        CheckpointError: a tensor of `experts` is missing or not as the plan says.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for action in plan.of_layer(layer):
+        if action.kind in ("keep", "rename"):
+            (name,) = action.outputs
+            tensors[name] = source.tensor(action.source)
+        elif action.kind == "fold":
+            name = action.source
+            # Read back as the source's dtype, in which it is stored: bfloat16 for what a BF16 copy gave.
+            tensors[name] = experts.tensor(experts.require(name, "the smoothed norm").name).to(
+                source.tensor(name).dtype
+            )
+        elif action.kind == "quantize":
+            for name, spec in action.outputs.items():
+                tensor = experts.tensor(experts.require(name, "a part of a packed expert").name)
+                if name.endswith("weight_scale"):
+                    tensor = tensor.bfloat16()
+                if tuple(tensor.shape) != spec.shape:
+                    raise CheckpointError(
+                        f"{experts.folder}: {name} has shape {list(tensor.shape)}, not {list(spec.shape)}"
+                    )
+                tensors[name] = tensor
+    for action in plan.of_layer(layer):
+        if action.kind == "compensate":
+            router = source.tensor(action.source).float()
+            if repair_router:
+                (norm,) = (a.source for a in plan.of_layer(layer) if a.kind == "fold")
+                before, after = source.tensor(norm).float(), tensors[norm].float()
+                router = router * torch.where(after != 0, before / after, torch.ones_like(before))
+            tensors[action.source] = router
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def write_layers(
+    plan: Plan,
+    source: Checkpoint,
+    experts: Checkpoint,
+    repair_router: bool,
+    folder: Path,
+    step: Callable[[str], None] = lambda _: None,
+) -> None:
+    """All layers' shards, into `folder`."""
+    for layer in range(plan.layers):
+        path = folder / plan.shard_file(layer)
+        if not path.exists():  # written by an earlier call that was cut off
+            write_shard(layer_tensors(plan, layer, source, experts, repair_router), path)
+        step(f"layer {layer}")
+
+
+def as_rows(found: list[Layer]) -> list[dict[str, Any]]:
+    """For report.json."""
+    return [asdict(layer) for layer in found]

@@ -1,0 +1,118 @@
+"""Checkpoints as others make them: a BF16 copy of the tiny model, quantized and saved by stock llm-compressor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from quantizers.checkpoint import open_folder, side_files
+from quantizers.weights import read_weight
+
+# Runs in a process of its own: llm-compressor changes loguru, tqdm and global state for good.
+CHILD = """
+import json, sys, warnings
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from datasets import Dataset
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+from llmcompressor.pipelines.cache import IntermediatesCache
+
+source, target, job = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+IntermediatesCache.pin_memory = lambda *_: None  # 0.14 pins without asking; there is no accelerator here
+config = AutoConfig.from_pretrained(source)
+config.rope_parameters = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.5}
+model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.bfloat16)
+weights = QuantizationArgs(**job["weights"])
+targets = ["re:.*experts.*proj$"] if job["experts_only"] else ["Linear"]
+scheme = QuantizationScheme(targets=targets, weights=weights)
+recipe = [QuantizationModifier(config_groups={"group_0": scheme}, ignore=["lm_head", "re:.*gate$"])]
+options = {}
+if job["awq"]:
+    readers = ["re:.*mlp.gate$"] * job["compensate"] + ["re:.*experts.*gate_proj$", "re:.*experts.*up_proj$"]
+    mappings = [
+        AWQMapping("re:.*post_attention_layernorm$", readers),
+        AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
+    ]
+    recipe.insert(0, AWQModifier(mappings=mappings))
+    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in job["sequences"]]
+    longest = max(len(row["input_ids"]) for row in rows)
+    options = {"dataset": Dataset.from_list(rows), "max_seq_length": longest, "num_calibration_samples": len(rows)}
+model = oneshot(model=model, recipe=recipe, **options) or model
+model.save_pretrained(target, save_compressed=True)
+AutoTokenizer.from_pretrained(source).save_pretrained(target)
+"""
+
+
+def bf16_copy(source: Path, folder: Path) -> Path:
+    """The FP8 source dequantized to bfloat16, as people make one before they quantize."""
+    checkpoint = open_folder(source)
+    tensors = {}
+    for name in checkpoint.tensors:
+        if not name.endswith("_scale_inv"):
+            tensor = checkpoint.tensor(name)
+            if tensor.dtype == torch.float8_e4m3fn:
+                tensor = read_weight(checkpoint, name.removesuffix(".weight"), torch.device("cpu")).bfloat16()
+            tensors[name] = tensor
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in side_files(source):
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def oneshot(
+    copy: Path,
+    folder: Path,
+    weights: dict[str, object],
+    *,
+    experts_only: bool = False,
+    awq: bool = False,
+    compensate: bool = False,
+    sequences: list[list[int]] | None = None,
+) -> Path:
+    """Quantize a BF16 copy with llm-compressor's oneshot, and save it as it does.
+
+    Args:
+        weights: arguments of QuantizationArgs.
+        compensate: AWQ's mapping of the norm includes the router.
+        sequences: token ids to calibrate on, for AWQ.
+    """
+    job = {"weights": weights, "experts_only": experts_only, "awq": awq, "compensate": compensate}
+    with contextlib.suppress(FileExistsError):
+        folder.parent.mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(copy), str(folder), json.dumps(job | {"sequences": sequences})],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+FORMATS: dict[str, dict[str, object]] = {
+    "pack-quantized, group": INT4,
+    "pack-quantized, channel": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"},
+    "pack-quantized, zero points": INT4 | {"symmetric": False},
+    "int-quantized": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+    "float-quantized, channel": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+    "float-quantized, block": {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [64, 64],
+    },
+    "naive-quantized, tensor": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"},
+}  # fmt: skip
