@@ -23,6 +23,12 @@ def write_text(text: str, path: Path) -> None:
         stream.write(text.encode())
 
 
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a small file's bytes atomically."""
+    with disk_errors(target), atomic(target) as stream:
+        stream.write(source.read_bytes())
+
+
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[IO[bytes]]:
     """A file that appears under its name when the block ends without an exception."""

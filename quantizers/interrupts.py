@@ -12,6 +12,23 @@ from .errors import Interrupted
 
 
 @contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Within the block SIGTERM raises at once, as Ctrl-C does: for all that is no run, or comes before one."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise Interrupted("interrupted by SIGTERM; give the same command again", number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
 def interruptible(advice: str) -> Iterator[Callable[[], None]]:
     """Within the block, the first signal is remembered; the yielded function raises when there was one.
 

@@ -1,9 +1,11 @@
 """What is done, and under which settings: the folder DIR/.quantize/ of an unfinished run.
 
     run.json          the fingerprint: every setting that decides bytes
+    source.json       SHA-256 of the source's shards, with --paranoid
     layers/00003.json layer 3 is done: hash of its shard, its numbers
     states-00004.bin  hidden states entering layer 4
     output/           the checkpoint as far as it is assembled
+    run.log           a line of numbers for each layer
     moving            everything is verified and is being moved into place
     lock              held while a process works here
 
@@ -18,11 +20,12 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .atomic import write_json
+from .atomic import disk_errors, write_json
 from .errors import OutputError
 
 WORK = ".quantize"
@@ -33,6 +36,23 @@ def work_folder(output: Path) -> Path:
     return output / WORK
 
 
+def unfinished(output: Path) -> bool:
+    """Whether a run has begun here and not ended. An empty work folder is what a kill at the very end leaves."""
+    work = work_folder(output)
+    return (work / "run.json").exists() or (work / "moving").exists()
+
+
+def refuse_second_run(output: Path) -> None:
+    """`locked`, for a moment: what takes seconds to import need not be imported to say that the folder is in use.
+
+    Raises:
+        OutputError: another process works here.
+    """
+    if (work_folder(output) / "lock").exists():
+        with locked(output):
+            pass
+
+
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[None]:
     """Hold the output folder alone. The kernel releases the lock of a process that died.
@@ -41,17 +61,20 @@ def locked(output: Path) -> Iterator[None]:
         OutputError: another process works here.
     """
     work = work_folder(output)
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / "lock").open("a+") as stream:
+    with disk_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+        stream = (work / "lock").open("a+")
+    with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             stream.seek(0)
             owner = stream.read().strip() or "another process"
             raise OutputError(f"{output}: {owner} is working here; wait for it, or choose another --output") from None
-        stream.truncate(0)
-        stream.write(f"process {os.getpid()}")
-        stream.flush()
+        with disk_errors(work):
+            stream.truncate(0)
+            stream.write(f"process {os.getpid()}")
+            stream.flush()
         yield
 
 
@@ -90,6 +113,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def remove_cut_files(work: Path) -> None:
+    """Remove what a kill in the middle of a write has left: our temporary files, and safetensors' own (`.tmp…`)."""
+    for path in work.rglob("*"):
+        if path.suffix == ".tmp" or path.name.startswith(".tmp"):
+            path.unlink()
+
+
 def layer_file(work: Path, layer: int) -> Path:
     """The journal entry of a layer."""
     return work / "layers" / f"{layer:05d}.json"
@@ -106,15 +136,24 @@ def done_layers(work: Path, layers: int) -> list[dict[str, Any]]:
     return entries
 
 
+def log(work: Path, line: str) -> None:
+    """Add a line, with the time, to the log of the run."""
+    path = work / "run.log"
+    with disk_errors(path), path.open("a", encoding="utf-8") as stream:
+        stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
+
+
 def discard(output: Path) -> None:
     """Remove an unfinished or finished run of ours, and nothing else.
 
     Raises:
-        OutputError: a finished output's index cannot be read, so it is unclear what is ours.
+        OutputError: another process works here, or a finished output's report cannot be read, so that it is
+            unclear what is ours.
     """
     work = work_folder(output)
     if work.exists():
-        shutil.rmtree(work)
+        with locked(output):
+            remove(work)
     report = output / "report.json"
     if report.exists():
         try:
@@ -124,3 +163,17 @@ def discard(output: Path) -> None:
         for name in [*files, "report.json"]:
             if Path(name).name == name:
                 (output / name).unlink(missing_ok=True)
+
+
+def remove(work: Path) -> None:
+    """Remove the work folder: what is done first, what the folder is last, so that a kill half-way misleads nobody."""
+    shutil.rmtree(work / "layers", ignore_errors=True)
+    last = ("run.json", "moving", "lock")
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in last:
+            path.unlink()
+    for name in last:
+        (work / name).unlink(missing_ok=True)
+    work.rmdir()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 Step = Callable[[str], None]
 
@@ -65,3 +70,26 @@ def progress(title: str, total: int, done: int = 0, unit: str = "") -> Iterator[
         print(f"{title}: {unit}{' ' if unit else ''}{count} of {total}{left}  {note}", file=sys.stderr, flush=True)
 
     yield line
+
+
+def layer_line(entry: dict[str, Any]) -> str:
+    """One layer in a line of numbers, for the log: seconds by phase, errors, fallbacks, memory.
+
+    Args:
+        entry: the layer's journal entry.
+    """
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in entry["seconds"].items())
+    errors = ", ".join(f"{name} {'infinite' if e is None else f'{e:.4g}'}" for name, e in entry["error"].items())
+    return (
+        f"layer {entry['layer']}: {sum(entry['seconds'].values()):.1f} s ({phases}); {errors}; "
+        f"{len(entry['fallbacks'])} fallbacks; peak memory {entry['peak_memory_bytes'] / 1e9:.2f} GB"
+    )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Largest resident memory of this process so far, in bytes; the device's on an accelerator."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -30,14 +30,14 @@ class LayerStores:
     chosen: Any
     weight: Any
 
-    def recorded(self, device: torch.device) -> Sequence[Recorded]:
-        """The sequences as the engine reads them, moved to the device one at a time."""
-        return _OnDevice(self, device)
+    def recorded(self, device: torch.device, check: Callable[[], None]) -> Sequence[Recorded]:
+        """The sequences as the engine reads them, moved to the device one at a time; `check` is called at each."""
+        return _OnDevice(self, device, check)
 
 
 class _OnDevice(Sequence[Recorded]):
-    def __init__(self, stores: LayerStores, device: torch.device) -> None:
-        self.stores, self.device = stores, device
+    def __init__(self, stores: LayerStores, device: torch.device, check: Callable[[], None]) -> None:
+        self.stores, self.device, self.check = stores, device, check
 
     def __len__(self) -> int:
         return len(self.stores.x)
@@ -45,6 +45,7 @@ class _OnDevice(Sequence[Recorded]):
     def __getitem__(self, index: int) -> Recorded:  # type: ignore[override]  # no slices
         if not 0 <= index < len(self):
             raise IndexError(index)
+        self.check()
         stores, device = self.stores, self.device
         return Recorded(
             stores.x[index].to(device), stores.chosen[index].long().to(device), stores.weight[index].to(device)
@@ -82,6 +83,7 @@ def solve_layer(
         check()
     observed = time.monotonic()
     norm = model.checkpoint.tensor(facts.layer(number, facts.fold.norm)).to(model.device)
+    experts: Any = layer.get_submodule(facts.modules.experts)
     if settings.engine == "llmcompressor":
         from .llmcompressor_engine import solve_with_llmcompressor
 
@@ -96,10 +98,9 @@ def solve_layer(
             norm_dtype=norm.dtype,
         )
     else:
-        experts: Any = layer.get_submodule(facts.modules.experts)
         router: Any = layer.get_submodule(facts.modules.router)
         solved = solve(
-            stores.recorded(model.device),
+            stores.recorded(model.device, check),
             experts.gate_up_proj.data,
             experts.down_proj.data,
             norm=norm,
@@ -108,7 +109,25 @@ def solve_layer(
             settings=settings,
             chunk=chunk,
         )
+    solved.fallbacks.extend(zero_groups(experts.gate_up_proj.data, experts.down_proj.data, settings.group_size))
     return solved, {"observe": observed - started, "solve": time.monotonic() - observed}
+
+
+def zero_groups(gate_up: torch.Tensor, down: torch.Tensor, group: int) -> list[str]:
+    """A line for every expert's matrix with groups that are all zero: they have no scale, and are given 1.
+
+    Args:
+        gate_up: (E, 2I, H), w1 above w3.
+        down: (E, H, I), w2.
+    """
+    gate, up = gate_up.chunk(2, dim=1)
+    lines = []
+    for matrix, weight in zip(MATRICES, (gate, up, down), strict=True):
+        zero = torch.stack([~one.view(-1, group).any(-1) for one in weight])  # (E, groups)
+        for expert, count in enumerate(zero.sum(1).tolist()):
+            if count:
+                lines.append(f"expert {expert}: {matrix}: {count} of {zero.shape[1]} groups are all zero, scale 1")
+    return lines
 
 
 def install(model: LayeredModel, layer: torch.nn.Module, solved: Solved) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from .atomic import disk_errors, sync_folder
 from .errors import QuantizeError
 
 
@@ -19,7 +20,7 @@ class Rows(Sequence[torch.Tensor]):
     """A list of (T_i, width) tensors that live in a file; item assignment writes through.
 
     Args:
-        path: the file; created (sparse) when it does not exist.
+        path: the file; created, with all its blocks, when it does not exist.
         lengths: T_i of each sequence.
         width: columns.
         dtype: of the elements.
@@ -54,11 +55,13 @@ class Rows(Sequence[torch.Tensor]):
 
     def flush(self) -> None:
         """Everything written so far is on the disk when this returns."""
-        handle = os.open(self.path, os.O_RDWR)
-        try:
-            os.fsync(handle)  # Linux writes dirty shared mappings of the file back as well
-        finally:
-            os.close(handle)
+        with disk_errors(self.path):
+            handle = os.open(self.path, os.O_RDWR)
+            try:
+                os.fsync(handle)  # Linux writes dirty shared mappings of the file back as well
+            finally:
+                os.close(handle)
+            sync_folder(self.path.parent)
 
 
 def _allocate(path: Path, size: int) -> None:

@@ -89,8 +89,10 @@ def _read_fp8(checkpoint: Checkpoint, module: str, stored: torch.Tensor) -> torc
     info = checkpoint.tensors[name]
     block = block_size(checkpoint)
     if stored.dim() != 2:
-        where = checkpoint.tensors[f"{module}.weight"].file
-        raise CheckpointError(f"{where}: {module}.weight has shape {list(stored.shape)}; FP8 blocks need rows and columns")
+        raise CheckpointError(
+            f"{checkpoint.tensors[f'{module}.weight'].file}: {module}.weight has shape {list(stored.shape)}; "
+            "FP8 in blocks has rows and columns"
+        )
     expected = tuple(math.ceil(n / b) for n, b in zip(stored.shape, block, strict=True))
     if info.shape != expected:
         raise CheckpointError(

@@ -1,66 +1,169 @@
-"""One layer in memory, however many layers there are."""
+"""One layer in memory, however many layers there are; and the hidden states in files, however many tokens."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
+import torch
+from calibration_tokenizer import write_tokenizer
+from safetensors.torch import save_file
 
-# Runs a recipe in a process of its own and prints its peak resident memory less that after imports.
+HIDDEN, WIDTH, EXPERTS, SEQUENCE = 512, 256, 44, 128
+GROWTH = 1.05
+
+# Runs a recipe in a process of its own and prints what it used above what the imports did. Whatever is
+# imported late counts as imports, so a run over another folder comes first.
 CHILD = """
-import sys
+import json, os, resource, sys, threading, time
 from pathlib import Path
 import torch
-import llmcompressor, transformers, datasets  # noqa: F401  (whatever is imported lazily counts as imports)
-import compressed_tensors.compressors.pack_quantized.helpers, compressed_tensors.entrypoints.convert  # noqa: F401
-from transformers import MiniMaxM2ForCausalLM  # noqa: F401
 from quantizers import pipeline, session
 
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
 
+first, recipe, output, allowed = sys.argv[1:]
 torch.set_num_threads(1)
-job = session.prepare(sys.argv[1])
-before = status("VmRSS")
+cpu = torch.device("cpu")
+pipeline.run(session.prepare(first), pipeline.Options(Path(output + "-first"), cpu))
+job = session.prepare(recipe)
+before, anonymous, most, done = status("VmRSS"), status("RssAnon"), 0, False
+
+def watch():
+    global most
+    while not done:
+        most = max(most, status("RssAnon"))
+        time.sleep(0.005)
+
+limit = 0
+if int(allowed):
+    limit = status("VmData") + int(allowed)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from here
-pipeline.run(job, pipeline.Options(Path(sys.argv[2]), torch.device("cpu")))
-print(status("VmHWM") - before)
+watcher = threading.Thread(target=watch)
+watcher.start()
+began = time.monotonic()
+try:
+    report = pipeline.run(job, pipeline.Options(Path(output), cpu))
+finally:
+    done = True
+    watcher.join()
+print(json.dumps({
+    "peak": status("VmHWM") - before, "anonymous": most - anonymous, "limit": limit,
+    "seconds": time.monotonic() - began, "tokens": report["calibration"]["tokens"],
+}))
 """
 
 
-def peak(folder: Path, layers: int, tokenizer: Path) -> int:
-    source = tiny.make(
-        folder / "source",
-        shards=4,
-        vocab_size=2048,
-        hidden_size=512,
-        intermediate_size=256,
-        num_local_experts=88,
+@dataclass(frozen=True)
+class Used:
+    """Bytes above those after imports: at most resident, at most anonymous; the limit on data; seconds."""
+
+    peak: int
+    anonymous: int
+    limit: int
+    seconds: float
+    tokens: int
+
+
+def write_model(folder: Path, layers: int) -> int:
+    """A model of equal layers, a shard each, written without ever holding more than one; its bytes."""
+    config = tiny.config(
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        num_local_experts=EXPERTS,
         num_hidden_layers=layers,
+        vocab_size=320,
     )
-    for file in tokenizer.glob("*token*"):
-        (source / file.name).write_bytes(file.read_bytes())
-    (folder / "texts.jsonl").write_text(json.dumps({"text": "one text, repeated until it is long enough. " * 30}) + "\n")
+    folder.mkdir(parents=True)
+    tensors = tiny.tensors(config | {"num_hidden_layers": 1})
+    parts = [{name: tensor for name, tensor in tensors.items() if ".layers." not in name}]
+    layer = {name: tensor.contiguous() for name, tensor in tensors.items() if ".layers." in name}
+    weight_map: dict[str, str] = {}
+
+    def write(part: dict[str, torch.Tensor], number: int) -> None:
+        file = f"model-{number:05d}-of-{layers + 1:05d}.safetensors"
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+
+    for number in range(layers):
+        write({name.replace("layers.0.", f"layers.{number}."): tensor for name, tensor in layer.items()}, number + 1)
+    write(parts[0], layers + 1)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    write_tokenizer(folder)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def write_job(folder: Path, layers: int, samples: int, **experts: Any) -> Path:
+    write_model(folder / "model", layers)
+    rows = [{"text": f"text number {i}, " + "repeated until it is long enough. " * 30} for i in range(samples)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "set.yaml").write_text(
-        "name: memory\nsequence_length: 128\nseed: 1\nsources:\n"
+        f"name: memory\nsequence_length: {SEQUENCE}\nseed: 1\nsources:\n"
         "  - {dataset: texts.jsonl, columns: [text], shape: text, samples: all, category: text}\n"
     )
-    recipe = folder / "recipe.yaml"
-    recipe.write_text("source: {model: source}\ncalibration: set.yaml\nexperts: {rounding: nearest, scales: minmax, awq: {grid: 3}}\n")
+    # Quick settings: memory is that of one layer and its sums, whatever the search.
+    settings = {"rounding": "nearest", "scales": "minmax", "awq": {"grid": 3}} | experts
+    recipe = {"source": {"model": "model"}, "calibration": "set.yaml", "experts": settings}
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return folder / "recipe.yaml"
+
+
+def used(folder: Path, layers: int, samples: int, allowed: int = 0, **experts: Any) -> Used:
+    first = write_job(folder / "first", 2, 2, **experts)
+    recipe = write_job(folder / "job", layers, samples, **experts)
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(recipe), str(folder / "output")], capture_output=True, text=True, check=False
+        [sys.executable, "-c", CHILD, str(first), str(recipe), str(folder / "output"), str(allowed)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
     )
     assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    return Used(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def mb(number: int) -> str:
+    return f"{number / 1e6:8.1f} MB"
 
 
 @pytest.mark.slow
-def test_peak_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, tiny_model: Path) -> None:
-    """Layers of 34.6 MB of FP8; 8 against 32 of them differ by less than 10 %."""
-    few, many = (peak(tmp_path / str(layers), layers, tiny_model) for layers in (8, 32))
-    print(f"peak above imports: 8 layers {few / 1e6:.0f} MB, 32 layers {many / 1e6:.0f} MB")
-    assert abs(many - few) / few < 0.10
+def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
+    """Layers of 18 MB, 4, 16 and 64 of them: resident memory grows by 5 % at most."""
+    rows = {layers: used(tmp_path / str(layers), layers, 4) for layers in (4, 16, 64)}
+    print("\nlayers    resident   anonymous")
+    for layers, row in rows.items():
+        print(f"{layers:6} {mb(row.peak)} {mb(row.anonymous)}")
+    assert rows[16].peak <= GROWTH * rows[4].peak
+    assert rows[64].peak <= GROWTH * rows[4].peak
+
+
+@pytest.mark.slow
+def test_memory_grows_with_tokens_only_by_the_pages_of_the_states(tmp_path: Path) -> None:
+    """Once, four and sixteen times the tokens: what is not a file's pages grows by 5 % at most."""
+    rows = {factor: used(tmp_path / str(factor), 4, 8 * factor) for factor in (1, 4, 16)}
+    print("\ntokens    resident   anonymous   states")
+    for row in rows.values():
+        print(f"{row.tokens:6} {mb(row.peak)} {mb(row.anonymous)} {mb(row.tokens * 4 * 3 * HIDDEN)}")
+    for factor, row in rows.items():
+        more = row.tokens - rows[1].tokens
+        assert row.tokens == factor * rows[1].tokens
+        assert row.anonymous <= GROWTH * rows[1].anonymous
+        assert row.peak <= GROWTH * rows[1].peak + more * (4 * 3 * HIDDEN + 16)
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_the_memory_allowed(tmp_path: Path) -> None:
+    """RLIMIT_DATA bounds all that is not a file's page; the model is larger than that, imports included."""
+    row = used(tmp_path, 100, 4, allowed=250_000_000)
+    size = sum(file.stat().st_size for file in (tmp_path / "job" / "model").glob("*.safetensors"))
+    print(f"\nmodel {mb(size)}, allowed {mb(row.limit)}, of it for the run {mb(250_000_000)}, {row.seconds:.0f} s")
+    assert size > row.limit

@@ -7,13 +7,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from conftest import Finished
 
-from quantizers import cli, journal, pipeline
+from quantizers import cli, journal, layer_loop, output_folder, pipeline
 from quantizers.errors import Interrupted, OutputError, QuantizeError
 from quantizers.pipeline import Options, run
 from quantizers.session import prepare
@@ -54,6 +55,12 @@ def test_the_output_holds_what_the_contract_names(finished: Finished) -> None:
     assert set(finished.report["files"]) == names - {"report.json"} | {"README.md"} - {"report.json"}
 
 
+def test_every_file_may_be_read_by_whom_the_umask_allows(finished: Finished, tmp_path: Path) -> None:
+    (tmp_path / "any").touch()
+    modes = {path.name: path.stat().st_mode for path in finished.folder.iterdir()}
+    assert set(modes.values()) == {(tmp_path / "any").stat().st_mode}, modes
+
+
 def test_sizes_are_as_planned_to_the_byte(finished: Finished) -> None:
     from quantizers.plan import summary
 
@@ -85,18 +92,18 @@ def test_the_finished_output_of_another_recipe_is_refused(
 Cut = Callable[[pytest.MonkeyPatch], None]
 
 
-def raise_in(name: str, calls: int) -> Cut:
-    """Let the pipeline's function `name` raise at its n-th call, as a kill there would."""
+def raise_in(module: ModuleType, name: str, calls: int) -> Cut:
+    """Let a module's function `name` raise at its n-th call, as a kill there would."""
 
     def cut(monkeypatch: pytest.MonkeyPatch) -> None:
-        real, count = getattr(pipeline, name), iter(range(1_000_000))
+        real, count = getattr(module, name), iter(range(1_000_000))
 
         def wrapped(*arguments: Any, **named: Any) -> Any:
             if next(count) == calls:
                 raise QuantizeError("cut here")
             return real(*arguments, **named)
 
-        monkeypatch.setattr(pipeline, name, wrapped)
+        monkeypatch.setattr(module, name, wrapped)
 
     return cut
 
@@ -104,14 +111,14 @@ def raise_in(name: str, calls: int) -> Cut:
 @pytest.mark.parametrize(
     "cut",
     [
-        raise_in("solve_layer", 0),
-        raise_in("solve_layer", 2),
-        raise_in("write_shard", 1),
-        raise_in("install", 3),
-        raise_in("write_json", 1),
-        raise_in("assemble", 0),
-        raise_in("prove", 0),
-        raise_in("_move", 0),
+        raise_in(layer_loop, "solve_layer", 0),
+        raise_in(layer_loop, "solve_layer", 2),
+        raise_in(layer_loop, "write_shard", 1),
+        raise_in(layer_loop, "install", 3),
+        raise_in(layer_loop, "write_json", 1),
+        raise_in(pipeline, "assemble", 0),
+        raise_in(pipeline, "prove", 0),
+        raise_in(pipeline, "move_into_place", 0),
     ],
 )
 def test_a_run_that_was_cut_goes_on_and_gives_the_same_bytes(cut: Cut, finished: Finished, tmp_path: Path) -> None:
@@ -135,7 +142,7 @@ def test_a_move_that_was_cut_goes_on(finished: Finished, tmp_path: Path) -> None
     shutil.copytree(finished.folder, work / "output")
     (work / "moving").touch()
     (work / "lock").touch()
-    real = pipeline.os.replace
+    real = output_folder.os.replace
     for _ in range(moves - 1):
         count = iter(range(1_000_000))
 
@@ -145,7 +152,7 @@ def test_a_move_that_was_cut_goes_on(finished: Finished, tmp_path: Path) -> None
             real(a, b)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(pipeline.os, "replace", once)
+            patched.setattr(output_folder.os, "replace", once)
             with pytest.raises(QuantizeError, match="cut here"):
                 run(job, Options(output, CPU))
         assert not (output / "config.json").exists()
@@ -159,7 +166,7 @@ def test_a_changed_setting_is_refused_by_name(
 ) -> None:
     output = tmp_path / "output"
     with pytest.MonkeyPatch.context() as patched:
-        raise_in("solve_layer", 1)(patched)
+        raise_in(layer_loop, "solve_layer", 1)(patched)
         with pytest.raises(QuantizeError, match="cut here"):
             run(prepare(str(finished.recipe)), Options(output, CPU))
     other = write_recipe(tmp_path / "other", rounding="nearest")
@@ -185,13 +192,13 @@ def test_an_interrupt_ends_between_steps(finished: Finished, tmp_path: Path) -> 
 
     output = tmp_path / "output"
     with pytest.MonkeyPatch.context() as patched:
-        real = pipeline.solve_layer
+        real = layer_loop.solve_layer
 
         def signalled(*arguments: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
             return real(*arguments)
 
-        patched.setattr(pipeline, "solve_layer", signalled)
+        patched.setattr(layer_loop, "solve_layer", signalled)
         with pytest.raises(Interrupted, match="the same command again") as ended:
             run(prepare(str(finished.recipe)), Options(output, CPU))
     assert ended.value.exit_code == 143
