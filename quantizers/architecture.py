@@ -62,9 +62,10 @@ class Modules(Facts):
 
 
 class Published(Facts):
-    """Models of this family on the Hub, and their config.json."""
+    """Models of this family on the Hub, the licence fields of their cards, and their config.json."""
 
     models: list[str]
+    license: dict[str, str]
     config: dict[str, Any]
 
 
@@ -87,6 +88,7 @@ class Architecture(Facts):
     expert_linears: dict[Matrix, LinearFacts]
     fold: Fold
     modules: Modules
+    serving: dict[str, str] = {}
     published: Published | None = None
 
     def layer(self, layer: int, name: str) -> str:
@@ -147,6 +149,12 @@ def published_config(model: str) -> tuple[Architecture, dict[str, Any]] | None:
         if facts.published and model in facts.published.models:
             return facts, facts.published.config
     return None
+
+
+def published_models() -> list[str]:
+    """Every model on the Hub whose facts are kept here."""
+    everything = [load(path, Architecture, ArchitectureError).published for path in known().values()]
+    return [model for published in everything if published for model in published.models]
 
 
 def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:

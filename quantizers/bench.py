@@ -17,7 +17,8 @@ import torch
 from . import journal
 from .calibration import CalibrationData, load_samples
 from .checkpoint import open_folder
-from .pipeline import assemble, quantize_layers
+from .layer_loop import quantize_layers
+from .pipeline import assemble
 from .plan import Spec, make_plan
 from .proof import measure
 from .recipe import Awq, Experts, set_location
@@ -64,9 +65,7 @@ def spread(data: CalibrationData, most: int) -> CalibrationData:
     return replace(data, samples=data.samples[::step])
 
 
-def compare(
-    job: Job, device: torch.device, repeats: int, most_tokens: int, work: Path | None = None
-) -> dict[str, Any]:
+def compare(job: Job, device: torch.device, repeats: int, most_tokens: int, work: Path | None = None) -> dict[str, Any]:
     """Run every method on the recipe's source and calibration set, and measure all on its held-out set.
 
     Args:

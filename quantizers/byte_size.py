@@ -29,4 +29,4 @@ def parse_bytes(text: str, what: str) -> int:
 
 def gib(number: float) -> str:
     """Bytes in GiB with one digit: `61.4 GiB`; small ones in MiB."""
-    return f"{number / 2**30:.1f} GiB" if abs(number) >= 2**29 else f"{number / 2**20:,.0f} MiB"
+    return f"{number / 2**30:.1f} GiB" if abs(number) >= 2**27 else f"{number / 2**20:,.1f} MiB"

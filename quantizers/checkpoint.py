@@ -200,7 +200,7 @@ def declared_block(config: dict[str, Any], where: str) -> tuple[int, int]:
 
 def side_files(folder: Path) -> list[Path]:
     """Everything beside weights and config that a checkpoint is used with: tokenizer, template, licence, code."""
-    skipped = {CONFIG, INDEX, "README.md", "report.json", "recipe.yaml", ".gitattributes"}
+    skipped = {CONFIG, INDEX, "README.md", "report.json", "report.html", "recipe.yaml", ".gitattributes"}
     return sorted(
         path
         for path in folder.iterdir()

@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .architecture import Sizes
+from .memory import device_memory
 from .plan import Plan
 
 # Operations a second: of the forward pass and the sums, and of the float32 search and rounding.
 RATES = {"CPU": (0.5e12, 0.3e12), "GPU": (300e12, 30e12)}
 DISK_RATE = 1e9  # bytes a second, of reading the source once and writing the output once
-CHUNK = 16  # experts solved at a time, as the figure for their sums assumes
+HOST = 1 << 30  # bytes that the program and its libraries take by themselves
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class Estimate:
 
     Attributes:
         tokens: of the calibration set at most; None where its size is not known before it is read.
-        output, states: disk that is needed beside the source; states only while it runs.
-        layer_cpu, layer_gpu: one layer's source bytes and its weights as they are computed with.
-        sums: Gram matrices and factorizations of `CHUNK` experts, float32.
+        output, states: disk that is needed beside the source; states only while it runs, by kind of device.
+        host: one layer's source bytes, and the program itself.
+        memory: of the device, by its kind: with one expert solved at a time, and with all at once.
         seconds: by kind of device.
     """
 
@@ -36,8 +37,8 @@ class Estimate:
     source: int
     output: int
     states: dict[str, int] | None
-    layer: dict[str, int]
-    sums: int
+    host: int
+    memory: dict[str, tuple[int, int]]
     operations: float | None
     seconds: dict[str, float] | None
 
@@ -46,19 +47,22 @@ class Estimate:
         return asdict(self) | {"assumptions": assumptions()}
 
 
-def estimate(plan: Plan, sizes: Sizes, output_bytes: int, tokens: int | None, grid: int) -> Estimate:
+def estimate(plan: Plan, sizes: Sizes, output_bytes: int, tokens: int | None, longest: int, grid: int) -> Estimate:
     """The needs of one run.
 
     Args:
         output_bytes: of the finished checkpoint.
         tokens: of the calibration set at most.
+        longest: tokens of one sequence at most.
         grid: candidates of the scale search, 0 without one.
     """
-    hidden, width = sizes["hidden"], sizes["width"]
+    hidden = sizes["hidden"]
     layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in range(plan.layers))
-    weights = sum(
-        action.spec.bytes // _width_of(action.spec.dtype) for action in plan.of_layer(0) if action.kind != "drop"
-    )
+    memory = {}
+    for name, itemsize in (("CPU", 4), ("GPU", 2)):
+        whole = device_memory(plan, sizes, longest, itemsize, None)
+        least = max(whole.layer + whole.fixed, whole.peak - (whole.chunk - 1) * whole.expert)
+        memory[name] = (least, whole.peak)
     states = None
     if tokens is not None:
         choices = 4 * 2 * sizes["chosen"]  # which experts, and their weights
@@ -75,15 +79,11 @@ def estimate(plan: Plan, sizes: Sizes, output_bytes: int, tokens: int | None, gr
         source,
         output_bytes,
         states,
-        {"CPU": layer_source + 4 * weights, "GPU": layer_source + 2 * weights},
-        4 * CHUNK * 3 * (hidden**2 + width**2),
+        layer_source + HOST,
+        memory,
         forward + solve if tokens is not None else None,
         seconds if tokens is not None else None,
     )
-
-
-def _width_of(dtype: str) -> int:
-    return {"F8_E4M3": 1, "BF16": 2, "F16": 2}.get(dtype, 4)
 
 
 def _operations(sizes: Sizes, tokens: int, grid: int) -> tuple[float, float]:
@@ -107,5 +107,5 @@ def assumptions() -> list[str]:
         f"time on a GPU: {gpu / 1e12:.0f}e12 operations a second in bfloat16, {gpu_solve / 1e12:.0f}e12 in float32",
         f"time on a CPU: {cpu / 1e12:.1f}e12, and {cpu_solve / 1e12:.1f}e12 for search and rounding; "
         f"disk {DISK_RATE / 1e9:.0f} GB/s",
-        f"sums: {CHUNK} experts at a time; verifying and evaluating come on top",
+        "memory: with one expert solved at a time, and with all at once; verifying and evaluating come on top",
     ]

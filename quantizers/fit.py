@@ -84,6 +84,7 @@ class Fit:
     tensor_parallel: int
     pipeline_parallel: int
     kv: KvType
+    utilisation: float
     context: int
     budget: int
     weights: int
@@ -200,6 +201,7 @@ def fit(
         tensor,
         pipeline,
         kv,
+        UTILISATION,
         context,
         budget,
         weights,
@@ -253,6 +255,17 @@ def assumptions(cards: Sequence[Cards]) -> list[str]:
 
 
 def common_fits(model: Model) -> list[Fit]:
-    """Usual sets of cards that hold the weights, with 16-bit and with FP8 KV cache, by their memory."""
-    rows = [fit(model, parse_cards(name), kv=kv) for name in COMMON for kv in KV_BYTES]
-    return [row for row in rows if row.longest >= min(8192, model.longest)]
+    """Usual sets of cards by their memory, as far as they hold the weights: up to the second that takes
+    the model's longest context. FP8 keys and values only where 16 bit do not take it.
+    """
+    rows: list[Fit] = []
+    for cards in map(parse_cards, COMMON):
+        for kv in KV_BYTES:
+            row = fit(model, cards, kv=kv)
+            if row.longest >= min(8192, model.longest):
+                rows.append(row)
+            if row.fits:
+                break
+        if sum(row.fits and row.kv == "auto" for row in rows) == 2:
+            break
+    return rows

@@ -53,7 +53,7 @@ EXPECTED_WARNINGS = (
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_library() -> Iterator[None]:
     """No progress bars, and no log but warnings, which go to Python's `logging`; then all is as it was.
 
     llm-compressor logs through loguru; importing it removes whatever sinks there are and adds one on standard
@@ -91,7 +91,7 @@ def _forward(message: Message) -> None:
         logging.getLogger(record["name"]).log(record["level"].no, "%s", record["message"])
 
 
-@_quiet()
+@quiet_library()
 def solve_with_llmcompressor(
     layer: torch.nn.Module,
     inputs: Sequence[Mapping[str, Any]],

@@ -163,7 +163,7 @@ def make_plan(
             )
         if spec.dtype not in dtypes:
             raise CheckpointError(
-                f"{where}: {name} is {spec.dtype}; {' or '.join(dtypes)} is needed: give the checkpoint as it was published"
+                f"{where}: {name} is {spec.dtype}; {' or '.join(dtypes)} is needed; give the published checkpoint"
             )
         return spec
 
@@ -253,18 +253,31 @@ def kind_of_tensor(action: Action) -> str:
 
 def kinds(plan: Plan) -> list[dict[str, object]]:
     """Every kind of tensor with its action, number, and bytes before and after, in the order of a layer."""
-    rows: dict[tuple[str, str], dict[str, object]] = {}
-    numbers: dict[tuple[str, str], list[int]] = {}
+    sums: dict[tuple[str, str], tuple[int, int, int]] = {}
     for action in plan.actions:
-        key = (kind_of_tensor(action), action.kind)
-        count = numbers.setdefault(key, [0, 0, 0])
-        after = sum(spec.bytes for spec in action.outputs.values())
-        numbers[key] = [a + b for a, b in zip(count, (1, action.spec.bytes, after), strict=True)]
-    for (name, kind), (tensors, before, after) in numbers.items():
-        rows[name, kind] = {
-            "kind": name, "action": kind, "tensors": tensors, "bytes_before": before, "bytes_after": after
-        }  # fmt: skip
-    return list(rows.values())
+        key = kind_of_tensor(action), action.kind
+        tensors, before, after = sums.get(key, (0, 0, 0))
+        written = sum(spec.bytes for spec in action.outputs.values())
+        sums[key] = tensors + 1, before + action.spec.bytes, after + written
+    return [
+        {"kind": name, "action": kind, "tensors": tensors, "bytes_before": before, "bytes_after": after}
+        for (name, kind), (tensors, before, after) in sums.items()
+    ]
+
+
+def listing(plan: Plan) -> list[dict[str, object]]:
+    """Every source tensor with its action and what is written for it, in the order of the shards."""
+    return [
+        {
+            "source": action.source,
+            "dtype": action.spec.dtype,
+            "shape": list(action.spec.shape),
+            "action": action.kind,
+            "shard": plan.shard_file(action.layer),
+            "outputs": {name: [spec.dtype, list(spec.shape)] for name, spec in action.outputs.items()},
+        }
+        for action in plan.actions
+    ]
 
 
 def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
@@ -284,6 +297,7 @@ def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
         "quantized_matrices": plan.counts()["quantize"],
         "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in ("keep", "rename")),
         "actions": table,
+        "kinds": kinds(plan),
         "source_bytes": sum(action.spec.bytes for action in plan.actions),
         "expert_bytes": table["quantize"]["bytes_after"],
         "output_bytes": sum(shards.values()) + index,

@@ -50,10 +50,18 @@ class Experts(Strict):
 
 
 class CoverageGate(Strict):
-    """At most the share `max_uncovered` of (layer, expert) pairs may be routed fewer than `min_routed_tokens`."""
+    """How many tokens of the calibration set the router must send to the experts.
+
+    At most the share `max_uncovered` of (layer, expert) pairs may get fewer than `min_routed_tokens`; the same
+    share, for each category in `categories` (`code/rust`, or `code` for all of its kinds), fewer tokens of it
+    than the floor there; and the load of every layer must have at least the entropy `min_entropy`, from 0 (one
+    expert gets all tokens) to 1 (all get the same).
+    """
 
     min_routed_tokens: Annotated[int, Field(ge=0)] = 1
     max_uncovered: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
+    categories: dict[str, Annotated[int, Field(ge=1)]] = {}
+    min_entropy: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
 
 
 class PerplexityGate(Strict):

@@ -5,6 +5,7 @@ Everything here happens before anything long starts, so that whatever is wrong i
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ from .recipe import Recipe, read_recipe, set_location, source_location
 
 if TYPE_CHECKING:
     import torch
+
+    from .calibration.set import DataSource
+    from .estimate import Estimate
+    from .memory import DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,44 @@ def _in_cache(model: str, revision: str) -> bool:
     return isinstance(shards, dict) and all((Path(index).parent / str(name)).exists() for name in shards.values())
 
 
+def estimate_run(job: Job, output_bytes: int) -> Estimate:
+    """What a run of this job would need; its calibration set is read, its data is not."""
+    from .calibration.set import read_set
+    from .estimate import estimate
+
+    path = set_location(job.recipe.calibration, job.path)
+    calibration = read_set(path)
+    counts = [_most_samples(source, path.parent) for source in calibration.sources]
+    known = [count for count in counts if count is not None]
+    tokens = sum(known) * calibration.sequence_length if len(known) == len(counts) else None
+    awq = job.recipe.experts.awq
+    return estimate(job.plan, job.sizes, output_bytes, tokens, calibration.sequence_length, awq.grid if awq else 0)
+
+
+def chunk_on_gpu(job: Job, limit: int) -> DeviceMemory:
+    """What a run on a GPU would make of `limit` bytes of its memory.
+
+    Raises:
+        InputError: not even one expert at a time fits.
+    """
+    from .calibration.set import read_set
+    from .memory import device_memory
+
+    longest = read_set(set_location(job.recipe.calibration, job.path)).sequence_length
+    return device_memory(job.plan, job.sizes, longest, 2, limit)
+
+
+def _most_samples(source: DataSource, folder: Path) -> int | None:
+    """How many samples a source can give; None where only reading it would tell."""
+    if source.samples != "all":
+        return source.samples
+    file = folder / source.dataset
+    if not source.is_local or file.suffix != ".jsonl" or not file.is_file():
+        return None
+    with file.open("rb") as stream:
+        return sum(1 for line in stream if line.strip())
+
+
 def choose_device(name: str) -> torch.device:
     """`auto` is the first GPU where there is one, else the CPU.
 
@@ -169,6 +212,19 @@ def forward_dtype(device: torch.device) -> torch.dtype:
     import torch
 
     return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def device_limit(device: torch.device) -> int:
+    """Bytes to be used of a device when nothing else is said: most of its memory.
+
+    Of all its memory, not of what is free now: on a GPU the number of experts solved at a time decides
+    bits, and a run that goes on must find the same.
+    """
+    import torch
+
+    if device.type == "cuda":
+        return int(0.85 * torch.cuda.get_device_properties(device).total_memory)
+    return int(0.85 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:

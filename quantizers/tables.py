@@ -25,27 +25,6 @@ def size(number: int) -> str:
     return f"{number} B"
 
 
-def plan_table(numbers: dict[str, Any]) -> str:
-    """What `quantize plan` prints."""
-    rows = [
-        (kind, f"{row['tensors']:,}", size(row["bytes_before"]), size(row["bytes_after"]))
-        for kind, row in numbers["actions"].items()
-    ]
-    return "\n".join(
-        [
-            f"planned from {numbers['basis']}",
-            "",
-            plain(("action", "tensors", "before", "after"), rows),
-            "",
-            f"{numbers['layers']} layers, {numbers['experts_per_layer']} experts each: "
-            f"{numbers['quantized_matrices']:,} expert matrices quantized, "
-            f"{numbers['kept_attention_tensors']:,} attention tensors keep their bytes",
-            f"output {size(numbers['output_bytes'])} in {len(numbers['shards'])} shards, "
-            f"{size(numbers['expert_bytes'])} of it experts; source {size(numbers['source_bytes'])}",
-        ]
-    )
-
-
 def run_table(report: dict[str, Any], output: Path, recipe: str) -> str:
     """What `quantize run` prints at its end."""
     lines = []
@@ -55,7 +34,7 @@ def run_table(report: dict[str, Any], output: Path, recipe: str) -> str:
         (
             gate["name"],
             f"{gate['value']:.4g}",
-            f"<= {gate['limit']:.4g}",
+            f"{'>=' if gate.get('at_least') else '<='} {gate['limit']:.4g}",
             "passed" if gate["passed"] else "FAILED",
             gate["meaning"],
         )
@@ -108,16 +87,6 @@ def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
     ]
     header = ("", "ppl source", "ppl", "change", "bits/byte", "KL mean", "median", "p99", "top-1", "router")
     return plain(header, rows)
-
-
-def eval_table(report: dict[str, Any]) -> str:
-    """What `quantize eval` prints."""
-    results = [(one["model"], one) for one in report["candidates"]]
-    first = report["candidates"][0]
-    return fidelity_table(results) + (
-        f"\n\n{first['samples']} samples, {first['tokens']:,} scored tokens of {first['evaluated_on']['name']}; "
-        "KL(source || candidate) in nats; router: share of equal choices in the worst layer"
-    )
 
 
 def methods_table(result: dict[str, Any]) -> str:

@@ -411,8 +411,8 @@ import sys
 from loguru import logger
 logger.remove()
 logger.add(sys.stderr, format="mine: {message}")
-from quantizers.llmcompressor_engine import _quiet
-with _quiet():
+from quantizers.llmcompressor_engine import quiet_library
+with quiet_library():
     assert "llmcompressor" in sys.modules
     logger.info("dropped")
 logger.info("heard")

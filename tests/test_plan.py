@@ -269,13 +269,17 @@ def test_every_tensor_must_be_there_in_its_shape(name: str) -> None:
     changes = {"num_hidden_layers": 1, "num_local_experts": 2}
     _, _, tensors = small(**changes)
     less = {other: spec for other, spec in tensors.items() if other != name}
-    with pytest.raises(CheckpointError, match=rf"^here: {name} is missing; the checkpoint is incomplete, download it again$"):
+    with pytest.raises(
+        CheckpointError, match=rf"^here: {name} is missing; the checkpoint is incomplete, download it again$"
+    ):
         planned(less, **changes)
     other = tensors | {name: Spec(tensors[name].dtype, (*tensors[name].shape, 1))}
-    with pytest.raises(CheckpointError, match=rf"^here: {name} has shape \[.*\], config.json says \[.*; .* download both again$"):
+    with pytest.raises(
+        CheckpointError, match=rf"^here: {name} has shape \[.*\], config.json says \[.*; .* download both again$"
+    ):
         planned(other, **changes)
     wrong = tensors | {name: Spec("I64", tensors[name].shape)}
-    with pytest.raises(CheckpointError, match=rf"^here: {name} is I64; .* is needed: give the checkpoint as it was published$"):
+    with pytest.raises(CheckpointError, match=rf"^here: {name} is I64; .* is needed; give the published checkpoint$"):
         planned(wrong, **changes)
 
 
@@ -343,7 +347,8 @@ def test_a_plan_from_a_lone_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny.make(tmp_path / "model")
-    (tmp_path / "set.yaml").touch()
+    source = "{dataset: a/b, columns: [text], shape: text, samples: 5, category: c}"
+    (tmp_path / "set.yaml").write_text(f"name: x\nsequence_length: 16\nsources: [{source}]\n")
     (tmp_path / "r.yaml").write_text("source: {model: model}\ncalibration: set.yaml\n")
 
     def numbers() -> dict[str, Any]:

@@ -1,0 +1,40 @@
+"""What the commands share: their common options, and printing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+GATE_FAILED = 3
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="a recipe's path, or the name of a shipped one")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="one JSON object on standard output, all else on standard error")
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: the first GPU where there is one")]
+DeviceMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="use no more of the device than this, e.g. 20GiB; experts are then solved in smaller chunks",
+    ),
+]
+DebugOption = Annotated[bool, typer.Option("--debug", help="a traceback with every error")]
+
+
+def emit(data: dict[str, Any], as_json: bool, text: str) -> None:
+    """Print a result: as JSON, or as the text made of it."""
+    print(json.dumps(data, indent=1, sort_keys=True) if as_json else text)
+
+
+def show_rich(data: dict[str, Any], as_json: bool, renderable: Any) -> None:
+    """Print a result: as JSON, or as what rich renders."""
+    from rich.console import Console
+
+    if as_json:
+        emit(data, True, "")
+    else:
+        Console(width=None if sys.stdout.isatty() else 120).print(renderable)

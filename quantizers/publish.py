@@ -1,0 +1,244 @@
+"""A finished checkpoint on the Hub: verified before, uploaded so that it can be resumed, compared after.
+
+The token is the Hub library's own business (its login or environment): it is never read into a message,
+and what the library says is searched for it before it is passed on.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from .atomic import write_json, write_text
+from .errors import InputError, OutputError, QuantizeError
+from .journal import WORK
+
+if TYPE_CHECKING:
+    import torch
+
+REPORT, CARD = "report.json", "README.md"
+CHUNK = 1 << 24
+AGAIN = "give the same command again; what has arrived is not sent twice"
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file as it will lie on the Hub: its name, its bytes, and the two names that the Hub knows content by."""
+
+    name: str
+    size: int
+    sha256: str
+    blob: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """What is on the Hub now.
+
+    Attributes:
+        files: what was compared, all equal.
+        strangers: files on the Hub that this folder does not have.
+    """
+
+    url: str
+    commit: str
+    files: tuple[LocalFile, ...]
+    strangers: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return asdict(self) | {"bytes": sum(file.size for file in self.files)}
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """The report of a finished run.
+
+    Raises:
+        OutputError: the folder is no finished output of this program.
+    """
+    if (folder / WORK).exists():
+        raise OutputError(f"{folder}: the run is unfinished; give `quantize run` again, then publish")
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        if not isinstance(report, dict) or not {"source", "settings", "gates", "files"} <= set(report):
+            raise ValueError("not a report")
+    except (OSError, ValueError):
+        raise OutputError(f"{folder}: has no {REPORT} of a finished run; give the output of `quantize run`") from None
+    return report
+
+
+def problems_of(folder: Path, report: dict[str, Any], source: str, revision: str, device: torch.device) -> list[str]:
+    """Everything that speaks against publishing: what `quantize verify` finds, and gates that failed."""
+    from eval.consumer_folder import check_folder
+    from stitch.audit import verify
+
+    from .checkpoint import open_checkpoint
+    from .progress import progress
+
+    opened = open_checkpoint(source, revision)
+    with progress("verifying", int(opened.config.get("num_hidden_layers", 1))) as step:
+        differences = verify(folder, opened, device, step=step).differences
+    missing = [
+        f"{name}: named in {REPORT}, not in the folder" for name in report["files"] if not _is_file(folder, name)
+    ]
+    failed = [
+        f"gate {gate['name']} failed: {gate['value']:.4g}, limit {gate['limit']:.4g} ({gate['meaning']})"
+        for gate in report["gates"]
+        if not gate["passed"] and gate["name"] not in ("audit", "consumers")
+    ]
+    consumers = check_folder(folder)
+    misread = [str(finding) for finding in consumers.errors] if consumers else []
+    return [*missing, *differences, *misread, *failed]
+
+
+def _is_file(folder: Path, name: str) -> bool:
+    return Path(name).name == name and (folder / name).is_file()
+
+
+def state(folder: Path, report: dict[str, Any], reason: str | None, problems: list[str]) -> None:
+    """Let report and card say that a checkpoint was published although it fails; or no longer say so."""
+    from eval.card import card
+
+    forced = {"reason": reason, "problems": problems} if problems else None
+    if report.get("forced") == forced:
+        return
+    changed = {key: value for key, value in report.items() if key != "forced"} | ({"forced": forced} if forced else {})
+    write_json(folder / REPORT, changed)
+    write_text(card(changed), folder / CARD)
+
+
+def local_files(folder: Path, report: dict[str, Any], step: Step = lambda _: None) -> list[LocalFile]:
+    """The files to send, hashed: those that the run wrote. Anything else in the folder stays where it is."""
+    names = sorted({*report["files"], REPORT})
+    files = []
+    for name in names:
+        if _is_file(folder, name):
+            files.append(_hashed(folder / name))
+            step(name)
+    return files
+
+
+def _hashed(path: Path) -> LocalFile:
+    size = path.stat().st_size
+    whole, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    with path.open("rb") as stream:
+        while block := stream.read(CHUNK):
+            whole.update(block)
+            blob.update(block)
+    return LocalFile(path.name, size, whole.hexdigest(), blob.hexdigest())
+
+
+def upload(
+    folder: Path, files: list[LocalFile], repo: str, revision: str, private: bool | None, step: Step = lambda _: None
+) -> Published:
+    """Create the repository where there is none, send the files, and compare what the Hub has.
+
+    Args:
+        files: what `local_files` found.
+        revision: a branch; made where there is none.
+        private: of a new repository; the account's default when None.
+
+    Raises:
+        InputError: no token, or one that may not write there.
+        QuantizeError: the Hub cannot be reached, or holds something else afterwards. The same command
+            again goes on where it stopped.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    if get_token() is None:
+        raise InputError("no Hub token; log in with `hf auth login`, or set HF_TOKEN to one that may write")
+    api = HfApi()
+    with _hub_errors(repo):
+        url = str(api.create_repo(repo, private=private, exist_ok=True))
+        if revision != "main":
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        step("sending")
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            revision=revision,
+            allow_patterns=[glob.escape(file.name) for file in files],
+            commit_message="Upload with moe-quantizers",
+        )
+        step("comparing")
+        commit = api.model_info(repo, revision=revision).sha or revision
+        held = {entry.path: entry for entry in api.list_repo_tree(repo, recursive=True, revision=commit)}
+    different = [file.name for file in files if not _same(file, held.get(file.name))]
+    if different:
+        raise QuantizeError(
+            f"{repo}: the Hub holds something else under {', '.join(different[:5])}"
+            f"{f' and {len(different) - 5} more' if len(different) > 5 else ''}; publish again"
+        )
+    known = {file.name for file in files} | {".gitattributes"}
+    strangers = sorted(path for path, entry in held.items() if path not in known and hasattr(entry, "blob_id"))
+    return Published(url, commit, tuple(files), tuple(strangers))
+
+
+def _same(file: LocalFile, entry: Any) -> bool:
+    """Whether the Hub's entry has this file's content: by SHA-256 where it is stored as LFS or Xet, else by blob."""
+    if entry is None or not hasattr(entry, "blob_id") or entry.size != file.size:
+        return False
+    stored = entry.lfs
+    return bool(stored.sha256 == file.sha256 if stored else entry.blob_id == file.blob)
+
+
+@contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+    """What the Hub's library raises as one line of ours, without a token in it."""
+    from httpx import HTTPError
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        with _ended_at_once(f"quantize: {repo}: interrupted while uploading; {AGAIN}"):
+            yield
+    except HFValidationError as failure:
+        raise InputError(f"--repo {repo}: {_first_line(failure)}; write it as owner/name") from None
+    except HTTPError as failure:
+        status = getattr(getattr(failure, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise InputError(
+                f"{repo}: the Hub refuses this token ({status}); log in with `hf auth login` as someone who may write "
+                "there, or choose another --repo"
+            ) from None
+        raise QuantizeError(f"{repo}: the upload stopped ({_first_line(failure)}); {AGAIN}") from None
+    except (OSError, RuntimeError, ValueError) as failure:
+        raise QuantizeError(f"{repo}: the upload stopped ({_first_line(failure)}); {AGAIN}") from None
+
+
+@contextmanager
+def _ended_at_once(message: str) -> Iterator[None]:
+    """Within the block Ctrl-C and SIGTERM end the process: the library's threads would first finish their
+    shards, and nothing here is left half-written."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        os.write(2, f"{message}\n".encode())
+        os._exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _first_line(failure: BaseException) -> str:
+    from huggingface_hub import get_token
+
+    line = next(iter(str(failure).strip().splitlines()), "") or type(failure).__name__
+    token = get_token()
+    return line.replace(token, "***") if token else line

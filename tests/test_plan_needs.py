@@ -1,0 +1,104 @@
+"""What a plan says beyond actions: sizes as written under several recipes, headers from the Hub, needs of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hub_models import ModelHub
+
+from quantizers.pipeline import Options, run
+from quantizers.plan import listing, summary
+from quantizers.session import estimate_run, prepare
+
+REPO = "me/tiny"
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {"bits": 4, "group_size": 32, "rounding": "nearest"},
+        {"bits": 8, "group_size": 64, "rounding": "nearest", "scales": "minmax"},
+        {"bits": 4, "group_size": 64, "awq": False, "rounding": "nearest"},
+    ],
+)
+def test_planned_and_written_sizes_are_equal(
+    experts: dict[str, Any], tmp_path: Path, write_recipe: Callable[..., Path]
+) -> None:
+    job = prepare(str(write_recipe(tmp_path, **experts)))
+    planned = summary(job.plan, job.sizes)
+    run(job, Options(tmp_path / "out", torch.device("cpu")))
+    written = {path.name: path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")}
+    index = (tmp_path / "out" / "model.safetensors.index.json").stat().st_size
+    assert planned["shards"] == written
+    assert planned["index_bytes"] == index
+    assert planned["output_bytes"] == sum(written.values()) + index
+
+
+def test_kinds_and_listing_hold_every_tensor() -> None:
+    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
+    numbers = summary(job.plan, job.sizes)
+    kinds: Any = numbers["kinds"]
+    rows = listing(job.plan)
+    assert len(rows) == len(job.plan.actions) == sum(row["tensors"] for row in kinds)
+    assert sum(row["bytes_before"] for row in kinds) == numbers["source_bytes"]
+    w2 = next(row for row in kinds if row["kind"] == "model.layers.*.block_sparse_moe.experts.*.w2.weight")
+    assert (w2["action"], w2["tensors"], w2["bytes_before"]) == ("quantize", 62 * 256, 62 * 256 * 3072 * 1536)
+
+
+def test_needs_of_the_published_model() -> None:
+    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
+    needs = estimate_run(job, 131_803_409_011)
+    assert needs.tokens == 590 * 8192
+    assert needs.states is not None
+    assert needs.states["CPU"] == 590 * 8192 * (3 * 4 * 3072 + 2 * 4 * 8)
+    assert needs.seconds is not None
+    assert needs.seconds["GPU"] < needs.seconds["CPU"]
+    assert len(needs.as_dict()["assumptions"]) >= 4
+
+
+def plan_in_a_process(hub: ModelHub, home: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    return subprocess.run(
+        [sys.executable, "-m", "quantizers", "plan", *map(str, words), "--json"],
+        env=kept | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_headers_from_the_hub_without_shards(tmp_path: Path) -> None:
+    model = tiny.make(tmp_path / "model", num_hidden_layers=3)
+    (tmp_path / "set.yaml").write_text(
+        "name: x\nsequence_length: 16\nsources: [{dataset: a/b, columns: [t], shape: text, samples: 5, category: c}]\n"
+    )
+    local, remote = tmp_path / "local.yaml", tmp_path / "remote.yaml"
+    local.write_text("source: {model: model}\ncalibration: set.yaml\n")
+    remote.write_text(f"source: {{model: {REPO}}}\ncalibration: set.yaml\n")
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    with ModelHub("hf_x", {REPO: {"main": files}}) as hub:
+        here = json.loads(plan_in_a_process(hub, tmp_path / "home", local).stdout)
+        assert hub.asked == []
+        for _ in range(2):  # the second time the index is in the cache, the shards are not
+            there = plan_in_a_process(hub, tmp_path / "home", remote)
+            assert there.returncode == 0, there.stderr
+            numbers = json.loads(there.stdout)
+            assert numbers["basis"] == f"the headers of {REPO} on the Hub, commit {hub.commit(REPO, 'main')}"
+            assert numbers | {"basis": "", "recipe": ""} == here | {"basis": "", "recipe": ""}
+        assert not list((tmp_path / "home").rglob("*.safetensors"))
+        lost = tmp_path / "lost.yaml"
+        lost.write_text("source: {model: me/lost}\ncalibration: set.yaml\n")
+        gone = plan_in_a_process(hub, tmp_path / "home", lost)
+    assert gone.returncode == 2
+    assert gone.stderr.startswith("quantize: me/lost: the Hub did not give its headers (")
+    assert len(gone.stderr.splitlines()) == 1

@@ -1,0 +1,224 @@
+"""Publishing to a stand-in for the Hub on the loopback interface, by the real huggingface_hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Finished
+from hub_models import ModelHub
+
+TOKEN = "hf_" + "s3cretNeverToBeSeen" * 2
+REPO = "me/tiny-FP8-INT4"
+
+
+@pytest.fixture
+def hub() -> Iterator[ModelHub]:
+    with ModelHub(TOKEN) as stand_in:
+        yield stand_in
+
+
+@pytest.fixture
+def folder(finished: Finished, tmp_path: Path) -> Path:
+    shutil.copytree(finished.folder, tmp_path / "output")
+    return tmp_path / "output"
+
+
+class Command:
+    """`quantize publish` in a process of its own, with the token in its environment; keeps all that it says."""
+
+    def __init__(self, hub: ModelHub, home: Path, token: str | None = TOKEN) -> None:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+        hub_settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_DEBUG": "1"}
+        self.environment = kept | hub_settings
+        if token is not None:
+            self.environment["HF_TOKEN"] = token
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", "quantizers", *map(str, arguments)]
+        return subprocess.Popen(
+            words, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
+        )
+
+    def ended(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error; no token in either."""
+        out, err = process.communicate(timeout=120)
+        assert TOKEN not in out + err
+        return process.returncode, out, err
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        return self.ended(self.start(*arguments))
+
+
+@pytest.fixture
+def command(hub: ModelHub, tmp_path: Path) -> Command:
+    return Command(hub, tmp_path / "home")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_published_and_equal(hub: ModelHub, command: Command, folder: Path, finished: Finished, tmp_path: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+    code, out, err = command(
+        "publish", folder, "--repo", REPO, "--source", finished.source, "--private", "--revision", "v1", "--json"
+    )
+    assert code == 0, err
+    result = json.loads(out)
+    sent = {name: raw for name, raw in contents(folder).items() if name != "notes.txt"}
+    held = dict(hub.repositories[REPO]["v1"])
+    assert held.pop(".gitattributes")
+    assert held == sent
+    assert hub.private == {REPO: True}
+    assert list(hub.repositories[REPO]["main"]) == [".gitattributes"]
+    assert {file["name"] for file in result["files"]} == set(sent)
+    assert result["bytes"] == sum(map(len, sent.values()))
+    assert not [
+        path for path in (tmp_path / "home").rglob("*") if path.is_file() and TOKEN in path.read_text("latin-1")
+    ]
+    assert not any(TOKEN.encode() in raw for raw in held.values())
+
+
+def test_interrupted_and_published_again(hub: ModelHub, command: Command, folder: Path, finished: Finished) -> None:
+    words = ("publish", folder, "--repo", REPO, "--source", finished.source)
+    hub.stall_after = 3
+    process = command.start(*words)
+    while not hub.stalled.wait(0.2) and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGINT)
+    code, _, err = command.ended(process)
+    assert code == 130, err
+    assert "give the same command again" in err
+    assert list(hub.repositories[REPO]["main"]) == [".gitattributes"]
+    first = list(hub.received)
+    assert len(first) == 3
+
+    hub.stall_after = None
+    hub.release.set()
+    code, out, err = command(*words)
+    assert code == 0, err
+    assert "the Hub's hashes equal the local ones" in out
+    held = hub.repositories[REPO]["main"]
+    assert {name: raw for name, raw in held.items() if name != ".gitattributes"} == contents(folder)
+    assert len(hub.received) == len(set(hub.received)), "an object was sent twice"
+
+
+def test_a_dry_run_sends_nothing(hub: ModelHub, command: Command, folder: Path, finished: Finished) -> None:
+    (folder / "notes.txt").write_text("mine")
+    before = contents(folder)
+    code, out, err = command("publish", folder, "--repo", REPO, "--source", finished.source, "--dry-run")
+    assert code == 0, err
+    assert hub.asked == []
+    assert contents(folder) == before
+    for name in before:
+        assert name in out
+    assert "not sent: notes.txt" in out
+
+
+def break_a_byte(folder: Path) -> None:
+    shard = folder / "model-00002-of-00005.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-3] ^= 1
+    shard.write_bytes(raw)
+
+
+def fail_a_gate(folder: Path) -> None:
+    report = json.loads((folder / "report.json").read_text())
+    gate = {"name": "kl", "passed": False, "value": 0.5, "limit": 0.1, "meaning": "mean KL"}
+    (folder / "report.json").write_text(json.dumps(report | {"gates": [gate]}))
+
+
+def mislead_servers(folder: Path) -> None:
+    """The published mistake: no vLLM asks for experts under this name."""
+    config = json.loads((folder / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["routed_experts"]
+    group["targets"] = [r"re:.*block_sparse_moe\.experts\.\d+\.(w1|w2|w3)$"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("spoil", [break_a_byte, fail_a_gate, mislead_servers])
+def test_a_failing_checkpoint_is_refused_unless_forced(
+    hub: ModelHub, command: Command, folder: Path, finished: Finished, spoil: Any
+) -> None:
+    spoil(folder)
+    words = ("publish", folder, "--repo", REPO, "--source", finished.source)
+    code, out, err = command(*words)
+    assert (code, out) == (2, "")
+    assert "give --force with a reason" in err.splitlines()[-1]
+    assert hub.asked == []
+
+    code, out, err = command(*words, "--force", "to show | a failure")
+    assert code == 0, err
+    assert "published though" in out
+    card = hub.repositories[REPO]["main"]["README.md"].decode()
+    assert "did not pass its checks and was published all the same" in card
+    assert "to show | a failure" in card
+    assert json.loads(hub.repositories[REPO]["main"]["report.json"])["forced"]["problems"]
+
+
+def test_a_forced_card_is_taken_back(command: Command, folder: Path, finished: Finished) -> None:
+    words = ("publish", folder, "--repo", REPO, "--source", finished.source)
+    before = contents(folder)
+    break_a_byte(folder)
+    assert command(*words, "--force", "a test")[0] == 0
+    shutil.copy(finished.folder / "model-00002-of-00005.safetensors", folder)
+    code, _, err = command(*words)
+    assert code == 0, err
+    assert (folder / "README.md").read_bytes() == before["README.md"]
+
+
+def test_a_hub_that_holds_something_else(hub: ModelHub, command: Command, folder: Path, finished: Finished) -> None:
+    for spoiled in ("model-00001-of-00005.safetensors", "config.json"):
+        hub.damage = lambda path, raw, spoiled=spoiled: raw[:-1] + b"?" if path == spoiled else raw  # type: ignore[misc]
+        code, _, err = command("publish", folder, "--repo", f"me/{spoiled[:5]}", "--source", finished.source)
+        assert code == 1
+        assert f"the Hub holds something else under {spoiled}; publish again" in err
+
+
+def test_what_is_wrong_with_a_login(hub: ModelHub, folder: Path, finished: Finished, tmp_path: Path) -> None:
+    words = ("publish", folder, "--repo", REPO, "--source", finished.source)
+    code, _, err = Command(hub, tmp_path / "a", token=None)(*words)
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        "quantize: no Hub token; log in with `hf auth login`, or set HF_TOKEN to one that may write",
+    )
+    other = "hf_" + "another" * 5
+    code, _, err = Command(hub, tmp_path / "b", token=other)(*words)
+    assert code == 2
+    assert "the Hub refuses this token (401)" in err
+    assert other not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--repo", "tiny"), "--repo tiny: write it as owner/name"),
+        (("--repo", "me/a b"), "write it as owner/name"),
+        (("--repo", REPO, "--force", " "), "--force: give the reason"),
+    ],
+)
+def test_what_is_wrong_with_the_arguments(
+    command: Command, folder: Path, finished: Finished, words: tuple[str, ...], message: str
+) -> None:
+    code, _, err = command("publish", folder, "--source", finished.source, *words)
+    assert code == 2
+    assert message in err
+
+
+def test_what_is_no_finished_output(command: Command, folder: Path, tmp_path: Path) -> None:
+    (folder / ".quantize").mkdir()
+    code, _, err = command("publish", folder, "--repo", REPO)
+    assert code == 2
+    assert "the run is unfinished" in err
+    code, _, err = command("publish", tmp_path, "--repo", REPO)
+    assert code == 2
+    assert "has no report.json of a finished run" in err
