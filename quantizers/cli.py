@@ -61,6 +61,7 @@ def run(
     """
     from .byte_size import parse_bytes
     from .journal import refuse_second_run
+    from .recipe import source_location
     from .session import prepare
 
     refuse_second_run(output)
@@ -80,7 +81,8 @@ def run(
     report = run_job(job, Options(output, choose_device(device), limit, paranoid))
     from .tables import run_table
 
-    emit(report, as_json, run_table(report, output, recipe))
+    source = source_location(job.recipe, job.path)  # a Hub id stays what it is
+    emit(report, as_json, run_table(report, output, os.path.relpath(source) if Path(source).is_dir() else source))
     if not all(gate["passed"] for gate in report["gates"]):
         raise typer.Exit(GATE_FAILED)
 

@@ -25,6 +25,7 @@ from .atomic import write_json
 from .calibration import CalibrationData
 from .checkpoint import Checkpoint
 from .errors import QuantizeError
+from .heap import give_back, map_large_blocks
 from .layers import LayeredModel
 from .overlap import in_background, read_ahead
 from .progress import layer_line, peak_memory, progress
@@ -62,6 +63,7 @@ def quantize_layers(
     done = len(journal.done_layers(work, layers))
     if done == layers:
         return
+    map_large_blocks()
     dtype = forward_dtype(device)
     model = LayeredModel(source, job.facts, job.sizes, device, dtype)
     model.head()  # only read: a NaN in it would otherwise be found after the last layer
@@ -115,7 +117,10 @@ def quantize_layers(
             journal.log(work, layer_line(entry))
             states.path.unlink()
             states = following
-            step(f"{sum(watch.seconds.values()):.1f} s, rounding error {solved.error.get('down_rounding', 0):.4f}")
+            rounding = solved.error.get("down_rounding", 0.0)
+            del solved, tensors  # or they would still be there while the next layer is solved
+            give_back()
+            step(f"{sum(watch.seconds.values()):.1f} s, rounding error {rounding:.4f}")
     for rows in (states, stores.x, stores.chosen, stores.weight):
         rows.path.unlink()
 

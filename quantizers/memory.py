@@ -90,7 +90,7 @@ def _expert_bytes(sizes: Sizes, longest: int, itemsize: int) -> int:
     square, narrow = FLOAT * hidden**2, FLOAT * width**2  # of input_gram, of width_gram
     gate_up, down = FLOAT * 2 * width * hidden, FLOAT * width * hidden
     # One sequence: routed rows (all of them at worst) beside the last one's h, or gate, up and h.
-    sequence = longest * (itemsize * max(4 * hidden + 5 * width, 9 * width) + 9 * chosen + 40)
+    sequence = longest * (itemsize * max(4 * hidden + 6 * width, 10 * width) + 9 * chosen + 40)
     summing = narrow + max(square + sequence, SUMS_FINISHED * square + narrow)
     # The weights in float32 and scaled, both Gram matrices, then one matrix being rounded.
     held = 2 * (gate_up + down) + square + narrow

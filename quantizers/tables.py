@@ -25,8 +25,8 @@ def size(number: int) -> str:
     return f"{number} B"
 
 
-def run_table(report: dict[str, Any], output: Path, recipe: str) -> str:
-    """What `quantize run` prints at its end."""
+def run_table(report: dict[str, Any], output: Path, source: str) -> str:
+    """What `quantize run` prints at its end; `source` is the checkpoint as the next commands find it from here."""
     lines = []
     if report.get("already_done"):
         lines.append(f"{output} was finished before; nothing was touched")
@@ -58,11 +58,10 @@ def run_table(report: dict[str, Any], output: Path, recipe: str) -> str:
     falls = sum(len(layer["fallbacks"]) for layer in report["layers"])
     if falls:
         lines.append(f"fallbacks {falls}, listed in report.json under layers")
-    model = report["source"]["model"]
     lines += [
         "",
-        f"next: quantize verify {output} --source {model}",
-        f"      quantize eval {model} {output} --data held-out",
+        f"next: quantize verify {output} --source {source}",
+        f"      quantize eval {source} {output} --data held-out",
         f"      vllm serve {output}",
     ]
     return "\n".join(lines).strip("\n")

@@ -1,0 +1,27 @@
+"""Memory that is freed goes back to the system: glibc's allocator, told so.
+
+Left alone it keeps freed blocks of up to 32 MB for later. Between blocks that live on they fall to
+pieces, so that the peak of a layer crept up by a sixth over 24 layers, and by no rule. With blocks
+from 1 MiB mapped on their own, and the rest swept up after each layer, it stays where it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h; setting it also stops it from growing
+LARGE = 2**20
+
+
+def map_large_blocks() -> None:
+    """From here on, blocks of 1 MiB and more are given back when they are freed. Nothing without glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(MMAP_THRESHOLD, LARGE)
+
+
+def give_back() -> None:
+    """Give back what lies free between small blocks. Nothing without glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)
