@@ -50,7 +50,7 @@ def layer_sizes(experts: int, hidden: int, width: int) -> dict[str, int]:
         "hidden": hidden,
         "width": width,
         "heads": heads,
-        "kv_heads": max(n for n in (1, 2, 4, 8) if heads % n == 0),
+        "kv_heads": max(n for n in (1, 2, 4, 8) if heads % n == 0 and n <= max(1, heads // 6)),
         "vocabulary": 256,
     }
 

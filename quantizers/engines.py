@@ -1,8 +1,8 @@
 """The gram engine: one layer's recorded inputs and weights ─► its solved experts.
 
-Order: sums of x ─► one scale for the norm and all its readers ─► chunk by chunk of experts: blended
-sums ─► a scale per expert for w3 → w2 ─► group scales ─► rounding, w2 last and corrected for the rounded
-w1 and w3. All experts of a chunk are solved as batched matrices. The other engine, the library's own, is
+Order: sums of x ─► one scale for the norm and all its readers ─► chunk by chunk of experts: w1 and w3
+rounded ─► sums of what they then give w2 ─► w2 corrected for that ─► a scale per expert for w3 → w2 ─► w2
+rounded. All experts of a chunk are solved as batched matrices. The other engine, the library's own, is
 llmcompressor_engine.py.
 
 Legend: E experts, c experts of a chunk, H hidden, I expert width, G Gram matrix.
@@ -19,18 +19,20 @@ from functools import partial
 import torch
 
 from .awq import fold_gram, fold_norm, grid_scales, scale_losses, weight_means
-from .correction import corrected, served_sums
+from .correction import corrected
+from .expert_sums import Activation, WidthSums, input_grams, width_sums
 from .phases import phase
 from .recipe import Awq, Experts
 from .refine import refine
 from .rounding import damped, dequantize, gptq, minmax_scales, mse_scales, nearest
 from .solved import MATRICES, Matrix, Solved
-from .statistics import Activation, Blend, ExpertSums, Recorded, blend, expert_sums, input_sums, route_counts
+from .statistics import Batch, Blend, Recorded, batches, blend, input_sums
 from .symmetric import quadratic_loss
 
 DAMPING = 0.01
 SWEEPS = 2  # of refine.py after GPTQ; a third wins less than 1 % of the loss
-CACHE, MOST = 8 * 2**20, 8  # bytes of weights and experts that a CPU works on at a time, to stay in its cache
+ROWS, SKIPPED = 2048, 8  # the norm's search reads so many rows at least, and at least each of the so manieth
+CACHE, MOST = 6291457, 8  # bytes of weights and experts that a CPU works on at a time, to stay in its cache
 
 
 def solve(
@@ -70,7 +72,7 @@ def solve(
     with phase("sums"):
         inputs = input_sums(recorded)
         blended = blend(recorded, experts, settings.routed_weight, full_share_at=hidden)
-        most = _most_routed(recorded, experts)
+        together = batches(recorded, experts)
     error: dict[str, float] = {}
     folded, smooth = norm, torch.ones(hidden, device=gate_up.device)
     if settings.awq:
@@ -78,18 +80,19 @@ def solve(
             folded, smooth = _norm_scale(
                 gate_up, inputs.gram, inputs.mean, norm, settings, chunks, inputs.tokens, error
             )
-    solved, seen = [], []
+    solved = []
     for first, last in chunks:
-        sums = expert_sums(recorded, gate_up[first:last], activation, blended, inputs.gram, most, first)
-        serve = partial(_serve, recorded, gate_up[first:last], smooth, activation, blended, first)
-        parts = gate_up[first:last].float(), down[first:last].float()
-        solved.append(_solve_chunk(*parts, smooth, sums, serve, settings))
-        seen.append((sums.seen, sums.dropped))
+        with phase("sums"):
+            input_gram = input_grams(recorded, together, blended, inputs.gram, first, last)
+            input_gram = fold_gram(input_gram, smooth.unsqueeze(0))
+        part = gate_up[first:last]
+        serve = partial(_serve, recorded, together, part, smooth, activation, blended, first)
+        solved.append(_solve_chunk(part.float() * smooth, down[first:last].float(), input_gram, serve, settings))
     # Numbers for the report are fetched once all chunks are under way: a GPU never waits for them.
     fallbacks = inputs.fallbacks()
-    for (first, _), (rows, dropped), part in zip(chunks, seen, solved, strict=True):
-        fallbacks += _fallbacks(rows, dropped, part, blended, settings, first)
-    error["expert_tokens"] = float(min(int(rows.min()) for rows, _ in seen))
+    for (first, _), chunk_solved in zip(chunks, solved, strict=True):
+        fallbacks += _fallbacks(chunk_solved, blended, settings, first)
+    error["expert_tokens"] = float(min(int(part.seen.min()) for part in solved))
     return Solved(
         folded,
         smooth,
@@ -99,12 +102,6 @@ def solve(
         error | _errors(solved, experts),
         fallbacks,
     )
-
-
-def _most_routed(recorded: Sequence[Recorded], experts: int) -> list[int]:
-    """For each sequence the largest number of tokens that one expert gets; one synchronisation a layer."""
-    counts = torch.stack([route_counts(sequence.chosen, experts).amax() for sequence in recorded])
-    return [int(n) for n in counts.tolist()]
 
 
 def _norm_scale(
@@ -119,11 +116,13 @@ def _norm_scale(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale that the norm, the router and every w1 and w3 share: the folded norm, and s (H,)."""
     assert isinstance(settings.awq, Awq)
-    group, bits = settings.group_size, settings.bits
+    group, bits, (experts, rows, _) = settings.group_size, settings.bits, gate_up.shape
     means = torch.cat([weight_means(gate_up[a:b].float(), group) for a, b in chunks]).mean(0, keepdim=True)
     grid = grid_scales(mean.unsqueeze(0), means, settings.awq.grid, settings.awq.duo_scaling)
-    losses = [scale_losses(gate_up[a:b].float(), gram.unsqueeze(0), grid, group, bits) for a, b in chunks]
-    total = torch.cat(losses, dim=1).double().sum(1)  # (P,), added in the order of experts
+    # One of a few points is chosen by the sum over all rows: of very many rows each expert's share will do.
+    step = min(SKIPPED, max(1, experts * rows // ROWS))
+    losses = [scale_losses(gate_up[a:b, ::step].float(), gram.unsqueeze(0), grid, group, bits) for a, b in chunks]
+    total = torch.cat(losses, dim=1).double().sum(1) * step  # (P,), added in the order of experts
     best = int(total.argmin())
     error["norm_search_before"], error["norm_search_after"] = (float(total[i]) / tokens for i in (0, best))
     return fold_norm(norm, grid[best, 0])
@@ -137,63 +136,75 @@ class _Chunk:
         damping: per group of matrices that share a factorization, (c,), see `rounding.gptq`.
         totals: sums over the chunk's experts of losses (`…_lost`) and of what they are relative to
             (`…_whole`), and of the w2 search's objective before and after.
+        seen, dropped: (c,) int64, see `WidthSums`.
     """
 
     codes: dict[Matrix, torch.Tensor]
     scales: dict[Matrix, torch.Tensor]
     damping: dict[str, torch.Tensor]
     totals: dict[str, torch.Tensor]
+    seen: torch.Tensor
+    dropped: torch.Tensor
 
 
 def _serve(
     recorded: Sequence[Recorded],
+    together: Sequence[Batch],
     gate_up: torch.Tensor,
     smooth: torch.Tensor,
     activation: Activation,
     blended: Blend,
     first: int,
     served: torch.Tensor,
-    s: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    with phase("sums"):
-        return served_sums(recorded, gate_up, served, smooth, s, activation, blended, first)
+    compare: bool,
+) -> WidthSums:
+    """Sums of what w2 is served by the rounded w1 and w3 (c, 2I, H), which read x / smooth."""
+    # One rounding of the weights to the dtype of the forward pass, as a server does it.
+    rounded = (served / smooth).to(gate_up.dtype)
+    return width_sums(recorded, together, rounded, activation, blended, first, gate_up if compare else None)
 
 
 def _solve_chunk(
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    smooth: torch.Tensor,
-    sums: ExpertSums,
-    serve: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    input_gram: torch.Tensor,
+    serve: Callable[[torch.Tensor, bool], WidthSums],
     settings: Experts,
 ) -> _Chunk:
     """Scale and round the experts of one chunk.
 
     Args:
-        gate_up, down: (c, 2I, H) and (c, H, I) in float32.
-        serve: from rounded w1 and w3 (c, 2I, H) and the scale (c, I) of w3's rows to `served_sums`.
+        gate_up, down: (c, 2I, H) and (c, H, I) in float32; gate_up multiplied by the norm's scale.
+        input_gram: (c, H, H) float32, of what that reads.
+        serve: from rounded w1 and w3 (c, 2I, H) to the sums of w2's inputs, with `changes` if asked for.
     """
-    width, width_gram = gate_up.shape[1] // 2, sums.width_gram
-    result = _Chunk({}, {}, {}, {})
-    scaled, s = gate_up * smooth, torch.ones_like(sums.width_mean)
-    if settings.awq:
-        with phase("search"):
-            s, before, after = _width_scale(down, width_gram, sums.width_mean, settings, settings.awq)
-        result.totals |= {"down_search_before": before, "down_search_after": after}
-        scaled[:, width:] /= s.unsqueeze(-1)  # what w2's columns are multiplied by, w3's rows are divided by
-        down, width_gram = down * s.unsqueeze(1), fold_gram(width_gram, s)
     # gate and up read the same inputs, so they share one factorization.
     with phase("rounding"):
-        input_gram = fold_gram(sums.input_gram, smooth.unsqueeze(0))
-        codes, scales = _round(scaled, input_gram, settings, "gate_up", result)
-    result.codes["gate"], result.codes["up"] = codes.chunk(2, dim=1)
-    result.scales["gate"], result.scales["up"] = scales.chunk(2, dim=1)
-    if settings.rounding == "gptq":
-        width_gram, cross = serve(dequantize(codes, scales), s)
-        down = corrected(down, width_gram, cross, DAMPING)
+        codes, scales, first_damping, totals = _round(gate_up, input_gram, settings, "gate_up")
+    sums = serve(dequantize(codes, scales), settings.rounding == "gptq")
+    if sums.changes is not None:
+        with phase("rounding"):
+            down = corrected(down, sums.gram, sums.changes, DAMPING)
+    gate_scales, up_scales = scales.chunk(2, dim=1)
+    width_gram = sums.gram
+    if settings.awq:
+        with phase("search"):
+            s, before, after = _width_scale(down, width_gram, sums.mean, settings, settings.awq)
+        totals |= {"down_search_before": before, "down_search_after": after}
+        # What w2's columns are multiplied by, w3's rows are divided by: its codes stay as they are.
+        up_scales = (up_scales.float() / s.unsqueeze(-1)).bfloat16()
+        down, width_gram = down * s.unsqueeze(1), fold_gram(width_gram, s)
     with phase("rounding"):
-        result.codes["down"], result.scales["down"] = _round(down, width_gram, settings, "down", result)
-    return result
+        down_codes, down_scales, damping, lost = _round(down, width_gram, settings, "down")
+    gate_codes, up_codes = codes.chunk(2, dim=1)
+    return _Chunk(
+        {"gate": gate_codes, "up": up_codes, "down": down_codes},
+        {"gate": gate_scales, "up": up_scales, "down": down_scales},
+        first_damping | damping,
+        totals | lost,
+        sums.seen,
+        sums.dropped,
+    )
 
 
 def _width_scale(
@@ -208,16 +219,21 @@ def _width_scale(
 
 
 def _round(
-    weight: torch.Tensor, gram: torch.Tensor, settings: Experts, name: str, result: _Chunk
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Gram matrix (c, C, C)."""
+    weight: torch.Tensor, gram: torch.Tensor, settings: Experts, name: str
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Gram matrix (c, C, C).
+
+    Returns:
+        Codes, scales, and under `name` what `_Chunk` keeps as damping and as totals.
+    """
+    damping: dict[str, torch.Tensor] = {}
     if settings.scales == "mse":
         scale = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), settings.group_size, settings.bits)
     else:
         scale = minmax_scales(weight, settings.group_size, settings.bits)
     if settings.rounding == "gptq":
         codes, used = gptq(weight, gram, scale, settings.bits, DAMPING)
-        result.damping[name] = used
+        damping[name] = used
         solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
         finer = codes, scale
         for _ in range(SWEEPS):
@@ -225,9 +241,11 @@ def _round(
         codes, scale = torch.where(solvable, finer[0], codes), torch.where(solvable, finer[1], scale)
     else:
         codes = nearest(weight, scale, settings.bits)
-    result.totals[f"{name}_lost"] = quadratic_loss(dequantize(codes, scale).sub_(weight), gram).double().sum()
-    result.totals[f"{name}_whole"] = quadratic_loss(weight, gram).double().sum()
-    return codes.to(torch.int8), scale
+    totals = {
+        f"{name}_lost": quadratic_loss(dequantize(codes, scale).sub_(weight), gram).double().sum(),
+        f"{name}_whole": quadratic_loss(weight, gram).double().sum(),
+    }
+    return codes.to(torch.int8), scale, damping, totals
 
 
 def _errors(chunks: Sequence[_Chunk], experts: int) -> dict[str, float]:
@@ -241,13 +259,11 @@ def _errors(chunks: Sequence[_Chunk], experts: int) -> dict[str, float]:
     return errors
 
 
-def _fallbacks(
-    seen: torch.Tensor, dropped: torch.Tensor, chunk: _Chunk, blended: Blend, settings: Experts, first: int
-) -> list[str]:
-    """One line for every expert of the chunk that did not get what the recipe asks for. See `ExpertSums`."""
+def _fallbacks(chunk: _Chunk, blended: Blend, settings: Experts, first: int) -> list[str]:
+    """One line for every expert of the chunk that did not get what the recipe asks for."""
     lines = []
-    part = slice(first, first + len(seen))
-    columns = (seen, dropped, blended.routed_tokens[part], blended.share[part])
+    part = slice(first, first + len(chunk.seen))
+    columns = (chunk.seen, chunk.dropped, blended.routed_tokens[part], blended.share[part])
     for i, (rows, left_out, count, share) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         name = f"expert {first + i}"
         if left_out:

@@ -25,7 +25,7 @@ from .atomic import write_json
 from .calibration import CalibrationData
 from .checkpoint import Checkpoint
 from .errors import QuantizeError
-from .heap import give_back, map_large_blocks
+from .heap import give_back, settle
 from .layers import LayeredModel
 from .overlap import in_background, read_ahead
 from .progress import layer_line, peak_memory, progress
@@ -63,7 +63,7 @@ def quantize_layers(
     done = len(journal.done_layers(work, layers))
     if done == layers:
         return
-    map_large_blocks()
+    settle()
     dtype = forward_dtype(device)
     model = LayeredModel(source, job.facts, job.sizes, device, dtype)
     model.head()  # only read: a NaN in it would otherwise be found after the last layer

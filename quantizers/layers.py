@@ -1,7 +1,7 @@
 """A model of which one decoder layer exists at a time.
 
-transformers' own model code is built on the meta device, where it has no memory; one layer is given
-its weights, run, and sent back. The forward pass of a layer, rotary embedding included, is
+transformers' own layer is built on the meta device, where it has no memory, given its weights, run, and
+sent back. The forward pass of a layer, rotary embedding included, is
 transformers' own: only the routed experts are intercepted, where they are called with
 `(hidden_states, top_k_index, top_k_weights)`, the interface that all of its MoE models share.
 """
@@ -9,6 +9,7 @@ transformers' own: only the routed experts are intercepted, where they are calle
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +63,13 @@ class LayeredModel:
         config._attn_implementation = "sdpa"  # causal without a mask; eager attention with mask None is not
         # One grouped matmul for all experts on an accelerator; on a CPU the plain loop is faster.
         config._experts_implementation = "eager" if device.type == "cpu" else "grouped_mm"
+        self.config = config
+        # Layers are made one at a time, when they are needed: of a long model even the empty ones take memory.
+        short = copy.deepcopy(config)
+        short.num_hidden_layers = 1
         with torch.device("meta"):
-            self.skeleton = model_class(config).eval()
-        inner = self.skeleton.model
+            inner = model_class(short).model
+        self.layer_class = type(inner.layers[0])
         # inv_freq is computed, not loaded, so on the meta device it would stay empty.
         self.rotary = type(inner.rotary_emb)(config=config).to(device)
         self.final_norm = inner.norm
@@ -88,7 +93,8 @@ class LayeredModel:
     @contextlib.contextmanager
     def layer(self, number: int) -> Iterator[torch.nn.Module]:
         """The decoder layer with its weights; they are freed when the block ends."""
-        module: torch.nn.Module = self.skeleton.model.layers[number]
+        with torch.device("meta"):
+            module: torch.nn.Module = self.layer_class(self.config, number).eval()
         module.load_state_dict(
             layer_weights(self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype),
             assign=True,
@@ -97,7 +103,7 @@ class LayeredModel:
         try:
             yield module
         finally:
-            module.to("meta")
+            module.to("meta")  # whoever still holds the module holds no weights
 
     def inputs(self, states: torch.Tensor) -> dict[str, Any]:
         """What transformers' model hands its layers: one sequence (T, H) as keyword arguments."""

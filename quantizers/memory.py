@@ -5,7 +5,7 @@ K experts chosen per token, b bytes of an element of the forward pass (2 on an a
 
     peak = the layer + its codes + max(one sequence's forward pass, sums of x + c · bytes of one expert)
 
-The bytes of one expert follow the code of statistics.py, engines.py, rounding.py and refine.py: the
+The bytes of one expert follow the code of expert_sums.py, engines.py, rounding.py and refine.py: the
 arrays that are alive at their fullest moment. tests/test_device_memory.py measures them.
 """
 
@@ -21,6 +21,7 @@ from .errors import InputError
 from .plan import Plan
 
 FLOAT = 4
+JOINED = 1024  # tokens: short sequences are worked on together, as long as they have no more
 # Arrays alive at the fullest moment of each phase, see `_expert_bytes`.
 SUMS_FINISHED = 6  # (H, H): the routed sums, their blend in float64, the result
 ROUNDING_SQUARE = 8  # (C, C): Gram matrix as it came, folded, damped, in order, its factor and the solver's copies
@@ -89,12 +90,16 @@ def _expert_bytes(sizes: Sizes, longest: int, itemsize: int) -> int:
     hidden, width, chosen = sizes["hidden"], sizes["width"], sizes["chosen"]
     square, narrow = FLOAT * hidden**2, FLOAT * width**2  # of input_gram, of width_gram
     gate_up, down = FLOAT * 2 * width * hidden, FLOAT * width * hidden
-    # One sequence: routed rows (all of them at worst) beside the last one's h, or gate, up and h.
-    sequence = longest * (itemsize * max(4 * hidden + 6 * width, 10 * width) + 9 * chosen + 40)
-    summing = narrow + max(square + sequence, SUMS_FINISHED * square + narrow)
+    longest = max(longest, JOINED)
+    small = longest * (9 * chosen + 40)  # routing weights and row numbers
+    # Routed rows (all of them at worst) with their weights, one batch at a time; then the blend.
+    inputs = max(square + longest * itemsize * 4 * hidden + small, SUMS_FINISHED * square)
+    # The weights in float32, rounded and served; gate, up and h of a batch, or its routed rows and theirs.
+    batch = longest * itemsize * max(6 * width, 2 * hidden + 5 * width) + small
+    serving = 3 * gate_up + down + square + 2 * narrow + batch
     # The weights in float32 and scaled, both Gram matrices, then one matrix being rounded.
     held = 2 * (gate_up + down) + square + narrow
     rounding = max(
         ROUNDING_SQUARE * square + ROUNDING_MATRIX * gate_up, ROUNDING_SQUARE * narrow + ROUNDING_MATRIX * down
     )
-    return max(summing, held + rounding)
+    return max(inputs, serving, held + rounding)

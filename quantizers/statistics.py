@@ -1,7 +1,7 @@
-"""The sums that everything is solved from, gathered from one layer's recorded inputs.
+"""What the block of one layer saw, and how its tokens are counted.
 
-Legend: T tokens of one sequence, H hidden, I expert width, E experts, c experts of a chunk, K experts
-chosen per token; x (T, H) is what the MoE block reads, h_e (T, I) = act(x w1ᵀ) * (x w3ᵀ) what w2 reads.
+Legend: T tokens of one sequence, H hidden, E experts, c experts of a chunk, K experts chosen per token;
+x (T, H) is what the MoE block reads.
 
 Every expert sees every token (a router sends some experts too few to know their inputs by), and the
 tokens the router really sends count more. Of two ways of counting tokens, each of total weight 1,
@@ -10,21 +10,19 @@ tokens the router really sends count more. Of two ways of counting tokens, each 
 
 is the blend, with a_e = a · min(1, n_e / n0): an expert with few routed tokens leans on all of them.
 Because routing is known before the experts run, the blend is one weighted sum: nothing else is kept.
-Sums are float32 and added sequence by sequence, in order, one sequence a matmul: torch does not
-promise the same bits for other shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
-from .phases import phase
-from .symmetric import add_gram, gram, mirror
+from .memory import JOINED
+from .symmetric import gram
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
 LARGEST = 1e16  # squares of this, times ten million tokens, are still finite in float32
 
 
@@ -170,23 +168,45 @@ def token_weights(sequence: Recorded, blended: Blend, first: int, last: int) -> 
     return (share * (squared.double() / mass).float()) + (1 - share) / blended.tokens
 
 
-@dataclass
-class ExpertSums:
-    """Blended sums of experts first … first + c - 1, each of total weight 1.
+@dataclass(frozen=True)
+class Batch:
+    """Sequences first … last - 1, which are worked on together: of a short one an expert gets few tokens.
 
     Attributes:
-        input_gram: (c, H, H) float32, of x.
-        width_gram: (c, I, I) float32, of h_e.
-        width_mean: (c, I) float32, blended mean |h_e|.
-        seen: (c,) int64, rows of h_e that went into the sums.
-        dropped: (c,) int64, rows left out, see `usable`.
+        routed: their tokens that an expert gets on average.
+        most: the largest number of them that one expert gets, known on the host, so that a gather of
+            padded rows needs no synchronisation. Of all experts, so that shapes do not depend on chunks.
     """
 
-    input_gram: torch.Tensor
-    width_gram: torch.Tensor
-    width_mean: torch.Tensor
-    seen: torch.Tensor
-    dropped: torch.Tensor
+    first: int
+    last: int
+    routed: int
+    most: int
+
+
+def batches(sequences: Iterable[Recorded], experts: int) -> list[Batch]:
+    """Neighbouring sequences joined as long as they have at most `JOINED` tokens; one synchronisation for all."""
+    bounds, tokens, parts = [0], 0, list[torch.Tensor]()
+    for number, sequence in enumerate(sequences):
+        counts = route_counts(sequence.chosen, experts)
+        if tokens and tokens + len(sequence.chosen) <= JOINED:
+            parts[-1] += counts
+            tokens += len(sequence.chosen)
+            bounds[-1] = number + 1
+        else:
+            parts.append(counts)
+            tokens = len(sequence.chosen)
+            bounds.append(number + 1)
+    rows = torch.stack(parts).tolist()
+    return [Batch(*ends, sum(row) // experts, max(row)) for ends, row in zip(pairwise(bounds), rows, strict=True)]
+
+
+def joined(sequences: Sequence[Recorded], batch: Batch) -> Recorded:
+    """A batch's sequences, one after the other."""
+    parts = [sequences[number] for number in range(batch.first, batch.last)]
+    if len(parts) == 1:
+        return parts[0]
+    return Recorded(*(torch.cat(columns) for columns in zip(*((p.x, p.chosen, p.weight) for p in parts), strict=True)))
 
 
 def routed_rows(sequence: Recorded, first: int, last: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,61 +225,3 @@ def routed_rows(sequence: Recorded, first: int, last: int, most: int) -> tuple[t
     rows = torch.zeros(len(squared), kept + 1, dtype=torch.int64, device=squared.device)
     weights = torch.zeros(len(squared), kept + 1, device=squared.device)
     return rows.scatter_(1, place, tokens)[:, :kept], weights.scatter_(1, place, squared)[:, :kept]
-
-
-def expert_sums(
-    sequences: Sequence[Recorded] | Iterable[Recorded],
-    gate_up: torch.Tensor,
-    activation: Activation,
-    blended: Blend,
-    all_gram: torch.Tensor,
-    most_routed: Sequence[int],
-    first: int,
-) -> ExpertSums:
-    """All sums that the experts first … first + c - 1 are solved from: every token through every expert.
-
-    Args:
-        sequences: the layer's recorded sequences, in order.
-        gate_up: (c, 2I, H), w1 above w3, in the dtype of x.
-        activation: of the gate, usually SiLU.
-        all_gram: (H, H) float32, Σ x xᵀ over all tokens, see `InputSums`.
-        most_routed: for each sequence, the largest number of its tokens that one expert gets (known
-            on the host, so that the padded gather needs no synchronisation).
-        first: the number of the first expert of this chunk.
-    """
-    chunk, double_width, hidden = gate_up.shape
-    width, last, device = double_width // 2, first + chunk, gate_up.device
-    routed = torch.zeros(chunk, hidden, hidden, device=device)
-    width_gram = torch.zeros(chunk, width, width, device=device)
-    width_sum = torch.zeros(chunk, width, device=device)
-    mass = torch.zeros(chunk, 1, device=device)
-    seen = torch.zeros(chunk, dtype=torch.int64, device=device)
-    dropped = torch.zeros(chunk, dtype=torch.int64, device=device)
-    for sequence, most in zip(sequences, most_routed, strict=True):
-        x = sequence.x
-        with phase("sums"):
-            if most:
-                rows, squared = routed_rows(sequence, first, last, most)
-                picked = x[rows]  # (c, most, H)
-                blank(picked, usable(picked))
-                add_gram(routed, picked * squared.unsqueeze(-1).to(x.dtype), picked)
-        with phase("forced pass"):
-            gate, up = torch.matmul(x, gate_up.mT).chunk(2, dim=-1)  # (c, T, I) each
-            h = activation(gate).mul_(up)
-        with phase("sums"):
-            good = usable(h) & usable(x)  # (c, T)
-            blank(h, good)
-            weight = token_weights(sequence, blended, first, last) * good
-            weighted = h * weight.unsqueeze(-1).to(h.dtype)
-            add_gram(width_gram, weighted, h)
-            width_sum += weighted.abs().sum(1, dtype=torch.float32)
-            mass += weight.sum(1, keepdim=True)
-            seen += good.sum(1)
-            dropped += (~good).sum(1)
-    mirror(routed)
-    mirror(width_gram)
-    share = blended.share[first:last, None, None]
-    routed_mass = blended.routed_mass[first:last, None, None].clamp(min=torch.finfo(torch.float64).tiny)
-    input_gram = share * (routed.double() / routed_mass).float() + (1 - share) * (all_gram / blended.tokens)
-    mass = mass.clamp(min=torch.finfo(torch.float32).tiny)
-    return ExpertSums(input_gram, width_gram / mass.unsqueeze(-1), width_sum / mass, seen, dropped)

@@ -13,11 +13,12 @@ from test_engines import GROUP, make_layer
 
 from quantizers import layer_loop, pipeline, proof
 from quantizers.engines import solve
+from quantizers.expert_sums import width_sums
 from quantizers.pipeline import Options, run
 from quantizers.recipe import Awq, Experts
 from quantizers.session import prepare
 from quantizers.solved import MATRICES
-from quantizers.statistics import Recorded, blend, expert_sums, input_sums
+from quantizers.statistics import Recorded, batches, blend, input_sums
 
 silu = torch.nn.functional.silu
 BFLOAT16 = torch.bfloat16
@@ -45,14 +46,13 @@ def test_sums_of_bfloat16_inputs_are_float32_sums() -> None:
     assert sums.gram.dtype == torch.float32
     assert ((sums.gram.double() - x.mT @ x).abs() <= 1e-6 * length[:, None] * length).all()
     blended = blend(half, 5, 0.0, 96)
-    most = [int(torch.bincount(r.chosen.flatten()).max()) for r in half]
-    got = expert_sums(half, layer.gate_up.bfloat16(), silu, blended, sums.gram, most, 0)
-    assert got.width_gram.dtype == torch.float32
+    got = width_sums(half, batches(half, 5), layer.gate_up.bfloat16(), silu, blended, 0)
+    assert got.gram.dtype == torch.float32
     gate, up = (x @ layer.gate_up.double().mT).chunk(2, dim=-1)
     h = silu(gate) * up
     wanted = h.mT @ h / len(x)
     length = wanted.diagonal(dim1=-2, dim2=-1).sqrt()
-    error = (got.width_gram.double() - wanted).abs() / (length.unsqueeze(-1) * length.unsqueeze(-2))
+    error = (got.gram.double() - wanted).abs() / (length.unsqueeze(-1) * length.unsqueeze(-2))
     assert float(error.max()) < 2**-7
     assert float(error.mean()) < 2**-11
 

@@ -19,7 +19,7 @@ from quantizers.architecture import architecture_for, sizes_of
 from quantizers.engines import CACHE, MOST, solve
 from quantizers.errors import InputError
 from quantizers.layer_loop import _by_expert
-from quantizers.memory import DeviceMemory, device_memory
+from quantizers.memory import JOINED, DeviceMemory, device_memory
 from quantizers.pipeline import Options, run
 from quantizers.plan import Plan, expected_tensors, make_plan
 from quantizers.recipe import Experts
@@ -127,12 +127,13 @@ def test_what_is_alive_while_a_layer_is_solved(
     for chunk in (1, experts):
         with Alive() as alive:
             gate_up, down = torch.randn(experts, 2 * width, hidden), torch.randn(experts, hidden, width)
-            scores = torch.rand(2, longest, experts)
+            together = max(1, JOINED // longest)  # sequences of a batch
+            scores = torch.rand(together + 1, longest, experts)
             scores[..., 0] += 1  # one expert gets every token, the worst case that is foreseen
             chosen = scores.topk(sizes["chosen"]).indices
             recorded = [Recorded(torch.randn(longest, hidden), c, torch.rand(c.shape)) for c in chosen]
             del scores
-            # On a device only one sequence is there at a time.
+            # On a device only the sequences of a batch are there at a time.
             alive.now -= recorded[0].x.nbytes
             alive.most = alive.now
             solve(

@@ -15,7 +15,7 @@ import torch
 from calibration_tokenizer import write_tokenizer
 from safetensors.torch import save_file
 
-HIDDEN, WIDTH, EXPERTS, SEQUENCE = 256, 256, 88, 128
+HIDDEN, WIDTH, EXPERTS, SEQUENCE = 512, 1024, 12, 128  # few large matrices, as real layers have them
 GROWTH = 1.05
 ALLOWED = 300_000_000  # bytes of data above those after imports, for the largest model
 

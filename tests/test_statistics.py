@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from quantizers.architecture import architecture_for, sizes_of
 from quantizers.checkpoint import open_folder
+from quantizers.expert_sums import input_grams, width_sums
 from quantizers.layers import LayeredModel
 from quantizers.statistics import (
     Blend,
-    ExpertSums,
     Recorded,
+    batches,
     blend,
-    expert_sums,
     gram,
     input_sums,
     route_counts,
@@ -80,8 +80,15 @@ def down_inputs(observed: Observed, x: torch.Tensor, expert: int) -> torch.Tenso
     return caught[0][:, :WIDTH]
 
 
-def most_routed(recorded: Sequence[Recorded], experts: int) -> list[int]:
-    return [int(torch.bincount(r.chosen.flatten(), minlength=experts).max()) for r in recorded]
+@dataclass(frozen=True)
+class Sums:
+    """`input_grams` and `width_sums` of all experts."""
+
+    input_gram: torch.Tensor
+    width_gram: torch.Tensor
+    width_mean: torch.Tensor
+    seen: torch.Tensor
+    dropped: torch.Tensor
 
 
 def all_sums(
@@ -91,17 +98,19 @@ def all_sums(
     routed_weight: float,
     full_share_at: int,
     chunk: int | None = None,
-) -> ExpertSums:
-    """`expert_sums` of all experts, `chunk` at a time (all at once when None)."""
+) -> Sums:
+    """The sums of all experts, `chunk` at a time (all at once when None)."""
     experts = gate_up.shape[0]
     blended = blend(recorded, experts, routed_weight, full_share_at)
-    inputs, most = input_sums(recorded), most_routed(recorded, experts)
-    parts = [
-        expert_sums(recorded, gate_up[a : a + (chunk or experts)], silu, blended, inputs.gram, most, a)
-        for a in range(0, experts, chunk or experts)
-    ]
-    names = ("input_gram", "width_gram", "width_mean", "seen", "dropped")
-    return ExpertSums(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+    inputs, together = input_sums(recorded), batches(recorded, experts)
+    parts = []
+    for first in range(0, experts, chunk or experts):
+        last = min(first + (chunk or experts), experts)
+        grams = input_grams(recorded, together, blended, inputs.gram, first, last)
+        sums = width_sums(recorded, together, gate_up[first:last], silu, blended, first)
+        assert sums.changes is None
+        parts.append((grams, sums.gram, sums.mean, sums.seen, sums.dropped))
+    return Sums(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 Read = Callable[[torch.Tensor, int], torch.Tensor]
