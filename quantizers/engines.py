@@ -57,7 +57,8 @@ def solve(
         activation: of the gate, usually SiLU.
         chunk: experts solved at a time; bounds memory. Part of the run's fingerprint on a GPU. On a CPU
             at most as many as lie in its cache; there the result is the same for any number.
-        ranks: each process solves its share of the chunks; all of them get the whole result.
+        ranks: each process solves its share of the chunks, which are those of one process, so that not
+            even the shape of a matmul differs; all of them get the whole result.
 
     Returns:
         The solved layer; `error` holds the AWQ objective per token before and after the search, and
@@ -68,7 +69,6 @@ def solve(
     experts, _, hidden = gate_up.shape
     if gate_up.device.type == "cpu":
         chunk = min(chunk, MOST, max(1, CACHE // (6 * gate_up[0].numel())))  # w1, w3 and w2 in float32
-        chunk = min(chunk, math.ceil(experts / ranks.count))
     chunks = [(first, min(first + chunk, experts)) for first in range(0, experts, chunk)]
     chunks = [chunks[i] for i in ranks.share(len(chunks))]
     with phase("sums"):

@@ -7,7 +7,9 @@ moved into place by renames at the very end.
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from stitch.assemble import layer_tensors, write_shard
 from stitch.quant_config import output_config
 
 from . import journal
+from .architecture import Sizes
 from .atomic import copy_file, sync_folder, write_json, write_text
 from .calibration import CalibrationData, load_samples
 from .checkpoint import CONFIG, INDEX, Checkpoint, read_json, side_files
@@ -148,8 +151,17 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
     for folder in ("layers", "output", "ranks"):
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
-    check_room(work, disk_needed(job, source, sum(len(t) for t in tokens), held_out_tokens(job, source), itemsize))
+    needed = disk_needed(job, source, sum(len(t) for t in tokens), held_out_tokens(job, source), itemsize)
     ranks = options.ranks.at(work / "ranks", check)
+    if ranks.several:
+        needed += handed_over(job.sizes, job.recipe.experts.group_size)
+        if device.type != "cpu" and (chunks := math.ceil(job.sizes["experts"] / memory.chunk)) < ranks.count:
+            print(
+                f"{chunks} chunks of experts for {ranks.count} processes, so some have none to solve; "
+                "a smaller --device-memory makes more, from the beginning of a run on",
+                file=sys.stderr,
+            )
+    check_room(work, needed)
     ranks.tell("run", fingerprint(device))
     quantize_layers(job, source, data, tokens, work, device, memory.chunk, check, True, ranks)
     assemble(job, source, work / "output")
@@ -176,6 +188,11 @@ def disk_needed(job: Job, source: Checkpoint, tokens: int, held_out: int, itemsi
     output += sum(file.stat().st_size for file in side_files(source.folder))
     row = itemsize * job.sizes["hidden"]
     return output + max(tokens * (3 * row + 8 * job.sizes["chosen"]), held_out * 4 * row)
+
+
+def handed_over(sizes: Sizes, group: int) -> int:
+    """Bytes of one layer's codes (int8) and scales (bfloat16), which several processes hand each other as files."""
+    return 3 * sizes["experts"] * sizes["hidden"] * sizes["width"] * (group + 2) // group
 
 
 def run_fingerprint(

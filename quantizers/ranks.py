@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 -m quantizers run RECIPE --output DIR
 
-Sequences are dealt to the processes in turn, chunks of experts in consecutive shares. A sequence is a
-matmul of its own and an expert is solved by itself, whoever does it, and what is added over sequences
-or experts is added by everyone in their order: that is why the bytes are the same.
+Sequences are dealt to the processes in turn, chunks of experts in consecutive shares. Both are units of
+work whatever the number of processes: no matmul has another shape, and what is added over sequences or
+experts is added by everyone in their order. That is why the bytes are the same.
 
 Data does not travel. Hidden states lie in files that all processes map, and what they solved is handed
 over through files too, so all of them must be on one machine. Process 0 alone asks, journals, writes
