@@ -36,7 +36,7 @@ from .memory import device_memory
 from .output_folder import check_room, finished_report, move_into_place, refuse_strangers
 from .plan import index_json, summary
 from .progress import peak_memory
-from .proof import prove
+from .proof import fidelity, prove
 from .ranks import ALONE, Ranks
 from .recipe import set_location
 from .session import Job, device_limit, fingerprint, forward_dtype
@@ -91,7 +91,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
 
 
 def assist(job: Job, options: Options) -> None:
-    """What all processes but rank 0 do: their share of the layers. What is left then is rank 0's.
+    """What all processes but rank 0 do: their share of the layers, and of perplexity and KL. The rest is rank 0's.
 
     Raises:
         InputError: this process differs from rank 0 in what decides bytes.
@@ -111,6 +111,8 @@ def assist(job: Job, options: Options) -> None:
             )
         with journal.locked(options.output, ranks):
             assist_layers(job, source, work, options.device, check, ranks)
+            if job.recipe.verify and job.recipe.verify.perplexity:
+                fidelity(job, job.recipe.verify.perplexity, options.device, source, work, check, ranks)
 
 
 def _already_done(job: Job, output: Path, finished: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
     quantize_layers(job, source, data, tokens, work, device, memory.chunk, check, True, ranks)
     assemble(job, source, work / "output")
     check()
-    write_report(job, device, source, data, work, started, check)
+    write_report(job, device, source, data, work, started, check, ranks)
 
 
 def held_out_tokens(job: Job, source: Checkpoint) -> int:
@@ -228,6 +230,7 @@ def write_report(
     work: Path,
     started: float,
     check: Callable[[], None],
+    ranks: Ranks = ALONE,
 ) -> None:
     """Audit and evaluate what was assembled, and write report.json, its page and the card."""
     from eval.card import card
@@ -237,7 +240,7 @@ def write_report(
     from .card_facts import add_card_facts
 
     layers = journal.done_layers(work, job.sizes["layers"])
-    report = prove(job, device, source, data, layers, work, check)
+    report = prove(job, device, source, data, layers, work, check, ranks)
     earlier = sum(sum(entry["seconds"].values()) for entry in layers)
     report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
     report["peak_memory_bytes"] = max([peak_memory(device), *(entry["peak_memory_bytes"] for entry in layers)])
