@@ -28,6 +28,8 @@ from .ranks import ALONE, Ranks, from_environment, join
 if TYPE_CHECKING:
     from .session import Job
 
+SEVERAL = {"run", "eval", "coverage"}  # commands that torchrun may start
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -166,8 +168,8 @@ def main() -> None:
     ranks = from_environment()
     try:
         with stoppable():
-            if ranks.several and sys.argv[1:2] != ["run"]:
-                raise InputError("only `quantize run` works with several processes; start this without torchrun")
+            if ranks.several and not {*sys.argv[1:2]} <= SEVERAL:
+                raise InputError("only run, eval and coverage work with several processes; start this without torchrun")
             ranks = join(ranks)
             code = app(standalone_mode=False, obj=ranks) or 0  # an Exit comes back as its code
             ranks.leave()

@@ -150,7 +150,7 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
     if options.paranoid:
         check_hashes(source, work, options.output, check)
     shutil.rmtree(work / "ranks", ignore_errors=True)  # what processes that were killed were about to hand over
-    for folder in ("layers", "output", "ranks"):
+    for folder in ("layers", "output"):
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
     needed = disk_needed(job, source, sum(len(t) for t in tokens), held_out_tokens(job, source), itemsize)

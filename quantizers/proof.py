@@ -181,6 +181,7 @@ def measure(
     from .architecture import architecture_for, sizes_of
     from .formats import readable
 
+    ranks = ranks.at(work / "ranks", check)
     where = str(source.folder / "config.json")
     facts = architecture_for(source.config, where)
     sizes = sizes_of(facts, source.config, where)

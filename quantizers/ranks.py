@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 -m quantizers run RECIPE --output DIR
 
+(and `eval` and `coverage`, of which each process takes its share of the sequences).
 Sequences are dealt to the processes in turn, chunks of experts in consecutive shares. Both are units of
 work whatever the number of processes: no matmul has another shape, and what is added over sequences or
 experts is added by everyone in their order. That is why the bytes are the same.
@@ -40,7 +41,7 @@ class Ranks:
         rank: 0 to count - 1.
         local: the number of this process's GPU.
         meeting: how the processes meet; None where there is one, or before they have.
-        folder: where `gather` hands over, existing and the same for all.
+        folder: where `gather` hands over, made there; the same for all.
         check: called while waiting; may raise.
     """
 
@@ -123,11 +124,14 @@ class Ranks:
         assert self.folder
         files = [self.folder / f"{self.meeting.number}-{rank}.safetensors" for rank in range(self.count)]
         with disk_errors(files[self.rank]):
+            self.folder.mkdir(exist_ok=True)
             save_file({name: part.cpu().contiguous() for name, part in parts.items()}, files[self.rank])
         self.meet()
         pieces = [load_file(file, str(device)) for file in files]
-        self.meet()  # all have it open, so the file may go; what is open stays
-        files[self.rank].unlink()
+        self.meet()  # all have them open, so the files may go; what is open stays
+        if self.leads:
+            for file in files:
+                file.unlink()
         names = dict.fromkeys(name for piece in pieces for name in piece)
         return {name: torch.cat([piece[name] for piece in pieces if name in piece]) for name in names}
 

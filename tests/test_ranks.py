@@ -15,21 +15,26 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from conftest import REPOSITORY, Finished
 from test_engines import EXPERTS, GROUP, assert_same, make_layer, silu
 from test_interruptions import assert_same as assert_same_output
 from test_interruptions import write_job
 from torch.distributed import HashStore
 
+from eval.coverage_run import Asked, measured
 from quantizers import cli, journal
+from quantizers.checkpoint import open_folder
 from quantizers.engines import solve
 from quantizers.errors import InputError, Interrupted, OutputError, PeerFailed, QuantizeError
 from quantizers.meeting import Meeting
 from quantizers.pipeline import Options, run
+from quantizers.proof import measure
 from quantizers.ranks import ALONE, Ranks, from_environment, join
-from quantizers.recipe import Awq, Experts
+from quantizers.recipe import Awq, CoverageGate, Experts
 from quantizers.session import choose_device, prepare
 from quantizers.solved import Solved
 
+CPU = torch.device("cpu")
 Result = TypeVar("Result")
 
 
@@ -38,9 +43,11 @@ def together(count: int, folder: Path, work: Callable[[Ranks], Result]) -> list[
     store = HashStore()
 
     def one(rank: int) -> Result | BaseException:
+        meeting = Meeting(store, rank, count)
         try:
-            return work(Ranks(rank, count, rank, Meeting(store, rank, count), folder))
-        except QuantizeError as failure:
+            return work(Ranks(rank, count, rank, meeting, folder))
+        except Exception as failure:
+            meeting.fail(1)  # or the others would wait for ever: their process lives
             return failure
 
     with ThreadPoolExecutor(count) as pool:
@@ -82,7 +89,7 @@ def test_rows_are_gathered_in_the_order_of_ranks(tmp_path: Path) -> None:
         time.sleep(0.02 * (3 - ranks.rank))
         own = [i for i in ranks.share(6) if ranks.rank != 1]
         parts = {"a": torch.tensor(own, dtype=torch.int8), "b": torch.tensor(own).bfloat16()[:, None].expand(-1, 3)}
-        return ranks.gather(parts if own else {}, torch.device("cpu"))
+        return ranks.gather(parts if own else {}, CPU)
 
     for got in together(3, tmp_path, work):
         assert isinstance(got, dict)
@@ -238,12 +245,12 @@ def test_other_commands_are_for_one_process(
     assert ended.value.code == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == lines
-    assert all(line.startswith("quantize: only `quantize run` works with several processes") for line in said)
+    assert all(line.startswith("quantize: only run, eval and coverage work with several processes") for line in said)
 
 
 def test_the_librarys_engine_is_for_one_process(tmp_path: Path, write_recipe: Callable[..., Path]) -> None:
     recipe = write_recipe(tmp_path, engine="llmcompressor")
-    options = Options(tmp_path / "output", torch.device("cpu"), ranks=Ranks(0, 2))
+    options = Options(tmp_path / "output", CPU, ranks=Ranks(0, 2))
     with pytest.raises(InputError, match=r"recipe\.yaml: experts\.engine: llmcompressor works in one process"):
         run(prepare(str(recipe)), options)
 
@@ -276,6 +283,38 @@ def test_the_folder_is_held_until_the_last_has_ended(tmp_path: Path) -> None:
         pass
     with journal.locked(tmp_path):
         pass
+
+
+def test_an_evaluation_by_several(finished: Finished, tmp_path: Path) -> None:
+    """The figures of one process; cut off in one of three, it goes on with two and then alone."""
+    source, candidate = open_folder(finished.source), open_folder(finished.folder)
+
+    def work(ranks: Ranks, folder: str, done: str | None = None) -> list[dict[str, Any]]:
+        def check() -> None:
+            if done and ranks.rank == ranks.count - 1 and (tmp_path / folder / done).exists():
+                raise QuantizeError("cut here")
+
+        return measure(
+            source, [candidate], finished.held_out, CPU, tmp_path / folder, check,
+            weights=True, resumable=True, ranks=ranks,
+        )  # fmt: skip
+
+    wanted = work(ALONE, "alone")
+    first, *others = together(2, tmp_path, lambda ranks: work(ranks, "two"))
+    assert first == wanted
+    assert others == [[]]
+    for count, done in ((3, "layer-00001-0.json"), (2, "layer-00002-1.json")):
+        ended = together(count, tmp_path, lambda ranks, done=done: work(ranks, "cut", done))
+        assert "cut here" in str(ended[-1])
+        assert (tmp_path / "cut" / done).exists()
+    assert work(ALONE, "cut") == wanted
+
+
+def test_coverage_by_several(finished: Finished, tmp_path: Path) -> None:
+    question = Asked(str(finished.source), "main", False, (finished.calibration,), CoverageGate(), "")
+    wanted = measured(question, CPU, tmp_path)
+    for got in together(3, tmp_path, lambda ranks: measured(question, CPU, tmp_path, ranks)):
+        assert got == wanted
 
 
 def own_lines(log: Path) -> list[str]:
@@ -314,3 +353,45 @@ def test_the_bytes_of_one_process_whoever_is_killed(tmp_path: Path) -> None:
         assert table.count("what it is") == 1
         assert table.count("quantizing: layer 4 of 4") == 1
     assert "Traceback" not in "".join(log.read_text() for log in tmp_path.glob("*.log"))
+
+
+@pytest.mark.slow
+def test_torchrun_on_the_tiny_model(tmp_path: Path) -> None:
+    """The main job by one, two and four processes; then two of which one is killed, and one that goes on."""
+    recipe = REPOSITORY / "recipes" / "tiny-minimax-m2-fp8-int4.yaml"
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+    }
+
+    def start(count: int, name: str) -> subprocess.Popen[str]:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(count)] if count > 1 else []
+        command = [*launcher, "-m", "quantizers", "run", str(recipe), "--output", str(tmp_path / name)]
+        with (tmp_path / f"{name}-{count}.log").open("w") as log:
+            return subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, env=environment, text=True)
+
+    for count in (1, 2, 4):
+        began = time.monotonic()
+        assert start(count, f"by-{count}").wait() == 0, (tmp_path / f"by-{count}-{count}.log").read_text()
+        print(f"{count} processes: {time.monotonic() - began:.0f} s")
+    for count in (2, 4):
+        assert_same_output(tmp_path / f"by-{count}", tmp_path / "by-1")
+
+    torchrun = start(2, "cut")
+    while not (tmp_path / "cut" / ".quantize" / "layers" / "00000.json").exists():
+        time.sleep(0.05)
+    (rank_1,) = (
+        int(child)
+        for child in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+        if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()
+    )
+    os.kill(rank_1, signal.SIGKILL)
+    began = time.monotonic()
+    assert torchrun.wait() == 1
+    assert time.monotonic() - began < 30
+    said = own_lines(tmp_path / "cut-2.log")
+    assert len(said) == 1
+    assert said[0].startswith("quantize: process 1 of 2 is gone")
+    assert "exitcode  : 1 " in (tmp_path / "cut-2.log").read_text()  # of rank 0, in torchrun's summary
+    assert start(1, "cut").wait() == 0
+    assert_same_output(tmp_path / "cut", tmp_path / "by-1")
