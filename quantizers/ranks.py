@@ -189,6 +189,7 @@ def join(ranks: Ranks) -> Ranks:
             f"{here} of {ranks.count} processes are on this machine; all of them must be, for they share files "
             "and memory: give torchrun --nproc-per-node, and no --nnodes"
         )
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is said in one line, by us
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public all the same
     from torch.distributed.rendezvous import rendezvous
 
