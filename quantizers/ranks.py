@@ -194,4 +194,5 @@ def join(ranks: Ranks) -> Ranks:
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(rendezvous("env://"))  # that of torchrun, or of rank 0
-    return replace(ranks, meeting=Meeting(PrefixStore("quantize", store), ranks.rank, ranks.count))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun --max-restarts keeps its store
+    return replace(ranks, meeting=Meeting(PrefixStore(f"quantize/{attempt}", store), ranks.rank, ranks.count))
