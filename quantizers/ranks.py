@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 -m quantizers run RECIPE --output DIR
 
-(and `eval` and `coverage`, of which each process takes its share of the sequences).
+and likewise `eval` and `coverage`, which know sequences only.
+
 Sequences are dealt to the processes in turn, chunks of experts in consecutive shares. Both are units of
 work whatever the number of processes: no matmul has another shape, and what is added over sequences or
 experts is added by everyone in their order. That is why the bytes are the same.

@@ -187,9 +187,9 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
         device = torch.device(name)
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError("not a device that is supported")
+        torch.zeros(1, device=device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # events and streams are made there unless something else is said
-        torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as failure:
         raise InputError(f"--device {name}: {str(failure).splitlines()[0]}; give cpu, cuda or cuda:N") from None
     return device
