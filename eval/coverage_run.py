@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.errors import InputError
+from quantizers.ranks import ALONE, Ranks
 from quantizers.recipe import CoverageGate, read_recipe, set_location, source_location
 from quantizers.shipped import find
 
@@ -68,26 +70,26 @@ def asked(
     return Asked(source_location(found, path), source.revision, source.trust_remote_code, tuple(sets), rule, str(path))
 
 
-def measured(question: Asked, device: torch.device, work: Path) -> dict[str, Any]:
+def measured(question: Asked, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
     """The report on one set; see `eval.coverage_report.report`."""
     from .coverage_report import report
 
-    routed, (name,) = _stream(question, device, work)
+    routed, (name,) = _stream(question, device, work, ranks)
     return {"model": question.model, "set": name} | report(routed.part("0:"), question.rule)
 
 
-def compared(question: Asked, device: torch.device, work: Path) -> dict[str, Any]:
+def compared(question: Asked, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
     """What the second set wins and loses against the first; see `eval.coverage_report.compare`."""
     from .coverage_report import compare
 
-    routed, names = _stream(question, device, work)
+    routed, names = _stream(question, device, work, ranks)
     found = compare(routed.part("0:"), routed.part("1:"), question.rule)
     for side, name in zip(("before", "after"), names, strict=True):
         found[side]["name"] = name
     return {"model": question.model} | found
 
 
-def _stream(question: Asked, device: torch.device, work: Path) -> tuple[Routed, list[str]]:
+def _stream(question: Asked, device: torch.device, work: Path, ranks: Ranks) -> tuple[Routed, list[str]]:
     """All sets in one pass; the categories of set n begin with `n:`."""
     from quantizers.architecture import architecture_for, sizes_of
     from quantizers.calibration import load_samples
@@ -101,19 +103,21 @@ def _stream(question: Asked, device: torch.device, work: Path) -> tuple[Routed, 
     from .coverage import check_floors
     from .routing import count_routes
 
-    checkpoint = open_checkpoint(question.model, question.revision)
+    checkpoint = ranks.after_first(lambda: open_checkpoint(question.model, question.revision))
     where = str(checkpoint.folder / "config.json")
     facts = architecture_for(checkpoint.config, where)
     sizes = sizes_of(facts, checkpoint.config, where)
-    loaded = [
-        load_samples(file, str(checkpoint.folder), trust_remote_code=question.trust_remote_code)
-        for file in question.sets
-    ]
+    trusted = question.trust_remote_code
+    loaded = ranks.after_first(
+        lambda: [load_samples(file, str(checkpoint.folder), trust_remote_code=trusted) for file in question.sets]
+    )
     for data in loaded:
         check_floors(question.rule, [sample.category for sample in data.samples], question.where)
     sequences = [tokens for data in loaded for tokens in token_tensors(data, sizes["vocabulary"])]
     categories = [f"{n}:{sample.category}" for n, data in enumerate(loaded) for sample in data.samples]
     use_threads(sizes)
     model = LayeredModel(readable(checkpoint, facts), facts, sizes, device, forward_dtype(device))
-    with progress("streaming", sizes["layers"]) as step:
-        return count_routes(model, sequences, categories, work, step), [data.name for data in loaded]
+    ranks = ranks.at(work / "ranks", ranks.check)
+    shown = progress("streaming", sizes["layers"]) if ranks.leads else nullcontext(lambda _: None)
+    with shown as step:
+        return count_routes(model, sequences, categories, work, step, ranks), [data.name for data in loaded]

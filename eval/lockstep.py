@@ -4,7 +4,8 @@ Each model keeps hidden states of its own for every sequence, in files. Layer by
 weights are materialised, run over all sequences and freed, then each candidate's; so one layer is in
 memory at a time, and the source is computed once however many candidates there are. A model's step
 reads one file of states and writes another, and is journaled when both are on disk: an evaluation
-that is cut off goes on at the step it was in.
+that is cut off goes on at the step it was in. Several processes deal the sequences among them; what
+is added over sequences is added by rank 0, in their order.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from quantizers.atomic import write_json
 from quantizers.errors import QuantizeError
 from quantizers.layers import LayeredModel
+from quantizers.ranks import ALONE, Ranks
 from quantizers.states import Rows
 
 from .perplexity import Measured, Text
@@ -41,6 +43,7 @@ def evaluate(
     *,
     weights: bool = False,
     resumable: bool = False,
+    ranks: Ranks = ALONE,
 ) -> list[Measured]:
     """Run all models over the texts.
 
@@ -51,14 +54,15 @@ def evaluate(
         step: called after each layer of each model, and each scored sequence.
         weights: also compare the weights, layer by layer.
         resumable: keep a journal in `work`, so that the same call goes on there.
+        ranks: who does it together; each of them calls this. Only what rank 0 gets holds agreement and errors.
 
     Raises:
         QuantizeError: a model's hidden states are not finite.
     """
-    journal = _Journal(work, resumable)
+    journal = _Journal(work, resumable, ranks)
     lengths = [len(text.tokens) for text in texts]
     lanes = [_Lane(model, number, lengths, work) for number, model in enumerate([source, *candidates])]
-    journal.once("embedded", lambda: _embed(lanes, texts))
+    ranks.after_first(lambda: _open(lanes, texts, journal))
     agreement: list[list[float]] = [[] for _ in candidates]
     errors: list[list[float]] = [[] for _ in candidates]
     compared: list[list[dict[str, float]]] = [[] for _ in candidates]
@@ -66,8 +70,11 @@ def evaluate(
         for lane in lanes:
             entry = journal.once(
                 f"layer-{number:05d}-{lane.number}",
-                lambda lane=lane, number=number: _layer(lanes, lane, number, weights),  # type: ignore[misc]
+                lambda lane=lane, number=number: _layer(lanes, lane, number, weights, ranks),  # type: ignore[misc]
             )
+            ranks.meet()  # what this step has written, the next one overwrites
+            if not ranks.leads:
+                continue
             if lane.number:
                 agreement[lane.number - 1].append(entry["agreement"])
                 errors[lane.number - 1].append(entry["hidden_error"])
@@ -75,7 +82,7 @@ def evaluate(
                 for found, error in zip(compared, entry["weight_error"], strict=True):
                     found.append(error)
             step(f"layer {number}, " + (f"candidate {lane.number}" if lane.number else "source"))
-    scores = _score(lanes, texts, journal, step)
+    scores = _score(lanes, texts, journal, step, ranks)
     return [
         Measured(scores[0][0], nll, kl, same, [n - 1 for n in lengths], agreement[c], errors[c], compared[c])
         for c, (nll, kl, same) in enumerate(scores[1:])
@@ -83,10 +90,13 @@ def evaluate(
 
 
 class _Journal:
-    """What is done, each with its result, in a file of its own. Kept in memory only where not resumable."""
+    """What is done, each with its result, in a file of its own. Kept in memory only where not resumable.
 
-    def __init__(self, work: Path, resumable: bool) -> None:
-        self.work, self.resumable = work, resumable
+    All ranks look for a step's file before any can have done the step, so they agree on what is done.
+    """
+
+    def __init__(self, work: Path, resumable: bool, ranks: Ranks) -> None:
+        self.work, self.resumable, self.ranks = work, resumable, ranks
 
     def once(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = self.work / f"{name}.json"
@@ -94,7 +104,7 @@ class _Journal:
             found: dict[str, Any] = json.loads(path.read_text())
             return found
         result = compute()
-        if self.resumable:
+        if self.resumable and self.ranks.leads:
             for states in self.work.glob("*.bin"):
                 _sync(states)
             write_json(path, result)
@@ -126,6 +136,16 @@ class _Lane:
         return Rows(path, self._lengths, self.model.sizes["chosen"], torch.int32)
 
 
+def _open(lanes: Sequence[_Lane], texts: Sequence[Text], journal: _Journal) -> None:
+    """Make all files, by rank 0, or see that they are there."""
+    if journal.ranks.leads:
+        journal.once("embedded", lambda: _embed(lanes, texts))
+    for lane in lanes:
+        for number in (0, 1):
+            lane.states(number)
+        lane.chosen()
+
+
 def _embed(lanes: Sequence[_Lane], texts: Sequence[Text]) -> dict[str, Any]:
     for lane in lanes:
         table, rows = lane.model.embedding(), lane.states(0)
@@ -134,15 +154,18 @@ def _embed(lanes: Sequence[_Lane], texts: Sequence[Text]) -> dict[str, Any]:
     return {}
 
 
-def _layer(lanes: Sequence[_Lane], lane: _Lane, number: int, weights: bool) -> dict[str, Any]:
-    """One layer of one model; a candidate is compared with the source, which has just run it."""
+def _layer(lanes: Sequence[_Lane], lane: _Lane, number: int, weights: bool, ranks: Ranks) -> dict[str, Any]:
+    """One layer of one model; a candidate is compared, by rank 0, with the source, which has just run it."""
     model, before, after, chosen = lane.model, lane.states(number), lane.states(number + 1), lane.chosen()
     with model.layer(number) as layer:
-        for i in range(len(before)):
+        for i in ranks.dealt(len(before)):
             output, choices = model.run(layer, before[i])
             if not bool(torch.isfinite(output).all()):
                 raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
             after[i], chosen[i] = output, choices.to(torch.int32)
+    ranks.meet()
+    if not ranks.leads:
+        return {}
     if lane.number:
         return {
             "agreement": _agreement(lanes[0].chosen(), chosen),
@@ -166,11 +189,12 @@ def _relative_error(reference: Rows, states: Rows) -> float:
     return math.sqrt(difference / sum(float(a.double().square().sum()) for a in reference))
 
 
-def _score(lanes: Sequence[_Lane], texts: Sequence[Text], journal: _Journal, step: Step) -> list[Scores]:
+def _score(lanes: Sequence[_Lane], texts: Sequence[Text], journal: _Journal, step: Step, ranks: Ranks) -> list[Scores]:
     layers = lanes[0].model.sizes["layers"]
     heads: list[torch.Tensor] = []
-    parts: list[list[Scores]] = [[] for _ in lanes]
-    for i, text in enumerate(texts):
+    tables: dict[str, torch.Tensor] = {}
+    for i in ranks.dealt(len(texts)):
+        text = texts[i]
         path = journal.work / f"scores-{i:05d}.npy"
         if journal.resumable and path.exists():
             table = np.load(path)
@@ -182,9 +206,15 @@ def _score(lanes: Sequence[_Lane], texts: Sequence[Text], journal: _Journal, ste
                 with temporary.open("wb") as stream:
                     np.save(stream, table)
                 os.replace(temporary, path)
-        for part, (nll, kl, same) in zip(parts, table, strict=True):
+        tables[str(i)] = torch.from_numpy(table)
+        scored = range(i, min(i + ranks.count, len(texts)))  # by each process one
+        for n in scored:
+            step(f"scored {n + 1} of {len(texts)}")
+    tables = ranks.gather(tables, torch.device("cpu"))
+    parts: list[list[Scores]] = [[] for _ in lanes]
+    for i in range(len(texts)):
+        for part, (nll, kl, same) in zip(parts, tables[str(i)].numpy(), strict=True):
             part.append((nll, kl, same.astype(bool)))
-        step(f"scored {i + 1} of {len(texts)}")
     return [
         (
             np.concatenate([p[0] for p in part]),

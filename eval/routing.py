@@ -20,6 +20,7 @@ import torch
 
 from quantizers.errors import QuantizeError
 from quantizers.layers import LayeredModel
+from quantizers.ranks import ALONE, Ranks
 from quantizers.states import Rows
 from quantizers.statistics import route_counts
 
@@ -57,6 +58,7 @@ def count_routes(
     categories: Sequence[str],
     work: Path,
     step: Callable[[str], None] = lambda _: None,
+    ranks: Ranks = ALONE,
 ) -> Routed:
     """Run texts through a model with natural routing.
 
@@ -65,6 +67,7 @@ def count_routes(
         categories: of each sequence.
         work: an empty folder for the hidden states.
         step: called after each layer.
+        ranks: who does it together, each its share of the sequences; all of them get the result.
 
     Raises:
         QuantizeError: a layer's output is not finite.
@@ -74,17 +77,18 @@ def count_routes(
     names = tuple(sorted(set(categories)))
     rows = [names.index(category) for category in categories]
     tokens = np.bincount(rows, weights=lengths, minlength=len(names)).astype(np.int64)
-    states = Rows(work / "states.bin", lengths, sizes["hidden"], model.dtype)
+    states = ranks.after_first(lambda: Rows(work / "states.bin", lengths, sizes["hidden"], model.dtype))
     table = model.embedding()
-    for i, sequence in enumerate(sequences):
-        states[i] = table[sequence.to(device)]
+    for i in ranks.dealt(len(sequences)):
+        states[i] = table[sequences[i].to(device)]
     del table
     shape = (sizes["layers"], len(names), sizes["experts"])
     counts, close, near = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
     for number in range(sizes["layers"]):
         with model.layer(number) as layer:
             router = _RouterScores(layer, model)
-            for i, row in enumerate(rows):
+            for i in ranks.dealt(len(rows)):
+                row = rows[i]
                 output, chosen = model.run(layer, states[i])
                 if not bool(torch.isfinite(output).all()):
                     raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
@@ -100,8 +104,11 @@ def count_routes(
                 near[number, row] += route_counts(order, sizes["experts"]).cpu()
             router.remove()
         step(f"layer {number}")
-    states.path.unlink()
-    return Routed(names, tokens, counts.numpy(), close.numpy(), near.numpy())
+    each = {"counts": counts.unsqueeze(0), "close": close.unsqueeze(0), "near": near.unsqueeze(0)}
+    whole = {name: table.sum(0).numpy() for name, table in ranks.gather(each, torch.device("cpu")).items()}
+    if ranks.leads:
+        states.path.unlink()
+    return Routed(names, tokens, **whole)
 
 
 class _RouterScores:

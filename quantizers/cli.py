@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -23,6 +23,12 @@ from .command_line import (
 )
 from .errors import InputError, QuantizeError
 from .interrupts import stoppable
+from .ranks import ALONE, Ranks, from_environment, join
+
+if TYPE_CHECKING:
+    from .session import Job
+
+SEVERAL = {"run", "eval", "coverage"}  # commands that torchrun may start
 
 app = typer.Typer(
     add_completion=False,
@@ -41,6 +47,7 @@ def _quiet() -> None:
 
 @app.command()
 def run(
+    context: typer.Context,
     recipe: RecipeArgument,
     output: Annotated[Path, typer.Option(help="folder for the finished checkpoint; new, empty, or an unfinished run")],
     device: DeviceOption = "auto",
@@ -57,6 +64,8 @@ def run(
 ) -> None:
     """Quantize a checkpoint, stitch it, verify and measure it. Goes on by itself where it was cut off.
 
+    torchrun --nproc-per-node N -m quantizers run … does it with N processes: the same bytes, sooner.
+
     Example: quantize run tiny-minimax-m2-fp8-int4 --output out/tiny
     """
     from .byte_size import parse_bytes
@@ -64,21 +73,32 @@ def run(
     from .recipe import source_location
     from .session import prepare
 
-    refuse_second_run(output)
-    limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
-    job = prepare(recipe)
-    if fresh:
-        from .journal import discard
+    def begin() -> Job:
+        """All that may refuse, ask, or load; rank 0 goes first."""
+        if ranks.leads:
+            refuse_second_run(output)
+        job = prepare(recipe)
+        if fresh and ranks.leads:
+            from .journal import discard
 
-        if output.exists() and not yes and not typer.confirm(f"discard the run in {output}?", err=True):
-            raise InputError(f"{output}: left as it is; give --output another folder")
-        discard(output)
-    from .pipeline import Options
+            if output.exists() and not yes and not typer.confirm(f"discard the run in {output}?", err=True):
+                raise InputError(f"{output}: left as it is; give --output another folder")
+            discard(output)
+        return job
+
+    ranks: Ranks = context.obj or ALONE
+    limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
+    job = ranks.after_first(begin)
+    from .pipeline import Options, assist
     from .pipeline import run as run_job
     from .session import choose_device, use_threads
 
     use_threads(job.sizes)
-    report = run_job(job, Options(output, choose_device(device), limit, paranoid))
+    options = Options(output, choose_device(device, ranks), limit, paranoid, ranks)
+    if not ranks.leads:
+        assist(job, options)
+        return
+    report = run_job(job, options)
     from .tables import run_table
 
     source = source_location(job.recipe, job.path)  # a Hub id stays what it is
@@ -145,27 +165,36 @@ app.add_typer(commands_bench.bench, name="bench")
 def main() -> None:
     """Entry point: every error of ours is one line and an exit code; a traceback only with --debug."""
     _quiet()
+    ranks = from_environment()
     try:
         with stoppable():
-            sys.exit(app(standalone_mode=False) or 0)  # an Exit comes back as its code
+            if ranks.several and not {*sys.argv[1:2]} <= SEVERAL:
+                raise InputError("only run, eval and coverage work with several processes; start this without torchrun")
+            ranks = join(ranks)
+            code = app(standalone_mode=False, obj=ranks) or 0  # an Exit comes back as its code
+            ranks.leave()
+            sys.exit(code)
     except typer.Abort:
-        print("quantize: interrupted; give the same command again", file=sys.stderr)
-        sys.exit(130)
+        _end(ranks, "interrupted; give the same command again", 130)
     except QuantizeError as failure:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        print(f"quantize: {failure}", file=sys.stderr)
-        sys.exit(failure.exit_code)
+        _end(ranks, str(failure), failure.exit_code)
     except Exception as failure:
         if type(failure).__module__.startswith("click") or hasattr(failure, "format_message"):
-            print(f"quantize: {failure.format_message()}", file=sys.stderr)  # type: ignore[attr-defined]
-            sys.exit(2)
+            _end(ranks, failure.format_message(), 2)  # type: ignore[attr-defined]
         if "--debug" in sys.argv:
             traceback.print_exc()
-        else:
-            first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-            print(f"quantize: {type(failure).__name__}: {first} (a traceback with --debug)", file=sys.stderr)
-        sys.exit(1)
+            _end(ranks, "", 1)
+        first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+        _end(ranks, f"{type(failure).__name__}: {first} (a traceback with --debug)", 1)
+
+
+def _end(ranks: Ranks, message: str, code: int) -> NoReturn:
+    said, code = ranks.last_words(message, code)
+    if said:
+        print(f"quantize: {said}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import typer
 
 from .command_line import GATE_FAILED, DebugOption, DeviceOption, JsonOption, emit
 from .errors import InputError
+from .ranks import ALONE, Ranks
 
 NoPictureOption = Annotated[bool, typer.Option("--no-picture", help="draw nothing")]
 WorkOption = Annotated[
@@ -29,6 +30,7 @@ def _set_file(name: str) -> Path:
 
 
 def coverage(
+    context: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(metavar="[RECIPE]", help="its source, calibration set and gates are used")
     ] = None,
@@ -57,14 +59,17 @@ def coverage(
     from .session import choose_device
 
     question = asked(recipe, model, data, compare, min_routed_tokens, max_uncovered)
-    with _work(work) as folder:
-        if compare:
-            from eval.coverage_report import compare_table
+    ranks: Ranks = context.obj or ALONE
+    with _work(work, ranks) as folder:
+        answer = compared if compare else measured
+        found = answer(question, choose_device(device, ranks), folder, ranks)
+    if not ranks.leads:
+        return
+    if compare:
+        from eval.coverage_report import compare_table
 
-            found = compared(question, choose_device(device), folder)
-            emit(found, as_json, compare_table(found))
-            return
-        found = measured(question, choose_device(device), folder)
+        emit(found, as_json, compare_table(found))
+        return
     from eval.coverage_report import coverage_table
 
     text = coverage_table(found)
@@ -82,14 +87,20 @@ def coverage(
 
 
 @contextlib.contextmanager
-def _work(folder: Path | None) -> Iterator[Path]:
+def _work(folder: Path | None, ranks: Ranks) -> Iterator[Path]:
+    """A temporary folder in `folder`, of rank 0 and for all of them."""
+    if not ranks.leads:
+        yield Path(ranks.hear("work"))
+        return
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as inner:
+        ranks.tell("work", inner)
         yield Path(inner)
 
 
 def evaluate(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="a folder or Hub id")],
     candidate: Annotated[
         list[str], typer.Argument(metavar="CANDIDATE…", help="one or more checkpoints of the same model")
@@ -122,16 +133,20 @@ def evaluate(
     from .proof import NOT_SIMULATED, measure
     from .session import choose_device, use_threads
 
+    ranks: Ranks = context.obj or ALONE
     data_set = _set_file(data)
-    opened = [open_checkpoint(name) for name in (source, *candidate)]
+    opened = ranks.after_first(lambda: [open_checkpoint(name) for name in (source, *candidate)])
     where = str(opened[0].folder / "config.json")
     use_threads(sizes_of(architecture_for(opened[0].config, where), opened[0].config, where))
     advice = "give the same command again" + (" to go on" if work else "; with --work DIR it would go on")
-    with _work(work) if work is None else contextlib.nullcontext(work) as folder, interruptible(advice) as check:
+    shared = _work(work, ranks) if work is None else contextlib.nullcontext(work)
+    with shared as folder, interruptible(advice) as check:
         results = measure(
-            opened[0], opened[1:], data_set, choose_device(device), folder / "evaluation", check,
-            weights=True, resumable=work is not None,
+            opened[0], opened[1:], data_set, choose_device(device, ranks), folder / "evaluation", check,
+            weights=True, resumable=work is not None, ranks=ranks,
         )  # fmt: skip
+    if not ranks.leads:
+        return
     report: dict[str, Any] = {
         "source": source,
         "candidates": [{"model": c} | r for c, r in zip(candidate, results, strict=True)],

@@ -11,7 +11,6 @@ Legend: E experts, c experts of a chunk, H hidden, I expert width, G Gram matrix
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from .awq import fold_gram, fold_norm, grid_scales, scale_losses, weight_means
 from .correction import corrected
 from .expert_sums import Activation, WidthSums, input_grams, width_sums
 from .phases import phase
+from .ranks import ALONE, Ranks
 from .recipe import Awq, Experts
 from .refine import refine
 from .rounding import damped, dequantize, gptq, minmax_scales, mse_scales, nearest
@@ -45,6 +45,7 @@ def solve(
     activation: Activation,
     settings: Experts,
     chunk: int,
+    ranks: Ranks = ALONE,
 ) -> Solved:
     """Solve one layer from sums.
 
@@ -58,6 +59,8 @@ def solve(
         activation: of the gate, usually SiLU.
         chunk: experts solved at a time; bounds memory. Part of the run's fingerprint on a GPU. On a CPU
             at most as many as lie in its cache; there the result is the same for any number.
+        ranks: each process solves its share of the chunks, which are those of one process, so that not
+            even the shape of a matmul differs; all of them get the whole result.
 
     Returns:
         The solved layer; `error` holds the AWQ objective per token before and after the search, and
@@ -69,6 +72,7 @@ def solve(
     if gate_up.device.type == "cpu":
         chunk = min(chunk, MOST, max(1, CACHE // (6 * gate_up[0].numel())))  # w1, w3 and w2 in float32
     chunks = [(first, min(first + chunk, experts)) for first in range(0, experts, chunk)]
+    chunks = [chunks[i] for i in ranks.share(len(chunks))]
     with phase("sums"):
         inputs = input_sums(recorded)
         blended = blend(recorded, experts, settings.routed_weight, full_share_at=hidden)
@@ -78,29 +82,27 @@ def solve(
     if settings.awq:
         with phase("search"):
             folded, smooth = _norm_scale(
-                gate_up, inputs.gram, inputs.mean, norm, settings, chunks, inputs.tokens, error
+                gate_up, inputs.gram, inputs.mean, norm, settings, chunks, inputs.tokens, error, ranks
             )
-    solved = []
+    parts = []
     for first, last in chunks:
         with phase("sums"):
             input_gram = input_grams(recorded, together, blended, inputs.gram, first, last)
             input_gram = fold_gram(input_gram, smooth.unsqueeze(0))
-        part = gate_up[first:last]
-        serve = partial(_serve, recorded, together, part, smooth, activation, blended, first)
-        solved.append(_solve_chunk(part.float() * smooth, down[first:last].float(), input_gram, serve, settings))
+        own = gate_up[first:last]
+        serve = partial(_serve, recorded, together, own, smooth, activation, blended, first)
+        parts.append(_solve_chunk(own.float() * smooth, down[first:last].float(), input_gram, serve, settings))
     # Numbers for the report are fetched once all chunks are under way: a GPU never waits for them.
-    fallbacks = inputs.fallbacks()
-    for (first, _), chunk_solved in zip(chunks, solved, strict=True):
-        fallbacks += _fallbacks(chunk_solved, blended, settings, first)
-    error["expert_tokens"] = float(min(int(part.seen.min()) for part in solved))
+    whole = _together(parts, ranks, gate_up.device)
+    error["expert_tokens"] = float(whole.totals["seen"].min())
     return Solved(
         folded,
         smooth,
         router.float() * smooth if settings.awq else None,
-        {matrix: torch.cat([part.codes[matrix] for part in solved]) for matrix in MATRICES},
-        {matrix: torch.cat([part.scales[matrix] for part in solved]) for matrix in MATRICES},
-        error | _errors(solved, experts),
-        fallbacks,
+        {matrix: whole.codes[matrix] for matrix in MATRICES},
+        {matrix: whole.scales[matrix] for matrix in MATRICES},
+        error | _errors(whole.totals),
+        inputs.fallbacks() + _fallbacks(whole, blended, settings),
     )
 
 
@@ -113,38 +115,56 @@ def _norm_scale(
     chunks: Sequence[tuple[int, int]],
     tokens: int,
     error: dict[str, float],
+    ranks: Ranks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale that the norm, the router and every w1 and w3 share: the folded norm, and s (H,)."""
     assert isinstance(settings.awq, Awq)
     group, bits, (experts, rows, _) = settings.group_size, settings.bits, gate_up.shape
-    means = torch.cat([weight_means(gate_up[a:b].float(), group) for a, b in chunks]).mean(0, keepdim=True)
+    means = _all_rows([weight_means(gate_up[a:b].float(), group) for a, b in chunks], ranks, gate_up.device)
+    means = means.mean(0, keepdim=True)
     grid = grid_scales(mean.unsqueeze(0), means, settings.awq.grid, settings.awq.duo_scaling)
     # One of a few points is chosen by the sum over all rows: of very many rows each expert's share will do.
     step = min(SKIPPED, max(1, experts * rows // ROWS))
-    losses = [scale_losses(gate_up[a:b, ::step].float(), gram.unsqueeze(0), grid, group, bits) for a, b in chunks]
-    total = torch.cat(losses, dim=1).double().sum(1) * step  # (P,), added in the order of experts
+    losses = [scale_losses(gate_up[a:b, ::step].float(), gram.unsqueeze(0), grid, group, bits).T for a, b in chunks]
+    total = _all_rows(losses, ranks, gate_up.device).T.double().sum(1) * step  # (P,), added in the order of experts
     best = int(total.argmin())
     error["norm_search_before"], error["norm_search_after"] = (float(total[i]) / tokens for i in (0, best))
     return fold_norm(norm, grid[best, 0])
 
 
+def _all_rows(parts: Sequence[torch.Tensor], ranks: Ranks, device: torch.device) -> torch.Tensor:
+    """(E, …): the rows of all experts, from those (c, …) of this process's chunks."""
+    return ranks.gather({"rows": torch.cat(list(parts))} if parts else {}, device)["rows"]
+
+
 @dataclass
 class _Chunk:
-    """The solved experts of one chunk: codes and scales as in `Solved`, and numbers about them.
+    """The solved experts of one chunk, or all of them: codes and scales as in `Solved`, and numbers about them.
 
     Attributes:
         damping: per group of matrices that share a factorization, (c,), see `rounding.gptq`.
-        totals: sums over the chunk's experts of losses (`…_lost`) and of what they are relative to
-            (`…_whole`), and of the w2 search's objective before and after.
-        seen, dropped: (c,) int64, see `WidthSums`.
+        totals: of each expert (c,), losses (`…_lost`) and what they are relative to (`…_whole`), the w2
+            search's objective before and after, and rows `seen` and `dropped`, see `WidthSums`.
     """
 
     codes: dict[Matrix, torch.Tensor]
     scales: dict[Matrix, torch.Tensor]
     damping: dict[str, torch.Tensor]
     totals: dict[str, torch.Tensor]
-    seen: torch.Tensor
-    dropped: torch.Tensor
+
+
+def _together(parts: Sequence[_Chunk], ranks: Ranks, device: torch.device) -> _Chunk:
+    """All experts in their order, from this process's chunks."""
+    rows = {
+        f"{field}.{key}": torch.cat([getattr(part, field)[key] for part in parts])
+        for field in _Chunk.__annotations__
+        for key in (getattr(parts[0], field) if parts else ())
+    }
+    whole = _Chunk({}, {}, {}, {})
+    for name, tensor in ranks.gather(rows, device).items():
+        field, key = name.split(".")
+        getattr(whole, field)[key] = tensor
+    return whole
 
 
 def _serve(
@@ -201,21 +221,19 @@ def _solve_chunk(
         {"gate": gate_codes, "up": up_codes, "down": down_codes},
         {"gate": gate_scales, "up": up_scales, "down": down_scales},
         first_damping | damping,
-        totals | lost,
-        sums.seen,
-        sums.dropped,
+        totals | lost | {"seen": sums.seen, "dropped": sums.dropped},
     )
 
 
 def _width_scale(
     down: torch.Tensor, gram: torch.Tensor, mean: torch.Tensor, settings: Experts, awq: Awq
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A scale (c, I) for each expert between w3 and w2, and the summed objective before and after."""
+    """A scale (c, I) for each expert between w3 and w2, and its objective (c,) before and after."""
     grid = grid_scales(mean, weight_means(down, settings.group_size), awq.grid, awq.duo_scaling)
     losses = scale_losses(down, gram, grid, settings.group_size, settings.bits)  # (P, c)
     best = losses.argmin(0)
     chosen = grid[best, torch.arange(len(best), device=best.device)]
-    return chosen, losses[0].double().sum(), losses.gather(0, best.unsqueeze(0)).double().sum()
+    return chosen, losses[0].double(), losses.gather(0, best.unsqueeze(0))[0].double()
 
 
 def _round(
@@ -242,38 +260,37 @@ def _round(
     else:
         codes = nearest(weight, scale, settings.bits)
     totals = {
-        f"{name}_lost": quadratic_loss(dequantize(codes, scale).sub_(weight), gram).double().sum(),
-        f"{name}_whole": quadratic_loss(weight, gram).double().sum(),
+        f"{name}_lost": quadratic_loss(dequantize(codes, scale).sub_(weight), gram).double(),
+        f"{name}_whole": quadratic_loss(weight, gram).double(),
     }
     return codes.to(torch.int8), scale, damping, totals
 
 
-def _errors(chunks: Sequence[_Chunk], experts: int) -> dict[str, float]:
-    totals: Counter[str] = Counter()
-    for part in chunks:
-        totals.update({key: float(value) for key, value in part.totals.items()})
-    errors = {key: value / experts for key, value in totals.items() if key.startswith("down_search")}
+def _errors(totals: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Means and ratios over all experts, added in their order whatever chunks they were solved in."""
+    sums = {key: float(value.sum()) for key, value in totals.items()}
+    experts = len(totals["seen"])
+    errors = {key: value / experts for key, value in sums.items() if key.startswith("down_search")}
     for name in ("gate_up", "down"):
-        whole = totals[f"{name}_whole"]
-        errors[f"{name}_rounding"] = math.sqrt(totals[f"{name}_lost"] / whole) if whole > 0 else 0.0
+        whole = sums[f"{name}_whole"]
+        errors[f"{name}_rounding"] = math.sqrt(sums[f"{name}_lost"] / whole) if whole > 0 else 0.0
     return errors
 
 
-def _fallbacks(chunk: _Chunk, blended: Blend, settings: Experts, first: int) -> list[str]:
-    """One line for every expert of the chunk that did not get what the recipe asks for."""
+def _fallbacks(whole: _Chunk, blended: Blend, settings: Experts) -> list[str]:
+    """One line for every expert that did not get what the recipe asks for."""
     lines = []
-    part = slice(first, first + len(chunk.seen))
-    columns = (chunk.seen, chunk.dropped, blended.routed_tokens[part], blended.share[part])
-    for i, (rows, left_out, count, share) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        name = f"expert {first + i}"
+    columns = (whole.totals["seen"], whole.totals["dropped"], blended.routed_tokens, blended.share)
+    for expert, (rows, left_out, count, share) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        name = f"expert {expert}"
         if left_out:
             lines.append(f"{name}: {left_out} of {rows + left_out} rows not finite or too large, left out of the sums")
         if settings.routed_weight and count < blended.full_share_at:
             lines.append(f"{name}: {count} routed tokens, so their share is {share:.3f}, not {settings.routed_weight}")
-    for matrix, damping in chunk.damping.items():
-        for i, used in enumerate(damping.tolist()):
+    for matrix, damping in whole.damping.items():
+        for expert, used in enumerate(damping.tolist()):
             if math.isinf(used):
-                lines.append(f"expert {first + i}: {matrix}: rounded to nearest, for want of a usable Gram matrix")
+                lines.append(f"expert {expert}: {matrix}: rounded to nearest, for want of a usable Gram matrix")
             elif used > 1.5 * DAMPING:
-                lines.append(f"expert {first + i}: {matrix}: damping raised to {used:g}")
+                lines.append(f"expert {expert}: {matrix}: damping raised to {used:g}")
     return lines

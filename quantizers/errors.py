@@ -50,3 +50,11 @@ class Interrupted(QuantizeError):
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+class PeerFailed(QuantizeError):
+    """Another process of the same run failed, and has said why; this one ends with the same exit code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("another process failed")
+        self.exit_code = exit_code

@@ -8,6 +8,7 @@
     run.log           a line of numbers for each layer
     moving            everything is verified and is being moved into place
     lock              held while a process works here
+    ranks/            what several processes hand each other
 
 A layer counts as done when its file exists; that file is written last, after the shard and the next
 states are on disk. A run that dies anywhere loses at most the layer it was in.
@@ -27,6 +28,7 @@ from typing import Any
 
 from .atomic import disk_errors, write_json
 from .errors import OutputError
+from .ranks import ALONE, Ranks
 
 WORK = ".quantize"
 
@@ -54,8 +56,11 @@ def refuse_second_run(output: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(output: Path) -> Iterator[None]:
+def locked(output: Path, ranks: Ranks = ALONE) -> Iterator[None]:
     """Hold the output folder alone. The kernel releases the lock of a process that died.
+
+    Of several processes that work on one run, rank 0 takes the lock first. Then all of them hold it, so
+    that nobody else can have it before the last has ended.
 
     Raises:
         OutputError: another process works here.
@@ -66,15 +71,19 @@ def locked(output: Path) -> Iterator[None]:
         stream = (work / "lock").open("a+")
     with stream:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if ranks.leads:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if ranks.several:
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             stream.seek(0)
             owner = stream.read().strip() or "another process"
             raise OutputError(f"{output}: {owner} is working here; wait for it, or choose another --output") from None
-        with disk_errors(work):
-            stream.truncate(0)
-            stream.write(f"process {os.getpid()}")
-            stream.flush()
+        if ranks.leads:
+            with disk_errors(work):
+                stream.truncate(0)
+                stream.write(f"process {os.getpid()}")
+                stream.flush()
         yield
 
 
@@ -92,18 +101,18 @@ def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path) -> Non
         old = json.loads(path.read_text())
     except ValueError:
         raise OutputError(f"{path}: cannot be read; start over with --fresh") from None
-    for key, before, now in _differences(old, json.loads(json.dumps(fingerprint))):
+    for key, before, now in differences(old, json.loads(json.dumps(fingerprint))):
         raise OutputError(
             f"{output}: holds an unfinished run with another {key} ({_short(before)}, now {_short(now)}); "
             "restore it, or start over with --fresh"
         )
 
 
-def _differences(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Every leaf that differs, with its dotted place."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
-            yield from _differences(old.get(key), new.get(key), f"{place}.{key}" if place else key)
+            yield from differences(old.get(key), new.get(key), f"{place}.{key}" if place else key)
     elif old != new:
         yield place, old, new
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from .heap import give_back, settle
 from .layers import LayeredModel
 from .overlap import in_background, read_ahead
 from .progress import layer_line, peak_memory, progress
-from .safetensors_header import TensorInfo
+from .ranks import ALONE, Ranks
 from .session import Job, forward_dtype
 from .solve_layer import LayerStores, install, solve_layer
 from .states import Rows
@@ -46,6 +48,7 @@ def quantize_layers(
     chunk: int,
     check: Callable[[], None] = lambda: None,
     compensate_router: bool = True,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Write one shard and one journal entry for each decoder layer, under `work`.
 
@@ -55,74 +58,134 @@ def quantize_layers(
         chunk: experts solved at a time.
         check: called between steps; may raise to interrupt.
         compensate_router: False leaves the published defect in, for comparison (llmcompressor only).
+        ranks: this is rank 0; the others call `assist_layers`.
 
     Raises:
         QuantizeError: a layer's output is not finite, or disk or device memory is full.
     """
-    layers, hidden = job.sizes["layers"], job.sizes["hidden"]
+    layers = job.sizes["layers"]
     done = len(journal.done_layers(work, layers))
     if done == layers:
+        ranks.tell("layers", None)
         return
     settle()
-    dtype = forward_dtype(device)
-    model = LayeredModel(source, job.facts, job.sizes, device, dtype)
+    model = LayeredModel(source, job.facts, job.sizes, device, forward_dtype(device))
     model.head()  # only read: a NaN in it would otherwise be found after the last layer
-    lengths = [len(t) for t in tokens]
     states = _entering(work, done, model, tokens)
-    stores = LayerStores(
-        Rows(work / "x.bin", lengths, hidden, dtype),
-        Rows(work / "chosen.bin", lengths, job.sizes["chosen"], torch.int32),
-        Rows(work / "weight.bin", lengths, job.sizes["chosen"], torch.float32),
-    )
+    share = _Share(job, model, work, chunk, states.lengths, check, compensate_router, ranks)
+    ranks.tell("layers", {"done": done, "chunk": chunk, "lengths": states.lengths})
     with progress("quantizing", layers, done, "layer") as step:
-        for number in range(done, layers):
-            check()
-            watch = _Watch()
-            following = Rows(work / f"states-{number + 1:05d}.bin", lengths, hidden, dtype)
-            ahead = _source_tensors(job, source, number + 1) if number + 1 < layers else []
+        for entry, stores in share.layers(done, states):
+            entry["routed"] = _routed(data, stores.chosen, job.sizes["experts"])
+            entry["peak_memory_bytes"] = peak_memory(device)
+            write_json(journal.layer_file(work, entry["layer"]), entry)
+            journal.log(work, layer_line(entry))
+            rounding = entry["error"].get("down_rounding") or 0.0
+            step(f"{sum(entry['seconds'].values()):.1f} s, rounding error {rounding:.4f}")
+
+
+def assist_layers(
+    job: Job, source: Checkpoint, work: Path, device: torch.device, check: Callable[[], None], ranks: Ranks
+) -> None:
+    """What the other ranks do while rank 0 is in `quantize_layers`: their share of every layer, and no journal."""
+    told = ranks.hear("layers")
+    if told is None:
+        return
+    settle()
+    model = LayeredModel(source, job.facts, job.sizes, device, forward_dtype(device))
+    share = _Share(job, model, work, told["chunk"], told["lengths"], check, True, ranks)
+    for _ in share.layers(told["done"], share.rows(f"states-{told['done']:05d}.bin")):
+        pass
+
+
+@dataclass(frozen=True)
+class _Share:
+    """One process's share of the layers; with one process, all of it."""
+
+    job: Job
+    model: LayeredModel
+    work: Path
+    chunk: int
+    lengths: list[int]
+    check: Callable[[], None]
+    compensate_router: bool
+    ranks: Ranks
+
+    def rows(self, name: str, width: int | None = None, dtype: torch.dtype | None = None) -> Rows:
+        """A file of one row for every token, of hidden states unless something else is said."""
+        return Rows(self.work / name, self.lengths, width or self.job.sizes["hidden"], dtype or self.model.dtype)
+
+    def stores(self) -> LayerStores:
+        """Where the inputs of a layer's experts lie."""
+        chosen = self.job.sizes["chosen"]
+        return LayerStores(
+            self.rows("x.bin"),
+            self.rows("chosen.bin", chosen, torch.int32),
+            self.rows("weight.bin", chosen, torch.float32),
+        )
+
+    def layers(self, done: int, states: Rows) -> Iterator[tuple[dict[str, Any], LayerStores]]:
+        """Work through the layers from number `done` on, which `states` enter.
+
+        Yields each layer's journal entry, but for counts and memory, and what its experts were called with,
+        when everything of the layer is on the disk. Once the next layer is asked for it counts as done.
+        """
+        stores = self.ranks.after_first(self.stores)
+        for number in range(done, self.job.sizes["layers"]):
+            self.check()
             try:
-                with model.layer(number) as layer, read_ahead(ahead):
-                    watch.lap("materialise")
-                    solved, seconds = solve_layer(
-                        model, layer, number, states, stores, job.recipe.experts, chunk, check, compensate_router
-                    )
-                    watch.skip(seconds)
-                    shard = job.plan.shard_file(number)
-                    tensors = layer_tensors(job.plan, number, source, solved)
-                    install(model, layer, solved)
-                    watch.lap("stitch")
-                    with in_background(partial(write_shard, tensors, work / "output" / shard)) as written:
-                        _propagate(model, layer, number, states, following, check)
-                        watch.lap("propagate")
-                        digest = written()
-                    following.flush()
-                    watch.lap("write")
+                entry, following = self._layer(number, states, stores)
             except torch.OutOfMemoryError:
                 raise QuantizeError(
                     f"layer {number}: the device's memory is full; give the same command again with a smaller "
                     "--device-memory"
                 ) from None
-            entry = {
-                "layer": number,
-                "shard": shard,
-                "sha256": digest,
-                "seconds": watch.seconds,
-                # JSON has no infinity; an error that large says that an expert's weights or inputs overflow.
-                "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
-                "fallbacks": _by_expert(solved.fallbacks),
-                "routed": _routed(data, stores.chosen, job.sizes["experts"]),
-                "peak_memory_bytes": peak_memory(device),
-            }
-            write_json(journal.layer_file(work, number), entry)
-            journal.log(work, layer_line(entry))
-            states.path.unlink()
+            yield entry, stores
+            if self.ranks.leads:
+                states.path.unlink()
             states = following
-            rounding = solved.error.get("down_rounding", 0.0)
-            del solved, tensors  # or they would still be there while the next layer is solved
             give_back()
-            step(f"{sum(watch.seconds.values()):.1f} s, rounding error {rounding:.4f}")
-    for rows in (states, stores.x, stores.chosen, stores.weight):
-        rows.path.unlink()
+        if self.ranks.leads:
+            for rows in (states, stores.x, stores.chosen, stores.weight):
+                rows.path.unlink()
+
+    def _layer(self, number: int, states: Rows, stores: LayerStores) -> tuple[dict[str, Any], Rows]:
+        job, model, ranks = self.job, self.model, self.ranks
+        source, shard, watch = model.checkpoint, job.plan.shard_file(number), _Watch()
+        later = job.plan.of_layer(number + 1) if ranks.leads and number + 1 < job.sizes["layers"] else []
+        ahead = [source.tensors[action.source] for action in later]
+        with model.layer(number) as layer, read_ahead(ahead):
+            watch.lap("materialise")
+            following = ranks.after_first(lambda: self.rows(f"states-{number + 1:05d}.bin"))
+            solved, seconds = solve_layer(
+                model, layer, number, states, stores, job.recipe.experts, self.chunk, self.check,
+                self.compensate_router, ranks,
+            )  # fmt: skip
+            watch.skip(seconds)
+            write: Callable[[], str] = str  # nothing, but for rank 0
+            if ranks.leads:
+                tensors = layer_tensors(job.plan, number, source, solved)
+                write = partial(write_shard, tensors, self.work / "output" / shard)
+            install(model, layer, solved)
+            watch.lap("stitch")
+            with in_background(write) as written:
+                _propagate(model, layer, number, states, following, self.check, ranks)
+                watch.lap("propagate")
+                digest = written()
+            ranks.meet()
+            if ranks.leads:
+                following.flush()
+            watch.lap("write")
+        entry = {
+            "layer": number,
+            "shard": shard,
+            "sha256": digest,
+            "seconds": watch.seconds,
+            # JSON has no infinity; an error that large says that an expert's weights or inputs overflow.
+            "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
+            "fallbacks": _by_expert(solved.fallbacks),
+        }
+        return entry, following
 
 
 class _Watch:
@@ -157,10 +220,6 @@ def _entering(work: Path, done: int, model: LayeredModel, tokens: list[torch.Ten
     return states
 
 
-def _source_tensors(job: Job, source: Checkpoint, layer: int) -> list[TensorInfo]:
-    return [source.tensors[action.source] for action in job.plan.of_layer(layer)]
-
-
 def _propagate(
     model: LayeredModel,
     layer: torch.nn.Module,
@@ -168,8 +227,9 @@ def _propagate(
     states: Rows,
     following: Rows,
     check: Callable[[], None],
+    ranks: Ranks,
 ) -> None:
-    for i in range(len(states)):
+    for i in ranks.dealt(len(states)):
         output = model.run(layer, states[i])[0]
         if not bool(torch.isfinite(output).all()):
             raise QuantizeError(

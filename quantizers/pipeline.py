@@ -7,6 +7,9 @@ moved into place by renames at the very end.
 from __future__ import annotations
 
 import json
+import math
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,17 +24,20 @@ from stitch.assemble import layer_tensors, write_shard
 from stitch.quant_config import output_config
 
 from . import journal
+from .architecture import Sizes
 from .atomic import copy_file, sync_folder, write_json, write_text
 from .calibration import CalibrationData, load_samples
 from .checkpoint import CONFIG, INDEX, Checkpoint, read_json, side_files
-from .errors import OutputError
+from .errors import InputError, OutputError
 from .interrupts import interruptible
-from .layer_loop import quantize_layers
+from .layer_loop import assist_layers, quantize_layers
+from .meeting import GO_ON
 from .memory import device_memory
 from .output_folder import check_room, finished_report, move_into_place, refuse_strangers
 from .plan import index_json, summary
 from .progress import peak_memory
-from .proof import prove
+from .proof import fidelity, prove
+from .ranks import ALONE, Ranks
 from .recipe import set_location
 from .session import Job, device_limit, fingerprint, forward_dtype
 from .source_files import check_hashes, source_stats
@@ -48,16 +54,18 @@ class Options:
         device_memory: bytes that may be used there, from which follows how many experts are solved at a
             time; None for what the device has.
         paranoid: keep the source's hashes, and compare them when the run goes on.
+        ranks: which process this is, of how many that do the job together.
     """
 
     output: Path
     device: torch.device
     device_memory: int | None = None
     paranoid: bool = False
+    ranks: Ranks = ALONE
 
 
 def run(job: Job, options: Options) -> dict[str, Any]:
-    """Do the whole job, or what is left of it.
+    """Do the whole job, or what is left of it; of several processes rank 0, while the others `assist`.
 
     Returns:
         The report, as report.json holds it.
@@ -67,16 +75,44 @@ def run(job: Job, options: Options) -> dict[str, Any]:
     """
     finished = finished_report(options.output)
     if finished is not None:
+        options.ranks.tell("run", None)
         return _already_done(job, options.output, finished)
     refuse_strangers(options.output)
     with (
-        journal.locked(options.output),
-        interruptible("give the same command again to go on") as check,
+        journal.locked(options.output, options.ranks),
+        interruptible(GO_ON) as check,
     ):
         work = journal.work_folder(options.output)
-        if not (work / "moving").exists():
+        if (work / "moving").exists():
+            options.ranks.tell("run", None)
+        else:
             _work(job, options, work, check)
         return move_into_place(work, options.output)
+
+
+def assist(job: Job, options: Options) -> None:
+    """What all processes but rank 0 do: their share of the layers, and of perplexity and KL. The rest is rank 0's.
+
+    Raises:
+        InputError: this process differs from rank 0 in what decides bytes.
+        QuantizeError, Interrupted: as `run` does.
+    """
+    ranks, source = options.ranks, job.source
+    assert source is not None
+    with interruptible(GO_ON) as check:
+        work = journal.work_folder(options.output)
+        ranks = ranks.at(work / "ranks", check)
+        machine = ranks.hear("run")
+        if machine is None:
+            return
+        for key, first, own in journal.differences(machine, fingerprint(options.device)):
+            raise InputError(
+                f"process {ranks.rank} has another {key} ({own}) than process 0 ({first}); make them equal"
+            )
+        with journal.locked(options.output, ranks):
+            assist_layers(job, source, work, options.device, check, ranks)
+            if job.recipe.verify and job.recipe.verify.perplexity:
+                fidelity(job, job.recipe.verify.perplexity, options.device, source, work, check, ranks)
 
 
 def _already_done(job: Job, output: Path, finished: dict[str, Any]) -> dict[str, Any]:
@@ -93,6 +129,11 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
     started = time.monotonic()
     source, device = job.source, options.device
     assert source is not None
+    if options.ranks.several and job.recipe.experts.engine != "gram":
+        raise InputError(
+            f"{job.path}: experts.engine: {job.recipe.experts.engine} works in one process; start quantize without "
+            "torchrun, or choose gram"
+        )
     data = load_samples(
         set_location(job.recipe.calibration, job.path),
         str(source.folder),
@@ -102,20 +143,32 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
         check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
     tokens = token_tensors(data, job.sizes["vocabulary"])
     itemsize = forward_dtype(device).itemsize
-    limit = options.device_memory or device_limit(device)
+    limit = options.device_memory or device_limit(device, options.ranks.count)
     memory = device_memory(job.plan, job.sizes, data.sequence_length, itemsize, limit)
     journal.refuse_changes(work, run_fingerprint(job, source, data, device, memory.chunk), options.output)
     journal.remove_cut_files(work)
     if options.paranoid:
         check_hashes(source, work, options.output, check)
+    shutil.rmtree(work / "ranks", ignore_errors=True)  # what processes that were killed were about to hand over
     for folder in ("layers", "output"):
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
-    check_room(work, disk_needed(job, source, sum(len(t) for t in tokens), held_out_tokens(job, source), itemsize))
-    quantize_layers(job, source, data, tokens, work, device, memory.chunk, check)
+    needed = disk_needed(job, source, sum(len(t) for t in tokens), held_out_tokens(job, source), itemsize)
+    ranks = options.ranks.at(work / "ranks", check)
+    if ranks.several:
+        needed += handed_over(job.sizes, job.recipe.experts.group_size)
+        if device.type != "cpu" and (chunks := math.ceil(job.sizes["experts"] / memory.chunk)) < ranks.count:
+            print(
+                f"{chunks} chunks of experts for {ranks.count} processes, so some have none to solve; "
+                "a smaller --device-memory makes more, from the beginning of a run on",
+                file=sys.stderr,
+            )
+    check_room(work, needed)
+    ranks.tell("run", fingerprint(device))
+    quantize_layers(job, source, data, tokens, work, device, memory.chunk, check, True, ranks)
     assemble(job, source, work / "output")
     check()
-    write_report(job, device, source, data, work, started, check)
+    write_report(job, device, source, data, work, started, check, ranks)
 
 
 def held_out_tokens(job: Job, source: Checkpoint) -> int:
@@ -137,6 +190,11 @@ def disk_needed(job: Job, source: Checkpoint, tokens: int, held_out: int, itemsi
     output += sum(file.stat().st_size for file in side_files(source.folder))
     row = itemsize * job.sizes["hidden"]
     return output + max(tokens * (3 * row + 8 * job.sizes["chosen"]), held_out * 4 * row)
+
+
+def handed_over(sizes: Sizes, group: int) -> int:
+    """Bytes of one layer's codes (int8) and scales (bfloat16), which several processes hand each other as files."""
+    return 3 * sizes["experts"] * sizes["hidden"] * sizes["width"] * (group + 2) // group
 
 
 def run_fingerprint(
@@ -172,6 +230,7 @@ def write_report(
     work: Path,
     started: float,
     check: Callable[[], None],
+    ranks: Ranks = ALONE,
 ) -> None:
     """Audit and evaluate what was assembled, and write report.json, its page and the card."""
     from eval.card import card
@@ -181,7 +240,7 @@ def write_report(
     from .card_facts import add_card_facts
 
     layers = journal.done_layers(work, job.sizes["layers"])
-    report = prove(job, device, source, data, layers, work, check)
+    report = prove(job, device, source, data, layers, work, check, ranks)
     earlier = sum(sum(entry["seconds"].values()) for entry in layers)
     report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
     report["peak_memory_bytes"] = max([peak_memory(device), *(entry["peak_memory_bytes"] for entry in layers)])

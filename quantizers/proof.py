@@ -26,6 +26,7 @@ from .errors import CheckpointError, OutputError
 from .layers import LayeredModel
 from .plan import summary
 from .progress import progress
+from .ranks import ALONE, Ranks
 from .recipe import PerplexityGate, set_location
 from .session import Job, fingerprint, forward_dtype, versions
 from .texts import load_tokenizer, scored_bytes, token_tensors
@@ -46,11 +47,13 @@ def prove(
     layers: list[dict[str, Any]],
     work: Path,
     check: Callable[[], None],
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
     """Measure the files in work/output against the source.
 
     Args:
         layers: the journal's entries.
+        ranks: this is rank 0; the others are in `fidelity`.
 
     Returns:
         The report but for times, memory and the list of files.
@@ -103,13 +106,27 @@ def prove(
         gates += coverage_gates(coverage, counts, names, rule)
     asked = recipe.verify.perplexity if recipe.verify else None
     if asked:
-        result = measure(
-            source, [open_folder(folder)], set_location(asked.data, job.path), device, work / "eval", check
-        )[0]
+        (result,) = fidelity(job, asked, device, source, work, check, ranks)
         report |= result
         gates += fidelity_gates(result, asked)
     report["gates"] = gates
     return report
+
+
+def fidelity(
+    job: Job,
+    asked: PerplexityGate,
+    device: torch.device,
+    source: Checkpoint,
+    work: Path,
+    check: Callable[[], None],
+    ranks: Ranks,
+) -> list[dict[str, Any]]:
+    """`measure` of the files in work/output, once rank 0 has made them; all ranks call this."""
+    ranks.meet()
+    candidates = [open_folder(work / "output")]
+    data_set = set_location(asked.data, job.path)
+    return measure(source, candidates, data_set, device, work / "eval", check, ranks=ranks)
 
 
 def _checked(step: Callable[[str], None], check: Callable[[], None]) -> Callable[[str], None]:
@@ -141,6 +158,7 @@ def measure(
     *,
     weights: bool = False,
     resumable: bool = False,
+    ranks: Ranks = ALONE,
 ) -> list[dict[str, Any]]:
     """Perplexity, KL and routing of candidates against their source on a held-out set.
 
@@ -151,6 +169,10 @@ def measure(
         check: called between steps; may raise to interrupt.
         weights: also compare the weights, layer by layer.
         resumable: leave `work` when cut off, and go on from what it holds.
+        ranks: who does it together; each of them calls this.
+
+    Returns:
+        Figures of each candidate, see `eval.perplexity.figures`; nothing in other ranks than 0.
 
     Raises:
         CheckpointError: a candidate is another model, or in a format that cannot be read.
@@ -159,6 +181,7 @@ def measure(
     from .architecture import architecture_for, sizes_of
     from .formats import readable
 
+    ranks = ranks.at(work / "ranks", check)
     where = str(source.folder / "config.json")
     facts = architecture_for(source.config, where)
     sizes = sizes_of(facts, source.config, where)
@@ -168,7 +191,7 @@ def measure(
         other = sizes_of(architecture_for(candidate.config, place), candidate.config, place)
         if candidate.config.get("model_type") != facts.model_type or other != sizes:
             raise CheckpointError(f"{place}: is another model than {source.name}; give checkpoints of one model")
-    data = load_samples(data_set, str(source.folder))
+    data = ranks.after_first(lambda: load_samples(data_set, str(source.folder)))
     tokenizer = load_tokenizer(str(source.folder))
     texts = [
         Text(tokens, sample.category, scored_bytes(tokenizer, sample.tokens.tolist()))
@@ -176,6 +199,12 @@ def measure(
     ]
     dtype = forward_dtype(device)
     models = [LayeredModel(checkpoint, facts, sizes, device, dtype) for checkpoint in opened]
+    if not ranks.leads:
+        ranks.meet()
+        evaluate(
+            models[0], models[1:], texts, work, lambda _: check(), weights=weights, resumable=resumable, ranks=ranks
+        )
+        return []
     if not resumable:
         shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
@@ -183,10 +212,12 @@ def measure(
     try:
         if resumable:
             _same_evaluation(work, opened, data, device, weights)
+        ranks.meet()
         with progress("evaluating", total) as step:
             measured = evaluate(
-                models[0], models[1:], texts, work, _checked(step, check), weights=weights, resumable=resumable
-            )
+                models[0], models[1:], texts, work, _checked(step, check),
+                weights=weights, resumable=resumable, ranks=ranks,
+            )  # fmt: skip
     except BaseException:
         if not resumable:
             shutil.rmtree(work, ignore_errors=True)

@@ -15,6 +15,7 @@ from .architecture import Architecture, Sizes, architecture_for, published_confi
 from .checkpoint import INDEX, SINGLE, Checkpoint, block_size, declared_block, open_folder, read_json, resolve
 from .errors import CheckpointError, InputError
 from .plan import Plan, Spec, expected_tensors, make_plan
+from .ranks import ALONE, Ranks
 from .recipe import Recipe, read_recipe, set_location, source_location
 
 if TYPE_CHECKING:
@@ -170,8 +171,8 @@ def _most_samples(source: DataSource, folder: Path) -> int | None:
         return sum(1 for line in stream if line.strip())
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is the first GPU where there is one, else the CPU.
+def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
+    """`auto` is the first GPU where there is one, else the CPU; of several processes each has a GPU of its own.
 
     Raises:
         InputError: no such device here.
@@ -179,12 +180,16 @@ def choose_device(name: str) -> torch.device:
     import torch
 
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and ranks.several:
+        name = f"cuda:{ranks.local}"
     try:
         device = torch.device(name)
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError("not a device that is supported")
         torch.zeros(1, device=device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # events and streams are made there unless something else is said
     except (RuntimeError, AssertionError) as failure:
         raise InputError(f"--device {name}: {str(failure).splitlines()[0]}; give cpu, cuda or cuda:N") from None
     return device
@@ -214,8 +219,8 @@ def forward_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def device_limit(device: torch.device) -> int:
-    """Bytes to be used of a device when nothing else is said: most of its memory.
+def device_limit(device: torch.device, processes: int = 1) -> int:
+    """Bytes to be used of a device when nothing else is said: most of its memory, which processes on a CPU share.
 
     Of all its memory, not of what is free now: on a GPU the number of experts solved at a time decides
     bits, and a run that goes on must find the same.
@@ -224,7 +229,7 @@ def device_limit(device: torch.device) -> int:
 
     if device.type == "cuda":
         return int(0.85 * torch.cuda.get_device_properties(device).total_memory)
-    return int(0.85 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return int(0.85 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / processes)
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:

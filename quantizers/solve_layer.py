@@ -12,6 +12,7 @@ import torch
 
 from .engines import solve
 from .layers import LayeredModel
+from .ranks import ALONE, Ranks
 from .recipe import Experts
 from .rounding import dequantize
 from .solved import MATRICES, Matrix, Solved
@@ -62,6 +63,7 @@ def solve_layer(
     chunk: int,
     check: Callable[[], None] = lambda: None,
     compensate_router: bool = True,
+    ranks: Ranks = ALONE,
 ) -> tuple[Solved, dict[str, float]]:
     """Observe and solve one layer.
 
@@ -71,16 +73,18 @@ def solve_layer(
         stores: filled here.
         check: called between sequences; may raise to interrupt.
         compensate_router: False leaves the published defect in, for comparison (llmcompressor only).
+        ranks: who does it together (gram only), with stores in files that all of them map.
 
     Returns:
-        The solution, and seconds by phase: observe and solve.
+        The solution, the same for all ranks, and seconds by phase: observe and solve.
     """
     facts = model.facts
     started = time.monotonic()
-    for i in range(len(states)):
+    for i in ranks.dealt(len(states)):
         seen = model.record(layer, states[i])
         stores.x[i], stores.chosen[i], stores.weight[i] = seen.x, seen.chosen, seen.weight
         check()
+    ranks.meet()
     observed = time.monotonic()
     norm = model.checkpoint.tensor(facts.layer(number, facts.fold.norm)).to(model.device)
     experts: Any = layer.get_submodule(facts.modules.experts)
@@ -108,6 +112,7 @@ def solve_layer(
             activation=experts.act_fn,
             settings=settings,
             chunk=chunk,
+            ranks=ranks,
         )
     solved.fallbacks.extend(zero_groups(experts.gate_up_proj.data, experts.down_proj.data, settings.group_size))
     return solved, {"observe": observed - started, "solve": time.monotonic() - observed}

@@ -27,7 +27,7 @@ class Rows(Sequence[torch.Tensor]):
     """
 
     def __init__(self, path: Path, lengths: Sequence[int], width: int, dtype: torch.dtype) -> None:
-        self.path, self.width = path, width
+        self.path, self.lengths, self.width = path, list(lengths), width
         self.offsets = [0]
         for length in lengths:
             self.offsets.append(self.offsets[-1] + length)
