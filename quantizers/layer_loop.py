@@ -84,7 +84,7 @@ def quantize_layers(
                 with model.layer(number) as layer, read_ahead(ahead):
                     watch.lap("materialise")
                     solved, seconds = solve_layer(
-                        model, layer, number, states, stores, job.recipe.experts, chunk, check, compensate_router
+                        model, layer, number, states, stores, job.plan.settings(number), chunk, check, compensate_router
                     )
                     watch.skip(seconds)
                     shard = job.plan.shard_file(number)

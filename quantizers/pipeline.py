@@ -160,7 +160,7 @@ def assemble(job: Job, source: Checkpoint, folder: Path) -> None:
     recipe = yaml.safe_dump(job.recipe.settings(), sort_keys=False, allow_unicode=True)
     write_text(recipe, folder / "recipe.yaml")
     write_text(index_json(job.plan), folder / INDEX)
-    config = output_config(job.config, job.recipe.experts, job.block)
+    config = output_config(job.config, job.plan.schemes, job.block)
     write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
 
 

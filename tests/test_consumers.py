@@ -37,6 +37,7 @@ from quantizers.checkpoint import open_folder
 from quantizers.errors import CheckpointError, InputError
 from quantizers.plan import Spec, expected_tensors, make_plan
 from quantizers.recipe import Experts
+from quantizers.schemes import Scheme
 from stitch.quant_config import output_config
 
 BLOCK = (128, 128)
@@ -54,7 +55,7 @@ def good(config: dict[str, Any] | None = None, experts: Experts | None = None) -
     sizes = sizes_of(facts, config, "x")
     plan = make_plan(facts, sizes, expected_tensors(facts, sizes, BLOCK), experts, "x", BLOCK)
     tensors = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
-    return copy.deepcopy(output_config(config, experts, BLOCK)), tensors
+    return copy.deepcopy(output_config(config, plan.schemes, BLOCK)), tensors
 
 
 def checked(output: Output) -> Consumers:
@@ -106,7 +107,7 @@ def test_the_published_sizes_have_no_findings_and_divide_by_eight() -> None:
 
 def test_attention_that_is_not_fp8_is_read_as_plain() -> None:
     config, tensors = good()
-    config = output_config(tiny.config(), Experts(), None)
+    config = output_config(tiny.config(), [Scheme(4, 32)], None)
     attention = {n: Spec("BF16", s.shape) for n, s in tensors.items() if "_proj" in n and not n.endswith("_scale")}
     kept = {name: spec for name, spec in tensors.items() if "_proj" not in name}
     found = checked((config, kept | attention))
@@ -409,7 +410,7 @@ def test_tensor_parallel_of_m21_with_large_groups() -> None:
     assert published is not None
     facts, config = published
     sizes = sizes_of(facts, config, "x")
-    rules = read_rules(output_config(config, Experts(group_size=128), BLOCK)["quantization_config"])
+    rules = read_rules(output_config(config, [Scheme(4, 128)], BLOCK)["quantization_config"])
     schemes = {r.kind: r.scheme for r in server_readings(VLLM, facts, 1, rules)}
     answers = [tensor_parallel(n, sizes, [schemes[ATTENTION]], [schemes[EXPERTS]]) for n in (1, 2, 4, 8)]
     assert answers[:3] == ["ok", "ok", "ok"]
