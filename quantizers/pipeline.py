@@ -33,6 +33,7 @@ from .plan import index_json, summary
 from .progress import peak_memory
 from .proof import prove
 from .recipe import set_location
+from .scheme_choice import decide
 from .session import Job, device_limit, fingerprint, forward_dtype
 from .source_files import check_hashes, source_stats
 from .texts import token_tensors
@@ -111,7 +112,11 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
     for folder in ("layers", "output"):
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
-    check_room(work, disk_needed(job, source, sum(len(t) for t in tokens), held_out_tokens(job, source), itemsize))
+    rows, held_out = sum(len(t) for t in tokens), held_out_tokens(job, source)
+    check_room(work, disk_needed(job, source, rows, held_out, itemsize))
+    if job.allocation:
+        job = decide(job, source, tokens, work, device, memory.chunk, options.output, check)
+        check_room(work, disk_needed(job, source, rows, held_out, itemsize))
     quantize_layers(job, source, data, tokens, work, device, memory.chunk, check)
     assemble(job, source, work / "output")
     check()

@@ -1,0 +1,256 @@
+"""The pass before the run of a recipe with a budget: what each candidate scheme would cost each layer.
+
+It walks the layers once, in the source's own states. For every layer it measures the error of the experts'
+output under each candidate (scheme_errors.py), and once, with the coarsest candidate, what such an error does to
+the model: some tokens go on from the layer so quantized through all later layers as they are, beside the
+source's own, and at the end the KL of each such lane is read off. Both are squares of a small disturbance, so
+
+    loss of a scheme in a layer  =  KL of the layer's lane  *  error of the scheme / error of the coarsest one
+
+in nats per token. It takes the later layers into account, which the error alone cannot.
+
+    schemes/00003.json        layer 3 is measured
+    schemes/states-00004.bin  states entering layer 4: of the source, then of the lanes of layers 0 to 3
+    schemes/kl.json           KL of every lane; written last
+
+One process measures; it goes on after a cut as the run itself does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .atomic import write_json
+from .checkpoint import Checkpoint
+from .errors import InputError, QuantizeError
+from .heap import give_back, map_large_blocks
+from .layers import LayeredModel
+from .overlap import read_ahead
+from .progress import Step, progress
+from .scheme_errors import ALL_THREE, scheme_errors
+from .session import Job, forward_dtype
+from .solve_layer import LayerStores
+from .solved import MATRICES
+from .states import Rows
+
+FOLDER = "schemes"
+MOST_EXPERTS = 32  # of each layer are measured; KL and errors are scaled up to all
+LANE_TOKENS, LANE_LENGTH = 8192, 512  # tokens of a lane, and of one of its sequences, at most
+LOGIT_ROWS = 256  # positions whose logits are held at a time
+
+
+def measured(work: Path, layers: int) -> list[dict[str, Any]] | None:
+    """What was measured, an entry a layer; None where that is not finished.
+
+    Each has `layer`, `seconds`, `kl` of its lane, which has the `coarsest` scheme, and by a scheme's name `error`,
+    `by_matrix` (both squares, relative to the states) and `loss`.
+    """
+    try:
+        kl = json.loads((work / FOLDER / "kl.json").read_text())
+        entries = [json.loads(_entry(work, number).read_text()) for number in range(layers)]
+    except (OSError, ValueError):
+        return None
+    return [_with_loss(entry, value) for entry, value in zip(entries, kl, strict=True)]
+
+
+def _with_loss(entry: dict[str, Any], kl: float) -> dict[str, Any]:
+    errors: dict[str, float] = entry["error"]
+    coarsest = errors[entry["coarsest"]]
+    # A layer without any error, as one of zeros, loses nothing under any scheme.
+    each = {name: max(kl, 0.0) * error / coarsest if coarsest > 0 else 0.0 for name, error in errors.items()}
+    return entry | {"kl": kl, "loss": each}
+
+
+def _entry(work: Path, layer: int) -> Path:
+    return work / FOLDER / f"{layer:05d}.json"
+
+
+def measure_schemes(
+    job: Job,
+    source: Checkpoint,
+    tokens: Sequence[torch.Tensor],
+    work: Path,
+    device: torch.device,
+    chunk: int,
+    check: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Measure all layers, or those that are left.
+
+    Args:
+        tokens: the calibration samples (T,) int64.
+        work: the unfinished run's folder.
+        chunk: experts worked on at a time.
+        check: called between steps; may raise to interrupt.
+
+    Returns:
+        See `measured`.
+
+    Raises:
+        QuantizeError: states or logits are not finite.
+        InputError: there are several processes.
+    """
+    layers = job.sizes["layers"]
+    found = measured(work, layers)
+    if found is not None:
+        return found
+    map_large_blocks()
+    (work / FOLDER).mkdir(exist_ok=True)
+    model = LayeredModel(source, job.facts, job.sizes, device, forward_dtype(device))
+    done = next((n for n in range(layers) if not _entry(work, n).exists()), layers)
+    walk = _Walk(job, model, tokens, work, done)
+    with progress("measuring", layers, done, "layer") as step:
+        for number in range(done, layers):
+            check()
+            walk.layer(number, chunk, check, step)
+    write_json(work / FOLDER / "kl.json", walk.divergences(check))
+    walk.remove()
+    entries = measured(work, layers)
+    assert entries is not None
+    return entries
+
+
+class _Walk:
+    """The states of the source and of all lanes, from layer to layer."""
+
+    def __init__(self, job: Job, model: LayeredModel, tokens: Sequence[torch.Tensor], work: Path, done: int) -> None:
+        assert job.allocation is not None
+        self.job, self.model, self.work = job, model, work
+        self.schemes = job.allocation.candidates
+        self.lengths = [len(t) for t in tokens]
+        self.probes = lane_sequences(self.lengths)
+        self.lane_lengths = [min(self.lengths[i], LANE_LENGTH) for i in self.probes]
+        if done and not self._file(done).exists():
+            raise QuantizeError(f"{self._file(done)}: is gone, and with it what the next layer reads; use --fresh")
+        self.states = self._rows(done)
+        if done == 0:
+            table = model.embedding()
+            for i, sequence in enumerate(tokens):
+                self.states[i] = table[sequence.to(model.device)]
+        chosen = job.sizes["chosen"]
+        folder = work / FOLDER
+        self.stores = LayerStores(
+            Rows(folder / "x.bin", self.lengths, job.sizes["hidden"], model.dtype),
+            Rows(folder / "chosen.bin", self.lengths, chosen, torch.int32),
+            Rows(folder / "weight.bin", self.lengths, chosen, torch.float32),
+        )
+
+    def _file(self, layer: int) -> Path:
+        return self.work / FOLDER / f"states-{layer:05d}.bin"
+
+    def _rows(self, layer: int) -> Rows:
+        """States entering a layer: the source's sequences, then each earlier layer's lane."""
+        lengths = [*self.lengths, *self.lane_lengths * layer]
+        return Rows(self._file(layer), lengths, self.job.sizes["hidden"], self.model.dtype)
+
+    def layer(self, number: int, chunk: int, check: Callable[[], None], step: Step) -> None:
+        """Measure a layer; take the source and all lanes through it; begin its own lane."""
+        started, model, facts = time.monotonic(), self.model, self.job.facts
+        following = self._rows(number + 1)
+        ahead = []
+        if number + 1 < self.job.sizes["layers"]:
+            ahead = [model.checkpoint.tensors[action.source] for action in self.job.plan.of_layer(number + 1)]
+        with model.layer(number) as layer, read_ahead(ahead):
+            for i in range(len(self.lengths)):
+                seen = model.record(layer, self.states[i])
+                self.stores.x[i], self.stores.chosen[i], self.stores.weight[i] = seen.x, seen.chosen, seen.weight
+                check()
+            experts: Any = layer.get_submodule(facts.modules.experts)
+            count = min(MOST_EXPERTS, self.job.sizes["experts"])
+            found = scheme_errors(
+                self.stores.recorded(model.device, check),
+                experts.gate_up_proj.data,
+                experts.down_proj.data,
+                activation=experts.act_fn,
+                settings=self.job.recipe.experts,
+                schemes=self.schemes,
+                experts=count,
+                chunk=min(chunk, count),
+                compared=self.probes,
+            )
+            power, compared = 0.0, set(self.probes)
+            for i in range(len(self.states)):
+                output = model.run(layer, self.states[i])[0]
+                if i in compared:
+                    power += float(output.float().square().sum(dtype=torch.float64))
+                following[i] = output
+                check()
+            experts.gate_up_proj.data[:count].copy_(found.coarsest[0])
+            experts.down_proj.data[:count].copy_(found.coarsest[1])
+            own = len(self.states)
+            for k, i in enumerate(self.probes):
+                following[own + k] = model.run(layer, self.states[i][: self.lane_lengths[k]])[0]
+                check()
+        if not math.isfinite(power):
+            raise QuantizeError(f"layer {number}: its output is not finite in the source itself; nothing to measure by")
+        share = count / self.job.sizes["experts"] * power
+        errors = {str(s): {name: value / share for name, value in row.items()} for s, row in found.lost.items()}
+        following.flush()
+        entry = {
+            "layer": number,
+            "experts": count,
+            "coarsest": str(self.schemes[0]),
+            "error": {scheme: row[ALL_THREE] for scheme, row in errors.items()},
+            "by_matrix": {scheme: {m: row[m] for m in MATRICES} for scheme, row in errors.items()},
+            "seconds": time.monotonic() - started,
+        }
+        write_json(_entry(self.work, number), entry)
+        self.states.path.unlink()
+        self.states = following
+        del found
+        give_back()
+        step(f"{entry['seconds']:.1f} s, error {next(iter(errors.values()))[ALL_THREE] ** 0.5:.4f}")
+
+    def divergences(self, check: Callable[[], None]) -> list[float]:
+        """Mean KL(source || lane) of each layer's lane in nats, as if all experts had been quantized."""
+        head = self.model.head()
+        layers, lanes = self.job.sizes["layers"], len(self.probes)
+        totals = [0.0] * layers
+        for k, i in enumerate(self.probes):
+            source = self.states[i][: self.lane_lengths[k]]
+            others = [self.states[len(self.lengths) + lane * lanes + k] for lane in range(layers)]
+            for start in range(0, len(source), LOGIT_ROWS):
+                rows = slice(start, start + LOGIT_ROWS)
+                expected = self._log_probabilities(source[rows], head)
+                for lane, states in enumerate(others):
+                    log = self._log_probabilities(states[rows], head)
+                    totals[lane] += float((expected.exp() * (expected - log)).sum(dtype=torch.float64))
+                check()
+        scale = self.job.sizes["experts"] / min(MOST_EXPERTS, self.job.sizes["experts"]) / sum(self.lane_lengths)
+        if not all(map(math.isfinite, totals)):
+            raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
+        return [total * scale for total in totals]
+
+    def _log_probabilities(self, states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax((self.model.final(states) @ head.T).float(), dim=-1)
+
+    def remove(self) -> None:
+        """The files that only the walk needs."""
+        for path in (self.work / FOLDER).glob("*.bin"):
+            path.unlink()
+
+
+def lane_sequences(lengths: Sequence[int]) -> list[int]:
+    """Numbers of the sequences whose beginnings are the lanes' tokens: evenly spread, LANE_TOKENS in all about."""
+    total = sum(min(length, LANE_LENGTH) for length in lengths)
+    step = max(1, round(total / LANE_TOKENS))
+    return list(range(0, len(lengths), step))
+
+
+def refuse_processes(count: int, work: Path, layers: int) -> None:
+    """A budget is measured by one process.
+
+    Raises:
+        InputError: there are several, and nothing is measured yet.
+    """
+    if count > 1 and measured(work, layers) is None:
+        raise InputError(
+            f"{work.parent}: a budget is measured by one process, and {count} were started; give the command once "
+            "without torchrun until it quantizes, then go on with all of them"
+        )
