@@ -204,7 +204,7 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     layers = sizes["layers"]
     readings = {engine.name: list(server_readings(engine, facts, layers, rules)) for engine in SERVERS}
     readings[TRANSFORMERS] = list(transformers_readings(facts, layers, rules))
-    differ = len({reading.scheme for reading in readings[VLLM.name] if reading.kind == EXPERTS}) > 1
+    differ = len({r.scheme for r in readings[VLLM.name] if r.kind == EXPERTS} - {None}) > 1
     if differ:
         problem = "the experts' schemes differ between layers"
         findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, ONE_SCHEME)

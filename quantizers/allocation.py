@@ -11,7 +11,7 @@ expert is split over. Pure: nothing is measured and no file is opened here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from .architecture import Sizes
 from .budget import choose
 from .byte_size import gib, parse_bytes
 from .errors import RecipeError
-from .plan import Plan, file_size
+from .plan import Action, Kind, Plan, Spec, file_size, stored_as
 from .recipe import Experts
 from .schemes import ALL, Scheme
 
@@ -122,6 +122,24 @@ def candidates(sizes: Sizes, parallel: int) -> tuple[Scheme, ...]:
     )
 
 
+def _shard_bytes(plan: Plan, possible: Sequence[Scheme]) -> Iterator[tuple[int, ...]]:
+    """For each layer the bytes of its shard under each scheme."""
+    # Layers alike but for a number of as many digits have shards of one size: few are worked out of many.
+    known: dict[tuple[tuple[int, Kind, Spec], ...], tuple[int, ...]] = {}
+    by_layer: list[list[Action]] = [[] for _ in range(plan.layers)]
+    for action in plan.actions:
+        if action.layer is not None:
+            by_layer[action.layer].append(action)
+    for actions in by_layer:
+        alike = tuple((len(action.source), action.kind, action.spec) for action in actions)
+        if alike not in known:
+            known[alike] = tuple(
+                file_size({n: spec for action in actions for n, spec in stored_as(action, scheme).outputs.items()})
+                for scheme in possible
+            )
+        yield known[alike]
+
+
 def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Allocation:
     """What a recipe's budget leaves to choose from.
 
@@ -138,9 +156,7 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
             f"{where}: no group of 32, 64 or 128 divides the experts' width {sizes['width']} over {parallel} cards; "
             "lower experts.tensor_parallel"
         )
-    by_scheme = [plan.with_schemes([scheme] * plan.layers).shards() for scheme in possible]
-    files = [plan.shard_file(layer) for layer in range(plan.layers)]
-    rows = tuple(tuple(file_size(shards[file]) for shards in by_scheme) for file in files)
+    rows = tuple(_shard_bytes(plan, possible))
     weights = 3 * sizes["experts"] * sizes["hidden"] * sizes["width"]
     outside = file_size(plan.shard(None))
     if experts.budget is not None:

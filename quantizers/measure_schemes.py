@@ -2,15 +2,16 @@
 
 It walks the layers once, in the source's own states. For every layer it measures the error of the experts'
 output under each candidate (scheme_errors.py), and once, with the coarsest candidate, what such an error does to
-the model: some tokens go on from the layer so quantized through all later layers as they are, beside the
-source's own, and at the end the KL of each such lane is read off. Both are squares of a small disturbance, so
+the model: some tokens go on from the layer so quantized through all later layers as they are, and at the end
+the KL of each such lane is read off against a lane of the source (of the same shapes: on an accelerator others
+would round otherwise). Both are squares of a small disturbance, so
 
     loss of a scheme in a layer  =  KL of the layer's lane  *  error of the scheme / error of the coarsest one
 
 in nats per token. It takes the later layers into account, which the error alone cannot.
 
     schemes/00003.json        layer 3 is measured
-    schemes/states-00004.bin  states entering layer 4: of the source, then of the lanes of layers 0 to 3
+    schemes/states-00004.bin  states entering layer 4: of the source, then of its own lane and those of layers 0 to 3
     schemes/kl.json           KL of every lane; written last
 
 One process measures; it goes on after a cut as the run itself does.
@@ -133,6 +134,8 @@ class _Walk:
             table = model.embedding()
             for i, sequence in enumerate(tokens):
                 self.states[i] = table[sequence.to(model.device)]
+            for k, i in enumerate(self.probes):
+                self.states[self._place(0, k)] = self.states[i][: self.lane_lengths[k]]
         chosen = job.sizes["chosen"]
         folder = work / FOLDER
         self.stores = LayerStores(
@@ -144,9 +147,13 @@ class _Walk:
     def _file(self, layer: int) -> Path:
         return self.work / FOLDER / f"states-{layer:05d}.bin"
 
+    def _place(self, lane: int, number: int) -> int:
+        """Where a lane's n-th sequence lies; lane 0 is the source's, lane l + 1 that of layer l."""
+        return len(self.lengths) + lane * len(self.probes) + number
+
     def _rows(self, layer: int) -> Rows:
-        """States entering a layer: the source's sequences, then each earlier layer's lane."""
-        lengths = [*self.lengths, *self.lane_lengths * layer]
+        """States entering a layer: the source's sequences, then the lanes that there are by then."""
+        lengths = [*self.lengths, *self.lane_lengths * (1 + layer)]
         return Rows(self._file(layer), lengths, self.job.sizes["hidden"], self.model.dtype)
 
     def layer(self, number: int, chunk: int, check: Callable[[], None], step: Step) -> None:
@@ -183,9 +190,8 @@ class _Walk:
                 check()
             experts.gate_up_proj.data[:count].copy_(found.coarsest[0])
             experts.down_proj.data[:count].copy_(found.coarsest[1])
-            own = len(self.states)
-            for k, i in enumerate(self.probes):
-                following[own + k] = model.run(layer, self.states[i][: self.lane_lengths[k]])[0]
+            for k in range(len(self.probes)):
+                following[self._place(number + 1, k)] = model.run(layer, self.states[self._place(0, k)])[0]
                 check()
         if not math.isfinite(power):
             raise QuantizeError(f"layer {number}: its output is not finite in the source itself; nothing to measure by")
@@ -210,11 +216,10 @@ class _Walk:
     def divergences(self, check: Callable[[], None]) -> list[float]:
         """Mean KL(source || lane) of each layer's lane in nats, as if all experts had been quantized."""
         head = self.model.head()
-        layers, lanes = self.job.sizes["layers"], len(self.probes)
+        layers = self.job.sizes["layers"]
         totals = [0.0] * layers
-        for k, i in enumerate(self.probes):
-            source = self.states[i][: self.lane_lengths[k]]
-            others = [self.states[len(self.lengths) + lane * lanes + k] for lane in range(layers)]
+        for k in range(len(self.probes)):
+            source, *others = (self.states[self._place(lane, k)] for lane in range(1 + layers))
             for start in range(0, len(source), LOGIT_ROWS):
                 rows = slice(start, start + LOGIT_ROWS)
                 expected = self._log_probabilities(source[rows], head)
@@ -241,6 +246,11 @@ def lane_sequences(lengths: Sequence[int]) -> list[int]:
     total = sum(min(length, LANE_LENGTH) for length in lengths)
     step = max(1, round(total / LANE_TOKENS))
     return list(range(0, len(lengths), step))
+
+
+def lane_rows(lengths: Sequence[int], layers: int) -> int:
+    """Tokens of all lanes together, for the room that they need on the disk."""
+    return (1 + layers) * sum(min(lengths[i], LANE_LENGTH) for i in lane_sequences(lengths))
 
 
 def refuse_processes(count: int, work: Path, layers: int) -> None:

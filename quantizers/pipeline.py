@@ -27,6 +27,7 @@ from .checkpoint import CONFIG, INDEX, Checkpoint, read_json, side_files
 from .errors import OutputError
 from .interrupts import interruptible
 from .layer_loop import quantize_layers
+from .measure_schemes import lane_rows
 from .memory import device_memory
 from .output_folder import check_room, finished_report, move_into_place, refuse_strangers
 from .plan import index_json, summary
@@ -113,7 +114,8 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
     rows, held_out = sum(len(t) for t in tokens), held_out_tokens(job, source)
-    check_room(work, disk_needed(job, source, rows, held_out, itemsize))
+    lanes = lane_rows([len(t) for t in tokens], job.sizes["layers"]) if job.allocation else 0
+    check_room(work, disk_needed(job, source, rows + lanes, held_out, itemsize))
     if job.allocation:
         job = decide(job, source, tokens, work, device, memory.chunk, options.output, check)
         check_room(work, disk_needed(job, source, rows, held_out, itemsize))

@@ -88,15 +88,10 @@ class Plan:
     def with_schemes(self, schemes: Sequence[Scheme]) -> Plan:
         """The same plan with another scheme for each layer's experts; their groups must divide the matrices."""
         assert len(schemes) == self.layers
-
-        def stored(action: Action) -> Action:
-            if action.kind != "quantize":
-                return action
-            assert action.layer is not None
-            module = action.source.removesuffix(".weight")
-            return replace(action, outputs=packed_specs(module, action.spec.shape, schemes[action.layer]))
-
-        return replace(self, actions=tuple(map(stored, self.actions)), schemes=tuple(schemes))
+        actions = (
+            action if action.layer is None else stored_as(action, schemes[action.layer]) for action in self.actions
+        )
+        return replace(self, actions=tuple(actions), schemes=tuple(schemes))
 
     def of_layer(self, layer: int | None) -> list[Action]:
         """The actions of one decoder layer, or with None of what lies outside."""
@@ -234,6 +229,13 @@ def make_plan(
             "folded, so it is refused rather than kept"
         )
     return Plan(tuple(actions), sizes["layers"], experts, (experts.scheme,) * sizes["layers"])
+
+
+def stored_as(action: Action, scheme: Scheme) -> Action:
+    """The action with a scheme for what it quantizes; any other action as it is."""
+    if action.kind != "quantize":
+        return action
+    return replace(action, outputs=packed_specs(action.source.removesuffix(".weight"), action.spec.shape, scheme))
 
 
 def packed_specs(module: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Spec]:

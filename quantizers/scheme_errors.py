@@ -36,7 +36,8 @@ class SchemeErrors:
 
     Attributes:
         lost: Σ r² ‖error‖² by scheme, and by which matrix alone was rounded (or all of them).
-        coarsest: gate_up (E', 2I, H) and down (E', H, I) of these experts as the first scheme leaves them.
+        coarsest: gate_up (E', 2I, H) and down (E', H, I) of these experts as the first scheme leaves them, on
+            the CPU in the dtype of the forward pass.
     """
 
     lost: dict[Scheme, dict[str, float]]
@@ -87,7 +88,8 @@ def scheme_errors(
             for name, value in found.items():
                 lost[scheme][name] += value
             if scheme == schemes[0]:
-                coarsest.append((torch.cat([coarse["gate"], coarse["up"]], dim=1), coarse["down"]))
+                both = torch.cat([coarse["gate"], coarse["up"]], dim=1), coarse["down"]
+                coarsest.append([matrix.to(gate_up.dtype).cpu() for matrix in both])
     return SchemeErrors(lost, (torch.cat([g for g, _ in coarsest]), torch.cat([d for _, d in coarsest])))
 
 
