@@ -27,7 +27,7 @@ from .checkpoint import CONFIG, INDEX, Checkpoint, read_json, side_files
 from .errors import OutputError
 from .interrupts import interruptible
 from .layer_loop import quantize_layers
-from .measure_schemes import lane_rows
+from .measure_schemes import lane_rows, measured
 from .memory import device_memory
 from .output_folder import check_room, finished_report, move_into_place, refuse_strangers
 from .plan import index_json, summary
@@ -191,6 +191,8 @@ def write_report(
     report = prove(job, device, source, data, layers, work, check)
     earlier = sum(sum(entry["seconds"].values()) for entry in layers)
     report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
+    if job.allocation:
+        report["seconds"]["measuring"] = sum(entry["seconds"] for entry in measured(work, job.sizes["layers"]) or ())
     report["peak_memory_bytes"] = max([peak_memory(device), *(entry["peak_memory_bytes"] for entry in layers)])
     add_card_facts(report, job, source, data)
     folder = work / "output"

@@ -30,6 +30,7 @@ from quantizers.session import Job, prepare
 from quantizers.statistics import Recorded
 from quantizers.weights import layer_weights, read_weight
 from stitch.audit import verify
+from stitch.mix import mix
 
 CPU = torch.device("cpu")
 MEAN_BITS = 4.375  # half of the layers in groups of 32, half of 64: what the tiny model's width allows
@@ -199,6 +200,15 @@ def test_verify_reads_the_schemes_from_the_files(done: Any, tmp_path: Path) -> N
     assert verify(copy, job.source, CPU).differences == []  # then they are read off the tensors
 
 
+def test_stitch_keeps_each_layers_scheme(done: Any, tmp_path: Path) -> None:
+    """The output taken as an experts' checkpoint: the same config, packed experts and routers again."""
+    job, folder, _ = done
+    report = mix(job.source, open_folder(folder), tmp_path / "output", CPU, repair_router=True)
+    assert report["audit"]["differences"] == []
+    for name in ("config.json", "model-00001-of-00005.safetensors", "model-00004-of-00005.safetensors"):
+        assert (tmp_path / "output" / name).read_bytes() == (folder / name).read_bytes()
+
+
 def test_transformers_with_each_layers_own_scheme(done: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers 5.17 has one scheme for all layers' experts. Given compressed-tensors' own answer, all is there."""
     from compressed_tensors.utils.match import is_match
@@ -251,7 +261,13 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"), [("scheme_errors", 0), ("scheme_errors", 2), ("write_json", 1), ("write_json", 4)]
+    ("name", "calls"),
+    [
+        ("scheme_errors", 2),  # in the middle of a layer
+        pytest.param("scheme_errors", 0, marks=pytest.mark.slow),
+        pytest.param("write_json", 1, marks=pytest.mark.slow),  # before a layer's entry
+        pytest.param("write_json", 4, marks=pytest.mark.slow),  # before the last one of all
+    ],
 )
 def test_a_cut_while_measuring_costs_a_layer_at_most(name: str, calls: int, done: Any, tmp_path: Path) -> None:
     job, folder, _ = done
