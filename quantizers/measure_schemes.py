@@ -1,14 +1,17 @@
 """The pass before the run of a recipe with a budget: what each candidate scheme would cost each layer.
 
 It walks the layers once, in the source's own states. For every layer it measures the error of the experts'
-output under each candidate (scheme_errors.py), and once, with the coarsest candidate, what such an error does to
-the model: some tokens go on from the layer so quantized through all later layers as they are, and at the end
-the KL of each such lane is read off against a lane of the source (of the same shapes: on an accelerator others
-would round otherwise). Both are squares of a small disturbance, so
+output under each candidate (scheme_errors.py), and once what such an error does to the model: some tokens go
+through this layer as the coarsest candidate leaves it, then through all later layers as they are, and at the end
+the KL of each such lane is read off against a lane of the source. Error and KL are both squares of a small
+disturbance, so
 
-    loss of a scheme in a layer  =  KL of the layer's lane  *  error of the scheme / error of the coarsest one
+    loss of a scheme in a layer  =  KL of the layer's lane  *  error of the scheme / disturbance of the lane
 
-in nats per token. It takes the later layers into account, which the error alone cannot.
+in nats per token, the disturbance being ‖lane − source‖² / ‖source‖² of the states that leave the layer. It takes the
+later layers into account, which the error alone cannot. Where only some experts are measured, their errors are
+enlarged, so that they disturb as much as all would. In bfloat16 lanes also differ by how their own numbers are rounded:
+so the source's lane has the same shapes as the others, and errors are enlarged once more.
 
     schemes/00003.json        layer 3 is measured
     schemes/states-00004.bin  states entering layer 4: of the source, then of its own lane and those of layers 0 to 3
@@ -42,16 +45,17 @@ from .solved import MATRICES
 from .states import Rows
 
 FOLDER = "schemes"
-MOST_EXPERTS = 32  # of each layer are measured; KL and errors are scaled up to all
+MOST_EXPERTS = 32  # of each layer are searched and compared; their errors are scaled up to all
 LANE_TOKENS, LANE_LENGTH = 8192, 512  # tokens of a lane, and of one of its sequences, at most
+BOOST = 2  # of the errors in lanes that are computed in bfloat16
 LOGIT_ROWS = 256  # positions whose logits are held at a time
 
 
 def measured(work: Path, layers: int) -> list[dict[str, Any]] | None:
     """What was measured, an entry a layer; None where that is not finished.
 
-    Each has `layer`, `seconds`, `kl` of its lane, which has the `coarsest` scheme, and by a scheme's name `error`,
-    `by_matrix` (both squares, relative to the states) and `loss`.
+    Each has `layer`, `seconds`, `kl` and `disturbance` of its lane, and by a scheme's name `error`, `by_matrix` (all
+    three squares, relative to the states) and `loss`.
     """
     try:
         kl = json.loads((work / FOLDER / "kl.json").read_text())
@@ -63,9 +67,9 @@ def measured(work: Path, layers: int) -> list[dict[str, Any]] | None:
 
 def _with_loss(entry: dict[str, Any], kl: float) -> dict[str, Any]:
     errors: dict[str, float] = entry["error"]
-    coarsest = errors[entry["coarsest"]]
-    # A layer without any error, as one of zeros, loses nothing under any scheme.
-    each = {name: max(kl, 0.0) * error / coarsest if coarsest > 0 else 0.0 for name, error in errors.items()}
+    # A layer that rounding leaves as it is, as one of zeros, loses nothing under any scheme.
+    rate = max(kl, 0.0) / entry["disturbance"] if entry["disturbance"] > 0 else 0.0
+    each = {name: rate * error for name, error in errors.items()}
     return entry | {"kl": kl, "loss": each}
 
 
@@ -188,10 +192,16 @@ class _Walk:
                     power += float(output.float().square().sum(dtype=torch.float64))
                 following[i] = output
                 check()
-            experts.gate_up_proj.data[:count].copy_(found.coarsest[0])
-            experts.down_proj.data[:count].copy_(found.coarsest[1])
+            enlarged = math.sqrt(self.job.sizes["experts"] / count) * (BOOST if model.dtype == torch.bfloat16 else 1)
+            for weight, stored in zip((experts.gate_up_proj, experts.down_proj), found.coarsest, strict=True):
+                weight.data[:count].lerp_(stored.to(model.device), enlarged)
+            moved, size = 0.0, 0.0
             for k in range(len(self.probes)):
-                following[self._place(number + 1, k)] = model.run(layer, self.states[self._place(0, k)])[0]
+                output = model.run(layer, self.states[self._place(0, k)])[0]
+                following[self._place(number + 1, k)] = output
+                plain = following[self._place(0, k)].to(output.device).float()
+                moved += float((output.float() - plain).square().sum(dtype=torch.float64))
+                size += float(plain.square().sum(dtype=torch.float64))
                 check()
         if not math.isfinite(power):
             raise QuantizeError(f"layer {number}: its output is not finite in the source itself; nothing to measure by")
@@ -201,7 +211,7 @@ class _Walk:
         entry = {
             "layer": number,
             "experts": count,
-            "coarsest": str(self.schemes[0]),
+            "disturbance": moved / size if size > 0 else 0.0,
             "error": {scheme: row[ALL_THREE] for scheme, row in errors.items()},
             "by_matrix": {scheme: {m: row[m] for m in MATRICES} for scheme, row in errors.items()},
             "seconds": time.monotonic() - started,
@@ -214,7 +224,7 @@ class _Walk:
         step(f"{entry['seconds']:.1f} s, error {next(iter(errors.values()))[ALL_THREE] ** 0.5:.4f}")
 
     def divergences(self, check: Callable[[], None]) -> list[float]:
-        """Mean KL(source || lane) of each layer's lane in nats, as if all experts had been quantized."""
+        """Mean KL(source || lane) of each layer's lane in nats."""
         head = self.model.head()
         layers = self.job.sizes["layers"]
         totals = [0.0] * layers
@@ -227,10 +237,9 @@ class _Walk:
                     log = self._log_probabilities(states[rows], head)
                     totals[lane] += float((expected.exp() * (expected - log)).sum(dtype=torch.float64))
                 check()
-        scale = self.job.sizes["experts"] / min(MOST_EXPERTS, self.job.sizes["experts"]) / sum(self.lane_lengths)
         if not all(map(math.isfinite, totals)):
             raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
-        return [total * scale for total in totals]
+        return [total / sum(self.lane_lengths) for total in totals]
 
     def _log_probabilities(self, states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         return torch.log_softmax((self.model.final(states) @ head.T).float(), dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -65,7 +66,7 @@ def choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
             "bits": scheme.bits,
             "group_size": scheme.group_size,
             "bytes": allocation.shard_bytes[number][index],
-            **{key: entry[key] for key in ("kl", "loss", "error", "by_matrix", "experts")},
+            **{key: entry[key] for key in ("kl", "disturbance", "loss", "error", "by_matrix", "experts")},
         }
         for number, (scheme, index, entry) in enumerate(zip(schemes, picked, entries, strict=True))
     ]
@@ -116,17 +117,15 @@ def with_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | No
 
 def choice_of(job: Job, output: Path) -> dict[str, Any] | None:
     """What a finished or unfinished run in `output` has chosen; None where it has not, or ran another recipe."""
-    import json
-
     from .measure_schemes import measured
     from .output_folder import finished_report
 
     assert job.allocation is not None
     report = finished_report(output)
     if report is not None:
-        same = report.get("settings", {}).get("hash") == job.recipe.digest()
-        found: dict[str, Any] | None = report.get("schemes") if same else None
-        return found
+        settings = report.get("settings")
+        same = isinstance(settings, dict) and settings.get("hash") == job.recipe.digest()
+        return report.get("schemes") if same else None
     work = journal.work_folder(output)
     entries = measured(work, job.sizes["layers"])
     try:

@@ -81,16 +81,17 @@ def scheme_errors(
         gate, up = gate_up[first:last].float().chunk(2, dim=1)
         source: Weights = {"gate": gate, "up": up, "down": down[first:last].float()}
         for scheme, own in of_scheme.items():
-            coarse = _as_stored(source, smooth[scheme], sums.input_gram, sums.width_gram, sums.width_mean, own)
-            variants = {ALL_THREE: coarse} | {m: {**source, m: coarse[m]} for m in MATRICES}
+            stored = _as_stored(source, smooth[scheme], sums.input_gram, sums.width_gram, sums.width_mean, own)
+            variants = {ALL_THREE: stored} | {m: {**source, m: stored[m]} for m in MATRICES}
             tokens = ((recorded[i], most[i]) for i in compared)
             found = _output_errors(tokens, source, variants, activation, first)
             for name, value in found.items():
                 lost[scheme][name] += value
             if scheme == schemes[0]:
-                both = torch.cat([coarse["gate"], coarse["up"]], dim=1), coarse["down"]
+                both = torch.cat([stored["gate"], stored["up"]], dim=1), stored["down"]
                 coarsest.append([matrix.to(gate_up.dtype).cpu() for matrix in both])
-    return SchemeErrors(lost, (torch.cat([g for g, _ in coarsest]), torch.cat([d for _, d in coarsest])))
+    gate_ups, downs = zip(*coarsest, strict=True)
+    return SchemeErrors(lost, (torch.cat(gate_ups), torch.cat(downs)))
 
 
 def _smooth(pieces: Sequence[torch.Tensor], gram: torch.Tensor, mean: torch.Tensor, own: Experts) -> torch.Tensor:

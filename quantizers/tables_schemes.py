@@ -38,29 +38,30 @@ def candidate_lines(schemes: dict[str, Any]) -> list[str]:
 
 def choice_lines(schemes: dict[str, Any]) -> list[str]:
     """What was chosen, in a few lines."""
-    first, shares = schemes["layers"][0], schemes["by_matrix"]
-    worst = max(schemes["layers"], key=lambda row: row["kl"])
+    shares, coarsest = schemes["by_matrix"], schemes["coarsest"]
+    harm = [row["loss"][coarsest] for row in schemes["layers"]]
+    worst, least = harm.index(max(harm)), harm.index(min(harm))
     parts = ", ".join(f"{NAMES[matrix]} {share:.0%}" for matrix, share in sorted(shares.items(), key=lambda p: -p[1]))
     above = "; the budget is above the largest possible" if schemes["above_the_largest"] else ""
     return [
         f"{schemes['chosen']}: {size(schemes['output_bytes'])} of shards, {schemes['bits_per_weight']:.4g} bits per "
         f"weight, within {limit_text(schemes)}{above}",
-        f"KL of one layer alone as {schemes['coarsest']}: layer {first['layer']} {first['kl']:.2g}, most layer "
-        f"{worst['layer']} {worst['kl']:.2g}; of the loss {parts}",
+        f"predicted KL of a layer as {coarsest}: most {harm[worst]:.2g} (layer {worst}), least {harm[least]:.2g} "
+        f"(layer {least}), first {harm[0]:.2g}; of it {parts}",
     ]
 
 
 def layer_rows(schemes: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows: each layer's scheme with what was measured of it."""
     coarsest = schemes["coarsest"]
-    header = ("layer", "scheme", "bytes", "predicted KL", f"KL alone as {coarsest}", *(f"error of {m}" for m in NAMES))
+    header = ("layer", "scheme", "bytes", "predicted KL", f"as {coarsest}", *(f"error of {m}" for m in NAMES))
     rows = [
         (
             str(row["layer"]),
             row["scheme"],
             f"{row['bytes']:,}",
             f"{row['loss'][row['scheme']]:.5f}",
-            f"{row['kl']:.5f}",
+            f"{row['loss'][coarsest]:.5f}",
             *(f"{row['by_matrix'][coarsest][matrix] ** 0.5:.2%}" for matrix in NAMES),
         )
         for row in schemes["layers"]

@@ -116,11 +116,21 @@ def test_a_search_makes_the_error_smaller_and_more_bits_even_smaller(done: Any) 
             assert sum(parts.values()) == pytest.approx(row["error"][scheme], rel=0.1)  # nearly independent
 
 
+@pytest.mark.parametrize("count", [16, 4])
 def test_a_lanes_kl_is_that_of_the_whole_model_with_this_layer_rounded(
-    tmp_path: Path, budgeted: Callable[..., Path], whole_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    count: int,
+    tmp_path: Path,
+    budgeted: Callable[..., Path],
+    whole_model: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """transformers' whole model as the oracle, without scale search; layer 1 rounded to nearest in groups of 64."""
+    """transformers' whole model as the oracle, without scale search; one layer rounded to nearest in groups of 64.
+
+    Where only 4 of 16 experts are measured, theirs are the only errors, twice as large.
+    """
     job = prepare(str(budgeted(tmp_path, bits_per_weight=4.5, awq=False, scales="minmax")))
+    monkeypatch.setattr(measure_schemes, "MOST_EXPERTS", count)
+    factor = (16 / count) ** 0.5
     source = job.source
     assert source is not None
     data = load_samples(tmp_path / "calibration.yaml", str(source.folder))
@@ -136,15 +146,30 @@ def test_a_lanes_kl_is_that_of_the_whole_model_with_this_layer_rounded(
     exact = whole_model(source.config, weights)
     for layer in (1, 3):
         part = f"model.layers.{layer}.block_sparse_moe.experts."
-        coarse = {n: rounded(w, minmax_scales(w, 64, 4), 4) if n.startswith(part) else w for n, w in weights.items()}
-        other, total, count = whole_model(source.config, coarse), 0.0, 0
+        coarse = dict(weights)
+        for name in (f"{part}{expert}.{matrix}.weight" for expert in range(count) for matrix in ("w1", "w2", "w3")):
+            w = weights[name]
+            coarse[name] = w + factor * (rounded(w, minmax_scales(w, 64, 4), 4) - w)
+        other, total, rows, moved, size = whole_model(source.config, coarse), 0.0, 0, 0.0, 0.0
         for i in lanes:
-            p, q = (torch.log_softmax(m(tokens[i][None, :100]).logits[0], -1) for m in (exact, other))
-            total, count = total + float((p.exp() * (p - q)).sum()), count + len(p)
-        assert entries[layer]["kl"] == pytest.approx(total / count, rel=1e-3)
-        assert entries[layer]["loss"]["INT4 group 64"] == entries[layer]["kl"]
-        ratio = entries[layer]["error"]["INT4 group 32"] / entries[layer]["error"]["INT4 group 64"]
-        assert entries[layer]["loss"]["INT4 group 32"] == pytest.approx(entries[layer]["kl"] * ratio)
+            leaving: list[Tensor] = []
+
+            def keep(_: object, __: object, out: Tensor, leaving: list[Tensor] = leaving) -> None:
+                leaving.append(out)
+
+            for model in (exact, other):
+                hook = model.model.layers[layer].register_forward_hook(keep)
+                leaving.append(torch.log_softmax(model(tokens[i][None, :100]).logits[0], -1))
+                hook.remove()
+            y, p, disturbed, q = leaving
+            total, rows = total + float((p.exp() * (p - q)).sum()), rows + len(p)
+            moved, size = moved + float((disturbed - y).square().sum()), size + float(y.square().sum())
+        entry = entries[layer]
+        assert entry["kl"] == pytest.approx(total / rows, rel=1e-3)
+        assert entry["disturbance"] == pytest.approx(moved / size, rel=1e-3)
+        for scheme in ("INT4 group 64", "INT8 group 32"):
+            expected = total / rows * entry["error"][scheme] / (moved / size)
+            assert entry["loss"][scheme] == pytest.approx(expected, rel=1e-2)
     assert sorted(path.name for path in (tmp_path / "schemes").iterdir()) == [
         *(f"{n:05d}.json" for n in range(4)),
         "kl.json",
