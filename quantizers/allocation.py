@@ -23,6 +23,8 @@ from .plan import Action, Kind, Plan, Spec, file_size, stored_as
 from .recipe import Experts
 from .schemes import ALL, Scheme
 
+PARALLEL = (1, 2, 4, 8, 16)  # cards that vLLM may split an expert over, for what is shown
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -33,6 +35,7 @@ class Allocation:
         shard_bytes: of every layer's shard under each candidate.
         outside_bytes: of the shard of what lies outside the layers.
         weights: of all experts of one layer.
+        width: of an expert.
         limit: of the sum of costs, in `unit`s.
         unit: `bytes` of all shards, or `bits` of the experts' weights and scales.
     """
@@ -41,6 +44,7 @@ class Allocation:
     shard_bytes: tuple[tuple[int, ...], ...]
     outside_bytes: int
     weights: int
+    width: int
     limit: int
     unit: str
 
@@ -101,6 +105,7 @@ class Allocation:
                 {
                     "scheme": str(scheme),
                     "bits_per_weight": scheme.bits_per_weight,
+                    "tensor_parallel": [n for n in PARALLEL if self.width % (scheme.group_size * n) == 0],
                     "layer_bytes": [min(of_layer), max(of_layer)],
                     "output_bytes": self.output_bytes(everywhere),
                 }
@@ -160,11 +165,13 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
     weights = 3 * sizes["experts"] * sizes["hidden"] * sizes["width"]
     outside = file_size(plan.shard(None))
     if experts.budget is not None:
-        found = Allocation(possible, rows, outside, weights, parse_bytes(experts.budget, where), "bytes")
+        found = Allocation(
+            possible, rows, outside, weights, sizes["width"], parse_bytes(experts.budget, where), "bytes"
+        )
     else:
         assert experts.bits_per_weight is not None
         limit = math.floor(experts.bits_per_weight * weights * plan.layers)
-        found = Allocation(possible, rows, outside, weights, limit, "bits")
+        found = Allocation(possible, rows, outside, weights, sizes["width"], limit, "bits")
     least = found.uniform(0)
     if found.cost(least) > found.limit:
         bytes_ = found.output_bytes(least)

@@ -22,7 +22,8 @@ def candidate_lines(schemes: dict[str, Any]) -> list[str]:
     for row in schemes["candidates"]:
         least, most = row["layer_bytes"]
         layer = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-        rows.append((row["scheme"], f"{row['bits_per_weight']:g}", layer, f"{row['output_bytes']:,}"))
+        cards = " ".join(map(str, row["tensor_parallel"]))
+        rows.append((row["scheme"], f"{row['bits_per_weight']:g}", layer, f"{row['output_bytes']:,}", cards))
     least, most = schemes["candidates"][0], schemes["candidates"][-1]
     bounds = (
         f"{least['output_bytes']:,} to {most['output_bytes']:,} bytes"
@@ -32,7 +33,9 @@ def candidate_lines(schemes: dict[str, Any]) -> list[str]:
     above = "; above all of them, so every layer gets the best" if schemes["above_the_largest"] else ""
     return [
         f"budget {limit_text(schemes)}; possible are {bounds}{above}",
-        plain(("for each layer", "bits per weight", "bytes of a layer", "shards, if in every layer"), rows),
+        plain(
+            ("for each layer", "bits per weight", "bytes of a layer", "shards, if everywhere", "tensor parallel"), rows
+        ),
     ]
 
 

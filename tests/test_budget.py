@@ -110,6 +110,7 @@ def test_costs_are_the_files_bytes() -> None:
         assert [row[number] for row in found.shard_bytes] == sizes[:-1]
         assert found.output_bytes(found.uniform(number)) == sum(sizes)
     assert found.exceeded
+    assert [row["tensor_parallel"] for row in found.as_dict()["candidates"]] == [[1], [1, 2], [1, 2, 4]] * 2
     assert found.best_uniform() == [Scheme(8, 32)] * 12
     losses = [{str(scheme): 1 / scheme.bits_per_weight for scheme in found.candidates}] * 12
     assert found.spell(found.choose(losses)) == [Scheme(8, 32)] * 12
