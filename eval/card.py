@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from quantizers.byte_size import gib
+from quantizers.tables_schemes import choice_lines, layer_rows
 
 from .card_fidelity import fidelity
 from .pictures import CALIBRATION, COVERAGE
@@ -49,13 +50,13 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
     """What the Hub indexes a model by."""
     experts, calibration = report["settings"]["recipe"]["experts"], report["calibration"]
     spoken = [name for name, samples in calibration["languages"]["spoken"].items() if samples]
-    bits = experts["bits"]
+    bits = _bits(report)
     front: dict[str, Any] = {}
     if hub_id(report["source"]["model"]):
         front |= {"base_model": report["source"]["model"], "base_model_relation": "quantized"}
     front |= {"pipeline_tag": "text-generation", "library_name": "transformers"} | report["source"]["license"]
     front["tags"] = ["compressed-tensors", *(["awq"] if experts["awq"] else []), *(["fp8"] if _fp8(report) else [])]
-    front["tags"] += [f"int{bits}", f"w{bits}a16", "moe", "vllm"]
+    front["tags"] += [*(tag for n in bits for tag in (f"int{n}", f"w{n}a16")), "moe", "vllm"]
     if calibration["datasets"]:
         front["datasets"] = calibration["datasets"]
     return front | {"language": sorted({"en", *(SPOKEN[name.lower()] for name in spoken if name.lower() in SPOKEN)})}
@@ -70,10 +71,48 @@ def _fp8(report: dict[str, Any]) -> bool:
     return "rename" in report["plan"]["actions"]
 
 
+def _bits(report: dict[str, Any]) -> list[int]:
+    """Bits of the experts' integers; several where layers differ."""
+    if report.get("schemes"):
+        return sorted({layer["bits"] for layer in report["schemes"]["layers"]})
+    return [report["settings"]["recipe"]["experts"]["bits"]]
+
+
+def _stored(report: dict[str, Any]) -> str:
+    """How the experts' integers are stored."""
+    if report.get("schemes"):
+        name = " and ".join(f"INT{n}" for n in _bits(report))
+        return f"{name}, symmetric, one bfloat16 scale per group ({report['schemes']['chosen']})"
+    experts = report["settings"]["recipe"]["experts"]
+    return f"INT{experts['bits']}, symmetric, one bfloat16 scale per {experts['group_size']} weights"
+
+
+def _chosen(report: dict[str, Any]) -> list[str]:
+    """The choice within a budget; nothing where the recipe has none."""
+    schemes = report.get("schemes")
+    if not schemes:
+        return []
+    header, rows = layer_rows(schemes)
+    return [
+        "",
+        "Bits and group size were chosen for each layer within a budget, by what was measured: "
+        + ". ".join(choice_lines(schemes))
+        + ".",
+        "",
+        "<details><summary>Every layer</summary>",
+        "",
+        f"| {' | '.join(header)} |",
+        "|---|---|" + "---:|" * (len(header) - 2),
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+        "</details>",
+    ]
+
+
 def _title(report: dict[str, Any]) -> str:
     name = Path(report["source"]["model"]).name
     attention = "FP8 attention" if _fp8(report) else "attention as published"
-    return f"{name}: {attention}, INT{report['settings']['recipe']['experts']['bits']} experts"
+    return f"{name}: {attention}, {' and '.join(f'INT{n}' for n in _bits(report))} experts"
 
 
 def _head(report: dict[str, Any]) -> str:
@@ -122,9 +161,10 @@ def _quantized(report: dict[str, Any]) -> str:
             "## What was kept and what was quantized",
             "",
             f"The {plan['quantized_matrices']:,} matrices of the routed experts ({plan['layers']} layers, "
-            f"{plan['experts_per_layer']} experts each) are INT{experts['bits']}, symmetric, one bfloat16 scale per "
-            f"{experts['group_size']} weights: {smoothing if experts['awq'] else ''}{experts['scales']} group scales, "
+            f"{plan['experts_per_layer']} experts each) are {_stored(report)}: "
+            f"{smoothing if experts['awq'] else ''}{experts['scales']} group scales, "
             f"{experts['rounding']} rounding (engine `{experts['engine']}`). Everything else keeps the source's bytes.",
+            *_chosen(report),
             "",
             "| action | tensors | bytes before | bytes after |",
             "|---|---:|---:|---:|",

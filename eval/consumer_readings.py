@@ -6,7 +6,7 @@ linear layer by itself. The router is built without quantization everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from quantizers.architecture import Architecture
@@ -128,6 +128,11 @@ def _transformers_scheme(name: str, class_name: str, rules: Rules) -> Scheme | N
     ordered = sorted(rules.targets, key=lambda target: ("re:" in target, target))
     chosen = first(name, ordered) or next((target for target in ordered if target == class_name), None)
     return rules.targets[chosen] if chosen else None
+
+
+def names_experts(targets: Iterable[str]) -> bool:
+    """Whether transformers would take a group with these targets for that of the experts."""
+    return any(target.startswith("re:") and "experts" in target for target in targets)
 
 
 def _transformers_experts(rules: Rules) -> Scheme | None:

@@ -18,7 +18,14 @@ from quantizers.solved import MATRICES
 from quantizers.tables import plain
 
 from .consumer_parallel import tensor_parallel
-from .consumer_readings import TRANSFORMERS, Reading, module_of, server_readings, transformers_readings
+from .consumer_readings import (
+    TRANSFORMERS,
+    Reading,
+    module_of,
+    names_experts,
+    server_readings,
+    transformers_readings,
+)
 from .consumer_rules import (
     ATTENTION,
     EXPERTS,
@@ -95,6 +102,9 @@ GARBAGE = (
     "loads without an error and produces garbage: unknown names are passed over, and the experts keep what happened "
     "to be in memory"
 )
+
+
+ONE_SCHEME = "it has one scheme for the experts of all layers, so loading fails; servers read each layer's own"
 
 
 @dataclass(frozen=True)
@@ -194,12 +204,17 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     layers = sizes["layers"]
     readings = {engine.name: list(server_readings(engine, facts, layers, rules)) for engine in SERVERS}
     readings[TRANSFORMERS] = list(transformers_readings(facts, layers, rules))
+    differ = len({r.scheme for r in readings[VLLM.name] if r.kind == EXPERTS} - {None}) > 1
+    if differ:
+        problem = "the experts' schemes differ between layers"
+        findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, ONE_SCHEME)
     for engine, answers in readings.items():
         table[engine] = _by_kind((reading.kind, _text(reading)) for reading in answers)
         for reading in answers:
-            _compare(engine, reading, modules, expected, facts, sizes, findings)
+            if not (differ and engine == TRANSFORMERS and reading.kind == EXPERTS):  # said above, once
+                _compare(engine, reading, modules, expected, facts, sizes, findings)
     experts = {reading.scheme for reading in readings[TRANSFORMERS] if reading.kind == EXPERTS}
-    beside = [targets for targets, scheme in rules.groups if scheme not in experts]
+    beside = [targets for targets, s in rules.groups if s not in experts and not names_experts(targets)]
     if len(beside) > 1:
         problem = f"{len(beside)} groups beside that of the experts"
         findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, "at most one of them is honoured")

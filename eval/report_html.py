@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from quantizers.tables import size
+from quantizers.tables_schemes import choice_lines, layer_rows
 
 from .perplexity_report import shown_categories
 from .report_charts import bars, heat_map, lines
@@ -46,6 +47,7 @@ def page(report: dict[str, Any]) -> str:
         ("gates", "Gates", _gates),
         ("settings", "Settings", _settings),
         ("plan", "Sizes", _sizes),
+        ("schemes", "Schemes by layer", _schemes),
         ("coverage", "Coverage", _coverage),
         ("layers", "Search and rounding by layer", _search),
         ("kl", "Fidelity", _fidelity),
@@ -117,6 +119,12 @@ def _sizes(report: dict[str, Any]) -> str:
     ]
     rows.append(("all", "", size(plan["source_bytes"]), size(plan["output_bytes"])))
     return _table(("action", "tensors", "before", "after"), rows)
+
+
+def _schemes(report: dict[str, Any]) -> str:
+    schemes = report["schemes"]
+    words = "".join(f"<p>{escape(line)}</p>" for line in choice_lines(schemes))
+    return words + _table(*layer_rows(schemes), long=1)
 
 
 def _coverage(report: dict[str, Any]) -> str:

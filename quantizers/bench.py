@@ -17,6 +17,7 @@ import torch
 from . import journal
 from .calibration import CalibrationData, load_samples
 from .checkpoint import open_folder
+from .errors import InputError
 from .layer_loop import quantize_layers
 from .pipeline import assemble
 from .plan import Spec, make_plan
@@ -77,6 +78,8 @@ def compare(job: Job, device: torch.device, repeats: int, most_tokens: int, work
         rows (name, seconds, kl, top1, perplexity increase, router), and what they were measured on.
     """
     source = job.source
+    if job.allocation:
+        raise InputError(f"{job.path}: the methods share one scheme; give a recipe with bits and group_size")
     assert source is not None
     assert job.recipe.verify is not None
     assert job.recipe.verify.perplexity is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .architecture import published_models
 from .errors import InputError, OutputError, RecipeError
-from .recipe import read_recipe
+from .recipe import Experts, read_recipe
 from .shipped import shipped
 
 HEADER = """# Recipes
@@ -28,11 +28,19 @@ def rows() -> list[dict[str, str]]:
                 "name": path.stem,
                 "source": recipe.source.model,
                 "calibration": Path(recipe.calibration).stem,
-                "experts": f"INT{experts.bits}, groups of {experts.group_size}, {experts.engine}",
+                "experts": f"{_stored(experts)}, {experts.engine}",
                 "about": path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip(),
             }
         )
     return found
+
+
+def _stored(experts: Experts) -> str:
+    if experts.budget is not None:
+        return f"chosen within {experts.budget}"
+    if experts.bits_per_weight is not None:
+        return f"chosen, {experts.bits_per_weight:g} bits per weight"
+    return f"INT{experts.bits}, groups of {experts.group_size}"
 
 
 def catalogue() -> str:
@@ -84,6 +92,7 @@ calibration: software-engineer         # a shipped set, or a path relative to th
 experts:
   bits: 4                              # 4 | 8
   group_size: 32                       # weights under one scale: 32 | 64 | 128; smaller is better and larger on disk
+  # budget: 125GiB                     # instead of these two: the shards' size; both are then chosen for each layer
   engine: gram                         # gram | llmcompressor: the library's own AWQ, as a reference
   awq: {{grid: 20, duo_scaling: true}}   # the scale search; or false
   routed_weight: 0.9                   # 0: all tokens count alike; 1: only those the router sends

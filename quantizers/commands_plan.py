@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -26,6 +27,9 @@ def plan(
         int | None, typer.Option(min=1, help="with --vram: tensor parallelism; as much as vLLM allows by default")
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor with its action")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="a run's folder: show what it chose, where the recipe has a budget")
+    ] = None,
     hub: Annotated[
         bool, typer.Option("--hub", help="read the headers from the Hub though the model's facts are kept here")
     ] = False,
@@ -40,11 +44,13 @@ def plan(
 
     Example: quantize plan minimax-m2.1-fp8-int4 --vram 2x96GiB --vram 4x24GiB --context 196608
     """
+    from .scheme_choice import with_choice
     from .session import prepare
 
     if vram is None and (context is not None or tp is not None or kv != "auto"):
         raise InputError("--context, --kv and --tp go with --vram; say which cards, as --vram 2x96GiB")
     job = prepare(recipe, offline_facts=True, hub=hub)
+    job, schemes = with_choice(job, output)
     where = {"basis": job.basis, "recipe": str(job.path)}
     if vram is not None:
         from .fit import assumptions, fit, kv_bytes_per_token, parse_cards, serving_model
@@ -64,7 +70,7 @@ def plan(
     from .session import chunk_on_gpu, estimate_run
     from .tables_plan import plan_table, tensors_table
 
-    numbers = summary(job.plan, job.sizes)
+    numbers = summary(job.plan, job.sizes) | ({"schemes": schemes} if schemes else {})
     numbers |= where | {"needs": estimate_run(job, int(str(numbers["output_bytes"]))).as_dict()}
     if device_memory:
         numbers |= {"device_memory": chunk_on_gpu(job, parse_bytes(device_memory, "--device-memory")).as_dict()}

@@ -63,7 +63,7 @@ class Model:
     Attributes:
         layers: their weights.
         outside: bytes of embedding, head and final norm together.
-        group: weights under one scale, along an expert's inputs.
+        group: weights under one scale, along an expert's inputs; the largest of all layers.
         block: rows of an FP8 block of the attention; 1 where it is not FP8.
         longest: the context that the model was made for, in tokens; 0 where config.json does not say.
     """
@@ -129,7 +129,7 @@ def serving_model(
         sizes=sizes,
         layers=tuple(LayerBytes(**sums) for sums in by_layer),
         outside=sum(spec.bytes for spec in plan.shard(None).values()),
-        group=plan.experts.group_size,
+        group=max(scheme.group_size for scheme in plan.schemes),
         block=block[0] if block else 1,
         longest=int(config.get("max_position_embeddings") or 0),
     )

@@ -2,6 +2,8 @@
 
     run.json          the fingerprint: every setting that decides bytes
     source.json       SHA-256 of the source's shards, with --paranoid
+    schemes/          what was measured for a budget, see measure_schemes.py
+    choice.json       the schemes that were chosen within it
     layers/00003.json layer 3 is done: hash of its shard, its numbers
     states-00004.bin  hidden states entering layer 4
     output/           the checkpoint as far as it is assembled
@@ -87,13 +89,16 @@ def locked(output: Path, ranks: Ranks = ALONE) -> Iterator[None]:
         yield
 
 
-def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path) -> None:
+def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path, name: str = "run.json") -> None:
     """Write the fingerprint of a new run, or compare it with that of the run to continue.
+
+    Args:
+        name: of its file.
 
     Raises:
         OutputError: something that decides bytes differs; named with old and new value.
     """
-    path = work / "run.json"
+    path = work / name
     if not path.exists():
         write_json(path, fingerprint)
         return

@@ -158,7 +158,7 @@ class _Share:
             watch.lap("materialise")
             following = ranks.after_first(lambda: self.rows(f"states-{number + 1:05d}.bin"))
             solved, seconds = solve_layer(
-                model, layer, number, states, stores, job.recipe.experts, self.chunk, self.check,
+                model, layer, number, states, stores, job.plan.settings(number), self.chunk, self.check,
                 self.compensate_router, ranks,
             )  # fmt: skip
             watch.skip(seconds)

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ from stitch.assemble import layer_tensors, write_shard
 from stitch.quant_config import output_config
 
 from . import journal
-from .architecture import Sizes
 from .atomic import copy_file, sync_folder, write_json, write_text
 from .calibration import CalibrationData, load_samples
 from .checkpoint import CONFIG, INDEX, Checkpoint, read_json, side_files
 from .errors import InputError, OutputError
 from .interrupts import interruptible
 from .layer_loop import assist_layers, quantize_layers
+from .measure_schemes import lane_rows, measured
 from .meeting import GO_ON
 from .memory import device_memory
 from .output_folder import check_room, finished_report, move_into_place, refuse_strangers
@@ -39,6 +39,8 @@ from .progress import peak_memory
 from .proof import fidelity, prove
 from .ranks import ALONE, Ranks
 from .recipe import set_location
+from .scheme_choice import decide
+from .schemes import Scheme
 from .session import Job, device_limit, fingerprint, forward_dtype
 from .source_files import check_hashes, source_stats
 from .texts import token_tensors
@@ -102,10 +104,11 @@ def assist(job: Job, options: Options) -> None:
     with interruptible(GO_ON) as check:
         work = journal.work_folder(options.output)
         ranks = ranks.at(work / "ranks", check)
-        machine = ranks.hear("run")
-        if machine is None:
+        told = ranks.hear("run")
+        if told is None:
             return
-        for key, first, own in journal.differences(machine, fingerprint(options.device)):
+        job = replace(job, plan=job.plan.with_schemes([Scheme(**scheme) for scheme in told["schemes"]]))
+        for key, first, own in journal.differences(told["machine"], fingerprint(options.device)):
             raise InputError(
                 f"process {ranks.rank} has another {key} ({own}) than process 0 ({first}); make them equal"
             )
@@ -153,18 +156,22 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
     for folder in ("layers", "output"):
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
-    needed = disk_needed(job, source, sum(len(t) for t in tokens), held_out_tokens(job, source), itemsize)
-    ranks = options.ranks.at(work / "ranks", check)
+    rows, held_out = sum(len(t) for t in tokens), held_out_tokens(job, source)
+    lanes = lane_rows([len(t) for t in tokens], job.sizes["layers"]) if job.allocation else 0
+    ranks, between = options.ranks.at(work / "ranks", check), 0
     if ranks.several:
-        needed += handed_over(job.sizes, job.recipe.experts.group_size)
+        between = handed_over(job)
         if device.type != "cpu" and (chunks := math.ceil(job.sizes["experts"] / memory.chunk)) < ranks.count:
             print(
                 f"{chunks} chunks of experts for {ranks.count} processes, so some have none to solve; "
                 "a smaller --device-memory makes more, from the beginning of a run on",
                 file=sys.stderr,
             )
-    check_room(work, needed)
-    ranks.tell("run", fingerprint(device))
+    check_room(work, disk_needed(job, source, rows + lanes, held_out, itemsize) + between)
+    if job.allocation:
+        job = decide(job, source, tokens, work, device, memory.chunk, options.output, check, ranks)
+        check_room(work, disk_needed(job, source, rows, held_out, itemsize) + between)
+    ranks.tell("run", {"machine": fingerprint(device), "schemes": [asdict(scheme) for scheme in job.plan.schemes]})
     quantize_layers(job, source, data, tokens, work, device, memory.chunk, check, True, ranks)
     assemble(job, source, work / "output")
     check()
@@ -192,8 +199,9 @@ def disk_needed(job: Job, source: Checkpoint, tokens: int, held_out: int, itemsi
     return output + max(tokens * (3 * row + 8 * job.sizes["chosen"]), held_out * 4 * row)
 
 
-def handed_over(sizes: Sizes, group: int) -> int:
+def handed_over(job: Job) -> int:
     """Bytes of one layer's codes (int8) and scales (bfloat16), which several processes hand each other as files."""
+    sizes, group = job.sizes, min(scheme.group_size for scheme in job.plan.schemes)
     return 3 * sizes["experts"] * sizes["hidden"] * sizes["width"] * (group + 2) // group
 
 
@@ -218,7 +226,7 @@ def assemble(job: Job, source: Checkpoint, folder: Path) -> None:
     recipe = yaml.safe_dump(job.recipe.settings(), sort_keys=False, allow_unicode=True)
     write_text(recipe, folder / "recipe.yaml")
     write_text(index_json(job.plan), folder / INDEX)
-    config = output_config(job.config, job.recipe.experts, job.block)
+    config = output_config(job.config, job.plan.schemes, job.block)
     write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
 
 
@@ -243,6 +251,8 @@ def write_report(
     report = prove(job, device, source, data, layers, work, check, ranks)
     earlier = sum(sum(entry["seconds"].values()) for entry in layers)
     report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
+    if job.allocation:
+        report["seconds"]["measuring"] = sum(entry["seconds"] for entry in measured(work, job.sizes["layers"]) or ())
     report["peak_memory_bytes"] = max([peak_memory(device), *(entry["peak_memory_bytes"] for entry in layers)])
     add_card_facts(report, job, source, data)
     folder = work / "output"

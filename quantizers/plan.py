@@ -16,14 +16,15 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .architecture import Architecture, Sizes
 from .errors import CheckpointError, RecipeError
 from .recipe import Experts
 from .safetensors_header import DTYPE_BYTES
+from .schemes import Scheme
 from .solved import MATRICES, Matrix
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate"]
@@ -67,11 +68,30 @@ class Action:
 
 @dataclass(frozen=True)
 class Plan:
-    """All actions, in the order of shards: layer by layer, then what lies outside the layers."""
+    """All actions, in the order of shards: layer by layer, then what lies outside the layers.
+
+    Attributes:
+        experts: the recipe's settings; for bits and group size see `schemes`.
+        schemes: of each layer's experts.
+    """
 
     actions: tuple[Action, ...]
     layers: int
     experts: Experts
+    schemes: tuple[Scheme, ...]
+
+    def settings(self, layer: int) -> Experts:
+        """The recipe's settings with this layer's bits and group size."""
+        scheme = self.schemes[layer]
+        return self.experts.model_copy(update={"bits": scheme.bits, "group_size": scheme.group_size})
+
+    def with_schemes(self, schemes: Sequence[Scheme]) -> Plan:
+        """The same plan with another scheme for each layer's experts; their groups must divide the matrices."""
+        assert len(schemes) == self.layers
+        actions = (
+            action if action.layer is None else stored_as(action, schemes[action.layer]) for action in self.actions
+        )
+        return replace(self, actions=tuple(actions), schemes=tuple(schemes))
 
     def of_layer(self, layer: int | None) -> list[Action]:
         """The actions of one decoder layer, or with None of what lies outside."""
@@ -194,7 +214,7 @@ def make_plan(
             for matrix in MATRICES:
                 module = facts.expert(layer, expert, matrix)
                 spec = take(f"{module}.weight", sizes.shape(facts.expert_linears[matrix].shape), linear)
-                outputs = packed_specs(module, spec.shape, experts)
+                outputs = packed_specs(module, spec.shape, experts.scheme)
                 actions.append(Action(f"{module}.weight", spec, "quantize", outputs, layer, expert, matrix))
                 if spec.dtype == "F8_E4M3":
                     scale, scale_spec = take_scale(module, spec.shape)
@@ -208,15 +228,22 @@ def make_plan(
             f"{where}: {next(iter(left))}{more} is not among the facts of {facts.model_type}; it might read what is "
             "folded, so it is refused rather than kept"
         )
-    return Plan(tuple(actions), sizes["layers"], experts)
+    return Plan(tuple(actions), sizes["layers"], experts, (experts.scheme,) * sizes["layers"])
 
 
-def packed_specs(module: str, shape: tuple[int, ...], experts: Experts) -> dict[str, Spec]:
+def stored_as(action: Action, scheme: Scheme) -> Action:
+    """The action with a scheme for what it quantizes; any other action as it is."""
+    if action.kind != "quantize":
+        return action
+    return replace(action, outputs=packed_specs(action.source.removesuffix(".weight"), action.spec.shape, scheme))
+
+
+def packed_specs(module: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Spec]:
     """What is written for one quantized matrix of shape (rows, columns)."""
     rows, columns = shape
     return {
-        f"{module}.weight_packed": Spec("I32", (rows, columns * experts.bits // 32)),
-        f"{module}.weight_scale": Spec("BF16", (rows, columns // experts.group_size)),
+        f"{module}.weight_packed": Spec("I32", (rows, columns * scheme.bits // 32)),
+        f"{module}.weight_scale": Spec("BF16", (rows, columns // scheme.group_size)),
         f"{module}.weight_shape": Spec("I64", (2,)),
     }
 

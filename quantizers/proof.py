@@ -24,10 +24,12 @@ from .calibration import load_samples
 from .checkpoint import Checkpoint, open_folder
 from .errors import CheckpointError, OutputError
 from .layers import LayeredModel
+from .measure_schemes import measured
 from .plan import summary
 from .progress import progress
 from .ranks import ALONE, Ranks
 from .recipe import PerplexityGate, set_location
+from .scheme_choice import choice
 from .session import Job, fingerprint, forward_dtype, versions
 from .texts import load_tokenizer, scored_bytes, token_tensors
 
@@ -81,6 +83,10 @@ def prove(
         "audit": audit.as_dict() | {"digests": digests},
         "notes": [NOT_SIMULATED],
     }
+    if job.allocation:
+        entries = measured(work, job.sizes["layers"])
+        assert entries is not None
+        report["schemes"] = choice(job.allocation, entries)
     gates = [
         {
             "name": "audit",

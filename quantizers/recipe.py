@@ -8,9 +8,19 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 
-from .errors import RecipeError
+from .byte_size import parse_bytes
+from .errors import InputError, RecipeError
+from .schemes import Scheme
 from .shipped import find
 from .strict_yaml import load
 
@@ -37,8 +47,17 @@ class Awq(Strict):
 
 
 class Experts(Strict):
-    """How the routed experts' matrices are quantized. Everything else keeps its bytes."""
+    """How the routed experts' matrices are quantized. Everything else keeps its bytes.
 
+    With `budget` (bytes of all shards, kept tensors included) or `bits_per_weight` (of the experts, scales
+    included) bits and group size are chosen for each layer by what was measured, see allocation.py; the cards
+    that `tensor_parallel` splits an expert over then bound the groups.
+    """
+
+    # First, so that the validators of what they exclude find them. Not part of the settings where not given.
+    budget: str | None = None
+    bits_per_weight: Annotated[float, Field(gt=0.0)] | None = None
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] | None = None
     bits: Literal[4, 8] = 4
     group_size: Literal[32, 64, 128] = 32
     symmetric: Literal[True] = True  # what vLLM's Marlin MoE kernels take without zero points
@@ -47,6 +66,49 @@ class Experts(Strict):
     routed_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
     scales: Literal["mse", "minmax"] = "mse"
     rounding: Literal["gptq", "nearest"] = "gptq"  # gptq: with one refining sweep, see refine.py
+
+    @property
+    def by_budget(self) -> bool:
+        """Whether each layer's scheme is chosen; `bits` and `group_size` then mean nothing."""
+        return self.budget is not None or self.bits_per_weight is not None
+
+    @property
+    def scheme(self) -> Scheme:
+        """The one scheme of all layers, where it is not chosen."""
+        return Scheme(self.bits, self.group_size)
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _a_size(cls, budget: Any) -> Any:
+        try:
+            parse_bytes(str(budget), "")
+        except InputError:
+            raise ValueError("is not a size; write it as 120GiB or 120GB") from None
+        return budget
+
+    @field_validator("bits_per_weight", "tensor_parallel", "bits", "group_size", "engine")
+    @classmethod
+    def _agree(cls, value: Any, info: ValidationInfo) -> Any:
+        """Called for what the file gives, in the order of the fields."""
+        name = str(info.field_name)
+        given = next((key for key in ("budget", "bits_per_weight") if info.data.get(key) is not None), None)
+        if name == "tensor_parallel":
+            if value is not None and given is None:
+                raise ValueError("bounds what a budget chooses; give experts.budget, or remove it")
+        elif name == "engine":
+            if value != "gram" and given is not None:
+                raise ValueError(f"experts.{given} needs the gram engine; remove one of them")
+        elif value is not None and given is not None:
+            raise ValueError(f"experts.{given} decides this; remove one of them")
+        return value
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        settings: dict[str, Any] = handler(self)
+        absent = [key for key in ("budget", "bits_per_weight", "tensor_parallel") if settings[key] is None]
+        if self.by_budget:
+            absent += ["bits", "group_size"]
+        return {key: value for key, value in settings.items() if key not in absent}
 
 
 class CoverageGate(Strict):

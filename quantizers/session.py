@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .allocation import Allocation, allocation
 from .architecture import Architecture, Sizes, architecture_for, published_config, sizes_of
 from .checkpoint import INDEX, SINGLE, Checkpoint, block_size, declared_block, open_folder, read_json, resolve
 from .errors import CheckpointError, InputError
 from .plan import Plan, Spec, expected_tensors, make_plan
 from .ranks import ALONE, Ranks
 from .recipe import Recipe, read_recipe, set_location, source_location
+from .strict_yaml import parse
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,8 @@ class Job:
         source: the opened checkpoint; None where the plan comes from the kept facts.
         basis: in words, what the plan was made from.
         block: rows and columns of the source's FP8 blocks; None where its attention is not FP8.
+        allocation: of a recipe with a budget, what there is to choose from; until it is chosen, the plan is
+            that of the best uniform choice.
     """
 
     recipe: Recipe
@@ -45,6 +49,7 @@ class Job:
     source: Checkpoint | None
     basis: str
     block: tuple[int, int] | None
+    allocation: Allocation | None = None
 
 
 def prepare(name: str, offline_facts: bool = False, hub: bool = False) -> Job:
@@ -72,7 +77,7 @@ def prepare(name: str, offline_facts: bool = False, hub: bool = False) -> Job:
         specs = expected_tensors(facts, sizes, block) if headers is None else headers
         plan = make_plan(facts, sizes, specs, recipe.experts, basis, block)
         fp8 = any(action.kind == "rename" for action in plan.actions)
-        return Job(recipe, path, facts, sizes, config, plan, None, basis, block if fp8 else None)
+        return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, block if fp8 else None))
     folder = resolve(location, recipe.source.revision)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
@@ -83,17 +88,24 @@ def prepare(name: str, offline_facts: bool = False, hub: bool = False) -> Job:
     tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
     plan = make_plan(facts, sizes, tensors, recipe.experts, str(folder), block_size(source))
     fp8 = any(action.kind == "rename" for action in plan.actions)
-    return Job(
-        recipe,
-        path,
-        facts,
-        sizes,
-        source.config,
-        plan,
-        source,
-        f"the headers of {folder}",
-        block_size(source) if fp8 else None,
-    )
+    block_or_none = block_size(source) if fp8 else None
+    basis = f"the headers of {folder}"
+    return _within_budget(Job(recipe, path, facts, sizes, source.config, plan, source, basis, block_or_none))
+
+
+def _within_budget(job: Job) -> Job:
+    """What a recipe's budget leaves to choose from; any other recipe's job as it is.
+
+    Raises:
+        RecipeError: the budget is too small.
+    """
+    experts = job.recipe.experts
+    if not experts.by_budget:
+        return job
+    key = "budget" if experts.budget is not None else "bits_per_weight"
+    line = parse(job.path)[1].get(("experts", key), 1)
+    found = allocation(job.plan, job.sizes, experts, f"{job.path}:{line}: experts.{key}")
+    return replace(job, plan=job.plan.with_schemes(found.best_uniform()), allocation=found)
 
 
 def _without_shards(

@@ -52,6 +52,7 @@ def run_table(report: dict[str, Any], output: Path, source: str) -> str:
         f"coverage  routed tokens per expert: min {coverage['min']:,}, median {coverage['median']:,.0f}; "
         f"{coverage['uncovered']} of {coverage['pairs']:,} below {coverage['min_routed_tokens']}",
         f"size      {size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
+        *(f"{'schemes' if n == 0 else '':10}{line}" for n, line in enumerate(scheme_lines(report))),
         f"time      {duration(seconds['this_process'])}, of it {duration(seconds['layers'])} for the layers; "
         f"peak memory {size(report['peak_memory_bytes'])}",
     ]
@@ -65,6 +66,13 @@ def run_table(report: dict[str, Any], output: Path, source: str) -> str:
         f"      vllm serve {output}",
     ]
     return "\n".join(lines).strip("\n")
+
+
+def scheme_lines(report: dict[str, Any]) -> list[str]:
+    """What a budget chose; nothing where the recipe has none."""
+    from .tables_schemes import choice_lines
+
+    return choice_lines(report["schemes"]) if "schemes" in report else []
 
 
 def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:

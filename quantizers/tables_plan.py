@@ -7,6 +7,7 @@ from typing import Any
 from .byte_size import gib
 from .progress import duration
 from .tables import plain, size
+from .tables_schemes import candidate_lines, choice_lines, layers_table
 
 
 def plan_table(numbers: dict[str, Any]) -> str:
@@ -28,10 +29,19 @@ def plan_table(numbers: dict[str, Any]) -> str:
             f"{len(numbers['shards'])} shards, {size(numbers['expert_bytes'])} of it experts; "
             f"source {size(numbers['source_bytes'])}",
             "",
+            *(scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
             *needs_lines(numbers["needs"]),
             *([memory_line(numbers)] if "device_memory" in numbers else []),
         ]
     )
+
+
+def scheme_lines(schemes: dict[str, Any]) -> list[str]:
+    """A budget: the choice where it is made, else what it will be made from."""
+    if "layers" in schemes:
+        return [*candidate_lines(schemes), "", *choice_lines(schemes), "", layers_table(schemes), ""]
+    assumed = f"the sizes above are those of {schemes['planned']} in every layer"
+    return [*candidate_lines(schemes), f"the run measures and then chooses for each layer; until then {assumed}", ""]
 
 
 def needs_lines(needs: dict[str, Any]) -> list[str]:

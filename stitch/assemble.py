@@ -49,8 +49,10 @@ def layer_tensors(plan: Plan, layer: int | None, source: Checkpoint, solved: Sol
         else:
             assert action.matrix is not None
             assert action.expert is not None
+            assert layer is not None
             module = action.source.removesuffix(".weight")
-            tensors[f"{module}.weight_packed"] = pack(solved.codes[action.matrix][action.expert], plan.experts.bits)
+            bits = plan.schemes[layer].bits
+            tensors[f"{module}.weight_packed"] = pack(solved.codes[action.matrix][action.expert], bits)
             tensors[f"{module}.weight_scale"] = solved.scales[action.matrix][action.expert]
             tensors[f"{module}.weight_shape"] = torch.tensor(action.spec.shape, dtype=torch.int64)
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from quantizers.errors import CheckpointError
 from quantizers.formats import readable
 from quantizers.plan import Action, Plan, Spec, make_plan
 from quantizers.recipe import Experts
+from quantizers.schemes import BITS, GROUPS, Scheme
 from quantizers.weights import read_weight
 
 from .digests import ShardDigest, changed_tensors
@@ -92,12 +94,13 @@ def verify(
     try:
         candidate = open_folder(folder)
         named = readable(candidate, facts)
-        experts = experts_of(candidate) or scheme_of(named, facts)
+        schemes = declared_schemes(candidate, facts, sizes["layers"])
+        schemes = schemes or [scheme_of(named, facts, layer) for layer in range(sizes["layers"])]
     except CheckpointError as failure:
         audit.differences.append(str(failure))
         return audit
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
-    plan = make_plan(facts, sizes, specs, experts, str(source.folder), block_size(source))
+    plan = make_plan(facts, sizes, specs, Experts(), str(source.folder), block_size(source)).with_schemes(schemes)
     _check_names(plan, candidate, audit)
     recorded = _recorded(folder) if digests is None else digests
     audit.digests_checked = bool(recorded)
@@ -118,21 +121,45 @@ def verify(
     return audit
 
 
-def experts_of(candidate: Checkpoint) -> Experts | None:
-    """The experts' scheme from a candidate's quantization_config; None where it names no integer experts."""
+def declared_schemes(candidate: Checkpoint, facts: Architecture, layers: int) -> list[Scheme] | None:
+    """The scheme of each layer's experts from a candidate's quantization_config.
+
+    Where several groups are for integer experts, a layer's is the first that matches its expert 0.
+
+    Returns:
+        None where it names no integer experts, or none for a layer.
+    """
+    groups = _expert_groups(candidate)
+    if len(groups) == 1:
+        return [groups[0][1]] * layers
+    names = [facts.expert(layer, 0, "gate") for layer in range(layers)]
+    found = [next((s for targets, s in groups if any(_matches(t, name) for t in targets)), None) for name in names]
+    schemes = [scheme for scheme in found if scheme is not None]
+    return schemes if len(schemes) == layers else None
+
+
+def _matches(target: str, name: str) -> bool:
+    try:
+        return re.match(target.removeprefix("re:"), name) is not None
+    except re.error:
+        return False
+
+
+def _expert_groups(candidate: Checkpoint) -> list[tuple[list[str], Scheme]]:
+    """Targets that name experts, with the scheme of their config group, as far as it is one of integers."""
     section = candidate.config.get("quantization_config")
     groups = section.get("config_groups") if isinstance(section, dict) else None
+    found: list[tuple[list[str], Scheme]] = []
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         targets = group.get("targets") if isinstance(group, dict) else None
         if not isinstance(weights, dict) or not isinstance(targets, list) or weights.get("type") != "int":
             continue
-        if any(isinstance(target, str) and "experts" in target for target in targets):
-            try:
-                return Experts(bits=weights["num_bits"], group_size=weights["group_size"])
-            except (KeyError, ValueError):
-                return None
-    return None
+        named = [target for target in targets if isinstance(target, str) and "experts" in target]
+        bits, group_size = weights.get("num_bits"), weights.get("group_size")
+        if named and bits in BITS and group_size in GROUPS:
+            found.append((named, Scheme(bits, group_size)))
+    return found
 
 
 def _recorded(folder: Path) -> Mapping[str, ShardDigest]:

@@ -18,6 +18,7 @@ from quantizers.formats import readable
 from quantizers.output_folder import finished_report, move_into_place, refuse_strangers
 from quantizers.plan import Spec, index_json, make_plan
 from quantizers.progress import Step, progress
+from quantizers.recipe import Experts
 
 from .assemble import layer_tensors, write_shard
 from .audit import verify
@@ -66,12 +67,13 @@ def mix(
     if sizes_of(architecture_for(experts.config, other), experts.config, other) != sizes:
         raise CheckpointError(f"{other}: is another model than {source.name}; give one made from a copy of it")
     named = readable(experts, facts)
-    scheme = scheme_of(named, facts)
+    schemes = [scheme_of(named, facts, layer) for layer in range(sizes["layers"])]
     found = examine(source, named, facts, sizes, device)
-    if not any(layer.folded for layer in found):
-        scheme = scheme.model_copy(update={"awq": False})  # nothing was folded, so every norm and router is kept
+    # Where nothing was folded every norm and router is kept.
+    experts_settings = Experts() if any(layer.folded for layer in found) else Experts(awq=False)
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
-    plan = make_plan(facts, sizes, specs, scheme, str(source.folder), block_size(source))
+    plan = make_plan(facts, sizes, specs, experts_settings, str(source.folder), block_size(source))
+    plan = plan.with_schemes(schemes)
     fp8 = any(action.kind == "rename" for action in plan.actions)
     refuse_strangers(output)
     with journal.locked(output):
@@ -87,7 +89,7 @@ def mix(
         for file in side_files(source.folder):
             copy_file(file, folder / file.name)
         write_text(index_json(plan), folder / INDEX)
-        config = output_config(source.config, scheme, block_size(source) if fp8 else None)
+        config = output_config(source.config, schemes, block_size(source) if fp8 else None)
         write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
         digests = {file: shard_digest(folder / file) for file in plan.shards()}
         with progress("verifying", sizes["layers"]) as step:

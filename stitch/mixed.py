@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,7 @@ from quantizers.checkpoint import Checkpoint
 from quantizers.closeness import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state
 from quantizers.errors import CheckpointError
 from quantizers.plan import Plan
-from quantizers.recipe import Experts
+from quantizers.schemes import BITS, GROUPS, Scheme
 from quantizers.solved import MATRICES
 from quantizers.weights import read_weight
 
@@ -50,13 +50,13 @@ class Layer:
     error_unscaled: float
 
 
-def scheme_of(experts: Checkpoint, facts: Architecture) -> Experts:
-    """The integer scheme of an experts-only checkpoint, read off its tensors (under published names).
+def scheme_of(experts: Checkpoint, facts: Architecture, layer: int) -> Scheme:
+    """The integer scheme of a layer in an experts-only checkpoint, read off its tensors (under published names).
 
     Raises:
         CheckpointError: its experts are not packed symmetric integers with a bfloat16-able scale per group.
     """
-    module = facts.expert(0, 0, "gate")
+    module = facts.expert(layer, 0, "gate")
     where = f"{experts.folder}: {module}"
     for part in ("weight_zero_point", "weight_g_idx"):
         if f"{module}.{part}" in experts.tensors:
@@ -69,11 +69,11 @@ def scheme_of(experts: Checkpoint, facts: Architecture) -> Experts:
             f"{where}: packed {list(packed.shape)} and scale {list(scale.shape)} do not belong together"
         )
     bits, group = packed.shape[1] * 32 // shape[1], shape[1] // scale.shape[1]
-    if bits not in get_args(Experts.model_fields["bits"].annotation) or group not in (32, 64, 128):
+    if bits not in BITS or group not in GROUPS:
         raise CheckpointError(
             f"{where}: INT{bits} in groups of {group}; 4 or 8 bits in groups of 32, 64 or 128 are needed"
         )
-    return Experts(bits=bits, group_size=group)
+    return Scheme(bits, group)
 
 
 def examine(

@@ -9,20 +9,22 @@ class name such as "Linear".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from quantizers.recipe import Experts
+from quantizers.schemes import Scheme
 
-EXPERTS = r"re:.*\.experts\.\d+\.(w1|w2|w3|gate_proj|up_proj|down_proj)$"
+EXPERT = r"\.experts\.\d+\.(w1|w2|w3|gate_proj|up_proj|down_proj)$"
+EXPERTS = rf"re:.*{EXPERT}"
 ATTENTION = r"re:.*self_attn\.(q|k|v|o|qkv)_proj$"
 IGNORE = ["lm_head", r"re:.*\.gate$", "model.embed_tokens"]
 
 
-def quantization_config(experts: Experts, fp8_block: tuple[int, int] | None) -> dict[str, Any]:
+def quantization_config(schemes: Sequence[Scheme], fp8_block: tuple[int, int] | None) -> dict[str, Any]:
     """The whole section; it replaces the source's own.
 
     Args:
-        experts: the recipe's settings.
+        schemes: of each layer's experts. Where they differ, each has a group whose regex names its layers.
         fp8_block: rows and columns of the kept FP8 attention's blocks; None where it is not FP8.
     """
     groups: dict[str, Any] = {}
@@ -33,12 +35,16 @@ def quantization_config(experts: Experts, fp8_block: tuple[int, int] | None) -> 
             "weights": _scheme(8, "float", "block", block_structure=list(fp8_block)),
             "input_activations": _scheme(8, "float", "group", dynamic=True, group_size=fp8_block[1]),
         }
-    groups["routed_experts"] = {
-        "targets": [EXPERTS],
-        "format": "pack-quantized",
-        "weights": _scheme(experts.bits, "int", "group", group_size=experts.group_size),
-        "input_activations": None,
-    }
+    alike = len(set(schemes)) == 1
+    for scheme in sorted(set(schemes), key=schemes.index):
+        layers = "|".join(str(layer) for layer, own in enumerate(schemes) if own == scheme)
+        name = "routed_experts" if alike else f"routed_experts_int{scheme.bits}_group{scheme.group_size}"
+        groups[name] = {
+            "targets": [EXPERTS if alike else rf"re:.*\.layers\.({layers})\..*{EXPERT}"],
+            "format": "pack-quantized",
+            "weights": _scheme(scheme.bits, "int", "group", group_size=scheme.group_size),
+            "input_activations": None,
+        }
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
@@ -64,7 +70,9 @@ def _scheme(bits: int, kind: str, strategy: str, dynamic: bool = False, **extra:
     }
 
 
-def output_config(source: dict[str, Any], experts: Experts, fp8_block: tuple[int, int] | None) -> dict[str, Any]:
+def output_config(
+    source: dict[str, Any], schemes: Sequence[Scheme], fp8_block: tuple[int, int] | None
+) -> dict[str, Any]:
     """config.json of the output: the source's fields as published, the quantization section replaced."""
     kept = {key: value for key, value in source.items() if key != "quantization_config"}
-    return kept | {"quantization_config": quantization_config(experts, fp8_block)}
+    return kept | {"quantization_config": quantization_config(schemes, fp8_block)}

@@ -148,6 +148,7 @@ def small(tmp_path: Path, hub: HubStandIn) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_whole_software_engineer_set_loads_and_again_offline(
     hub: HubStandIn, machine: Machine, offline: Machine
 ) -> None:

@@ -37,6 +37,7 @@ from quantizers.checkpoint import open_folder
 from quantizers.errors import CheckpointError, InputError
 from quantizers.plan import Spec, expected_tensors, make_plan
 from quantizers.recipe import Experts
+from quantizers.schemes import Scheme
 from stitch.quant_config import output_config
 
 BLOCK = (128, 128)
@@ -54,7 +55,7 @@ def good(config: dict[str, Any] | None = None, experts: Experts | None = None) -
     sizes = sizes_of(facts, config, "x")
     plan = make_plan(facts, sizes, expected_tensors(facts, sizes, BLOCK), experts, "x", BLOCK)
     tensors = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
-    return copy.deepcopy(output_config(config, experts, BLOCK)), tensors
+    return copy.deepcopy(output_config(config, plan.schemes, BLOCK)), tensors
 
 
 def checked(output: Output) -> Consumers:
@@ -104,9 +105,65 @@ def test_the_published_sizes_have_no_findings_and_divide_by_eight() -> None:
     assert "every engine reads it as it is stored" in render(found)
 
 
+LAYERS = [Scheme(4, 32), Scheme(4, 64), Scheme(8, 32), Scheme(4, 64)]
+
+
+def differing(schemes: list[Scheme], declared: list[Scheme] | None = None) -> Output:
+    """An output whose layers have these schemes, and a config that says so, or says `declared`."""
+    config = tiny.config(num_hidden_layers=len(schemes))
+    facts = architecture_for(config, "x")
+    sizes = sizes_of(facts, config, "x")
+    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, BLOCK), Experts(), "x", BLOCK).with_schemes(schemes)
+    tensors = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
+    return copy.deepcopy(output_config(config, declared or schemes, BLOCK)), tensors
+
+
+def test_each_layer_may_have_a_scheme_of_its_own() -> None:
+    """Servers read each layer's own scheme; transformers has one for all, which is said once, and is no error."""
+    found = checked(differing(LAYERS))
+    assert found.errors == []
+    (finding,) = found.findings
+    assert (finding.severity, finding.engine) == ("warning", TRANSFORMERS)
+    assert "loading fails" in finding.consequence
+    for server in SERVERS:
+        text = found.schemes[server.name][EXPERTS]
+        assert text == "INT4 group 32 (1), INT4 group 64 (2), INT8 group 32 (1)"
+
+
+def test_numbers_of_layers_match_whole_ones_only() -> None:
+    """Layer 1 is not layer 11, 21 or 10, whatever is in front of `layers`."""
+    schemes = [Scheme(8 if layer == 1 else 4, 32) for layer in range(22)]
+    config, _ = differing(schemes)
+    facts = architecture_for(config, "x")
+    rules = read_rules(config["quantization_config"])
+    for server in SERVERS:
+        readings = [r for r in server_readings(server, facts, 22, rules) if r.kind == EXPERTS]
+        assert [r.scheme.bits for r in readings if r.scheme] == [scheme.bits for scheme in schemes]
+    (of_one,) = [g for g in config["quantization_config"]["config_groups"].values() if g["weights"]["num_bits"] == 8 and
+                 g["format"] == "pack-quantized"]  # fmt: skip
+    assert matches("language_model.model.layers.1.mlp.experts.17.gate_proj", of_one["targets"][0])
+    assert not matches("language_model.model.layers.1.mlp.shared_expert.gate_proj", of_one["targets"][0])
+
+
+def test_a_layer_declared_as_another_is_an_error_for_every_server() -> None:
+    found = checked(differing(LAYERS, [LAYERS[1], *LAYERS[1:]]))
+    for server in SERVERS:
+        assert "takes the scheme INT4 group 64" in said(found, server.name)
+    assert "stored as INT4 group 32" in said(found, VLLM.name)
+
+
+def test_a_layer_that_no_group_names() -> None:
+    config, tensors = differing(LAYERS)
+    groups = config["quantization_config"]["config_groups"]
+    del groups["routed_experts_int8_group32"]
+    found = checked((config, tensors))
+    assert "no group matches" in said(found, SGLANG.name)
+    assert "it is taken as not quantized" in said(found, VLLM.name)
+
+
 def test_attention_that_is_not_fp8_is_read_as_plain() -> None:
     config, tensors = good()
-    config = output_config(tiny.config(), Experts(), None)
+    config = output_config(tiny.config(), [Scheme(4, 32)], None)
     attention = {n: Spec("BF16", s.shape) for n, s in tensors.items() if "_proj" in n and not n.endswith("_scale")}
     kept = {name: spec for name, spec in tensors.items() if "_proj" not in name}
     found = checked((config, kept | attention))
@@ -409,7 +466,7 @@ def test_tensor_parallel_of_m21_with_large_groups() -> None:
     assert published is not None
     facts, config = published
     sizes = sizes_of(facts, config, "x")
-    rules = read_rules(output_config(config, Experts(group_size=128), BLOCK)["quantization_config"])
+    rules = read_rules(output_config(config, [Scheme(4, 128)], BLOCK)["quantization_config"])
     schemes = {r.kind: r.scheme for r in server_readings(VLLM, facts, 1, rules)}
     answers = [tensor_parallel(n, sizes, [schemes[ATTENTION]], [schemes[EXPERTS]]) for n in (1, 2, 4, 8)]
     assert answers[:3] == ["ok", "ok", "ok"]

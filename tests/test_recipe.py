@@ -91,6 +91,17 @@ def test_awq(write: Any, text: str, value: Awq | bool) -> None:
         ("routed_weight: 1e1", "r.yaml:4: experts.routed_weight: should be less than or equal to 1, not 10.0"),
         ("scales: max", "r.yaml:4: experts.scales: should be 'mse' or 'minmax', not 'max'"),
         ("rounding: 4", "r.yaml:4: experts.rounding: should be 'gptq' or 'nearest', not 4"),
+        ("budget: 120", "r.yaml:4: experts.budget: is not a size; write it as 120GiB or 120GB, not 120"),
+        ("budget: lots", "r.yaml:4: experts.budget: is not a size; write it as 120GiB or 120GB, not 'lots'"),
+        ("bits_per_weight: 0", "r.yaml:4: experts.bits_per_weight: should be greater than 0, not 0"),
+        ("budget: 1GB\n  bits: 4", "r.yaml:5: experts.bits: experts.budget decides this; remove one of them, not 4"),
+        ("bits: 4\n  budget: 1GB", "r.yaml:4: experts.bits: experts.budget decides this; remove one of them, not 4"),
+        ("budget: 1GB\n  group_size: 64", "r.yaml:5: experts.group_size: experts.budget decides this; remove one of"),
+        ("bits_per_weight: 5\n  bits: 8", "r.yaml:5: experts.bits: experts.bits_per_weight decides this; remove one"),
+        ("bits_per_weight: 5\n  budget: 1GB", "r.yaml:4: experts.bits_per_weight: experts.budget decides this; remove"),
+        ("budget: 1GB\n  engine: llmcompressor", "r.yaml:5: experts.engine: experts.budget needs the gram engine;"),
+        ("tensor_parallel: 2", "r.yaml:4: experts.tensor_parallel: bounds what a budget chooses; give experts.budget,"),
+        ("budget: 1GB\n  tensor_parallel: 0", "r.yaml:5: experts.tensor_parallel: should be greater than or equal to"),
     ],
 )
 def test_what_experts_refuse(write: Any, text: str, said: str) -> None:
@@ -122,6 +133,17 @@ def test_what_the_rest_refuses(write: Any, text: str, said: str) -> None:
     with pytest.raises(RecipeError) as failure:
         read_recipe(str(write(f"calibration: c.yaml\n{text}\n")))
     assert said in str(failure.value)
+
+
+@pytest.mark.parametrize("given", [{"budget": "120GiB"}, {"bits_per_weight": 4.25, "tensor_parallel": 4}])
+def test_a_budget_stands_in_the_settings_instead_of_what_it_decides(given: dict[str, Any]) -> None:
+    recipe = Recipe.model_validate(LEAST | {"experts": given})
+    assert recipe.experts.by_budget
+    settings = recipe.settings()["experts"]
+    assert not {"bits", "group_size"} & settings.keys()
+    assert {key: settings[key] for key in given} == given
+    assert Recipe.model_validate(recipe.settings()) == recipe
+    assert recipe.digest() != Recipe.model_validate(LEAST).digest()
 
 
 def test_a_recipe_cannot_be_changed() -> None:
