@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import yaml
+from rich.console import Console
 
 from eval.coverage import check_floors
 from stitch.assemble import layer_tensors, write_shard
@@ -26,6 +27,8 @@ from stitch.quant_config import output_config
 from . import journal
 from .atomic import copy_file, sync_folder, write_json, write_text
 from .calibration import CalibrationData, load_samples
+from .calibration.cache import default_cache
+from .calibration.view import loading
 from .checkpoint import CONFIG, INDEX, Checkpoint, read_json, side_files
 from .errors import InputError, OutputError
 from .interrupts import interruptible
@@ -44,6 +47,8 @@ from .schemes import Scheme
 from .session import Job, device_limit, fingerprint, forward_dtype
 from .source_files import check_hashes, source_stats
 from .texts import token_tensors
+
+WORKERS = 8  # sources of a calibration set that are loaded at the same time
 
 
 @dataclass(frozen=True)
@@ -137,11 +142,7 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
             f"{job.path}: experts.engine: {job.recipe.experts.engine} works in one process; start quantize without "
             "torchrun, or choose gram"
         )
-    data = load_samples(
-        set_location(job.recipe.calibration, job.path),
-        str(source.folder),
-        trust_remote_code=job.recipe.source.trust_remote_code,
-    )
+    data = _samples(job, source, job.recipe.calibration)
     if job.recipe.verify and job.recipe.verify.coverage:
         check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
     tokens = token_tensors(data, job.sizes["vocabulary"])
@@ -178,12 +179,25 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
     write_report(job, device, source, data, work, started, check, ranks)
 
 
+def _samples(job: Job, source: Checkpoint, name: str) -> CalibrationData:
+    """A set of the recipe, kept on the disk: a run that goes on does not need the Hub again."""
+    with loading(Console(stderr=True)) as seen:
+        return load_samples(
+            set_location(name, job.path),
+            str(source.folder),
+            trust_remote_code=job.recipe.source.trust_remote_code,
+            workers=WORKERS,
+            progress=seen,
+            cache=default_cache(),
+        )
+
+
 def held_out_tokens(job: Job, source: Checkpoint) -> int:
     """Tokens of the held-out set, which is loaded so that what is wrong with it is said now and not after hours."""
     asked = job.recipe.verify and job.recipe.verify.perplexity
     if not asked:
         return 0
-    data = load_samples(set_location(asked.data, job.path), str(source.folder))
+    data = _samples(job, source, asked.data)
     return sum(len(t) for t in token_tensors(data, job.sizes["vocabulary"]))
 
 

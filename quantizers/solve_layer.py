@@ -18,6 +18,8 @@ from .rounding import dequantize
 from .solved import MATRICES, Matrix, Solved
 from .statistics import Recorded
 
+AT_ONCE = 16  # experts whose rounded weights are in float32 at the same time on an accelerator
+
 
 @dataclass
 class LayerStores:
@@ -148,6 +150,8 @@ def install(model: LayeredModel, layer: torch.nn.Module, solved: Solved) -> None
         "up": experts.gate_up_proj.data[:, width:],
         "down": experts.down_proj.data,
     }
+    at_once = 1 if model.device.type == "cpu" else AT_ONCE
     for matrix in MATRICES:
-        for expert in range(model.sizes["experts"]):
-            slots[matrix][expert].copy_(dequantize(solved.codes[matrix][expert], solved.scales[matrix][expert]))
+        for first in range(0, model.sizes["experts"], at_once):
+            part = slice(first, first + at_once)
+            slots[matrix][part].copy_(dequantize(solved.codes[matrix][part], solved.scales[matrix][part]))

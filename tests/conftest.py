@@ -51,6 +51,14 @@ def threads() -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Loaded sets are kept in a folder of the test session's own."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """The trained MiniMax-M2 that travels with the repository: FP8, 4 layers, 16 experts."""

@@ -317,9 +317,7 @@ def test_a_cut_while_measuring_costs_a_layer_at_most(name: str, calls: int, done
     assert report["schemes"] == json.loads((folder / "report.json").read_text())["schemes"]
 
 
-def test_another_budget_or_choice_is_refused(
-    done: Any, tmp_path: Path, budgeted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_budget_or_choice_is_refused(done: Any, tmp_path: Path, budgeted: Callable[..., Path]) -> None:
     job = done[0]
     options = Options(tmp_path / "output", CPU)
     with pytest.MonkeyPatch.context() as patched:

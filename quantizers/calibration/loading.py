@@ -75,7 +75,8 @@ def load_samples(
                 remember(cache, calibration, fingerprint, data)
         else:
             unasked = sum(isinstance(found, SourceError) for found in versions)
-            notes.append(f"from the cache{f'; {unasked} sources could not be reached' if unasked else ''}")
+            if unasked:  # or it is what loading again would give
+                notes.append(f"from the cache; {unasked} sources could not be reached")
     data = replace(data, lock=pins is not None, notes=tuple(notes))
     missing = missing_languages(calibration, data.samples)
     if require_languages and calibration.languages.required and any(missing.values()):

@@ -141,7 +141,7 @@ def render_samples(shown: list[Shown]) -> RenderableType:
 def loading(console: Console) -> Iterator[Progress]:
     """A line that moves while a set loads: give what this yields to `load_samples` as `progress`."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True) as bar:
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("loading calibration data")
 
         def progress(count: int, dataset: str) -> None:
