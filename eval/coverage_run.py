@@ -92,11 +92,11 @@ def compared(question: Asked, device: torch.device, work: Path, ranks: Ranks = A
 def _stream(question: Asked, device: torch.device, work: Path, ranks: Ranks) -> tuple[Routed, list[str]]:
     """All sets in one pass; the categories of set n begin with `n:`."""
     from quantizers.architecture import architecture_for, sizes_of
-    from quantizers.calibration import load_samples
     from quantizers.checkpoint import open_checkpoint
     from quantizers.formats import readable
     from quantizers.layers import LayeredModel
     from quantizers.progress import progress
+    from quantizers.samples import samples
     from quantizers.session import forward_dtype, use_threads
     from quantizers.texts import token_tensors
 
@@ -108,9 +108,7 @@ def _stream(question: Asked, device: torch.device, work: Path, ranks: Ranks) -> 
     facts = architecture_for(checkpoint.config, where)
     sizes = sizes_of(facts, checkpoint.config, where)
     trusted = question.trust_remote_code
-    loaded = ranks.after_first(
-        lambda: [load_samples(file, str(checkpoint.folder), trust_remote_code=trusted) for file in question.sets]
-    )
+    loaded = ranks.after_first(lambda: [samples(file, checkpoint.folder, trusted) for file in question.sets])
     for data in loaded:
         check_floors(question.rule, [sample.category for sample in data.samples], question.where)
     sequences = [tokens for data in loaded for tokens in token_tensors(data, sizes["vocabulary"])]

@@ -16,6 +16,16 @@ import torch
 from .rounding import grouped, minmax_scales, rounded
 from .symmetric import quadratic_loss
 
+ROWS, SKIPPED = 2048, 8  # rows that are read at least, and at least each of the so manieth
+
+
+def row_step(experts: int, rows: int) -> int:
+    """Of a layer's rows each so manieth is read to choose the one scale that all of them share.
+
+    One of a few points is chosen by a sum over all rows of all experts; of very many rows a share will do.
+    """
+    return min(SKIPPED, max(1, experts * rows // ROWS))
+
 
 def weight_means(weight: torch.Tensor, group: int) -> torch.Tensor:
     """w̄: each column's mean over rows of |w| / (largest |w| of its group + 1e-6).
@@ -96,6 +106,22 @@ def fold_norm(norm: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     exact = norm.float() / folded.float()
     usable = torch.isfinite(exact) & (exact != 0) & (folded.float() != 0)
     return torch.where(usable, folded, norm), torch.where(usable, exact, torch.ones_like(exact))
+
+
+def divided(scale: torch.Tensor, codes: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """Group scales of rows that are divided by s, codes unchanged.
+
+    Args:
+        scale: (E, R, n) bfloat16.
+        codes: (E, R, C), whole numbers.
+        s: (E, R) float32, positive.
+
+    Returns:
+        (E, R, n) bfloat16; 1 where a group's codes are all zero, or the quotient is.
+    """
+    quotient = (scale.float() / s.unsqueeze(-1)).bfloat16()
+    unread = ~grouped(codes, codes.shape[-1] // scale.shape[-1]).any(-1)
+    return torch.where(unread | (quotient == 0), torch.ones_like(quotient), quotient)
 
 
 def fold_gram(gram: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

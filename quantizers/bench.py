@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import journal
-from .calibration import CalibrationData, load_samples
+from .calibration import CalibrationData
 from .checkpoint import open_folder
 from .errors import InputError
 from .layer_loop import quantize_layers
@@ -23,6 +23,7 @@ from .pipeline import assemble
 from .plan import Spec, make_plan
 from .proof import measure
 from .recipe import Awq, Experts, set_location
+from .samples import samples
 from .session import Job, fingerprint, versions
 from .texts import token_tensors
 
@@ -83,7 +84,7 @@ def compare(job: Job, device: torch.device, repeats: int, most_tokens: int, work
     assert source is not None
     assert job.recipe.verify is not None
     assert job.recipe.verify.perplexity is not None
-    data = spread(load_samples(set_location(job.recipe.calibration, job.path), str(source.folder)), most_tokens)
+    data = spread(samples(set_location(job.recipe.calibration, job.path), source.folder), most_tokens)
     tokens = token_tensors(data, job.sizes["vocabulary"])
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=work) as folder:

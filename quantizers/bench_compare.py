@@ -24,7 +24,7 @@ import torch
 from . import journal
 from .architecture import architecture_for, sizes_of
 from .bench_library import folder_bytes, library_route
-from .calibration import CalibrationData, load_samples
+from .calibration import CalibrationData
 from .checkpoint import CONFIG, open_folder
 from .layer_loop import quantize_layers
 from .layers import LayeredModel
@@ -32,6 +32,7 @@ from .pipeline import assemble
 from .proof import measure
 from .random_model import published, resized, write_random
 from .recipe import Experts, set_location
+from .samples import samples
 from .session import Job, fingerprint, forward_dtype, versions
 from .solve_layer import LayerStores, solve_layer
 from .texts import token_tensors
@@ -224,7 +225,7 @@ def compare(
 
     source = job.source
     assert source is not None
-    data = load_samples(set_location(job.recipe.calibration, job.path), str(source.folder))
+    data = samples(set_location(job.recipe.calibration, job.path), source.folder)
     return {
         "layer": compare_layer(sizes, layer_tokens, repeats, device),
         "route": compare_route(job, spread(data, route_tokens), repeats, device),

@@ -18,6 +18,7 @@ import torch
 from stitch.assemble import layer_tensors, write_shard
 
 from .architecture import Sizes, architecture_for, sizes_of
+from .awq import row_step
 from .checkpoint import CONFIG, Checkpoint
 from .layers import LayeredModel
 from .memory import device_memory
@@ -32,9 +33,10 @@ from .states import Rows
 from .symmetric import blocks
 
 PHASES = (
-    "read", "dequantize", "observe", "forced pass", "sums", "search", "rounding", "pack", "write", "propagate",
+    "read", "dequantize", "observe", "forced pass", "sums", "changes", "search", "rounding", "pack", "write",
+    "propagate",
 )  # fmt: skip
-PER_EXPERT = {"read", "dequantize", "forced pass", "sums", "search", "rounding", "pack", "write"}
+PER_EXPERT = {"read", "dequantize", "forced pass", "sums", "changes", "search", "rounding", "pack", "write"}
 OVERLAPPED = {"read", "write"}  # done by a thread while a layer is computed
 
 
@@ -202,7 +204,7 @@ def shares(
     grid = settings.awq.grid if settings.awq else 0
     forced = 2.0 * tokens * experts * 2 * width * hidden
     sums = 2.0 * tokens * (experts * narrow + size["chosen"] * square + hidden**2)
-    search = 2.0 * grid * experts * (2 * width * square + hidden * narrow)
+    search = 2.0 * grid * experts * (2 * width * square / row_step(experts, 2 * width) + hidden * narrow)
     return {
         "forced pass": forced / seconds["forced pass"] / rates["matmul"],
         "sums": sums / seconds["sums"] / rates["matmul"],

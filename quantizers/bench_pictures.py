@@ -8,6 +8,7 @@ from typing import Any
 OURS, OTHER = "#0f766e", "#b45309"
 PHASE_COLOURS = {
     "forced pass": "#0f766e",
+    "changes": "#64748b",
     "sums": "#5eaaa2",
     "search": "#b45309",
     "rounding": "#d9a066",
@@ -64,7 +65,7 @@ def scaling_picture(result: dict[str, Any], path: Path) -> None:
         axes.set_xlabel(name)
         axes.set_ylabel("seconds")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, framealpha=0.6)
     _save(figure, path)
 
 

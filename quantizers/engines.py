@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from .awq import fold_gram, fold_norm, grid_scales, scale_losses, weight_means
+from .awq import divided, fold_gram, fold_norm, grid_scales, row_step, scale_losses, weight_means
 from .correction import corrected
 from .expert_sums import Activation, WidthSums, input_grams, width_sums
 from .phases import phase
@@ -31,8 +31,7 @@ from .symmetric import quadratic_loss
 
 DAMPING = 0.01
 SWEEPS = 2  # of refine.py after GPTQ; a third wins less than 1 % of the loss
-ROWS, SKIPPED = 2048, 8  # the norm's search reads so many rows at least, and at least each of the so manieth
-CACHE, MOST = 6291457, 8  # bytes of weights and experts that a CPU works on at a time, to stay in its cache
+CACHE, MOST = 6 * 2**20, 8  # bytes of weights and experts that a CPU works on at a time, to stay in its cache
 
 
 def solve(
@@ -119,12 +118,10 @@ def _norm_scale(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale that the norm, the router and every w1 and w3 share: the folded norm, and s (H,)."""
     assert isinstance(settings.awq, Awq)
-    group, bits, (experts, rows, _) = settings.group_size, settings.bits, gate_up.shape
+    group, bits, step = settings.group_size, settings.bits, row_step(*gate_up.shape[:2])
     means = _all_rows([weight_means(gate_up[a:b].float(), group) for a, b in chunks], ranks, gate_up.device)
     means = means.mean(0, keepdim=True)
     grid = grid_scales(mean.unsqueeze(0), means, settings.awq.grid, settings.awq.duo_scaling)
-    # One of a few points is chosen by the sum over all rows: of very many rows each expert's share will do.
-    step = min(SKIPPED, max(1, experts * rows // ROWS))
     losses = [scale_losses(gate_up[a:b, ::step].float(), gram.unsqueeze(0), grid, group, bits).T for a, b in chunks]
     total = _all_rows(losses, ranks, gate_up.device).T.double().sum(1) * step  # (P,), added in the order of experts
     best = int(total.argmin())
@@ -205,6 +202,7 @@ def _solve_chunk(
     if sums.changes is not None:
         with phase("rounding"):
             down = corrected(down, sums.gram, sums.changes, DAMPING)
+    gate_codes, up_codes = codes.chunk(2, dim=1)
     gate_scales, up_scales = scales.chunk(2, dim=1)
     width_gram = sums.gram
     if settings.awq:
@@ -212,11 +210,11 @@ def _solve_chunk(
             s, before, after = _width_scale(down, width_gram, sums.mean, settings, settings.awq)
         totals |= {"down_search_before": before, "down_search_after": after}
         # What w2's columns are multiplied by, w3's rows are divided by: its codes stay as they are.
-        up_scales = (up_scales.float() / s.unsqueeze(-1)).bfloat16()
+        # (Rounded to bfloat16 once more, by far less than the codes were.)
+        up_scales = divided(up_scales, up_codes, s)
         down, width_gram = down * s.unsqueeze(1), fold_gram(width_gram, s)
     with phase("rounding"):
         down_codes, down_scales, damping, lost = _round(down, width_gram, settings, "down")
-    gate_codes, up_codes = codes.chunk(2, dim=1)
     return _Chunk(
         {"gate": gate_codes, "up": up_codes, "down": down_codes},
         {"gate": gate_scales, "up": up_scales, "down": down_scales},

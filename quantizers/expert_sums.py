@@ -96,7 +96,7 @@ def width_sums(
     magnitude = torch.zeros(chunk, width, device=device)
     mass = torch.zeros(chunk, 1, device=device)
     seen, dropped = (torch.zeros(chunk, dtype=torch.int64, device=device) for _ in range(2))
-    changes = torch.zeros_like(total)
+    changes = None if source is None else torch.zeros_like(total)
     routed_mass = torch.zeros(chunk, dtype=torch.float64, device=device)
     step = max(1, sum(batch.routed for batch in together) // (ENOUGH * width))
     for number, batch in enumerate(together):
@@ -114,7 +114,7 @@ def width_sums(
             seen += good.sum(1)
             dropped += (~good).sum(1)
             del weighted
-        if source is not None and number % step == 0 and batch.most:
+        if source is not None and changes is not None and number % step == 0 and batch.most:
             with phase("changes"):
                 rows, weight = routed_rows(sequence, first, last, batch.most)  # (c, m) each
                 h = h.gather(1, rows.unsqueeze(-1).expand(-1, -1, width))  # (c, m, I)
@@ -124,11 +124,12 @@ def width_sums(
                 changes += gram(d, h)
                 routed_mass += weight.sum(1)
     mass = mass.clamp(min=torch.finfo(torch.float32).tiny)
-    share = (blended.share[first:last] / routed_mass.clamp(min=torch.finfo(torch.float64).tiny)).float()
+    share = blended.share[first:last] / routed_mass
+    share = torch.where(routed_mass > 0, share, torch.zeros_like(share)).float()
     return WidthSums(
         mirror(total) / mass.unsqueeze(-1),
         magnitude / mass,
-        None if source is None else changes * share[:, None, None],
+        None if changes is None else changes * share[:, None, None],
         seen,
         dropped,
     )

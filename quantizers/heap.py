@@ -15,7 +15,7 @@ LARGE = 2**20
 
 
 def settle() -> None:
-    """From here on, blocks of 1 MiB and more are given back when they are freed. Nothing without glibc."""
+    """From here on one arena, and blocks of 1 MiB and more given back when they are freed. Nothing without glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(ARENA_MAX, 1)

@@ -99,11 +99,11 @@ def measure_schemes(
 
     Raises:
         QuantizeError: states or logits are not finite.
-        InputError: there are several processes.
     """
     layers = job.sizes["layers"]
     found = measured(work, layers)
     if found is not None:
+        _remove(work)  # of a walk that was cut just after its last file
         return found
     settle()
     (work / FOLDER).mkdir(exist_ok=True)
@@ -115,7 +115,7 @@ def measure_schemes(
             check()
             walk.layer(number, chunk, check, step)
     write_json(work / FOLDER / "kl.json", walk.divergences(check))
-    walk.remove()
+    _remove(work)
     entries = measured(work, layers)
     assert entries is not None
     return entries
@@ -244,10 +244,11 @@ class _Walk:
     def _log_probabilities(self, states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         return torch.log_softmax((self.model.final(states) @ head.T).float(), dim=-1)
 
-    def remove(self) -> None:
-        """The files that only the walk needs."""
-        for path in (self.work / FOLDER).glob("*.bin"):
-            path.unlink()
+
+def _remove(work: Path) -> None:
+    """The files that only a walk needs."""
+    for path in (work / FOLDER).glob("*.bin"):
+        path.unlink()
 
 
 def lane_sequences(lengths: Sequence[int]) -> list[int]:

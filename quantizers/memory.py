@@ -97,7 +97,7 @@ def _expert_bytes(sizes: Sizes, longest: int, itemsize: int) -> int:
     # The weights in float32, rounded and served; gate, up and h of a batch, or its routed rows and theirs.
     batch = longest * itemsize * max(6 * width, 2 * hidden + 5 * width) + small
     serving = 3 * gate_up + down + square + 2 * narrow + batch
-    # The weights in float32 and scaled, both Gram matrices, then one matrix being rounded.
+    # The weights in float32 and as they are handed on, both Gram matrices, then one matrix being rounded.
     held = 2 * (gate_up + down) + square + narrow
     rounding = max(
         ROUNDING_SQUARE * square + ROUNDING_MATRIX * gate_up, ROUNDING_SQUARE * narrow + ROUNDING_MATRIX * down

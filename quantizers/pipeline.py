@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import yaml
-from rich.console import Console
 
 from eval.coverage import check_floors
 from stitch.assemble import layer_tensors, write_shard
@@ -26,9 +25,7 @@ from stitch.quant_config import output_config
 
 from . import journal
 from .atomic import copy_file, sync_folder, write_json, write_text
-from .calibration import CalibrationData, load_samples
-from .calibration.cache import default_cache
-from .calibration.view import loading
+from .calibration import CalibrationData
 from .checkpoint import CONFIG, INDEX, Checkpoint, read_json, side_files
 from .errors import InputError, OutputError
 from .interrupts import interruptible
@@ -42,13 +39,14 @@ from .progress import peak_memory
 from .proof import fidelity, prove
 from .ranks import ALONE, Ranks
 from .recipe import set_location
+from .samples import samples
 from .scheme_choice import decide
 from .schemes import Scheme
 from .session import Job, device_limit, fingerprint, forward_dtype
 from .source_files import check_hashes, source_stats
 from .texts import token_tensors
 
-WORKERS = 8  # sources of a calibration set that are loaded at the same time
+METHOD = 2  # changes whenever the same settings would give other bytes
 
 
 @dataclass(frozen=True)
@@ -180,16 +178,8 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
 
 
 def _samples(job: Job, source: Checkpoint, name: str) -> CalibrationData:
-    """A set of the recipe, kept on the disk: a run that goes on does not need the Hub again."""
-    with loading(Console(stderr=True)) as seen:
-        return load_samples(
-            set_location(name, job.path),
-            str(source.folder),
-            trust_remote_code=job.recipe.source.trust_remote_code,
-            workers=WORKERS,
-            progress=seen,
-            cache=default_cache(),
-        )
+    """A set that the recipe names."""
+    return samples(set_location(name, job.path), source.folder, job.recipe.source.trust_remote_code)
 
 
 def held_out_tokens(job: Job, source: Checkpoint) -> int:
@@ -224,6 +214,7 @@ def run_fingerprint(
 ) -> dict[str, Any]:
     """Every setting that decides bytes; gates and logging do not."""
     return {
+        "method": METHOD,
         "experts": job.recipe.settings()["experts"],
         "source": source_stats(source),
         "source_config": job.config,

@@ -20,7 +20,6 @@ from stitch.audit import verify
 from stitch.digests import shard_digest
 
 from .atomic import write_json
-from .calibration import load_samples
 from .checkpoint import Checkpoint, open_folder
 from .errors import CheckpointError, OutputError
 from .layers import LayeredModel
@@ -29,6 +28,7 @@ from .plan import summary
 from .progress import progress
 from .ranks import ALONE, Ranks
 from .recipe import PerplexityGate, set_location
+from .samples import samples
 from .scheme_choice import choice
 from .session import Job, fingerprint, forward_dtype, versions
 from .texts import load_tokenizer, scored_bytes, token_tensors
@@ -132,7 +132,8 @@ def fidelity(
     ranks.meet()
     candidates = [open_folder(work / "output")]
     data_set = set_location(asked.data, job.path)
-    return measure(source, candidates, data_set, device, work / "eval", check, ranks=ranks)
+    trusted = job.recipe.source.trust_remote_code
+    return measure(source, candidates, data_set, device, work / "eval", check, trust_remote_code=trusted, ranks=ranks)
 
 
 def _checked(step: Callable[[str], None], check: Callable[[], None]) -> Callable[[str], None]:
@@ -164,6 +165,7 @@ def measure(
     *,
     weights: bool = False,
     resumable: bool = False,
+    trust_remote_code: bool = False,
     ranks: Ranks = ALONE,
 ) -> list[dict[str, Any]]:
     """Perplexity, KL and routing of candidates against their source on a held-out set.
@@ -175,6 +177,7 @@ def measure(
         check: called between steps; may raise to interrupt.
         weights: also compare the weights, layer by layer.
         resumable: leave `work` when cut off, and go on from what it holds.
+        trust_remote_code: whether the tokenizer may bring code of its own.
         ranks: who does it together; each of them calls this.
 
     Returns:
@@ -197,8 +200,8 @@ def measure(
         other = sizes_of(architecture_for(candidate.config, place), candidate.config, place)
         if candidate.config.get("model_type") != facts.model_type or other != sizes:
             raise CheckpointError(f"{place}: is another model than {source.name}; give checkpoints of one model")
-    data = ranks.after_first(lambda: load_samples(data_set, str(source.folder)))
-    tokenizer = load_tokenizer(str(source.folder))
+    data = ranks.after_first(lambda: samples(data_set, source.folder, trust_remote_code))
+    tokenizer = load_tokenizer(str(source.folder), trust_remote_code)
     texts = [
         Text(tokens, sample.category, scored_bytes(tokenizer, sample.tokens.tolist()))
         for tokens, sample in zip(token_tensors(data, sizes["vocabulary"]), data.samples, strict=True)

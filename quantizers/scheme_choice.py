@@ -39,6 +39,7 @@ def decide(
     """The job with the plan of the chosen schemes; measured first where that has not been done.
 
     Raises:
+        InputError: nothing is measured yet, and there are several processes.
         OutputError: an unfinished run has chosen otherwise.
     """
     from .measure_schemes import measure_schemes, refuse_processes

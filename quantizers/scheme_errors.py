@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .awq import fold_gram, grid_scales, scale_losses, weight_means
+from .awq import fold_gram, grid_scales, row_step, scale_losses, weight_means
 from .expert_sums import Activation, WidthSums, input_grams, width_sums
 from .recipe import Experts
 from .rounding import minmax_scales, mse_scales, rounded
@@ -104,7 +104,8 @@ def _smooth(pieces: Sequence[torch.Tensor], gram: torch.Tensor, mean: torch.Tens
     group, bits = own.group_size, own.bits
     means = torch.cat([weight_means(piece.float(), group) for piece in pieces]).mean(0, keepdim=True)
     grid = grid_scales(mean.unsqueeze(0), means, own.awq.grid, own.awq.duo_scaling)
-    losses = [scale_losses(piece.float(), gram.unsqueeze(0), grid, group, bits) for piece in pieces]
+    step = row_step(sum(len(piece) for piece in pieces), pieces[0].shape[1])
+    losses = [scale_losses(piece[:, ::step].float(), gram.unsqueeze(0), grid, group, bits) for piece in pieces]
     return grid[int(torch.cat(losses, dim=1).double().sum(1).argmin()), 0]
 
 

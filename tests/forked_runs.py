@@ -73,7 +73,11 @@ def main(recipe: str, folder: Path, number: signal.Signals, kills: int, seed: in
         time.sleep(moments.uniform(0.0, seconds))
         if os.waitpid(child, os.WNOHANG)[0] == 0:
             os.kill(child, number)
-            ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code == 0 and number is signal.SIGKILL:  # it was on its way out already
+                outputs.append(name)
+            else:
+                ended.append(code)
         else:
             outputs.append(name)
     name = str(len(outputs) - 1)
