@@ -20,6 +20,7 @@ import torch
 from .awq import divided, fold_gram, fold_norm, grid_scales, row_step, scale_losses, weight_means
 from .correction import corrected
 from .expert_sums import Activation, WidthSums, input_grams, width_sums
+from .heap import give_back
 from .phases import phase
 from .ranks import ALONE, Ranks
 from .recipe import Awq, Experts
@@ -85,6 +86,7 @@ def solve(
             )
     parts = []
     for first, last in chunks:
+        give_back()  # or what lies free after one chunk is added to the peak of the next, by no rule
         with phase("sums"):
             input_gram = input_grams(recorded, together, blended, inputs.gram, first, last)
             input_gram = fold_gram(input_gram, smooth.unsqueeze(0))

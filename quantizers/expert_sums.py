@@ -46,6 +46,7 @@ def input_grams(
             picked = sequence.x[rows]  # (c, m, H)
             blank(picked, usable(picked))
             add_gram(routed, picked * squared.unsqueeze(-1).to(picked.dtype), picked)
+            del sequence, picked  # or they would be alive while the next batch is made
     mirror(routed)
     share = blended.share[first:last, None, None]
     mass = blended.routed_mass[first:last, None, None].clamp(min=torch.finfo(torch.float64).tiny)
@@ -123,6 +124,8 @@ def width_sums(
                 d = blank(wanted.sub_(h), weight > 0).mul_(weight.unsqueeze(-1).to(h.dtype))
                 changes += gram(d, h)
                 routed_mass += weight.sum(1)
+                del wanted, d
+        del sequence, h  # or they would be alive while the next batch is made
     mass = mass.clamp(min=torch.finfo(torch.float32).tiny)
     share = blended.share[first:last] / routed_mass
     share = torch.where(routed_mass > 0, share, torch.zeros_like(share)).float()

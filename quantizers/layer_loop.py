@@ -71,11 +71,13 @@ def quantize_layers(
     settle()
     model = LayeredModel(source, job.facts, job.sizes, device, forward_dtype(device))
     model.head()  # only read: a NaN in it would otherwise be found after the last layer
-    states = _entering(work, done, model, tokens)
-    share = _Share(job, model, work, chunk, states.lengths, check, compensate_router, ranks)
-    ranks.tell("layers", {"done": done, "chunk": chunk, "lengths": states.lengths})
+    lengths = [len(sequence) for sequence in tokens]
+    share = _Share(job, model, work, chunk, lengths, check, compensate_router, ranks)
+    # No name for the states here: a map that is held keeps its pages, and its file's blocks, after the unlink.
+    results = share.layers(done, _entering(work, done, model, tokens))
+    ranks.tell("layers", {"done": done, "chunk": chunk, "lengths": lengths})
     with progress("quantizing", layers, done, "layer") as step:
-        for entry, stores in share.layers(done, states):
+        for entry, stores in results:
             entry["routed"] = _routed(data, stores.chosen, job.sizes["experts"])
             entry["peak_memory_bytes"] = peak_memory(device)
             write_json(journal.layer_file(work, entry["layer"]), entry)

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from .safetensors_header import TensorInfo
 
-BLOCK = 4 * 2**20  # bytes read at a time: all the memory that reading ahead takes
+BLOCK = 2**20  # bytes read at a time: all the memory that reading ahead takes
 Result = TypeVar("Result")
 
 
