@@ -263,7 +263,8 @@ def test_a_folder_is_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "name", ["", "model", "./a/b", "../b", "/a/b", "~/b", "~nobody/b", "a/b/c", "m" * 5000, "a\0b"]
 )
-def test_what_is_neither_folder_nor_id(name: str) -> None:
+def test_what_is_neither_folder_nor_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # names are relative to it, and nothing of the kind lies near
     with pytest.raises(CheckpointError, match=r"no such folder, and not a Hub id \(owner/name\); correct it"):
         open_checkpoint(name)
 
