@@ -142,9 +142,15 @@ def mb(number: int) -> str:
 
 @pytest.fixture(scope="module")
 def by_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Used]:
-    """Models of 4, 16 and 64 layers of 27 MB; the data of the last run are limited."""
+    """Models of 4, 16 and 64 layers of 25 MB; the data of the last run are limited.
+
+    Where the heap has its holes wanders by a hundredth or two from layer to layer, and the most of 64 layers is
+    more than the most of 4. So the short model runs four times: as many layers as that of 16 has.
+    """
     folder = tmp_path_factory.mktemp("layers")
-    return {n: used(folder / str(n), n, 4, allowed=ALLOWED if n == 64 else 0) for n in (4, 16, 64)}
+    short = [used(folder / f"4-{i}", 4, 4) for i in range(4)]
+    longer = {n: used(folder / str(n), n, 4, allowed=ALLOWED if n == 64 else 0) for n in (16, 64)}
+    return {4: max(short, key=lambda row: row.peak)} | longer
 
 
 @pytest.mark.slow
