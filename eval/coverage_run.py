@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from quantizers.errors import InputError
 from quantizers.ranks import ALONE, Ranks
 from quantizers.recipe import CoverageGate, read_recipe, set_location, source_location
+from quantizers.session import given_folder
 from quantizers.shipped import find
 
 if TYPE_CHECKING:
@@ -37,8 +38,12 @@ def asked(
     compare: tuple[str, str] | None,
     min_routed_tokens: int | None,
     max_uncovered: float | None,
+    source: Path | None = None,
 ) -> Asked:
     """Put the arguments together; what a recipe says comes first, and `model` and `data` may replace parts of it.
+
+    Args:
+        source: where the recipe's model lies on this machine.
 
     Raises:
         InputError: something is missing, or given twice.
@@ -52,6 +57,8 @@ def asked(
     else:
         given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}
         rule = rule.model_copy(update={key: value for key, value in given.items() if value is not None})
+    if source is not None and (model is not None or recipe is None):
+        raise InputError("--source says where a recipe's model lies; give a recipe and no --model with it")
     if compare and data:
         raise InputError("--compare names both sets; leave --data away")
     if model is None and found is None:
@@ -66,8 +73,8 @@ def asked(
             raise InputError(f"{file}: no such set; give a file, or the name of a shipped set such as embedded")
     if model is not None or found is None or path is None:
         return Asked(str(model), "main", False, tuple(sets), rule, str(path or model))
-    source = found.source
-    return Asked(source_location(found, path), source.revision, source.trust_remote_code, tuple(sets), rule, str(path))
+    place = source_location(found, path) if source is None else given_folder(source)
+    return Asked(place, found.source.revision, found.source.trust_remote_code, tuple(sets), rule, str(path))
 
 
 def measured(question: Asked, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:

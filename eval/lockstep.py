@@ -23,6 +23,7 @@ import torch
 from quantizers.atomic import write_json
 from quantizers.errors import QuantizeError
 from quantizers.layers import LayeredModel
+from quantizers.plain_json import finite
 from quantizers.ranks import ALONE, Ranks
 from quantizers.states import Rows
 
@@ -107,7 +108,7 @@ class _Journal:
         if self.resumable and self.ranks.leads:
             for states in self.work.glob("*.bin"):
                 _sync(states)
-            write_json(path, result)
+            write_json(path, finite(result))
         return result
 
 

@@ -13,8 +13,12 @@ from .errors import QuantizeError
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON with sorted keys, atomically."""
-    write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", path)
+    """Write JSON with sorted keys, atomically.
+
+    Raises:
+        ValueError: NaN or infinity, which JSON does not have; see plain_json.py.
+    """
+    write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n", path)
 
 
 def write_text(text: str, path: Path) -> None:

@@ -24,7 +24,7 @@ from .plan import Spec, make_plan
 from .proof import measure
 from .recipe import Awq, Experts, set_location
 from .samples import samples
-from .session import Job, fingerprint, versions
+from .session import Job, machine, versions
 from .texts import token_tensors
 
 
@@ -123,6 +123,6 @@ def compare(job: Job, device: torch.device, repeats: int, most_tokens: int, work
         "repeats": repeats,
         "calibration": data.summary(),
         "held_out_tokens": results[0]["tokens"],
-        "machine": fingerprint(device),
+        "machine": machine(device),
         "versions": versions(),
     }

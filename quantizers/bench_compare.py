@@ -33,7 +33,7 @@ from .proof import measure
 from .random_model import published, resized, write_random
 from .recipe import Experts, set_location
 from .samples import samples
-from .session import Job, fingerprint, forward_dtype, versions
+from .session import Job, forward_dtype, machine, versions
 from .solve_layer import LayerStores, solve_layer
 from .texts import token_tensors
 
@@ -231,6 +231,6 @@ def compare(
         "layer": compare_layer(sizes, layer_tokens, repeats, device),
         "route": compare_route(job, spread(data, route_tokens), repeats, device),
         "repeats": repeats,
-        "machine": fingerprint(device),
+        "machine": machine(device),
         "versions": versions(),
     }

@@ -27,7 +27,7 @@ from .plan import Spec, make_plan
 from .progress import peak_memory
 from .random_model import BLOCK, published, resized, write_random
 from .recipe import Experts
-from .session import device_limit, fingerprint, forward_dtype
+from .session import device_limit, forward_dtype, machine
 from .solve_layer import LayerStores, install, solve_layer
 from .states import Rows
 from .symmetric import blocks
@@ -115,7 +115,7 @@ def measure_layer(
         "source_bytes": source_bytes,
         "written_bytes": written,
         "whole_model": extrapolate(measured, size, whole),
-        "machine": fingerprint(device),
+        "machine": machine(device),
     }
 
 

@@ -23,7 +23,7 @@ from .layers import LayeredModel
 from .phases import listening
 from .random_model import published, resized, write_random
 from .recipe import Awq, Experts
-from .session import fingerprint, forward_dtype
+from .session import forward_dtype, machine
 from .solve_layer import LayerStores, install, solve_layer
 from .statistics import Recorded
 
@@ -60,7 +60,7 @@ def measure_scaling(hidden: int, width: int, repeats: int, device: torch.device,
         phases = [phase for phase in rows[0] if phase != name]
         exponents = {phase: slope([row[name] for row in rows], [row[phase] for row in rows]) for phase in phases}
         results[name] = {"rows": rows, "exponents": exponents}
-    return {"base": BASE, "hidden": hidden, "width": width, "varied": results, "machine": fingerprint(device)}
+    return {"base": BASE, "hidden": hidden, "width": width, "varied": results, "machine": machine(device)}
 
 
 def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:

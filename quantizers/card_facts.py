@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from .calibration.data import language_counts
 from .calibration.set import read_set
 from .checkpoint import Checkpoint
 from .fit import assumptions, common_fits, parse_cards, serving_model
 from .recipe import set_location
+from .record import CARD, front_matter_of
 from .session import Job
 
 if TYPE_CHECKING:
@@ -44,12 +43,9 @@ def license_of(job: Job, source: Checkpoint) -> dict[str, str]:
 def front_matter(source: Checkpoint) -> dict[str, Any]:
     """The YAML at the head of a checkpoint's README.md; empty where there is none that can be read."""
     try:
-        text = (source.folder / "README.md").read_text(encoding="utf-8")
-        parts = text.split("---\n", 2)
-        front = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else {}
-    except (OSError, ValueError, yaml.YAMLError):
+        return front_matter_of((source.folder / CARD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
-    return front if isinstance(front, dict) else {}
 
 
 def serving(job: Job, source: Checkpoint) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+# What a run writes beside the checkpoint: its record and its recipe, with the sets and their data (see resolved.py).
+OWN = (
+    "README.md", "report.json", "report.html", "recipe.yaml", "calibration.yaml", "calibration.lock.json",
+    "held-out.yaml", "held-out.lock.json",
+)  # fmt: skip
+OWN_DATA = re.compile(r"data-[0-9a-f]{16}\.\w+")
 
 
 @dataclass(frozen=True)
@@ -199,13 +206,16 @@ def declared_block(config: dict[str, Any], where: str) -> tuple[int, int]:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Everything beside weights and config that a checkpoint is used with: tokenizer, template, licence, code."""
-    skipped = {CONFIG, INDEX, "README.md", "report.json", "report.html", "recipe.yaml", ".gitattributes"}
+    """Everything beside weights and config that a checkpoint is used with: tokenizer, template, licence, code.
+
+    What a run of this program adds of its own is none of it, so that its output can be a source again.
+    """
     return sorted(
         path
         for path in folder.iterdir()
         if path.is_file()
-        and path.name not in skipped
+        and path.name not in (CONFIG, INDEX, *OWN)
+        and not OWN_DATA.fullmatch(path.name)
         and path.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx")
         and not path.name.endswith(".index.json")
         and not path.name.startswith(".")

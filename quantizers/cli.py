@@ -18,6 +18,8 @@ from .command_line import (
     DeviceOption,
     JsonOption,
     RecipeArgument,
+    SourceOption,
+    default_output,
     emit,
     show_rich,
 )
@@ -31,12 +33,27 @@ if TYPE_CHECKING:
 SEVERAL = {"run", "eval", "coverage"}  # commands that torchrun may start
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="FP8 mixture-of-experts checkpoints to FP8 attention + INT4 experts, stitched byte for byte and proven.",
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"quantize {version('moe-quantizers')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version, and end")
+    ] = False,
+) -> None:
+    """FP8 mixture-of-experts checkpoints to FP8 attention + INT4 experts, stitched byte for byte and proven."""
 
 
 def _quiet() -> None:
@@ -49,7 +66,13 @@ def _quiet() -> None:
 def run(
     context: typer.Context,
     recipe: RecipeArgument,
-    output: Annotated[Path, typer.Option(help="folder for the finished checkpoint; new, empty, or an unfinished run")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder for the finished checkpoint, new, empty, or an unfinished run; out/<name of RECIPE> by default"
+        ),
+    ] = None,
+    source: SourceOption = None,
     device: DeviceOption = "auto",
     fresh: Annotated[
         bool, typer.Option("--fresh", help="discard what the folder holds of an earlier run, after asking")
@@ -57,7 +80,12 @@ def run(
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
     device_memory: DeviceMemoryOption = None,
     paranoid: Annotated[
-        bool, typer.Option("--paranoid", help="hash the source's shards, and again whenever the run goes on")
+        bool,
+        typer.Option("--paranoid", help="hash the source's and the finished shards whenever the run goes on"),
+    ] = False,
+    with_data: Annotated[
+        bool,
+        typer.Option("--with-data", help="copy local data files of the sets beside the checkpoint, to be published"),
     ] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -69,15 +97,19 @@ def run(
     Example: quantize run tiny-minimax-m2-fp8-int4 --output out/tiny
     """
     from .byte_size import parse_bytes
-    from .journal import refuse_second_run
-    from .recipe import source_location
+    from .journal import begun_with, refuse_second_run, work_folder
+    from .recipe import find_recipe
     from .session import prepare
+
+    ranks: Ranks = context.obj or ALONE
+    if output is None:
+        output = default_output(find_recipe(recipe).stem, say=ranks.leads)
 
     def begin() -> Job:
         """All that may refuse, ask, or load; rank 0 goes first."""
         if ranks.leads:
             refuse_second_run(output)
-        job = prepare(recipe)
+        job = prepare(recipe, source_folder=source)
         if fresh and ranks.leads:
             from .journal import discard
 
@@ -86,23 +118,23 @@ def run(
             discard(output)
         return job
 
-    ranks: Ranks = context.obj or ALONE
     limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
     job = ranks.after_first(begin)
     from .pipeline import Options, assist
     from .pipeline import run as run_job
     from .session import choose_device, use_threads
 
-    use_threads(job.sizes)
-    options = Options(output, choose_device(device, ranks), limit, paranoid, ranks)
+    use_threads(job.sizes, begun_with(work_folder(output)).get("threads"), ranks)
+    options = Options(output, choose_device(device, ranks), limit, paranoid, with_data, ranks)
     if not ranks.leads:
         assist(job, options)
         return
     report = run_job(job, options)
     from .tables import run_table
 
-    source = source_location(job.recipe, job.path)  # a Hub id stays what it is
-    emit(report, as_json, run_table(report, output, os.path.relpath(source) if Path(source).is_dir() else source))
+    # A Hub id stays what it is.
+    found = os.path.relpath(job.location) if Path(job.location).is_dir() else job.location
+    emit(report, as_json, run_table(report, output, found))
     if not all(gate["passed"] for gate in report["gates"]):
         raise typer.Exit(GATE_FAILED)
 

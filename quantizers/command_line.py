@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from .plain_json import finite
+
 GATE_FAILED = 3
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="a recipe's path, or the name of a shipped one")]
+
+def _recipe_names(begun: str) -> list[str]:
+    """Shipped recipes that begin so, for the shell's completion."""
+    from .shipped import shipped
+
+    return [path.stem for path in sorted(shipped("recipes").glob("*.yaml")) if path.stem.startswith(begun)]
+
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="a recipe's path, or the name of a shipped one", autocompletion=_recipe_names
+    ),
+]
+SourceOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="where the recipe's source lies on this machine, whatever the recipe calls it"),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="one JSON object on standard output, all else on standard error")
 ]
@@ -25,9 +45,21 @@ DeviceMemoryOption = Annotated[
 DebugOption = Annotated[bool, typer.Option("--debug", help="a traceback with every error")]
 
 
+def default_output(name: str, say: bool = True) -> Path:
+    """Where a command writes that was not told where: out/`name` below the current folder.
+
+    Args:
+        say: on standard error; of several processes one does.
+    """
+    output = Path("out") / name
+    if say:
+        print(f"output: {output} (another with --output)", file=sys.stderr, flush=True)
+    return output
+
+
 def emit(data: dict[str, Any], as_json: bool, text: str) -> None:
     """Print a result: as JSON, or as the text made of it."""
-    print(json.dumps(data, indent=1, sort_keys=True) if as_json else text)
+    print(json.dumps(finite(data), indent=1, sort_keys=True) if as_json else text)
 
 
 def show_rich(data: dict[str, Any], as_json: bool, renderable: Any) -> None:

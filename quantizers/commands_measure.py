@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .command_line import GATE_FAILED, DebugOption, DeviceOption, JsonOption, emit
+from .command_line import GATE_FAILED, DebugOption, DeviceOption, JsonOption, SourceOption, emit
 from .errors import InputError
 from .ranks import ALONE, Ranks
 
@@ -34,6 +34,7 @@ def coverage(
     recipe: Annotated[
         str | None, typer.Argument(metavar="[RECIPE]", help="its source, calibration set and gates are used")
     ] = None,
+    source: SourceOption = None,
     model: Annotated[str | None, typer.Option(help="instead of a recipe: a checkpoint's folder or Hub id")] = None,
     data: Annotated[str | None, typer.Option(metavar="SET", help="instead of a recipe's: a calibration set")] = None,
     compare: Annotated[
@@ -58,7 +59,7 @@ def coverage(
 
     from .session import choose_device
 
-    question = asked(recipe, model, data, compare, min_routed_tokens, max_uncovered)
+    question = asked(recipe, model, data, compare, min_routed_tokens, max_uncovered, source)
     ranks: Ranks = context.obj or ALONE
     with _work(work, ranks) as folder:
         answer = compared if compare else measured
@@ -130,14 +131,17 @@ def evaluate(
     from .architecture import architecture_for, sizes_of
     from .checkpoint import open_checkpoint
     from .interrupts import interruptible
-    from .proof import NOT_SIMULATED, measure
+    from .journal import begun_with
+    from .proof import EVALUATION, NOT_SIMULATED, measure
     from .session import choose_device, use_threads
 
     ranks: Ranks = context.obj or ALONE
     data_set = _set_file(data)
     opened = ranks.after_first(lambda: [open_checkpoint(name) for name in (source, *candidate)])
     where = str(opened[0].folder / "config.json")
-    use_threads(sizes_of(architecture_for(opened[0].config, where), opened[0].config, where))
+    sizes = sizes_of(architecture_for(opened[0].config, where), opened[0].config, where)
+    began = begun_with(work / "evaluation", EVALUATION) if work else {}
+    use_threads(sizes, began.get("threads"), ranks)
     advice = "give the same command again" + (" to go on" if work else "; with --work DIR it would go on")
     shared = _work(work, ranks) if work is None else contextlib.nullcontext(work)
     with shared as folder, interruptible(advice) as check:

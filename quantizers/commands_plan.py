@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from .byte_size import parse_bytes
-from .command_line import DebugOption, DeviceMemoryOption, JsonOption, RecipeArgument, emit
+from .command_line import DebugOption, DeviceMemoryOption, JsonOption, RecipeArgument, SourceOption, emit
 from .errors import InputError
 
 
@@ -17,6 +17,7 @@ def plan(
     vram: Annotated[
         list[str] | None, typer.Option(metavar="NxSIZE", help="cards to serve it on, such as 2x96GiB; may be repeated")
     ] = None,
+    source: SourceOption = None,
     context: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="with --vram; the model's longest by default")
     ] = None,
@@ -49,7 +50,7 @@ def plan(
 
     if vram is None and (context is not None or tp is not None or kv != "auto"):
         raise InputError("--context, --kv and --tp go with --vram; say which cards, as --vram 2x96GiB")
-    job = prepare(recipe, offline_facts=True, hub=hub)
+    job = prepare(recipe, offline_facts=True, hub=hub, source_folder=source)
     job, schemes = with_choice(job, output)
     where = {"basis": job.basis, "recipe": str(job.path)}
     if vram is not None:

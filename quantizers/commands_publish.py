@@ -42,16 +42,15 @@ def publish(
     from .progress import progress
     from .session import choose_device
     from .tables_publish import dry_run_table, published_table
+    from .verification import source_of
 
     if repo.count("/") != 1 or not all(repo.split("/")):
         raise InputError(f"--repo {repo}: write it as owner/name")
     if force is not None and not force.strip():
         raise InputError("--force: give the reason, which the card states")
     report = steps.read_report(folder)
-    origin = report["source"]["model"] if source is None else source
-    if source is None and origin.startswith(".") and not Path(origin).is_dir():
-        raise InputError(f"{folder}: was made from {origin}, relative to its recipe; say where that is with --source")
-    problems = steps.problems_of(folder, report, origin, report["source"]["revision"], choose_device(device))
+    opened = source_of(folder, source, report["source"]["revision"])
+    problems = steps.problems_of(folder, report, opened, choose_device(device))
     if problems and force is None:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise CheckpointError(f"{folder}: {problems[0]}{more}; repair it, or give --force with a reason")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from .command_line import GATE_FAILED, DebugOption, DeviceOption, JsonOption, emit
+from .command_line import GATE_FAILED, DebugOption, DeviceOption, JsonOption, default_output, emit
 
 
 def verify(
     candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE", help="a finished checkpoint")],
-    source: Annotated[str, typer.Option(help="what it was made from: a folder or Hub id")],
-    revision: Annotated[str, typer.Option(help="of the source on the Hub")] = "main",
+    source: Annotated[
+        str | None, typer.Option(help="what it was made from: a folder or Hub id; as in report.json by default")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="of the source on the Hub; as in report.json by default")] = None,
     with_vllm: Annotated[
         bool, typer.Option("--with-vllm", help="also ask the vLLM of this environment for the scheme of every layer")
     ] = False,
@@ -23,30 +25,23 @@ def verify(
 ) -> None:
     """Check a finished checkpoint against its source, and how servers would read it; exit 3 when something differs.
 
-    Reads the files alone: kept bytes by hash, experts, the router's compensation; then the rules by which
-    vLLM, SGLang and transformers give each tensor its scheme.
+    Reads the files alone: kept bytes by hash, experts, the router's compensation; config.json key by key, index,
+    tokenizer and every other side file; report.json, recipe and card; then the rules by which vLLM, SGLang and
+    transformers give each tensor its scheme.
 
     Example: quantize verify out/tiny --source models/tiny-minimax-m2
     """
-    from eval.consumer_folder import check_folder
     from eval.consumers import render
-    from stitch.audit import verify as audit_files
 
-    from .checkpoint import open_checkpoint
-    from .progress import progress
     from .session import choose_device
     from .tables import audit_table
+    from .verification import source_of, verify_folder
 
-    opened = open_checkpoint(source, revision)
-    with progress("verifying", int(opened.config.get("num_hidden_layers", 1))) as step:
-        audit = audit_files(candidate, opened, choose_device(device), step=step)
-    report: dict[str, Any] = audit.as_dict()
-    text, failed = audit_table(report), bool(audit.differences)
-    consumers = check_folder(candidate)
-    if consumers is not None:
-        report["consumers"] = consumers.as_dict()
-        text += "\n\n" + render(consumers)
-        failed = failed or bool(consumers.errors)
+    found = verify_folder(candidate, source_of(candidate, source, revision), choose_device(device))
+    report = found.as_dict()
+    text, failed = audit_table(report), bool(found.differences or found.misread)
+    if found.consumers is not None:
+        text += "\n\n" + render(found.consumers)
     if with_vllm:
         from eval.consumer_vllm import ask_vllm
 
@@ -65,7 +60,10 @@ def verify(
 def stitch(
     source: Annotated[str, typer.Option(help="the FP8 checkpoint: a folder or Hub id")],
     experts: Annotated[str, typer.Option(help="a checkpoint with packed experts, made from a BF16 copy of it")],
-    output: Annotated[Path, typer.Option(help="folder for the mixed checkpoint; new or empty")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="folder for the mixed checkpoint, new or empty; out/<name of --experts>-stitched by default"),
+    ] = None,
     repair_router: Annotated[
         bool,
         typer.Option("--repair-router", help="compensate the router for the norms that the experts were made with"),
@@ -82,8 +80,11 @@ def stitch(
 
     from .checkpoint import open_checkpoint
     from .interrupts import interruptible
+    from .resolved import source_name
     from .session import choose_device, versions
 
+    if output is None:
+        output = default_output(f"{Path(source_name(experts, Path.cwd())).name}-stitched")
     opened, packed = open_checkpoint(source), open_checkpoint(experts)
     with interruptible("give the same command again to go on") as check:
         report = mix(
@@ -95,7 +96,7 @@ def stitch(
             versions=versions(),
             check=check,
         )
-    emit(report, as_json, stitch_table(report, output))
+    emit(report, as_json, f"{stitch_table(report, output)}\noutput    {output}")
     if report["audit"]["differences"]:
         raise typer.Exit(GATE_FAILED)
 
@@ -116,7 +117,10 @@ def report(
 
     from .atomic import write_text
     from .checkpoint import read_json
+    from .record import PAGE, REPORT, add_files, seal_of, write_record
 
-    target = output or folder / "report.html"
-    write_text(page(read_json(folder / "report.json")), target)
+    target, found = output or folder / PAGE, read_json(folder / REPORT)
+    write_text(page(found), target)
+    if target == folder / PAGE and found.get("seal") == seal_of(found):
+        write_record(folder, add_files(folder, found, [PAGE]))
     emit({"page": str(target)}, as_json, f"page: {target}")

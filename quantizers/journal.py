@@ -4,7 +4,7 @@
     source.json       SHA-256 of the source's shards, with --paranoid
     schemes/          what was measured for a budget, see measure_schemes.py
     choice.json       the schemes that were chosen within it
-    layers/00003.json layer 3 is done: hash of its shard, its numbers
+    layers/00003.json layer 3 is done: digest of its shard as it was written, its numbers
     states-00004.bin  hidden states entering layer 4
     output/           the checkpoint as far as it is assembled
     run.log           a line of numbers for each layer
@@ -27,6 +27,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from stitch.digests import file_sha256
 
 from .atomic import disk_errors, write_json
 from .errors import OutputError
@@ -106,11 +108,26 @@ def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path, name: 
         old = json.loads(path.read_text())
     except ValueError:
         raise OutputError(f"{path}: cannot be read; start over with --fresh") from None
-    for key, before, now in differences(old, json.loads(json.dumps(fingerprint))):
+    found = list(differences(old, json.loads(json.dumps(fingerprint))))
+    # On another device other things count, so that it differs comes before what follows from it.
+    for key, before, now in sorted(found, key=lambda difference: not difference[0].endswith(".device")):
         raise OutputError(
             f"{output}: holds an unfinished run with another {key} ({_short(before)}, now {_short(now)}); "
             "restore it, or start over with --fresh"
         )
+
+
+def begun_with(work: Path, name: str = "run.json") -> dict[str, Any]:
+    """The machine's part of the fingerprint of what is to be continued; empty where nothing was begun.
+
+    Args:
+        name: of the fingerprint's file.
+    """
+    try:
+        machine = json.loads((work / name).read_text())["machine"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return machine if isinstance(machine, dict) else {}
 
 
 def differences(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -148,6 +165,31 @@ def done_layers(work: Path, layers: int) -> list[dict[str, Any]]:
             break
         entries.append(json.loads(path.read_text()))
     return entries
+
+
+def refuse_damaged_shards(work: Path, layers: int, output: Path, hashes: bool) -> None:
+    """Refuse to go on from shards that are not as they were written.
+
+    Args:
+        hashes: compare their SHA-256 too (the proof does so in any case, at the end).
+
+    Raises:
+        OutputError: a finished shard is gone, or has another size or other bytes.
+    """
+    for entry in done_layers(work, layers):
+        path, written = work / "output" / entry["shard"], entry["digest"]
+        try:
+            size = path.stat().st_size
+            wrong = f"has {size:,} bytes, {written['bytes']:,} were written" if size != written["bytes"] else ""
+            if not wrong and hashes and file_sha256(path) != written["sha256"]:
+                wrong = f"has other bytes than were written (SHA-256 {written['sha256'][:16]}…)"
+        except OSError as failure:
+            wrong = f"cannot be read ({failure.strerror})"
+        if wrong:
+            raise OutputError(
+                f"{output}: the finished shard of layer {entry['layer']}, {path.name}, {wrong}; restore it, or start "
+                "over with --fresh"
+            )
 
 
 def log(work: Path, line: str) -> None:

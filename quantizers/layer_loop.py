@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from stitch.assemble import layer_tensors, write_shard
+from stitch.digests import ShardDigest
 
 from . import journal
 from .atomic import write_json
@@ -164,7 +165,7 @@ class _Share:
                 self.compensate_router, ranks,
             )  # fmt: skip
             watch.skip(seconds)
-            write: Callable[[], str] = str  # nothing, but for rank 0
+            write: Callable[[], ShardDigest | None] = _nothing
             if ranks.leads:
                 tensors = layer_tensors(job.plan, number, source, solved)
                 write = partial(write_shard, tensors, self.work / "output" / shard)
@@ -181,13 +182,17 @@ class _Share:
         entry = {
             "layer": number,
             "shard": shard,
-            "sha256": digest,
+            "digest": digest,
             "seconds": watch.seconds,
             # JSON has no infinity; an error that large says that an expert's weights or inputs overflow.
             "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
             "fallbacks": _by_expert(solved.fallbacks),
         }
         return entry, following
+
+
+def _nothing() -> None:
+    """What all ranks but 0 write."""
 
 
 class _Watch:

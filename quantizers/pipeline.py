@@ -11,22 +11,22 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from eval.coverage import check_floors
 from stitch.assemble import layer_tensors, write_shard
+from stitch.digests import ShardDigest
 from stitch.quant_config import output_config
 
 from . import journal
-from .atomic import copy_file, sync_folder, write_json, write_text
+from .atomic import copy_file, sync_folder, write_text
 from .calibration import CalibrationData
-from .checkpoint import CONFIG, INDEX, Checkpoint, read_json, side_files
+from .checkpoint import CONFIG, INDEX, Checkpoint, side_files
 from .errors import InputError, OutputError
 from .interrupts import interruptible
 from .layer_loop import assist_layers, quantize_layers
@@ -39,6 +39,8 @@ from .progress import peak_memory
 from .proof import fidelity, prove
 from .ranks import ALONE, Ranks
 from .recipe import set_location
+from .record import CARD, PAGE, add_files, describe_files, seal_of, write_record, write_with_card
+from .resolved import Resolved, resolve_recipe
 from .samples import samples
 from .scheme_choice import decide
 from .schemes import Scheme
@@ -46,7 +48,7 @@ from .session import Job, device_limit, fingerprint, forward_dtype
 from .source_files import check_hashes, source_stats
 from .texts import token_tensors
 
-METHOD = 2  # changes whenever the same settings would give other bytes
+METHOD = 3  # changes whenever the same settings would give other bytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Options:
         device: where layers are computed.
         device_memory: bytes that may be used there, from which follows how many experts are solved at a
             time; None for what the device has.
-        paranoid: keep the source's hashes, and compare them when the run goes on.
+        paranoid: keep the source's hashes, and compare them, and those of finished shards, when the run goes on.
+        with_data: copy the calibration sets' local data files beside the checkpoint.
         ranks: which process this is, of how many that do the job together.
     """
 
@@ -66,6 +69,7 @@ class Options:
     device: torch.device
     device_memory: int | None = None
     paranoid: bool = False
+    with_data: bool = False
     ranks: Ranks = ALONE
 
 
@@ -78,10 +82,12 @@ def run(job: Job, options: Options) -> dict[str, Any]:
     Raises:
         InputError: exit 2. QuantizeError: exit 1. Interrupted: 130 or 143.
     """
+    # Once, and before anything long: the sets may be edited while the run works.
+    job = replace(job, resolved=resolve_recipe(job.recipe, job.path))
     finished = finished_report(options.output)
     if finished is not None:
         options.ranks.tell("run", None)
-        return _already_done(job, options.output, finished)
+        return _already_done(job, options, finished)
     refuse_strangers(options.output)
     with (
         journal.locked(options.output, options.ranks),
@@ -121,14 +127,26 @@ def assist(job: Job, options: Options) -> None:
                 fidelity(job, job.recipe.verify.perplexity, options.device, source, work, check, ranks)
 
 
-def _already_done(job: Job, output: Path, finished: dict[str, Any]) -> dict[str, Any]:
-    settings = finished.get("settings")
-    if not isinstance(settings, dict) or settings.get("hash") != job.recipe.digest():
+def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[str, Any]:
+    assert job.resolved is not None
+    output, settings = options.output, finished.get("settings")
+    if not isinstance(settings, dict) or settings.get("hash") != job.resolved.hash:
         raise OutputError(f"{output}: holds the finished output of another recipe; choose another --output, or --fresh")
+    if options.with_data and not set(job.resolved.data) <= set(finished["files"]):
+        finished = _add_data(output, finished, job.resolved)
     if journal.work_folder(output).exists():  # a run that was killed while it removed its own traces
         with journal.locked(output):
             journal.remove(journal.work_folder(output))
     return finished | {"already_done": True}
+
+
+def _add_data(output: Path, finished: dict[str, Any], resolved: Resolved) -> dict[str, Any]:
+    """Copy the sets' data into an output that was finished without it; the report as it is then."""
+    if finished.get("seal") != seal_of(finished):
+        raise OutputError(f"{output}: its report.json was changed since the run wrote it; nothing is added to it")
+    for name, file in resolved.data.items():
+        copy_file(file, output / name)
+    return write_record(output, add_files(output, finished, resolved.data))
 
 
 def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> None:
@@ -148,6 +166,7 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
     limit = options.device_memory or device_limit(device, options.ranks.count)
     memory = device_memory(job.plan, job.sizes, data.sequence_length, itemsize, limit)
     journal.refuse_changes(work, run_fingerprint(job, source, data, device, memory.chunk), options.output)
+    journal.refuse_damaged_shards(work, job.sizes["layers"], options.output, options.paranoid)
     journal.remove_cut_files(work)
     if options.paranoid:
         check_hashes(source, work, options.output, check)
@@ -166,15 +185,16 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
                 "a smaller --device-memory makes more, from the beginning of a run on",
                 file=sys.stderr,
             )
-    check_room(work, disk_needed(job, source, rows + lanes, held_out, itemsize) + between)
+    copied = job.resolved.data.values() if job.resolved and options.with_data else ()
+    check_room(work, disk_needed(job, source, rows + lanes, held_out, itemsize, copied) + between)
     if job.allocation:
         job = decide(job, source, tokens, work, device, memory.chunk, options.output, check, ranks)
-        check_room(work, disk_needed(job, source, rows, held_out, itemsize) + between)
+        check_room(work, disk_needed(job, source, rows, held_out, itemsize, copied) + between)
     ranks.tell("run", {"machine": fingerprint(device), "schemes": [asdict(scheme) for scheme in job.plan.schemes]})
     quantize_layers(job, source, data, tokens, work, device, memory.chunk, check, True, ranks)
-    assemble(job, source, work / "output")
+    last = assemble(job, source, work / "output", options.with_data)
     check()
-    write_report(job, device, source, data, work, started, check, ranks)
+    write_report(job, device, source, data, last, work, started, check, ranks)
 
 
 def _samples(job: Job, source: Checkpoint, name: str) -> CalibrationData:
@@ -191,14 +211,17 @@ def held_out_tokens(job: Job, source: Checkpoint) -> int:
     return sum(len(t) for t in token_tensors(data, job.sizes["vocabulary"]))
 
 
-def disk_needed(job: Job, source: Checkpoint, tokens: int, held_out: int, itemsize: int) -> int:
-    """Bytes of the output with its side files, and of the hidden states when they are most.
+def disk_needed(
+    job: Job, source: Checkpoint, tokens: int, held_out: int, itemsize: int, data: Collection[Path] = ()
+) -> int:
+    """Bytes of the output with its side files and data, and of the hidden states when they are most.
 
     While layers are solved, states lie there before and after the layer and at its experts; while source
     and output are measured, of each before and after.
     """
     output = int(str(summary(job.plan, job.sizes)["output_bytes"]))
     output += sum(file.stat().st_size for file in side_files(source.folder))
+    output += sum(file.stat().st_size for file in data)
     row = itemsize * job.sizes["hidden"]
     return output + max(tokens * (3 * row + 8 * job.sizes["chosen"]), held_out * 4 * row)
 
@@ -223,16 +246,25 @@ def run_fingerprint(
     }
 
 
-def assemble(job: Job, source: Checkpoint, folder: Path) -> None:
-    """What lies outside the layers: the last shard, index, config, recipe, and the source's side files."""
-    write_shard(layer_tensors(job.plan, None, source, None), folder / job.plan.shard_file(None))
+def assemble(job: Job, source: Checkpoint, folder: Path, with_data: bool = False) -> ShardDigest:
+    """What lies outside the layers: the last shard, index, config, recipe and sets, and the source's side files.
+
+    Returns:
+        What was written of the last shard.
+    """
+    assert job.resolved is not None
+    last = write_shard(layer_tensors(job.plan, None, source, None), folder / job.plan.shard_file(None))
     for file in side_files(source.folder):
         copy_file(file, folder / file.name)
-    recipe = yaml.safe_dump(job.recipe.settings(), sort_keys=False, allow_unicode=True)
-    write_text(recipe, folder / "recipe.yaml")
+    for name, text in job.resolved.texts().items():
+        write_text(text, folder / name)
+    if with_data:
+        for name, file in job.resolved.data.items():
+            copy_file(file, folder / name)
     write_text(index_json(job.plan), folder / INDEX)
     config = output_config(job.config, job.plan.schemes, job.block)
     write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
+    return last
 
 
 def write_report(
@@ -240,20 +272,24 @@ def write_report(
     device: torch.device,
     source: Checkpoint,
     data: CalibrationData,
+    last: ShardDigest,
     work: Path,
     started: float,
     check: Callable[[], None],
     ranks: Ranks = ALONE,
 ) -> None:
-    """Audit and evaluate what was assembled, and write report.json, its page and the card."""
-    from eval.card import card
+    """Audit and evaluate what was assembled, and write report.json, its page and the card.
+
+    Args:
+        last: of the shard that no layer's journal entry has.
+    """
     from eval.pictures import draw
-    from eval.report_html import page
 
     from .card_facts import add_card_facts
 
     layers = journal.done_layers(work, job.sizes["layers"])
-    report = prove(job, device, source, data, layers, work, check, ranks)
+    written = {entry["shard"]: entry["digest"] for entry in layers} | {job.plan.shard_file(None): last}
+    report = prove(job, device, source, data, layers, written, work, check, ranks)
     earlier = sum(sum(entry["seconds"].values()) for entry in layers)
     report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
     if job.allocation:
@@ -262,9 +298,5 @@ def write_report(
     add_card_facts(report, job, source, data)
     folder = work / "output"
     draw(report, folder)
-    # report.json is there already when an earlier part was cut between here and the move.
-    report["files"] = sorted({path.name for path in folder.iterdir()} - {"report.json"} | {"README.md", "report.html"})
-    write_json(folder / "report.json", report)
-    write_text(page(read_json(folder / "report.json")), folder / "report.html")
-    write_text(card(report), folder / "README.md")
+    write_with_card(folder, report | describe_files(folder, later=(CARD, PAGE)))
     write_text("", work / "moving")

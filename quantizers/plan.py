@@ -97,6 +97,10 @@ class Plan:
         """The actions of one decoder layer, or with None of what lies outside."""
         return [action for action in self.actions if action.layer == layer]
 
+    def fp8_block(self, block: tuple[int, int]) -> tuple[int, int] | None:
+        """Rows and columns of the kept FP8 weights' blocks; None where the attention is not FP8."""
+        return block if any(action.kind == "rename" for action in self.actions) else None
+
     def counts(self) -> dict[str, int]:
         """Number of source tensors by kind of action."""
         return dict(Counter(action.kind for action in self.actions))

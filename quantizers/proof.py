@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from eval.coverage import summarise
 from eval.lockstep import evaluate
 from eval.perplexity import Text, figures
 from stitch.audit import verify
-from stitch.digests import shard_digest
+from stitch.digests import ShardDigest
 
 from .atomic import write_json
 from .checkpoint import Checkpoint, open_folder
@@ -30,12 +30,15 @@ from .ranks import ALONE, Ranks
 from .recipe import PerplexityGate, set_location
 from .samples import samples
 from .scheme_choice import choice
-from .session import Job, fingerprint, forward_dtype, versions
+from .session import Job, fingerprint, forward_dtype, machine, versions
 from .texts import load_tokenizer, scored_bytes, token_tensors
 
 if TYPE_CHECKING:
     from .calibration import CalibrationData
+    from .resolved import Resolved
 
+JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest")  # of a layer's entry; the report has it elsewhere
+EVALUATION = "evaluation.json"  # what a resumable evaluation was begun with
 NOT_SIMULATED = (
     "vLLM quantizes activations to FP8 in the attention at run time; that is not simulated in these figures."
 )
@@ -47,6 +50,7 @@ def prove(
     source: Checkpoint,
     data: CalibrationData,
     layers: list[dict[str, Any]],
+    written: Mapping[str, ShardDigest],
     work: Path,
     check: Callable[[], None],
     ranks: Ranks = ALONE,
@@ -55,6 +59,7 @@ def prove(
 
     Args:
         layers: the journal's entries.
+        written: digests of the shards, from when they were written.
         ranks: this is rank 0; the others are in `fidelity`.
 
     Returns:
@@ -62,9 +67,10 @@ def prove(
     """
     folder = work / "output"
     recipe = job.recipe
-    digests = {file: shard_digest(folder / file) for file in job.plan.shards()}
+    resolved = job.resolved
+    assert resolved is not None
     with progress("verifying", job.sizes["layers"]) as step:
-        audit = verify(folder, source, device, digests, _checked(step, check))
+        audit = verify(folder, source, device, written, _checked(step, check))
     names = sorted({sample.category for sample in data.samples})
     counts = [np.array(entry["routed"], dtype=np.int64) for entry in layers]
     rule = recipe.verify.coverage if recipe.verify else None
@@ -73,14 +79,14 @@ def prove(
     if seen:  # by every expert, whatever the router chose
         coverage["forced"] = {"min": int(min(seen)), "tokens": sum(len(sample.tokens) for sample in data.samples)}
     report: dict[str, Any] = {
-        "source": {"model": recipe.source.model, "revision": recipe.source.revision},
-        "settings": {"recipe": recipe.settings(), "hash": recipe.digest(), "machine": fingerprint(device)},
+        "source": {"model": resolved.recipe.source.model, "revision": recipe.source.revision},
+        "settings": {"recipe": resolved.recipe.settings(), "hash": resolved.hash, "machine": machine(device)},
         "versions": versions(),
         "plan": {key: value for key, value in summary(job.plan, job.sizes).items() if key != "shards"},
-        "calibration": describe(data),
-        "layers": [{k: v for k, v in entry.items() if k not in ("routed", "peak_memory_bytes")} for entry in layers],
+        "calibration": describe(data, resolved),
+        "layers": [{k: v for k, v in entry.items() if k not in JOURNAL_ONLY} for entry in layers],
         "coverage": coverage,
-        "audit": audit.as_dict() | {"digests": digests},
+        "audit": audit.as_dict() | {"digests": dict(written)},
         "notes": [NOT_SIMULATED],
     }
     if job.allocation:
@@ -144,15 +150,22 @@ def _checked(step: Callable[[str], None], check: Callable[[], None]) -> Callable
     return both
 
 
-def describe(data: CalibrationData) -> dict[str, Any]:
-    """A calibration set in numbers: its own summary, with samples, tokens and cut samples by category."""
+def describe(data: CalibrationData, resolved: Resolved) -> dict[str, Any]:
+    """A calibration set in numbers: its own summary, with samples, tokens and cut samples by category.
+
+    Args:
+        resolved: by which names local data files are published.
+    """
     categories: dict[str, dict[str, int]] = {}
     for sample in data.samples:
         row = categories.setdefault(sample.category, {"samples": 0, "tokens": 0, "truncated": 0})
         row["samples"] += 1
         row["tokens"] += len(sample.tokens)
         row["truncated"] += int(sample.truncated > 0)
-    return data.summary() | {"categories": dict(sorted(categories.items()))}
+    summary = data.summary()
+    for dropped in summary["dropped"]:
+        dropped |= {key: resolved.published(dropped[key]) for key in ("source", "first")}
+    return summary | {"categories": dict(sorted(categories.items()))}
 
 
 def measure(
@@ -249,7 +262,7 @@ def _same_evaluation(
         "machine": fingerprint(device),
         "weights": weights,
     }
-    path = work / "evaluation.json"
+    path = work / EVALUATION
     if not path.exists():
         write_json(path, settings)
     elif json.loads(path.read_text()) != json.loads(json.dumps(settings)):

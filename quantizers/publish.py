@@ -19,14 +19,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from .atomic import write_json, write_text
 from .errors import InputError, OutputError, QuantizeError
 from .journal import WORK
+from .record import REPORT, write_with_card
+from .tables import number
 
 if TYPE_CHECKING:
     import torch
 
-REPORT, CARD = "report.json", "README.md"
+    from .checkpoint import Checkpoint
+
 CHUNK = 1 << 24
 AGAIN = "give the same command again; what has arrived is not sent twice"
 Step = Callable[[str], None]
@@ -78,28 +80,17 @@ def read_report(folder: Path) -> dict[str, Any]:
     return report
 
 
-def problems_of(folder: Path, report: dict[str, Any], source: str, revision: str, device: torch.device) -> list[str]:
+def problems_of(folder: Path, report: dict[str, Any], source: Checkpoint, device: torch.device) -> list[str]:
     """Everything that speaks against publishing: what `quantize verify` finds, and gates that failed."""
-    from eval.consumer_folder import check_folder
-    from stitch.audit import verify
+    from .verification import verify_folder
 
-    from .checkpoint import open_checkpoint
-    from .progress import progress
-
-    opened = open_checkpoint(source, revision)
-    with progress("verifying", int(opened.config.get("num_hidden_layers", 1))) as step:
-        differences = verify(folder, opened, device, step=step).differences
-    missing = [
-        f"{name}: named in {REPORT}, not in the folder" for name in report["files"] if not _is_file(folder, name)
-    ]
+    found = verify_folder(folder, source, device)
     failed = [
-        f"gate {gate['name']} failed: {gate['value']:.4g}, limit {gate['limit']:.4g} ({gate['meaning']})"
+        f"gate {gate['name']} failed: {number(gate['value'], '.4g')}, limit {gate['limit']:.4g} ({gate['meaning']})"
         for gate in report["gates"]
         if not gate["passed"] and gate["name"] not in ("audit", "consumers")
     ]
-    consumers = check_folder(folder)
-    misread = [str(finding) for finding in consumers.errors] if consumers else []
-    return [*missing, *differences, *misread, *failed]
+    return [*found.differences, *found.misread, *failed]
 
 
 def _is_file(folder: Path, name: str) -> bool:
@@ -108,14 +99,11 @@ def _is_file(folder: Path, name: str) -> bool:
 
 def state(folder: Path, report: dict[str, Any], reason: str | None, problems: list[str]) -> None:
     """Let report and card say that a checkpoint was published although it fails; or no longer say so."""
-    from eval.card import card
-
     forced = {"reason": reason, "problems": problems} if problems else None
     if report.get("forced") == forced:
         return
-    changed = {key: value for key, value in report.items() if key != "forced"} | ({"forced": forced} if forced else {})
-    write_json(folder / REPORT, changed)
-    write_text(card(changed), folder / CARD)
+    kept = {key: value for key, value in report.items() if key != "forced"}
+    write_with_card(folder, kept | ({"forced": forced} if forced else {}))
 
 
 def local_files(folder: Path, report: dict[str, Any], step: Step = lambda _: None) -> list[LocalFile]:

@@ -159,11 +159,23 @@ class Recipe(Strict):
         return hashlib.sha256(json.dumps(self.settings(), sort_keys=True).encode()).hexdigest()
 
 
+def find_recipe(name: str) -> Path:
+    """The file of a recipe: a path, or the bare name of a shipped one (`tiny-minimax-m2-fp8-int4`).
+
+    Raises:
+        RecipeError: there is none.
+    """
+    path = find(name, "recipes")
+    if not os.path.isfile(path):
+        raise RecipeError(f"{name}: no such recipe; give a file, or a name that `quantize recipes` lists")
+    return path
+
+
 def read_recipe(name: str) -> tuple[Recipe, Path]:
     """Read and check a recipe.
 
     Args:
-        name: a path, or the bare name of a shipped recipe (`tiny-minimax-m2-fp8-int4`).
+        name: see `find_recipe`.
 
     Returns:
         The recipe, and its path, from whose folder its relative paths start.
@@ -171,9 +183,7 @@ def read_recipe(name: str) -> tuple[Recipe, Path]:
     Raises:
         RecipeError: one line naming file, line and key.
     """
-    path = find(name, "recipes")
-    if not os.path.isfile(path):
-        raise RecipeError(f"{name}: no such recipe; give a file, or a name that `quantize recipes` lists")
+    path = find_recipe(name)
     return load(path, Recipe, RecipeError), path
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .allocation import Allocation, allocation
 from .architecture import Architecture, Sizes, architecture_for, published_config, sizes_of
 from .checkpoint import INDEX, SINGLE, Checkpoint, block_size, declared_block, open_folder, read_json, resolve
-from .errors import CheckpointError, InputError
+from .errors import CheckpointError, InputError, OutputError
 from .plan import Plan, Spec, expected_tensors, make_plan
 from .ranks import ALONE, Ranks
 from .recipe import Recipe, read_recipe, set_location, source_location
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .calibration.set import DataSource
     from .estimate import Estimate
     from .memory import DeviceMemory
+    from .resolved import Resolved
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Job:
 
     Attributes:
         source: the opened checkpoint; None where the plan comes from the kept facts.
+        location: where the source lies: a folder, or a Hub id.
+        resolved: the recipe as it will travel with the output; made when a run begins.
         basis: in words, what the plan was made from.
         block: rows and columns of the source's FP8 blocks; None where its attention is not FP8.
         allocation: of a recipe with a budget, what there is to choose from; until it is chosen, the plan is
@@ -50,13 +53,16 @@ class Job:
     basis: str
     block: tuple[int, int] | None
     allocation: Allocation | None = None
+    location: str = ""
+    resolved: Resolved | None = None
 
 
-def prepare(name: str, offline_facts: bool = False, hub: bool = False) -> Job:
+def prepare(name: str, offline_facts: bool = False, hub: bool = False, source_folder: Path | None = None) -> Job:
     """Read a recipe, find and check its source, make the plan.
 
     Args:
         name: a recipe's path or shipped name.
+        source_folder: where the source lies on this machine, whatever the recipe calls it.
         offline_facts: plan from a config.json, or from the architecture's kept facts, where the
             source's shards are not on this machine, or else from the headers on the Hub.
         hub: then prefer the headers on the Hub to the kept facts.
@@ -68,7 +74,7 @@ def prepare(name: str, offline_facts: bool = False, hub: bool = False) -> Job:
     for named in (recipe.calibration, recipe.verify and recipe.verify.perplexity and recipe.verify.perplexity.data):
         if named and not set_location(named, path).is_file():
             raise InputError(f"{path}: {named}: no such calibration set; correct the path")
-    location = source_location(recipe, path)
+    location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)
     if offline_facts and (found := _without_shards(location, recipe.source.revision, hub)):
         config, headers, basis = found
         facts = architecture_for(config, basis)
@@ -76,8 +82,8 @@ def prepare(name: str, offline_facts: bool = False, hub: bool = False) -> Job:
         block = declared_block(config, basis)
         specs = expected_tensors(facts, sizes, block) if headers is None else headers
         plan = make_plan(facts, sizes, specs, recipe.experts, basis, block)
-        fp8 = any(action.kind == "rename" for action in plan.actions)
-        return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, block if fp8 else None))
+        block_or_none = plan.fp8_block(block)
+        return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, block_or_none))
     folder = resolve(location, recipe.source.revision)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
@@ -87,10 +93,21 @@ def prepare(name: str, offline_facts: bool = False, hub: bool = False) -> Job:
     sizes = sizes_of(facts, source.config, where)
     tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
     plan = make_plan(facts, sizes, tensors, recipe.experts, str(folder), block_size(source))
-    fp8 = any(action.kind == "rename" for action in plan.actions)
-    block_or_none = block_size(source) if fp8 else None
+    block_or_none = plan.fp8_block(block_size(source))
     basis = f"the headers of {folder}"
-    return _within_budget(Job(recipe, path, facts, sizes, source.config, plan, source, basis, block_or_none))
+    job = Job(recipe, path, facts, sizes, source.config, plan, source, basis, block_or_none, location=location)
+    return _within_budget(job)
+
+
+def given_folder(folder: Path) -> str:
+    """The folder that --source names.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"--source {folder}: no such folder; give the folder in which the source lies")
+    return str(folder.resolve())
 
 
 def _within_budget(job: Job) -> Job:
@@ -210,18 +227,34 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
 SMALL_LAYER = 20_000_000
 
 
-def use_threads(sizes: Sizes) -> None:
+def use_threads(sizes: Sizes, begun_with: int | None = None, ranks: Ranks = ALONE) -> None:
     """Set torch's threads: one where a layer has few weights, else one a core; OMP_NUM_THREADS overrules.
 
-    With matrices this small, waiting for each other costs threads more than they win.
-    """
-    import os
+    With matrices this small, waiting for each other costs threads more than they win. On a CPU the number of
+    threads decides bits, so what was begun with a number goes on with it, however it is started: torchrun sets
+    OMP_NUM_THREADS to 1 where nothing is set, and that 1 is nobody's wish.
 
+    Args:
+        begun_with: the threads of the unfinished run or evaluation that goes on here; None for a new one.
+
+    Raises:
+        OutputError: OMP_NUM_THREADS asks for another number than that.
+    """
     import torch
 
-    if "OMP_NUM_THREADS" not in os.environ:
-        small = 3 * sizes["experts"] * sizes["hidden"] * sizes["width"] < SMALL_LAYER
-        torch.set_num_threads(1 if small else len(os.sched_getaffinity(0)))
+    given = os.environ.get("OMP_NUM_THREADS")
+    if begun_with is None:
+        if given is None:
+            small = 3 * sizes["experts"] * sizes["hidden"] * sizes["width"] < SMALL_LAYER
+            torch.set_num_threads(1 if small else len(os.sched_getaffinity(0)))
+        return
+    wished = given is not None and not (ranks.several and given == "1")
+    if wished and given != str(begun_with):
+        raise OutputError(
+            f"OMP_NUM_THREADS is {given}, and what goes on here was begun with {begun_with}, which decides bits; "
+            f"unset it, or set OMP_NUM_THREADS={begun_with}"
+        )
+    torch.set_num_threads(begun_with)
 
 
 def forward_dtype(device: torch.device) -> torch.dtype:
@@ -245,15 +278,23 @@ def device_limit(device: torch.device, processes: int = 1) -> int:
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
-    """What of the machine decides bits: device, threads, torch, CPU capability."""
+    """What of the machine decides bits: the device and the versions of what computes; on a CPU how it computes, too."""
+    from importlib.metadata import version
+
     import torch
 
-    return {
-        "device": device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    }
+    shared = {"torch": torch.__version__, "transformers": version("transformers")}
+    if device.type != "cpu":
+        return {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda} | shared
+    own = {"threads": torch.get_num_threads(), "cpu_capability": torch.backends.cpu.get_cpu_capability()}
+    return {"device": "cpu"} | own | shared
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """For reports: the fingerprint, and the CPU's threads also where they decide nothing."""
+    import torch
+
+    return fingerprint(device) | {"threads": torch.get_num_threads()}
 
 
 def versions() -> dict[str, str]:

@@ -25,6 +25,11 @@ def size(number: int) -> str:
     return f"{number} B"
 
 
+def number(value: float | None, form: str) -> str:
+    """A figure of a report; null there is what JSON has no number for."""
+    return "not finite" if value is None else format(value, form)
+
+
 def run_table(report: dict[str, Any], output: Path, source: str) -> str:
     """What `quantize run` prints at its end; `source` is the checkpoint as the next commands find it from here."""
     lines = []
@@ -33,7 +38,7 @@ def run_table(report: dict[str, Any], output: Path, source: str) -> str:
     rows = [
         (
             gate["name"],
-            f"{gate['value']:.4g}",
+            number(gate["value"], ".4g"),
             f"{'>=' if gate.get('at_least') else '<='} {gate['limit']:.4g}",
             "passed" if gate["passed"] else "FAILED",
             gate["meaning"],
@@ -60,6 +65,7 @@ def run_table(report: dict[str, Any], output: Path, source: str) -> str:
     if falls:
         lines.append(f"fallbacks {falls}, listed in report.json under layers")
     lines += [
+        f"output    {output}",
         "",
         f"next: quantize verify {output} --source {source}",
         f"      quantize eval {source} {output} --data held-out",
@@ -127,8 +133,9 @@ def audit_table(audit: dict[str, Any]) -> str:
         + (
             "compared with the digests in report.json"
             if audit["digests_checked"]
-            else "no report.json, so not compared"
+            else "not compared, for report.json has no digests of it"
         ),
+        *audit["notes"],
     ]
     if audit["weight_error"]:
         lines.append(f"experts: largest relative weight error {max(audit['weight_error']):.3f}")

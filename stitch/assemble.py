@@ -16,6 +16,8 @@ from quantizers.errors import QuantizeError
 from quantizers.plan import METADATA, Plan
 from quantizers.solved import Solved
 
+from .digests import ShardDigest, joined_digests
+
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes (R, C) int8 as int32 words (R, C * bits / 32), packed by compressed-tensors."""
@@ -69,11 +71,14 @@ def check_finite(tensors: Mapping[str, torch.Tensor], where: str) -> None:
             raise QuantizeError(f"{where}: {name} is not finite; nothing was written for this layer")
 
 
-def write_shard(tensors: Mapping[str, torch.Tensor], path: Path) -> str:
+def write_shard(tensors: Mapping[str, torch.Tensor], path: Path) -> ShardDigest:
     """Write a safetensors file under its name only once it is complete and on disk.
 
+    Args:
+        tensors: on the CPU, contiguous.
+
     Returns:
-        SHA-256 of the file, hexadecimal.
+        What was written: the digest of the file, and of its tensors as they were in memory.
 
     Raises:
         QuantizeError: the disk is full or cannot be written.
@@ -86,8 +91,9 @@ def write_shard(tensors: Mapping[str, torch.Tensor], path: Path) -> str:
         save_file(dict(tensors), temporary, metadata=METADATA)
         temporary.chmod(mode)
         with temporary.open("rb+") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            whole = hashlib.file_digest(stream, "sha256").hexdigest()
             os.fsync(stream.fileno())
+            size = stream.tell()
         os.replace(temporary, path)
         sync_folder(path.parent)
-    return digest
+    return {"bytes": size, "sha256": whole, "tensors": joined_digests(tensors)}

@@ -2,8 +2,8 @@
 
 Every source tensor must be accounted for: kept and renamed ones byte for byte by hash, quantized
 ones by shape, range and closeness, the folded norm by its exact ratio, which must reappear inverted
-in the router (`closure`). Where report.json holds the digests of what the run wrote, any later
-change of any tensor is named too.
+in the router (`closure`). Config, index and side files are held against the source's as well. Where
+report.json holds the digests of what the run wrote, any later change of any tensor is named too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from quantizers.recipe import Experts
 from quantizers.schemes import BITS, GROUPS, Scheme
 from quantizers.weights import read_weight
 
-from .digests import ShardDigest, changed_tensors
+from .digests import ShardDigest, changes
+from .folder_audit import config_differences, index_differences, side_file_differences
 from .mixed import scheme_of
+from .quant_config import output_config
 
 ROUTER_ULPS = 2
 NOT_COMPENSATED = "not compensated, though"
@@ -91,6 +93,9 @@ def verify(
     where = str(source.folder / "config.json")
     facts = architecture_for(source.config, where)
     sizes = sizes_of(facts, source.config, where)
+    recorded = _recorded(folder) if digests is None else digests
+    audit.digests_checked = bool(recorded)
+    audit.differences += side_file_differences(folder, source.folder)
     try:
         candidate = open_folder(folder)
         named = readable(candidate, facts)
@@ -98,17 +103,17 @@ def verify(
         schemes = schemes or [scheme_of(named, facts, layer) for layer in range(sizes["layers"])]
     except CheckpointError as failure:
         audit.differences.append(str(failure))
-        return audit
+        return _ordered(audit, folder)
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     plan = make_plan(facts, sizes, specs, Experts(), str(source.folder), block_size(source)).with_schemes(schemes)
     _check_names(plan, candidate, audit)
-    recorded = _recorded(folder) if digests is None else digests
-    audit.digests_checked = bool(recorded)
+    config = output_config(source.config, schemes, plan.fp8_block(block_size(source)))
+    audit.differences += config_differences(candidate.config, config, ours=bool(recorded))
+    audit.differences += index_differences(candidate, plan)
     for layer in (*range(sizes["layers"]), None):
         file = folder / plan.shard_file(layer)
-        if recorded and file.name in recorded and file.is_file():
-            for name in changed_tensors(file, recorded[file.name]):
-                audit.differences.append(f"{name}: changed since the run wrote it")
+        if file.name in recorded:
+            audit.differences += changes(file, recorded[file.name])
         for action in plan.of_layer(layer):
             audit.tensors += 1
             if action.kind in ("keep", "rename"):
@@ -116,8 +121,13 @@ def verify(
         if layer is not None:
             _check_layer(layer, facts, sizes, source, named, device, audit)
             step(f"layer {layer}")
-    # What spoils every token comes first, whatever else there is.
-    audit.differences = sorted(dict.fromkeys(audit.differences), key=lambda line: NOT_COMPENSATED not in line)
+    return _ordered(audit, folder)
+
+
+def _ordered(audit: Audit, folder: Path) -> Audit:
+    """What spoils every token comes first. Files are named without the folder: these lines travel in report.json."""
+    lines = (line.replace(f"{folder}/", "").replace(f"{folder}: ", "") for line in audit.differences)
+    audit.differences = sorted(dict.fromkeys(lines), key=lambda line: NOT_COMPENSATED not in line)
     return audit
 
 

@@ -1,49 +1,75 @@
-"""Fingerprints of what a run wrote, kept in report.json, so that a later change can be named.
+"""Digests of what a run wrote, taken as it is written and kept, so that any later change can be named.
 
 A shard's SHA-256 tells that it changed; eight bytes of BLAKE2b for each of its tensors tell which
-tensor did. (A full hash per tensor would make the report of a 256-expert model 12 MB.)
+tensor did. (A full hash per tensor would make the report of a 256-expert model 12 MB.) Both are in the
+journal from the moment of writing on, and in report.json at the end: the proof holds the files against
+these, never against digests of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from quantizers.checkpoint import read_bytes
-from quantizers.safetensors_header import TensorInfo, read_header
+from quantizers.errors import CheckpointError
+from quantizers.safetensors_header import read_header
+
+if TYPE_CHECKING:
+    import torch
 
 TENSOR_BYTES = 8
 
 
 class ShardDigest(TypedDict):
-    """`sha256` of the file; `tensors`: the tensors' digests in the order of their names, joined."""
+    """`bytes` and `sha256` of the file; `tensors`: the tensors' digests in the order of their names, joined."""
 
+    bytes: int
     sha256: str
     tensors: str
 
 
-def tensor_digest(info: TensorInfo) -> str:
-    """Eight bytes of BLAKE2b over a tensor's bytes, hexadecimal."""
-    return hashlib.blake2b(read_bytes(info), digest_size=TENSOR_BYTES).hexdigest()
-
-
-def shard_digest(file: Path) -> ShardDigest:
-    """Read a shard from the disk and fingerprint it."""
-    header = read_header(file)
+def file_sha256(file: Path) -> str:
+    """SHA-256 of a file's bytes, hexadecimal. Raises OSError where it cannot be read."""
     with file.open("rb") as stream:
-        whole = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"sha256": whole, "tensors": "".join(tensor_digest(header[name]) for name in sorted(header))}
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def changed_tensors(file: Path, recorded: ShardDigest) -> list[str]:
-    """Names of the tensors whose bytes are not those recorded; empty when the file's hash is equal."""
-    with file.open("rb") as stream:
-        if hashlib.file_digest(stream, "sha256").hexdigest() == recorded["sha256"]:
-            return []
-    header = read_header(file)
+def joined_digests(tensors: Mapping[str, torch.Tensor]) -> str:
+    """`ShardDigest.tensors` of tensors on the CPU, contiguous, before they are written."""
+    import torch
+
+    def digest(tensor: torch.Tensor) -> str:
+        return _short(tensor.flatten().view(torch.uint8).numpy().tobytes())
+
+    return "".join(digest(tensors[name]) for name in sorted(tensors))
+
+
+def _short(raw: bytes | bytearray) -> str:
+    return hashlib.blake2b(raw, digest_size=TENSOR_BYTES).hexdigest()
+
+
+def changes(file: Path, written: ShardDigest) -> list[str]:
+    """What is not as it was written, one line each; empty when the file's hash is equal.
+
+    A changed tensor is named; the file itself where it holds others, cannot be read, or changed outside of them.
+    """
     size = 2 * TENSOR_BYTES
-    known = [recorded["tensors"][i : i + size] for i in range(0, len(recorded["tensors"]), size)]
-    if len(known) != len(header):
-        return []  # tensors were added or dropped, which the audit names by itself
-    return [name for name, digest in zip(sorted(header), known, strict=True) if tensor_digest(header[name]) != digest]
+    known = [written["tensors"][i : i + size] for i in range(0, len(written["tensors"]), size)]
+    try:
+        if file_sha256(file) == written["sha256"]:
+            return []
+        header = read_header(file)
+        if len(known) != len(header):
+            return [f"{file.name}: changed since the run wrote it: {len(known)} tensors then, {len(header)} now"]
+        pairs = zip(sorted(header), known, strict=True)
+        changed = [name for name, digest in pairs if _short(read_bytes(header[name])) != digest]
+    except OSError as failure:
+        return [f"{file.name}: cannot be read ({failure.strerror})"]
+    except CheckpointError as failure:
+        return [f"{file.name}: changed since the run wrote it ({failure})"]
+    return [f"{name}: changed since the run wrote it" for name in changed] or [
+        f"{file.name}: changed since the run wrote it, in its header alone"
+    ]

@@ -11,7 +11,7 @@ import torch
 
 from quantizers import journal
 from quantizers.architecture import architecture_for, sizes_of
-from quantizers.atomic import copy_file, write_json, write_text
+from quantizers.atomic import copy_file, write_text
 from quantizers.checkpoint import CONFIG, INDEX, Checkpoint, block_size, side_files
 from quantizers.errors import CheckpointError, OutputError
 from quantizers.formats import readable
@@ -19,10 +19,12 @@ from quantizers.output_folder import finished_report, move_into_place, refuse_st
 from quantizers.plan import Spec, index_json, make_plan
 from quantizers.progress import Step, progress
 from quantizers.recipe import Experts
+from quantizers.record import describe_files, write_record
+from quantizers.resolved import source_name
+from quantizers.source_files import source_stats
 
 from .assemble import layer_tensors, write_shard
 from .audit import verify
-from .digests import shard_digest
 from .mixed import as_rows, describe, examine, scheme_of, write_layers
 from .quant_config import output_config
 
@@ -54,7 +56,11 @@ def mix(
         CheckpointError: the two do not belong together, or in a format that cannot be stitched.
         OutputError: the folder holds something else.
     """
-    settings = {"source": source.name, "experts": experts.name, "repair_router": repair_router}
+    settings = {
+        "source": source_name(source.name, Path.cwd()),
+        "experts": source_name(experts.name, Path.cwd()),
+        "repair_router": repair_router,
+    }
     finished = finished_report(output)
     if finished is not None:
         if finished.get("stitched") != settings:
@@ -74,36 +80,38 @@ def mix(
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     plan = make_plan(facts, sizes, specs, experts_settings, str(source.folder), block_size(source))
     plan = plan.with_schemes(schemes)
-    fp8 = any(action.kind == "rename" for action in plan.actions)
     refuse_strangers(output)
     with journal.locked(output):
         work = journal.work_folder(output)
         if (work / "moving").exists():
             return move_into_place(work, output)
-        journal.refuse_changes(work, settings, output)
+        began = settings | {"files": {"source": source_stats(source), "experts": source_stats(experts)}}
+        journal.refuse_changes(work, began, output)
+        journal.refuse_damaged_shards(work, sizes["layers"], output, hashes=False)
+        for name in ("layers", "output"):
+            (work / name).mkdir(exist_ok=True)
         folder = work / "output"
-        folder.mkdir(exist_ok=True)
         with progress("stitching", sizes["layers"]) as step:
-            write_layers(plan, source, named, repair_router, folder, _checked(step, check))
-        write_shard(layer_tensors(plan, None, source, None), folder / plan.shard_file(None))
+            write_layers(plan, source, named, repair_router, work, _checked(step, check))
+        last = write_shard(layer_tensors(plan, None, source, None), folder / plan.shard_file(None))
         for file in side_files(source.folder):
             copy_file(file, folder / file.name)
         write_text(index_json(plan), folder / INDEX)
-        config = output_config(source.config, schemes, block_size(source) if fp8 else None)
+        config = output_config(source.config, schemes, plan.fp8_block(block_size(source)))
         write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
-        digests = {file: shard_digest(folder / file) for file in plan.shards()}
+        entries = journal.done_layers(work, sizes["layers"])
+        digests = {entry["shard"]: entry["digest"] for entry in entries} | {plan.shard_file(None): last}
         with progress("verifying", sizes["layers"]) as step:
             audit = verify(folder, source, device, digests, _checked(step, check))
         report = {
             "stitched": settings,
-            "source": {"model": source.name, "revision": source.revision},
+            "source": {"model": settings["source"], "revision": source.revision},
             "versions": versions or {},
             "notes": describe(found),
             "layers": as_rows(found),
             "audit": audit.as_dict() | {"digests": digests},
-            "files": sorted(path.name for path in folder.iterdir() if path.name != "report.json"),
         }
-        write_json(folder / "report.json", report)
+        write_record(folder, report | describe_files(folder))
         write_text("", work / "moving")
         return move_into_place(work, output)
 

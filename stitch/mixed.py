@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 import torch
 
+from quantizers import journal
 from quantizers.architecture import Architecture, Sizes
+from quantizers.atomic import write_json
 from quantizers.checkpoint import Checkpoint
 from quantizers.closeness import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state
 from quantizers.errors import CheckpointError
@@ -178,14 +180,16 @@ def write_layers(
     source: Checkpoint,
     experts: Checkpoint,
     repair_router: bool,
-    folder: Path,
+    work: Path,
     step: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """All layers' shards, into `folder`."""
+    """All layers' shards, into `work`/output, each with its entry in the journal; those that have one are done."""
     for layer in range(plan.layers):
-        path = folder / plan.shard_file(layer)
-        if not path.exists():  # written by an earlier call that was cut off
-            write_shard(layer_tensors(plan, layer, source, experts, repair_router), path)
+        if not journal.layer_file(work, layer).exists():
+            shard = plan.shard_file(layer)
+            tensors = layer_tensors(plan, layer, source, experts, repair_router)
+            digest = write_shard(tensors, work / "output" / shard)
+            write_json(journal.layer_file(work, layer), {"layer": layer, "shard": shard, "digest": digest})
         step(f"layer {layer}")
 
 

@@ -21,7 +21,7 @@ from .data import CalibrationData, Dropped, Sample, digest_of
 from .set import CalibrationSet
 from .sources import SourceError, Unreachable
 
-FORMAT = 1  # changes whenever the same set would give other tokens or fields
+FORMAT = 2  # changes whenever the same set would give other tokens or fields
 
 
 def default_cache() -> Path:

@@ -18,7 +18,7 @@ from ..errors import CalibrationError
 from ..recipe import Strict
 from .parallel import for_each_source
 from .set import CalibrationSet, DataSource, read_set
-from .sources import SourceError
+from .sources import SourceError, local_file
 
 
 class Pin(Strict):
@@ -60,7 +60,7 @@ def lock_set(path: Path, workers: int = 8) -> Path:
 
     def pin(_: int, source: DataSource) -> Pin:
         if source.is_local:
-            commit, files = None, {source.dataset: file_hash(path.parent / source.dataset)}
+            commit, files = None, {source.dataset: file_hash(local_file(source, path.parent))}
         else:
             commit = resolve(source)
             files = file_hashes(source, commit)
@@ -117,7 +117,7 @@ def version(source: DataSource, folder: Path, pin: Pin | None) -> str:
         SourceError: a local file is missing, or is not the one that was locked.
     """
     if source.is_local:
-        found = file_hash(folder / source.dataset)
+        found = file_hash(local_file(source, folder))
         if pin is not None and pin.files.get(source.dataset) != found:
             raise SourceError(source.dataset, "changed since it was locked", "restore it, or lock the set again")
         return found

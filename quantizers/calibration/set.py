@@ -110,6 +110,7 @@ class DataSource(Strict):
     samples: int | Literal["all"]
     category: str | FromColumn
     prompt: str | None = None
+    order: Annotated[str, Field(min_length=1)] | None = None  # of a local file: decides, in its name's place, the order
 
     @property
     def is_local(self) -> bool:
@@ -159,6 +160,8 @@ class DataSource(Strict):
             raise ValueError(f"the shape {self.shape} reads {wanted} columns, not {len(self.columns)}")
         if self.is_local and (self.subset or self.revision):
             raise ValueError("subset and revision are for Hub datasets; a local file has neither")
+        if self.order and not self.is_local:
+            raise ValueError("order is for local files; the order of a Hub dataset follows from its name")
         if self.is_local and self.split != "train":
             raise ValueError(f"a local file is one split, train; it has no {self.split}")
         if self.deals and self.samples == "all":

@@ -6,13 +6,18 @@ keep their own keys where Arrow would give every row the keys of all (and refuse
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..shipped import shipped
 from .set import DataSource, FromColumn, seeded
+
+_PUBLISHED = re.compile(r"data-([0-9a-f]{16})\.\w+")
 
 
 @dataclass
@@ -42,6 +47,35 @@ class Row:
     values: dict[str, Any]
 
 
+def published_name(digest: str, suffix: str) -> str:
+    """What a local data file is called beside a published checkpoint: by its content, not by its author's name for it.
+
+    Args:
+        digest: SHA-256 of its bytes, hexadecimal.
+        suffix: of its name, such as `.jsonl`.
+    """
+    return f"data-{digest[:16]}{suffix}"
+
+
+def local_file(source: DataSource, folder: Path) -> Path:
+    """Where a local file lies: beside its set; or, under the name that publishing gave it, among the shipped data.
+
+    Raises:
+        SourceError: it is in neither place.
+    """
+    path = folder / source.dataset
+    if path.is_file():
+        return path
+    named = _PUBLISHED.fullmatch(source.dataset)
+    if named is None:
+        raise SourceError(str(path), "cannot be read (No such file or directory)", "give an existing file")
+    for file in sorted(shipped("calibration").rglob(f"*{path.suffix}")):
+        if hashlib.sha256(file.read_bytes()).hexdigest().startswith(named[1]):
+            return file
+    reason = "the data of this set was not published with it"
+    raise SourceError(str(path), reason, f"put the file there whose SHA-256 begins with {named[1]}")
+
+
 def read_rows(source: DataSource, folder: Path, revision: str, seed: str) -> Iterator[Row]:
     """The rows of a source: in file order for `samples: all`, else shuffled by the seed.
 
@@ -58,7 +92,7 @@ def read_rows(source: DataSource, folder: Path, revision: str, seed: str) -> Ite
         SourceError: the source cannot be read, or has not the columns.
     """
     if source.is_local:
-        path = folder / source.dataset
+        path = local_file(source, folder)
         read = _parquet if path.suffix == ".parquet" else _json
         found = read(path, source.dataset)
         if not found:

@@ -7,6 +7,7 @@ dealt one, round after round in an order that the seed decides.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,21 @@ from .tokens import Renderer
 # everything does not read a streamed dataset to its end.
 PATIENCE = 50
 PATIENCE_AT_LEAST = 1000
+
+
+def order_of(calibration: CalibrationSet, index: int) -> str:
+    """What decides the order in which the rows of source number `index` are tried.
+
+    It depends on the source and not on its neighbours, so that a set can be edited around it. A local file that
+    gives `order` has said it itself: then the file's name means nothing.
+    """
+    sources = calibration.sources
+    if sources[index].order:
+        return str(sources[index].order)
+    key = (sources[index].dataset, sources[index].subset, sources[index].split)
+    earlier = sum((other.dataset, other.subset, other.split) == key for other in sources[:index])
+    text = ":".join(map(str, (calibration.seed, *key, earlier)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if sources[index].is_local else text
 
 
 @dataclass(frozen=True)
@@ -59,7 +75,7 @@ class Taker:
         if not self.renderer.has_template and (source.shape != "text" or source.prompt):
             reason = "the tokenizer has no chat template to render it with"
             raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
-        seed, deal = self._seed(index), self._dealer(index)
+        seed, deal = order_of(self.calibration, index), self._dealer(index)
         wanted = source.samples
         patience = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
         samples: list[Sample] = []
@@ -79,13 +95,6 @@ class Taker:
         if len(samples) < (read if wanted == "all" else wanted):
             raise _shortfall(source, len(samples), read, dropped)
         return Taken(samples, dropped)
-
-    def _seed(self, index: int) -> str:
-        """Depends on the source and not on its neighbours, so that a set can be edited around it."""
-        sources = self.calibration.sources
-        key = (sources[index].dataset, sources[index].subset, sources[index].split)
-        earlier = sum((other.dataset, other.subset, other.split) == key for other in sources[:index])
-        return ":".join(map(str, (self.calibration.seed, *key, earlier)))
 
     def _sample(self, row: Row, source: DataSource, dealt: dict[Kind, str], seed: str) -> Sample:
         content = read_row(row.values, source, seed)

@@ -1,0 +1,165 @@
+"""report.json as the record of a finished folder: what lies there, by hash, under a seal.
+
+files      the names of everything that was written
+sha256     of each of them but the shards (their digests are under `audit`) and the card
+card       the card's front matter, and the hash of its text: words may be edited later, figures of the Hub may not
+seal       SHA-256 over all the rest of report.json, so that a change of the record itself shows
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .atomic import disk_errors, write_json, write_text
+from .plain_json import finite
+
+REPORT, CARD, PAGE = "report.json", "README.md", "report.html"
+# What the front matter may say of the checkpoint itself; whoever publishes may add other keys, and tags.
+CARD_KEYS = (
+    "base_model", "base_model_relation", "pipeline_tag", "library_name", "license", "license_name", "license_link",
+    "tags", "datasets", "language",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Record:
+    """What `check_record` found.
+
+    Attributes:
+        differences: one line each, beginning with the file's name.
+        notes: what is no fault and should be known.
+    """
+
+    differences: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def seal_of(report: dict[str, Any]) -> str:
+    """SHA-256 over everything in a report but its seal, hexadecimal."""
+    rest = {key: value for key, value in report.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def describe_files(folder: Path, later: Iterable[str] = ()) -> dict[str, Any]:
+    """`files` and `sha256` of a folder that is complete but for report.json and what is made of it.
+
+    Args:
+        later: names that will be there as well.
+    """
+    own = {REPORT, CARD, PAGE}
+    names = {path.name for path in folder.iterdir()} - own
+    with disk_errors(folder):
+        hashes = {name: _sha256(folder / name) for name in names if not name.endswith(".safetensors")}
+    return {"files": sorted(names | set(later)), "sha256": hashes}
+
+
+def add_files(folder: Path, report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """A report that records these files of its folder as well."""
+    added = {name: _sha256(folder / name) for name in names}
+    return report | {"files": sorted({*report["files"], *added}), "sha256": report["sha256"] | added}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_record(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Seal a report and write report.json; returns it as a reader finds it."""
+    report = _as_read(report)
+    report["seal"] = seal_of(report)
+    write_json(folder / REPORT, report)
+    return report
+
+
+def _as_read(report: dict[str, Any]) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(json.dumps(finite(report), sort_keys=True))
+    return read
+
+
+def write_with_card(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Write the page and the card that a run's report gives, and the report that holds their hashes.
+
+    Args:
+        report: with `files` and `sha256`, see `describe_files`.
+    """
+    from eval.card import card, front_matter
+    from eval.report_html import page
+
+    report = _as_read(report)  # what is made of it is then the same from memory and from the file
+    texts = {PAGE: page(report), CARD: card(report)}
+    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    for name, text in texts.items():
+        write_text(text, folder / name)
+    kept = {"front_matter": front_matter(report), "sha256": hashes[CARD]}
+    return write_record(folder, report | {"sha256": report["sha256"] | {PAGE: hashes[PAGE]}, "card": kept})
+
+
+def front_matter_of(text: str) -> dict[str, Any]:
+    """The YAML at the head of a card; empty where there is none that can be read."""
+    parts = text.split("---\n", 2)
+    try:
+        front = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else {}
+    except yaml.YAMLError:
+        return {}
+    return front if isinstance(front, dict) else {}
+
+
+def check_record(folder: Path) -> Record:
+    """Whether report.json is as it was sealed, and everything that it records still what it was; shards apart.
+
+    Args:
+        folder: a finished checkpoint, of this program or another's.
+    """
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        left = [name for name in (PAGE, "recipe.yaml") if (folder / name).is_file()]
+        if left:
+            return Record((f"{REPORT}: is gone, though {left[0]} is there; take it from where this was made",), ())
+        return Record((), (f"no {REPORT}, so what its maker wrote cannot be compared",))
+    except (OSError, ValueError) as failure:
+        return Record((f"{REPORT}: cannot be read ({type(failure).__name__})",), ())
+    if not isinstance(report, dict) or report.get("seal") != seal_of(report):
+        return Record((f"{REPORT}: is not as it was sealed; it was changed since the run wrote it",), ())
+    lines = []
+    for name, before in report["sha256"].items():
+        try:
+            if _sha256(folder / name) != before:
+                lines.append(f"{name}: changed since the run wrote it")
+        except OSError as failure:
+            lines.append(f"{name}: cannot be read ({failure.strerror})")
+    lines += [
+        f"{name}: named in {REPORT}, not in the folder"
+        for name in report["files"]
+        if name not in report["sha256"] and not (folder / name).is_file()
+    ]
+    changed, notes = _card_changes(folder, report["card"]) if "card" in report else ([], [])
+    return Record((*lines, *changed), tuple(notes))
+
+
+def _card_changes(folder: Path, written: dict[str, Any]) -> tuple[list[str], list[str]]:
+    try:
+        raw = (folder / CARD).read_bytes()
+        front = front_matter_of(raw.decode())
+    except (OSError, UnicodeDecodeError):
+        return ([f"{CARD}: cannot be read"] if (folder / CARD).exists() else []), []
+    lines = []
+    for key in CARD_KEYS:
+        before, now = written["front_matter"].get(key), front.get(key)
+        grown = isinstance(before, list) and isinstance(now, list) and all(item in now for item in before)
+        if now != before and not grown:
+            lines.append(f"{CARD}: front matter: {key} is {_shown(now)}, the run wrote {_shown(before)}")
+    edited = hashlib.sha256(raw).hexdigest() != written["sha256"]
+    return lines, [f"{CARD}: was edited since the run wrote it"] if edited and not lines else []
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,92 @@
+"""Everything that `quantize verify` and `quantize publish` hold a finished folder against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .checkpoint import Checkpoint, open_checkpoint, read_json
+from .errors import CheckpointError, InputError
+from .progress import progress
+from .record import REPORT, Record, check_record
+from .resolved import is_hub_id
+from .shipped import shipped
+
+if TYPE_CHECKING:
+    import torch
+
+    from eval.consumers import Consumers
+    from stitch.audit import Audit
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found.
+
+    Attributes:
+        audit: the files against the source.
+        record: the files against report.json, and report.json against its seal.
+        consumers: what servers would read; None where the folder cannot be opened, which the audit says.
+    """
+
+    audit: Audit
+    record: Record
+    consumers: Consumers | None
+
+    @property
+    def differences(self) -> list[str]:
+        """What is not as it should be in the files, one line each."""
+        return [*self.audit.differences, *self.record.differences]
+
+    @property
+    def misread(self) -> list[str]:
+        """What servers would read otherwise than it is stored, one line each."""
+        return [str(finding) for finding in self.consumers.errors] if self.consumers else []
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        found = self.audit.as_dict() | {"differences": self.differences, "notes": list(self.record.notes)}
+        return found | ({"consumers": self.consumers.as_dict()} if self.consumers else {})
+
+
+def verify_folder(folder: Path, source: Checkpoint, device: torch.device) -> Verification:
+    """Compare a finished checkpoint with its source, with its own record, and with the rules of its readers.
+
+    Raises:
+        CheckpointError: the folder does not exist, or the source is broken.
+    """
+    from eval.consumer_folder import check_folder
+    from stitch.audit import verify
+
+    with progress("verifying", int(source.config.get("num_hidden_layers", 1))) as step:
+        audit = verify(folder, source, device, step=step)
+    return Verification(audit, check_record(folder), check_folder(folder))
+
+
+def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoint:
+    """The source of a finished checkpoint: the one given, or what its report.json names.
+
+    Args:
+        given: a folder or Hub id; with None it is the report's Hub id, or a shipped model of the report's name.
+        revision: on the Hub; the report's, or main, when None.
+
+    Raises:
+        InputError: the report names a folder that is not on this machine under any known name, or there is none.
+        CheckpointError: the source cannot be opened.
+    """
+    if given is not None:
+        return open_checkpoint(given, revision or "main")
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
+    try:
+        source = read_json(folder / REPORT)["source"]
+        model, made_at = str(source["model"]), str(source["revision"])
+    except (CheckpointError, KeyError, TypeError):
+        raise InputError(f"{folder}: has no {REPORT} that names its source; say where that is with --source") from None
+    if is_hub_id(model):
+        return open_checkpoint(model, revision or made_at)
+    for kept in sorted(shipped("models").iterdir()):
+        if kept.name == model:
+            return open_checkpoint(str(kept))
+    raise InputError(f"{folder}: was made from a folder called {model}; say where that is with --source")

@@ -1,0 +1,281 @@
+"""Damage of every kind to a finished folder, and to a shard before the proof: `quantize verify` names each, exit 3."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import Finished
+from safetensors.torch import load_file, save_file
+from test_coverage import quantize
+
+from quantizers import pipeline
+from quantizers.checkpoint import open_folder, side_files
+from quantizers.errors import OutputError, QuantizeError
+from quantizers.pipeline import Options, run
+from quantizers.record import check_record, front_matter_of, seal_of, write_record
+from quantizers.safetensors_header import read_header
+from quantizers.session import prepare
+
+CPU = torch.device("cpu")
+SHARD = "model-00002-of-00005.safetensors"
+INDEX = "model.safetensors.index.json"
+NORMS = [f"model.layers.{n}.input_layernorm.weight" for n in (0, 1)]
+PACKED = "model.layers.1.block_sparse_moe.experts.3.w2.weight_packed"
+DAMAGED = f"{PACKED}: changed since the run wrote it"
+Damage = Callable[[Path], object]
+
+
+def damage_bytes(file: Path) -> None:
+    """Flip a bit in each of 64 bytes of an expert: by so little that its matrix is still close to the source's."""
+    start = read_header(file)[PACKED].start
+    with file.open("rb+") as stream:
+        stream.seek(start)
+        raw = stream.read(64)
+        stream.seek(start)
+        stream.write(bytes(byte ^ 1 for byte in raw))
+
+
+def in_json(name: str, change: Callable[[dict[str, Any]], object]) -> Damage:
+    def make(folder: Path) -> None:
+        data = json.loads((folder / name).read_text())
+        change(data)
+        (folder / name).write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+
+    return make
+
+
+def text(name: str, before: str, after: str) -> Damage:
+    def make(folder: Path) -> None:
+        found = (folder / name).read_text()
+        assert before in found
+        (folder / name).write_text(found.replace(before, after, 1))
+
+    return make
+
+
+def swap(entries: dict[str, Any]) -> None:
+    one, other = NORMS
+    entries[one], entries[other] = entries[other], entries[one]
+
+
+def other_header(folder: Path) -> None:
+    save_file(load_file(folder / SHARD), folder / SHARD, metadata={"format": "np"})
+
+
+def other_theta(config: dict[str, Any]) -> None:
+    config["rope_theta"] *= 10
+    config["rms_norm_eps"] = 1e-3
+
+
+def a_lie(report: dict[str, Any]) -> None:
+    report["kl"]["mean"] /= 10
+
+
+def a_sealed_lie(folder: Path) -> None:
+    """Whoever computes the seal anew has still not changed what the card's and the files' hashes say."""
+    report = json.loads((folder / "report.json").read_text())
+    report["sha256"]["tokenizer.json"] = "0" * 64
+    write_record(folder, report)
+
+
+def front(change: Callable[[dict[str, Any]], object]) -> Damage:
+    def make(folder: Path) -> None:
+        _, _, body = (folder / "README.md").read_text().split("---\n", 2)
+        values = front_matter_of((folder / "README.md").read_text())
+        change(values)
+        (folder / "README.md").write_text(f"---\n{yaml.safe_dump(values)}---\n{body}")
+
+    return make
+
+
+# What is done, and what `quantize verify` says of it.
+DAMAGE: dict[str, tuple[Damage, list[str]]] = {
+    "an emptied tokenizer": (lambda f: (f / "tokenizer.json").write_text(""), ["tokenizer.json: is not the source's"]),
+    "a missing tokenizer_config": (
+        lambda f: (f / "tokenizer_config.json").unlink(),
+        ["tokenizer_config.json: missing; the source has it"],
+    ),
+    "another chat template": (
+        lambda f: (f / "chat_template.jinja").write_text("{{ messages }}"),
+        ["chat_template.jinja: is not the source's"],
+    ),
+    "another generation_config": (
+        in_json("generation_config.json", lambda c: c.update(temperature=2.0)),
+        ["generation_config.json: is not the source's"],
+    ),
+    "code that comes from nowhere": (
+        lambda f: (f / "modeling_tiny.py").write_text("print('hello')"),
+        ["modeling_tiny.py: the source has no such file, and loaders read it; remove it"],
+    ),
+    "another rope_theta and rms_norm_eps": (
+        in_json("config.json", other_theta),
+        ["config.json: rope_theta is 100000, should be 10000", "config.json: rms_norm_eps is 0.001, should be 1e-06"],
+    ),
+    "a key more in config.json": (
+        in_json("config.json", lambda c: c.update(auto_map={"AutoConfig": "x.Y"})),
+        ['config.json: auto_map is {"AutoConfig": "x.Y"}, should be missing'],
+    ),
+    "a key less in config.json": (
+        in_json("config.json", lambda c: c.pop("use_qk_norm")),
+        ["config.json: use_qk_norm is missing, should be true"],
+    ),
+    "a group in quantization_config": (
+        in_json("config.json", lambda c: c["quantization_config"].update(quantization_status="frozen")),
+        ['config.json: quantization_config.quantization_status is "frozen", should be "compressed"'],
+    ),
+    "a shard": (lambda f: damage_bytes(f / SHARD), [DAMAGED]),
+    "a shard's header": (other_header, [f"{SHARD}: changed since the run wrote it, in its header alone"]),
+    "two entries of the index": (
+        in_json(INDEX, lambda i: swap(i["weight_map"])),
+        [f"{INDEX}: {NORMS[0]} should be in model-00002", f"{INDEX}: changed since the run wrote it"],
+    ),
+    "the index's size": (
+        in_json(INDEX, lambda i: i["metadata"].update(total_size=1)),
+        [f"{INDEX}: changed since the run wrote it"],
+    ),
+    "a figure in report.json": (in_json("report.json", a_lie), ["report.json: is not as it was sealed"]),
+    "report.json sealed anew": (a_sealed_lie, ["tokenizer.json: changed since the run wrote it"]),
+    "no report.json": (lambda f: (f / "report.json").unlink(), ["report.json: is gone, though report.html is there"]),
+    "half of report.json": (
+        lambda f: (f / "report.json").write_text((f / "report.json").read_text()[:500]),
+        ["report.json: cannot be read"],
+    ),
+    "recipe.yaml": (text("recipe.yaml", "bits: 4", "bits: 8"), ["recipe.yaml: changed since the run wrote it"]),
+    "the calibration set": (
+        text("calibration.yaml", "seed: 1", "seed: 2"),
+        ["calibration.yaml: changed since the run wrote it"],
+    ),
+    "the card's front matter": (
+        front(lambda values: values.update(base_model="somebody/else", library_name="other")),
+        [
+            'README.md: front matter: base_model is "somebody/else", the run wrote nothing',
+            'README.md: front matter: library_name is "other", the run wrote "transformers"',
+        ],
+    ),
+    "a tag of the card less": (
+        front(lambda values: values["tags"].remove("int4")),
+        ["README.md: front matter: tags is"],
+    ),
+    "the card": (lambda f: (f / "README.md").unlink(), ["README.md: named in report.json, not in the folder"]),
+    "a picture": (
+        lambda f: shutil.copy(f / "coverage.png", f / "calibration.png"),
+        ["calibration.png: changed since the run wrote it"],
+    ),
+    "the page": (text("report.html", "Gates", "Goats"), ["report.html: changed since the run wrote it"]),
+}
+
+
+@pytest.fixture
+def copied(finished: Finished, tmp_path: Path) -> Path:
+    shutil.copytree(finished.folder, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_verify_notices(
+    name: str, copied: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, `verify` and `publish` read tensors and quantization_config only, and exited with 0."""
+    damage, said = DAMAGE[name]
+    damage(copied)
+    assert quantize(monkeypatch, "verify", copied, "--source", finished.source) == 3
+    out = capsys.readouterr().out
+    assert [words for words in said if words not in out] == [], out
+    assert str(copied) not in out
+
+
+def test_every_side_file_is_compared(
+    copied: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [file.name for file in side_files(finished.source)]
+    assert len(names) >= 4
+    for name in names:
+        with (copied / name).open("ab") as stream:
+            stream.write(b" ")
+    assert quantize(monkeypatch, "verify", copied, "--source", finished.source) == 3
+    out = capsys.readouterr().out
+    assert [name for name in names if f"{name}: is not the source's" not in out] == []
+
+
+def test_words_of_the_card_and_more_tags_are_no_damage(
+    copied: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    front(lambda values: (values["tags"].append("mine"), values.update(thumbnail="x.png")))(copied)
+    text("README.md", "## Limits", "Thanks to my cat.\n\n## Limits")(copied)
+    assert quantize(monkeypatch, "verify", copied, "--source", finished.source) == 0
+    out = capsys.readouterr().out
+    assert "no differences" in out
+    assert "README.md: was edited since the run wrote it" in out
+
+
+def test_the_page_may_be_written_again(copied: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    text("report.html", "Gates", "Goats")(copied)
+    assert quantize(monkeypatch, "report", copied) == 0
+    assert quantize(monkeypatch, "verify", copied, "--source", finished.source) == 0
+    assert (copied / "report.html").read_bytes() == (finished.folder / "report.html").read_bytes()
+
+
+def test_a_shard_damaged_before_the_proof_is_not_certified(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: 0 differences, and report.json held two contradicting hashes."""
+    output = tmp_path / "output"
+    real = pipeline.assemble
+
+    def damaged(*arguments: Any) -> Any:
+        damage_bytes(output / ".quantize" / "output" / SHARD)
+        return real(*arguments)
+
+    monkeypatch.setattr(pipeline, "assemble", damaged)
+    assert quantize(monkeypatch, "run", finished.recipe, "--output", output, "--device", "cpu") == 3
+    said = capsys.readouterr().out
+    assert DAMAGED in said
+    report = json.loads((output / "report.json").read_text())
+    assert report["gates"][0] | {"value": 0} == {**finished.report["gates"][0], "passed": False}
+    whole = finished.report["audit"]["digests"][SHARD]
+    assert report["audit"]["digests"][SHARD] == whole, "not what was written"
+    assert all(layer.keys().isdisjoint({"sha256", "digest"}) for layer in report["layers"]), "a hash in two places"
+    assert quantize(monkeypatch, "verify", output, "--source", finished.source) == 3
+    assert DAMAGED in capsys.readouterr().out
+
+
+def test_a_damaged_shard_is_refused_when_the_run_goes_on(finished: Finished, tmp_path: Path) -> None:
+    """By name and size always, by its hash with --paranoid; restored, the run goes on."""
+    output = tmp_path / "output"
+    with pytest.MonkeyPatch.context() as patched:
+
+        def cut(*_: Any) -> Any:
+            raise QuantizeError("cut here")
+
+        patched.setattr(pipeline, "assemble", cut)
+        with pytest.raises(QuantizeError, match="cut here"):
+            run(prepare(str(finished.recipe)), Options(output, CPU))
+    shard = output / ".quantize" / "output" / SHARD
+    raw = shard.read_bytes()
+    damages: tuple[tuple[Damage, bool, str], ...] = (
+        (lambda file: file.unlink(), False, r"layer 1, model-00002-of-00005\.safetensors, cannot be read"),
+        (lambda file: file.write_bytes(raw + b"x"), False, r"has [\d,]+ bytes, [\d,]+ were written"),
+        (damage_bytes, True, r"has other bytes than were written \(SHA-256 [0-9a-f]{16}…\)"),
+    )
+    for damage, paranoid, said in damages:
+        damage(shard)
+        with pytest.raises(OutputError, match=f"{said}.*; restore it, or start over with --fresh"):
+            run(prepare(str(finished.recipe)), Options(output, CPU, paranoid=paranoid))
+        shard.write_bytes(raw)
+    run(prepare(str(finished.recipe)), Options(output, CPU, paranoid=True))
+    assert check_record(output).differences == ()
+
+
+def test_the_seal_is_over_all_the_rest(finished: Finished) -> None:
+    report = json.loads((finished.folder / "report.json").read_text())
+    assert report["seal"] == seal_of(report)
+    for key in report.keys() - {"seal"}:
+        assert seal_of({k: v for k, v in report.items() if k != key}) != report["seal"], key
+    assert open_folder(finished.folder).config["rope_theta"] == 10000
