@@ -8,14 +8,22 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finished
+import torch
+from conftest import REPOSITORY, Finished
 from hub_models import ModelHub
+from test_coverage import quantize
+from test_paths import private_job
 
+from quantizers.pipeline import Options, run
+from quantizers.session import prepare
+
+# huggingface_hub's own way of sending a file by the LFS protocol, in this process.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 TOKEN = "hf_" + "s3cretNeverToBeSeen" * 2
 REPO = "me/tiny-FP8-INT4"
 
@@ -61,6 +69,34 @@ class Command:
 @pytest.fixture
 def command(hub: ModelHub, tmp_path: Path) -> Command:
     return Command(hub, tmp_path / "home")
+
+
+Publish = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def publish(
+    hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Publish:
+    """`publish(*arguments, token=TOKEN)`: the command in this process, where importing costs no seconds each time."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE", "HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH"):
+        monkeypatch.setattr(constants, name, str(tmp_path / "home" / name))
+
+    def call(*arguments: object, token: str | None = TOKEN) -> tuple[int, str, str]:
+        with monkeypatch.context() as patched:
+            patched.delenv("HF_TOKEN", raising=False)
+            if token is not None:
+                patched.setenv("HF_TOKEN", token)
+            code = quantize(patched, "publish", *arguments)
+        said = capsys.readouterr()
+        assert TOKEN not in said.out + said.err
+        return code, said.out, said.err
+
+    return call
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -112,10 +148,10 @@ def test_interrupted_and_published_again(hub: ModelHub, command: Command, folder
     assert len(hub.received) == len(set(hub.received)), "an object was sent twice"
 
 
-def test_a_dry_run_sends_nothing(hub: ModelHub, command: Command, folder: Path, finished: Finished) -> None:
+def test_a_dry_run_sends_nothing(hub: ModelHub, publish: Publish, folder: Path, finished: Finished) -> None:
     (folder / "notes.txt").write_text("mine")
     before = contents(folder)
-    code, out, err = command("publish", folder, "--repo", REPO, "--source", finished.source, "--dry-run")
+    code, out, err = publish(folder, "--repo", REPO, "--source", finished.source, "--dry-run")
     assert code == 0, err
     assert hub.asked == []
     assert contents(folder) == before
@@ -124,8 +160,8 @@ def test_a_dry_run_sends_nothing(hub: ModelHub, command: Command, folder: Path, 
     assert "not sent: notes.txt" in out
 
 
-def break_a_byte(folder: Path) -> None:
-    shard = folder / "model-00002-of-00005.safetensors"
+def break_a_byte(folder: Path, name: str = "model-00002-of-00005.safetensors") -> None:
+    shard = folder / name
     raw = bytearray(shard.read_bytes())
     raw[-3] ^= 1
     shard.write_bytes(raw)
@@ -145,18 +181,36 @@ def mislead_servers(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def test_nothing_that_is_published_names_the_machine(hub: ModelHub, publish: Publish, tmp_path: Path) -> None:
+    """Every file but the shards, as the Hub holds it: no absolute path, no user's name, no token."""
+    home = tmp_path / "somebody"
+    recipe, output = private_job(home), home / "out"
+    run(prepare(str(recipe)), Options(output, torch.device("cpu")))
+    code, _, err = publish(output, "--repo", REPO, "--source", home / "models" / "secret-model", "--force", "a test")
+    assert code == 0, err
+    break_a_byte(output, "model-00002-of-00003.safetensors")  # the card then states a problem, which names files
+    code, _, err = publish(output, "--repo", REPO, "--source", home / "models" / "secret-model", "--force", "a test")
+    assert code == 0, err
+    held = hub.repositories[REPO]["main"]
+    assert json.loads(held["report.json"])["forced"]["problems"]
+    texts = {name: raw for name, raw in held.items() if not name.endswith(".safetensors")}
+    assert {"report.json", "recipe.yaml", "calibration.yaml", "calibration.lock.json", "report.html"} < set(texts)
+    words = ("somebody", str(tmp_path), str(REPOSITORY), str(Path.home()), sys.prefix, TOKEN, "diary.jsonl")
+    assert [(name, word) for name, raw in texts.items() for word in words if word.encode() in raw] == []
+
+
 @pytest.mark.parametrize("spoil", [break_a_byte, fail_a_gate, mislead_servers])
 def test_a_failing_checkpoint_is_refused_unless_forced(
-    hub: ModelHub, command: Command, folder: Path, finished: Finished, spoil: Any
+    hub: ModelHub, publish: Publish, folder: Path, finished: Finished, spoil: Any
 ) -> None:
     spoil(folder)
-    words = ("publish", folder, "--repo", REPO, "--source", finished.source)
-    code, out, err = command(*words)
+    words = (folder, "--repo", REPO, "--source", finished.source)
+    code, out, err = publish(*words)
     assert (code, out) == (2, "")
     assert "give --force with a reason" in err.splitlines()[-1]
     assert hub.asked == []
 
-    code, out, err = command(*words, "--force", "to show | a failure")
+    code, out, err = publish(*words, "--force", "to show | a failure")
     assert code == 0, err
     assert "published though" in out
     card = hub.repositories[REPO]["main"]["README.md"].decode()
@@ -165,34 +219,34 @@ def test_a_failing_checkpoint_is_refused_unless_forced(
     assert json.loads(hub.repositories[REPO]["main"]["report.json"])["forced"]["problems"]
 
 
-def test_a_forced_card_is_taken_back(command: Command, folder: Path, finished: Finished) -> None:
-    words = ("publish", folder, "--repo", REPO, "--source", finished.source)
+def test_a_forced_card_is_taken_back(publish: Publish, folder: Path, finished: Finished) -> None:
+    words = (folder, "--repo", REPO, "--source", finished.source)
     before = contents(folder)
     break_a_byte(folder)
-    assert command(*words, "--force", "a test")[0] == 0
+    assert publish(*words, "--force", "a test")[0] == 0
     shutil.copy(finished.folder / "model-00002-of-00005.safetensors", folder)
-    code, _, err = command(*words)
+    code, _, err = publish(*words)
     assert code == 0, err
     assert (folder / "README.md").read_bytes() == before["README.md"]
 
 
-def test_a_hub_that_holds_something_else(hub: ModelHub, command: Command, folder: Path, finished: Finished) -> None:
+def test_a_hub_that_holds_something_else(hub: ModelHub, publish: Publish, folder: Path, finished: Finished) -> None:
     for spoiled in ("model-00001-of-00005.safetensors", "config.json"):
         hub.damage = lambda path, raw, spoiled=spoiled: raw[:-1] + b"?" if path == spoiled else raw  # type: ignore[misc]
-        code, _, err = command("publish", folder, "--repo", f"me/{spoiled[:5]}", "--source", finished.source)
+        code, _, err = publish(folder, "--repo", f"me/{spoiled[:5]}", "--source", finished.source)
         assert code == 1
         assert f"the Hub holds something else under {spoiled}; publish again" in err
 
 
-def test_what_is_wrong_with_a_login(hub: ModelHub, folder: Path, finished: Finished, tmp_path: Path) -> None:
-    words = ("publish", folder, "--repo", REPO, "--source", finished.source)
-    code, _, err = Command(hub, tmp_path / "a", token=None)(*words)
+def test_what_is_wrong_with_a_login(publish: Publish, folder: Path, finished: Finished) -> None:
+    words = (folder, "--repo", REPO, "--source", finished.source)
+    code, _, err = publish(*words, token=None)
     assert (code, err.splitlines()[-1]) == (
         2,
         "quantize: no Hub token; log in with `hf auth login`, or set HF_TOKEN to one that may write",
     )
     other = "hf_" + "another" * 5
-    code, _, err = Command(hub, tmp_path / "b", token=other)(*words)
+    code, _, err = publish(*words, token=other)
     assert code == 2
     assert "the Hub refuses this token (401)" in err
     assert other not in err
@@ -207,18 +261,18 @@ def test_what_is_wrong_with_a_login(hub: ModelHub, folder: Path, finished: Finis
     ],
 )
 def test_what_is_wrong_with_the_arguments(
-    command: Command, folder: Path, finished: Finished, words: tuple[str, ...], message: str
+    publish: Publish, folder: Path, finished: Finished, words: tuple[str, ...], message: str
 ) -> None:
-    code, _, err = command("publish", folder, "--source", finished.source, *words)
+    code, _, err = publish(folder, "--source", finished.source, *words)
     assert code == 2
     assert message in err
 
 
-def test_what_is_no_finished_output(command: Command, folder: Path, tmp_path: Path) -> None:
+def test_what_is_no_finished_output(publish: Publish, folder: Path, tmp_path: Path) -> None:
     (folder / ".quantize").mkdir()
-    code, _, err = command("publish", folder, "--repo", REPO)
+    code, _, err = publish(folder, "--repo", REPO)
     assert code == 2
     assert "the run is unfinished" in err
-    code, _, err = command("publish", tmp_path, "--repo", REPO)
+    code, _, err = publish(tmp_path, "--repo", REPO)
     assert code == 2
     assert "has no report.json of a finished run" in err
