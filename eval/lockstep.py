@@ -23,6 +23,7 @@ import torch
 from quantizers.atomic import write_json
 from quantizers.errors import QuantizeError
 from quantizers.layers import LayeredModel
+from quantizers.logits import log_probabilities
 from quantizers.ranks import ALONE, Ranks
 from quantizers.states import Rows
 
@@ -236,10 +237,7 @@ def _score_text(
     chunks = []
     for start in range(0, len(targets), CHUNK):
         wanted = targets[start : start + CHUNK, None]
-        logs = [
-            torch.log_softmax((x[start : start + CHUNK] @ head.T).float(), dim=-1)
-            for x, head in zip(final, heads, strict=True)
-        ]
+        logs = [log_probabilities(x[start : start + CHUNK], head) for x, head in zip(final, heads, strict=True)]
         p, best = logs[0].exp(), logs[0].argmax(-1)
         rows = []
         for q in logs:
