@@ -186,10 +186,14 @@ def _most_samples(source: DataSource, folder: Path) -> int | None:
 def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     """`auto` is the first GPU where there is one, else the CPU; of several processes each has a GPU of its own.
 
+    For a GPU the process is also set to give the same bytes again, see `determinism.settle_gpu`.
+
     Raises:
-        InputError: no such device here.
+        InputError: no such device here, or an environment in which a GPU's bytes would not be the same again.
     """
     import torch
+
+    from .determinism import settle_gpu
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -204,6 +208,8 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
             torch.cuda.set_device(device)  # events and streams are made there unless something else is said
     except (RuntimeError, AssertionError) as failure:
         raise InputError(f"--device {name}: {str(failure).splitlines()[0]}; give cpu, cuda or cuda:N") from None
+    if device.type == "cuda":
+        settle_gpu()  # no library of CUDA's has been asked for anything yet
     return device
 
 
@@ -245,10 +251,13 @@ def device_limit(device: torch.device, processes: int = 1) -> int:
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
-    """What of the machine decides bits: device, threads, torch, CPU capability."""
+    """What of the machine decides bits: device, threads, torch, CPU capability; on a GPU also cuBLAS's workspace."""
     import torch
 
-    return {
+    from .determinism import WORKSPACE
+
+    gpu = {} if device.type == "cpu" else {"cublas_workspace": os.environ.get(WORKSPACE)}
+    return gpu | {
         "device": device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
