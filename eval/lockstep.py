@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from quantizers.atomic import write_json
 from quantizers.errors import QuantizeError
 from quantizers.layers import LayeredModel
+from quantizers.logits import log_probabilities
 from quantizers.plain_json import finite
 from quantizers.ranks import ALONE, Ranks
 from quantizers.states import Rows
@@ -32,6 +34,7 @@ from .weight_error import weight_errors
 
 CHUNK = 256  # positions whose logits exist at a time: 0.2 GB at 200,064 words
 Step = Callable[[str], None]
+Stage = Callable[[str, int, int], AbstractContextManager[Step]]  # its name, its steps, how many an earlier call did
 Scores = tuple[np.ndarray, np.ndarray, np.ndarray]  # nll, kl, same: (T - 1,) each
 
 
@@ -40,7 +43,7 @@ def evaluate(
     candidates: Sequence[LayeredModel],
     texts: Sequence[Text],
     work: Path,
-    step: Step = lambda _: None,
+    stage: Stage = lambda *_: nullcontext(lambda _: None),
     *,
     weights: bool = False,
     resumable: bool = False,
@@ -52,7 +55,8 @@ def evaluate(
         source, candidates: models of one architecture and vocabulary.
         texts: at least one, of two tokens or more.
         work: an existing folder for states and journal: empty, or that of the same evaluation cut off.
-        step: called after each layer of each model, and each scored sequence.
+        stage: entered twice, for layers ("evaluating") and for texts ("scoring"), since a text takes far less time
+            than a layer; what it gives is called after each layer of each model, and after each scored sequence.
         weights: also compare the weights, layer by layer.
         resumable: keep a journal in `work`, so that the same call goes on there.
         ranks: who does it together; each of them calls this. Only what rank 0 gets holds agreement and errors.
@@ -67,10 +71,12 @@ def evaluate(
     agreement: list[list[float]] = [[] for _ in candidates]
     errors: list[list[float]] = [[] for _ in candidates]
     compared: list[list[dict[str, float]]] = [[] for _ in candidates]
-    for number in range(source.sizes["layers"]):
-        for lane in lanes:
+    steps = [(number, lane) for number in range(source.sizes["layers"]) for lane in lanes]
+    before = sum(journal.holds(_name(*one)) for one in steps)
+    with stage("evaluating", len(steps), before) as step:
+        for position, (number, lane) in enumerate(steps):
             entry = journal.once(
-                f"layer-{number:05d}-{lane.number}",
+                _name(number, lane),
                 lambda lane=lane, number=number: _layer(lanes, lane, number, weights, ranks),  # type: ignore[misc]
             )
             ranks.meet()  # what this step has written, the next one overwrites
@@ -82,12 +88,18 @@ def evaluate(
             elif weights:
                 for found, error in zip(compared, entry["weight_error"], strict=True):
                     found.append(error)
-            step(f"layer {number}, " + (f"candidate {lane.number}" if lane.number else "source"))
-    scores = _score(lanes, texts, journal, step, ranks)
+            if position >= before:
+                step(f"layer {number}, " + (f"candidate {lane.number}" if lane.number else "source"))
+    scores = _score(lanes, texts, journal, stage, ranks)
     return [
         Measured(scores[0][0], nll, kl, same, [n - 1 for n in lengths], agreement[c], errors[c], compared[c])
         for c, (nll, kl, same) in enumerate(scores[1:])
     ]
+
+
+def _name(number: int, lane: _Lane) -> str:
+    """What the journal calls one layer of one model."""
+    return f"layer-{number:05d}-{lane.number}"
 
 
 class _Journal:
@@ -99,9 +111,13 @@ class _Journal:
     def __init__(self, work: Path, resumable: bool, ranks: Ranks) -> None:
         self.work, self.resumable, self.ranks = work, resumable, ranks
 
+    def holds(self, name: str) -> bool:
+        """Whether an earlier call has done it, or this one."""
+        return self.resumable and (self.work / f"{name}.json").exists()
+
     def once(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = self.work / f"{name}.json"
-        if self.resumable and path.exists():
+        if self.holds(name):
             found: dict[str, Any] = json.loads(path.read_text())
             return found
         result = compute()
@@ -190,27 +206,31 @@ def _relative_error(reference: Rows, states: Rows) -> float:
     return math.sqrt(difference / sum(float(a.double().square().sum()) for a in reference))
 
 
-def _score(lanes: Sequence[_Lane], texts: Sequence[Text], journal: _Journal, step: Step, ranks: Ranks) -> list[Scores]:
+def _score(
+    lanes: Sequence[_Lane], texts: Sequence[Text], journal: _Journal, stage: Stage, ranks: Ranks
+) -> list[Scores]:
     layers = lanes[0].model.sizes["layers"]
     heads: list[torch.Tensor] = []
     tables: dict[str, torch.Tensor] = {}
-    for i in ranks.dealt(len(texts)):
-        text = texts[i]
-        path = journal.work / f"scores-{i:05d}.npy"
-        if journal.resumable and path.exists():
-            table = np.load(path)
-        else:
+    # With each text of this process, each of the others scores one: they count as one step each, too.
+    own = {i: range(i, min(i + ranks.count, len(texts))) for i in ranks.dealt(len(texts))}
+    paths = {i: journal.work / f"scores-{i:05d}.npy" for i in own}
+    before = {i for i, path in paths.items() if journal.resumable and path.exists()}
+    with stage("scoring", len(texts), sum(len(own[i]) for i in before)) as step:
+        for i, scored in own.items():
+            if i in before:
+                tables[str(i)] = torch.from_numpy(np.load(paths[i]))
+                continue
             heads = heads or [lane.model.head() for lane in lanes]
-            table = _score_text(lanes, heads, text, [lane.states(layers)[i] for lane in lanes])
+            table = _score_text(lanes, heads, texts[i], [lane.states(layers)[i] for lane in lanes])
             if journal.resumable:
-                temporary = path.with_name(path.name + ".tmp")
+                temporary = paths[i].with_name(paths[i].name + ".tmp")
                 with temporary.open("wb") as stream:
                     np.save(stream, table)
-                os.replace(temporary, path)
-        tables[str(i)] = torch.from_numpy(table)
-        scored = range(i, min(i + ranks.count, len(texts)))  # by each process one
-        for n in scored:
-            step(f"scored {n + 1} of {len(texts)}")
+                os.replace(temporary, paths[i])
+            tables[str(i)] = torch.from_numpy(table)
+            for n in scored:
+                step(f"text {n + 1}")
     tables = ranks.gather(tables, torch.device("cpu"))
     parts: list[list[Scores]] = [[] for _ in lanes]
     for i in range(len(texts)):
@@ -237,10 +257,7 @@ def _score_text(
     chunks = []
     for start in range(0, len(targets), CHUNK):
         wanted = targets[start : start + CHUNK, None]
-        logs = [
-            torch.log_softmax((x[start : start + CHUNK] @ head.T).float(), dim=-1)
-            for x, head in zip(final, heads, strict=True)
-        ]
+        logs = [log_probabilities(x[start : start + CHUNK], head) for x, head in zip(final, heads, strict=True)]
         p, best = logs[0].exp(), logs[0].argmax(-1)
         rows = []
         for q in logs:

@@ -23,6 +23,7 @@ from .command_line import (
     emit,
     show_rich,
 )
+from .determinism import ordered
 from .errors import InputError, QuantizeError
 from .interrupts import stoppable
 from .ranks import ALONE, Ranks, from_environment, join
@@ -199,7 +200,7 @@ def main() -> None:
     _quiet()
     ranks = from_environment()
     try:
-        with stoppable():
+        with stoppable(), ordered():
             if ranks.several and not {*sys.argv[1:2]} <= SEVERAL:
                 raise InputError("only run, eval and coverage work with several processes; start this without torchrun")
             ranks = join(ranks)

@@ -36,6 +36,7 @@ from .checkpoint import Checkpoint
 from .errors import InputError, QuantizeError
 from .heap import give_back, settle
 from .layers import LayeredModel
+from .logits import log_probabilities
 from .overlap import read_ahead
 from .progress import Step, progress
 from .scheme_errors import ALL_THREE, scheme_errors
@@ -232,17 +233,14 @@ class _Walk:
             source, *others = (self.states[self._place(lane, k)] for lane in range(1 + layers))
             for start in range(0, len(source), LOGIT_ROWS):
                 rows = slice(start, start + LOGIT_ROWS)
-                expected = self._log_probabilities(source[rows], head)
+                expected = log_probabilities(self.model.final(source[rows]), head)
                 for lane, states in enumerate(others):
-                    log = self._log_probabilities(states[rows], head)
+                    log = log_probabilities(self.model.final(states[rows]), head)
                     totals[lane] += float((expected.exp() * (expected - log)).sum(dtype=torch.float64))
                 check()
         if not all(map(math.isfinite, totals)):
             raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
         return [total / sum(self.lane_lengths) for total in totals]
-
-    def _log_probabilities(self, states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        return torch.log_softmax((self.model.final(states) @ head.T).float(), dim=-1)
 
 
 def _remove(work: Path) -> None:

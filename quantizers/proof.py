@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,25 +222,26 @@ def measure(
     ]
     dtype = forward_dtype(device)
     models = [LayeredModel(checkpoint, facts, sizes, device, dtype) for checkpoint in opened]
+
+    @contextlib.contextmanager
+    def stage(title: str, total: int, done: int) -> Iterator[Callable[[str], None]]:
+        with progress(title, total, done) if ranks.leads else contextlib.nullcontext(lambda _: None) as step:
+            yield _checked(step, check)
+
     if not ranks.leads:
         ranks.meet()
-        evaluate(
-            models[0], models[1:], texts, work, lambda _: check(), weights=weights, resumable=resumable, ranks=ranks
-        )
+        evaluate(models[0], models[1:], texts, work, stage, weights=weights, resumable=resumable, ranks=ranks)
         return []
     if not resumable:
         shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
-    total = sizes["layers"] * len(models) + len(texts)
     try:
         if resumable:
             _same_evaluation(work, opened, data, device, weights)
         ranks.meet()
-        with progress("evaluating", total) as step:
-            measured = evaluate(
-                models[0], models[1:], texts, work, _checked(step, check),
-                weights=weights, resumable=resumable, ranks=ranks,
-            )  # fmt: skip
+        measured = evaluate(
+            models[0], models[1:], texts, work, stage, weights=weights, resumable=resumable, ranks=ranks
+        )
     except BaseException:
         if not resumable:
             shutil.rmtree(work, ignore_errors=True)

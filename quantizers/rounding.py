@@ -169,4 +169,7 @@ def gptq(
             work[:, j + 1 : end].addcmul_(factor[:, j, j + 1 : end, None], error.unsqueeze(1), value=-1)
         if end < columns:
             work[:, end:] -= factor[:, start:end, end:].mT @ errors[:, : end - start]
-    return work.scatter_(1, by_column, codes).mT.contiguous(), used
+    # Gathered by the inverse order. To scatter by the order gives the same, but where algorithms must be deterministic,
+    # torch does that on a GPU by sorting all elements, with several int64 for each of them in memory.
+    back = order.argsort(dim=-1)[:, None, :].expand(experts, rows, columns)
+    return codes.mT.gather(2, back), used

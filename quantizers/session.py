@@ -203,10 +203,14 @@ def _most_samples(source: DataSource, folder: Path) -> int | None:
 def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     """`auto` is the first GPU where there is one, else the CPU; of several processes each has a GPU of its own.
 
+    For a GPU the process is also set to give the same bytes again, see `determinism.settle_gpu`.
+
     Raises:
-        InputError: no such device here.
+        InputError: no such device here, or an environment in which a GPU's bytes would not be the same again.
     """
     import torch
+
+    from .determinism import settle_gpu
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -221,6 +225,8 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
             torch.cuda.set_device(device)  # events and streams are made there unless something else is said
     except (RuntimeError, AssertionError) as failure:
         raise InputError(f"--device {name}: {str(failure).splitlines()[0]}; give cpu, cuda or cuda:N") from None
+    if device.type == "cuda":
+        settle_gpu()  # no library of CUDA's has been asked for anything yet
     return device
 
 
@@ -283,11 +289,17 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
 
     import torch
 
+    from .determinism import WORKSPACE
+
     shared = {"torch": torch.__version__, "transformers": version("transformers")}
     if device.type != "cpu":
-        return {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda} | shared
-    own = {"threads": torch.get_num_threads(), "cpu_capability": torch.backends.cpu.get_cpu_capability()}
-    return {"device": "cpu"} | own | shared
+        own = {"cuda": torch.version.cuda, "cublas_workspace": os.environ.get(WORKSPACE)}
+        return {"device": torch.cuda.get_device_name(device)} | own | shared
+    return {
+        "device": "cpu",
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    } | shared
 
 
 def machine(device: torch.device) -> dict[str, Any]:

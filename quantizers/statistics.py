@@ -133,12 +133,14 @@ def blend(sequences: Iterable[Recorded], experts: int, routed_weight: float, ful
     tokens = torch.zeros(0)
     for sequence in sequences:
         good = usable(sequence.x)
-        flat = sequence.chosen.flatten()
-        kept = good.unsqueeze(-1).expand_as(sequence.chosen).flatten()
-        part = torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, kept.long())
-        heavy = torch.zeros(experts, dtype=torch.float64, device=flat.device).scatter_add_(
-            0, flat, sequence.weight.flatten().double().square() * kept
+        kept = good.unsqueeze(-1).expand_as(sequence.chosen)
+        part = torch.zeros(experts, dtype=torch.int64, device=kept.device).scatter_add_(
+            0, sequence.chosen.flatten(), kept.flatten().long()
         )
+        # scatter_add_, as above, is for whole numbers only: a GPU adds in the order in which its threads come. A token
+        # chooses an expert at most once, so here every number has a place of its own, and a sum has a fixed order.
+        table = torch.zeros(len(good), experts, dtype=torch.float64, device=kept.device)
+        heavy = table.scatter_(1, sequence.chosen, sequence.weight.double().square() * kept).sum(0)
         seen = good.sum()
         if counts is None:
             counts, mass, tokens = part, heavy, seen
@@ -217,11 +219,10 @@ def routed_rows(sequence: Recorded, first: int, last: int, most: int) -> tuple[t
         Tokens whose weight is 0 are left out: they add nothing.
     """
     squared = squared_weights(sequence, first, last)  # (c, T)
-    hit = squared > 0
-    place = hit.cumsum(-1) - 1  # a routed token's place in its expert's row
-    kept = min(most, squared.shape[1])
-    place = torch.where(hit & (place < kept), place, kept)  # the last column takes all others, and is dropped
-    tokens = torch.arange(squared.shape[1], device=squared.device).expand_as(place)
-    rows = torch.zeros(len(squared), kept + 1, dtype=torch.int64, device=squared.device)
-    weights = torch.zeros(len(squared), kept + 1, device=squared.device)
-    return rows.scatter_(1, place, tokens)[:, :kept], weights.scatter_(1, place, squared)[:, :kept]
+    so_far = (squared > 0).cumsum(-1)
+    # An expert's n-th token is the one at which its running count reaches n; past the last where it has fewer.
+    wanted = torch.arange(1, min(most, squared.shape[1]) + 1, device=squared.device)
+    rows = torch.searchsorted(so_far, wanted.repeat(len(squared), 1))
+    padded = rows == squared.shape[1]
+    rows.masked_fill_(padded, 0)
+    return rows, squared.gather(1, rows).masked_fill_(padded, 0)

@@ -111,7 +111,7 @@ def quantize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 def is_full(code: int, errors: str) -> None:
     """Exit 1, and one line of ours beside those of the progress."""
-    ours = [line for line in errors.splitlines() if not re.match(r"(quantizing|verifying|evaluating): ", line)]
+    ours = [line for line in errors.splitlines() if not re.match(r"(quantizing|verifying|evaluating|scoring): ", line)]
     assert code == 1, errors
     assert len(ours) == 1, errors
     assert ours[0].startswith("quantize: ")

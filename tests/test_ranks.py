@@ -22,7 +22,7 @@ from test_interruptions import write_job
 from torch.distributed import HashStore
 
 from eval.coverage_run import Asked, measured
-from quantizers import cli, journal
+from quantizers import cli, determinism, journal
 from quantizers.checkpoint import open_folder
 from quantizers.engines import solve
 from quantizers.errors import InputError, Interrupted, OutputError, PeerFailed, QuantizeError
@@ -257,6 +257,7 @@ def test_the_librarys_engine_is_for_one_process(tmp_path: Path, write_recipe: Ca
 
 def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("cpu", Ranks(1, 2, 1)).type == "cpu"
+    monkeypatch.setattr(determinism, "settle_gpu", lambda: None)  # it would hold for all tests after this one
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch, "zeros", lambda *_, **named: named["device"])

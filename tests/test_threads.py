@@ -129,7 +129,7 @@ def test_on_a_gpu_threads_are_no_part_of_the_fingerprint(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     card, cpu = fingerprint(torch.device("cuda")), fingerprint(torch.device("cpu"))
-    assert card.keys() == {"device", "cuda", "torch", "transformers"}
+    assert card.keys() == {"device", "cuda", "cublas_workspace", "torch", "transformers"}
     assert (card["device"], card["cuda"]) == ("a card", "13.0")
     assert cpu.keys() == {"device", "threads", "cpu_capability", "torch", "transformers"}
 
