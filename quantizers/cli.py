@@ -204,7 +204,7 @@ def main() -> None:
             if ranks.several and not {*sys.argv[1:2]} <= SEVERAL:
                 raise InputError("only run, eval and coverage work with several processes; start this without torchrun")
             ranks = join(ranks)
-            code = app(standalone_mode=False, obj=ranks) or 0  # an Exit comes back as its code
+            code = app(prog_name="quantize", standalone_mode=False, obj=ranks) or 0  # an Exit comes back as its code
             ranks.leave()
             sys.exit(code)
     except typer.Abort:
