@@ -173,11 +173,13 @@ class _Walk:
                 self.stores.x[i], self.stores.chosen[i], self.stores.weight[i] = seen.x, seen.chosen, seen.weight
                 check()
             experts: Any = layer.get_submodule(facts.modules.experts)
+            norm = model.checkpoint.tensor(facts.layer(number, facts.fold.norm)).to(model.device)
             count = min(MOST_EXPERTS, self.job.sizes["experts"])
             found = scheme_errors(
                 self.stores.recorded(model.device, check),
                 experts.gate_up_proj.data,
                 experts.down_proj.data,
+                norm=norm,
                 activation=experts.act_fn,
                 settings=self.job.recipe.experts,
                 schemes=self.schemes,

@@ -8,26 +8,29 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import yaml
+from test_engines import make_layer
 from torch import Tensor
 
 from eval.consumers import STORED
-from quantizers import cli, journal, measure_schemes, scheme_choice
+from quantizers import cli, engines, journal, measure_schemes, scheme_choice
+from quantizers import scheme_errors as scheme_errors_module
 from quantizers.calibration import load_samples
 from quantizers.checkpoint import open_folder
 from quantizers.errors import InputError, OutputError, QuantizeError
 from quantizers.pipeline import Options, run
 from quantizers.plan import file_size
 from quantizers.ranks import Ranks
-from quantizers.recipe import Experts
-from quantizers.rounding import minmax_scales, rounded
+from quantizers.recipe import Awq, Experts
+from quantizers.rounding import dequantize, minmax_scales, rounded
 from quantizers.scheme_errors import scheme_errors
 from quantizers.schemes import ALL, Scheme
 from quantizers.session import Job, prepare
+from quantizers.solved import MATRICES
 from quantizers.statistics import Recorded
 from quantizers.weights import layer_weights, read_weight
 from stitch.audit import verify
@@ -84,8 +87,8 @@ def test_errors_are_those_of_the_experts_outputs() -> None:
 
     for compared in ([0, 1], [1]):
         found = scheme_errors(
-            recorded, gate_up, down, activation=torch.nn.functional.silu, settings=plain, schemes=schemes,
-            experts=3, chunk=2, compared=compared,
+            recorded, gate_up, down, norm=torch.ones(hidden), activation=torch.nn.functional.silu, settings=plain,
+            schemes=schemes, experts=3, chunk=2, compared=compared,
         )  # fmt: skip
         for scheme in schemes:
             expected = dict.fromkeys(("all", "gate", "up", "down"), 0.0)
@@ -103,6 +106,47 @@ def test_errors_are_those_of_the_experts_outputs() -> None:
             assert found.lost[scheme] == pytest.approx(expected, rel=1e-4)
         assert found.coarsest[0].shape == (3, 2 * width, hidden)
         assert torch.allclose(found.coarsest[1][2], rounded(down[2], minmax_scales(down[2], 32, 4), 4), atol=1e-6)
+
+
+@pytest.mark.parametrize("scales", ["minmax", "mse"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_predicted_from_is_what_the_run_stores(
+    bits: Literal[4, 8], scales: Literal["minmax", "mse"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded to nearest, bit for bit: the scale that the rounded norm leaves, w3 divided before or after its codes.
+
+    By design w2's sums are the source's; so its mse scales differ, and with 4 bits s, which is handed on here.
+    """
+    layer = make_layer(3)
+    settings = Experts(group_size=32, bits=bits, awq=Awq(grid=8), scales=scales, rounding="nearest")
+    of_s = list[Tensor]()
+    real, search = scheme_errors_module.divided, engines._width_scale
+
+    def predicted(scale: Tensor, codes: Tensor, s: Tensor) -> Tensor:
+        of_s.append(s)
+        return real(scale, codes, s)
+
+    def found(down: Tensor, sums: Any, settings: Experts) -> tuple[Tensor, dict[str, Tensor]]:
+        s, totals = search(down, sums, settings)
+        of_s.append(s)
+        return of_s[0], totals
+
+    monkeypatch.setattr(scheme_errors_module, "divided", predicted)
+    monkeypatch.setattr(engines, "_width_scale", found)
+    common: Any = {"norm": layer.norm, "activation": torch.nn.functional.silu, "settings": settings, "chunk": 8}
+    guess = scheme_errors(
+        layer.recorded(), layer.gate_up, layer.down, schemes=[Scheme(bits, 32)], experts=5, compared=[0], **common
+    )
+    solved = engines.solve(layer.recorded(), layer.gate_up, layer.down, router=layer.router, **common)
+    assert bool((solved.smooth != 1).any())
+    s = of_s[0]
+    assert bool((s != 1).any())
+    gate, up, down = (dequantize(solved.codes[matrix], solved.scales[matrix]) for matrix in MATRICES)
+    guessed_gate, guessed_up = guess.coarsest[0].chunk(2, dim=1)
+    assert torch.equal(guessed_gate, gate / solved.smooth)
+    assert torch.equal(guessed_up, up * s.unsqueeze(-1) / solved.smooth)
+    if scales == "minmax":
+        assert torch.equal(guess.coarsest[1], down / s.unsqueeze(1))
 
 
 def test_a_search_makes_the_error_smaller_and_more_bits_even_smaller(done: Any) -> None:
