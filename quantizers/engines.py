@@ -33,7 +33,7 @@ from .ranks import ALONE, Ranks
 from .recipe import Awq, Experts
 from .refine import refine
 from .rounding import damped, dequantize, gptq, minmax_scales, mse_scales, nearest
-from .solved import MATRICES, Matrix, Solved
+from .solved import MATRICES, Leaning, Matrix, Solved
 from .statistics import Batch, Blend, Recorded, batches, blend, input_sums
 from .symmetric import quadratic_loss
 
@@ -114,6 +114,7 @@ def solve(
         {matrix: whole.scales[matrix] for matrix in MATRICES},
         error | _errors(whole.totals),
         inputs.fallbacks() + _fallbacks(whole, blended, settings),
+        _leaning(blended) if settings.routed_weight else None,
     )
 
 
@@ -305,16 +306,21 @@ def _errors(totals: dict[str, torch.Tensor]) -> dict[str, float]:
     return errors
 
 
+def _leaning(blended: Blend) -> Leaning:
+    fewer = int((blended.routed_tokens < blended.full_share_at).sum())
+    return Leaning(blended.full_share_at, fewer, float(blended.share.min()))
+
+
 def _fallbacks(whole: _Chunk, blended: Blend, settings: Experts) -> list[str]:
-    """One line for every expert that did not get what the recipe asks for."""
+    """One line for every expert that did not get what the recipe asks for; a smaller share is part of the method."""
     lines = []
     columns = (whole.totals["seen"], whole.totals["dropped"], blended.routed_tokens, blended.share)
     for expert, (rows, left_out, count, share) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         name = f"expert {expert}"
         if left_out:
             lines.append(f"{name}: {left_out} of {rows + left_out} rows not finite or too large, left out of the sums")
-        if settings.routed_weight and count < blended.full_share_at:
-            lines.append(f"{name}: {count} routed tokens, so their share is {share:.3f}, not {settings.routed_weight}")
+        if settings.routed_weight and not share:
+            lines.append(f"{name}: {count} routed tokens, so it is solved from all tokens alike")
     for matrix, damping in whole.damping.items():
         for expert, used in enumerate(damping.tolist()):
             if math.isinf(used):

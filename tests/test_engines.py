@@ -15,7 +15,7 @@ from quantizers.engines import solve
 from quantizers.recipe import Awq, Experts
 from quantizers.refine import refine
 from quantizers.rounding import damped, dequantize, gptq, mse_scales
-from quantizers.solved import MATRICES, Solved
+from quantizers.solved import MATRICES, Leaning, Solved
 from quantizers.statistics import Recorded
 
 EXPERTS, HIDDEN, WIDTH, GROUP = 5, 96, 64, 32
@@ -435,6 +435,29 @@ def test_experts_with_nothing_to_go_by_are_solved_and_reported() -> None:
     for matrix in MATRICES:
         for expert in (0, 2, 3, 4):
             assert torch.equal(solved.codes[matrix][expert], wanted.codes[matrix][expert])
+
+
+def test_a_smaller_share_of_routed_tokens_is_counted_and_no_fallback() -> None:
+    """Only an expert without any routed token is a fallback, and no longer with three."""
+    layer = make_layer(6)
+    counts = [sum(int((r.chosen == expert).sum()) for r in layer.recorded()) for expert in range(EXPERTS)]
+    assert 0 < min(counts[:4]) < HIDDEN < max(counts)
+    assert counts[4] == 0
+    solved = solve_layer(layer, routed_weight=0.8)
+    assert solved.fallbacks == ["expert 4: 0 routed tokens, so it is solved from all tokens alike"]
+    assert solved.leaning == Leaning(HIDDEN, sum(count < HIDDEN for count in counts), 0.0)
+    some = layer.recorded()
+    for recorded in some:
+        recorded.chosen[0, 0] = 4
+    settings = Experts(group_size=GROUP, awq=False, routed_weight=0.8)
+    solved = solve(
+        some, layer.gate_up, layer.down, norm=layer.norm, router=layer.router, activation=silu,
+        settings=settings, chunk=8,
+    )  # fmt: skip
+    assert solved.fallbacks == []
+    assert solved.leaning is not None
+    assert solved.leaning.smallest_share == pytest.approx(0.8 * 3 / HIDDEN)
+    assert solve_layer(layer, routed_weight=0.0).leaning is None
 
 
 @AWQ
