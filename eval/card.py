@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from quantizers.byte_size import gib
+from quantizers.tables import leaning_line
 from quantizers.tables_schemes import choice_lines, layer_rows
 
 from .card_fidelity import fidelity
@@ -309,6 +310,12 @@ def _limits(report: dict[str, Any]) -> str:
     lines = [*report["notes"], "Measured on short held-out texts, not on benchmarks, tool use or long contexts."]
     if "kl" not in report:
         lines.append("Perplexity and KL were not measured: the recipe names no held-out set.")
+    leaning = leaning_line(report)
+    if leaning:
+        lines.append(f"{leaning}.")
     if falls:
-        lines.append(f"{falls:,} fallbacks while solving (few routed tokens, more damping), listed in `report.json`.")
+        lines.append(
+            f"{falls:,} fallbacks while solving (no routed tokens, rows left out, groups of zeros, more damping), "
+            "listed in `report.json`."
+        )
     return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)

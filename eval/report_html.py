@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
-from quantizers.tables import size
+from quantizers.tables import leaning_line, size
 from quantizers.tables_schemes import choice_lines, layer_rows
 
 from .perplexity_report import shown_categories
@@ -168,6 +168,9 @@ def _search(report: dict[str, Any]) -> str:
         kept = {name: values for name, values in chart.items() if any(v is not None for v in values)}
         if kept:
             parts.append(f"<p>{title}</p>" + lines(kept, unit))
+    leaning = leaning_line(report)
+    if leaning:
+        parts.append(f"<p>{escape(leaning)}.</p>")
     falls = [f"layer {layer['layer']}: {line}" for layer in layers for line in layer.get("fallbacks", ())]
     if falls:
         items = "".join(f"<li>{escape(line)}</li>" for line in falls[:200])

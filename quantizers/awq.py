@@ -108,6 +108,11 @@ def fold_norm(norm: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     return torch.where(usable, folded, norm), torch.where(usable, exact, torch.ones_like(exact))
 
 
+def divided_first(bits: int) -> bool:
+    """Whether w3's rows are divided by s before they are rounded, or their stored scales after; see engines.py."""
+    return bits == 8
+
+
 def divided(scale: torch.Tensor, codes: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     """Group scales of rows that are divided by s, codes unchanged.
 

@@ -187,6 +187,7 @@ class _Share:
             # JSON has no infinity; an error that large says that an expert's weights or inputs overflow.
             "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
             "fallbacks": _by_expert(solved.fallbacks),
+            "leaning": solved.leaning and solved.leaning.as_dict(),
         }
         return entry, following
 

@@ -13,6 +13,13 @@ later layers into account, which the error alone cannot. Where only some experts
 enlarged, so that they disturb as much as all would. In bfloat16 lanes also differ by how their own numbers are rounded:
 so the source's lane has the same shapes as the others, and errors are enlarged once more.
 
+Whether all this is small enough is seen from every fourth sequence of a lane, which is disturbed half as much besides:
+a quarter of the disturbance should leave a quarter of the KL. Where KL per disturbance differs between the two by more
+than TOLERANCE, the layer's loss is that of the half. Lanes cost as much as layers squared; this makes them a quarter
+longer. (After the last layer's router KL is the square to 1 %. Before it, tokens that change their expert make it grow
+with the first power, however small the disturbance: the half then has up to twice the KL per disturbance, and so would
+the half of that. On the tiny model 1.0 to 2.1 times, which is tolerated; KL that levels off tends to 4 times.)
+
     schemes/00003.json        layer 3 is measured
     schemes/states-00004.bin  states entering layer 4: of the source, then of its own lane and those of layers 0 to 3
     schemes/kl.json           KL of every lane; written last
@@ -49,6 +56,8 @@ FOLDER = "schemes"
 MOST_EXPERTS = 32  # of each layer are searched and compared; their errors are scaled up to all
 LANE_TOKENS, LANE_LENGTH = 8192, 512  # tokens of a lane, and of one of its sequences, at most
 BOOST = 2  # of the errors in lanes that are computed in bfloat16
+HALVED = 4  # each so manieth sequence of a lane is also disturbed half as much
+TOLERANCE = 2.5  # of KL per disturbance against that of the half: KL 1.6 to 10 times as large, where squares are 4
 LOGIT_ROWS = 256  # positions whose logits are held at a time
 
 
@@ -56,22 +65,31 @@ def measured(work: Path, layers: int) -> list[dict[str, Any]] | None:
     """What was measured, an entry a layer; None where that is not finished.
 
     Each has `layer`, `seconds`, `kl` and `disturbance` of its lane, and by a scheme's name `error`, `by_matrix` (all
-    three squares, relative to the states) and `loss`.
+    three squares, relative to the states) and `loss`. `growth` is KL per disturbance over that of the half, 1 where KL
+    grows with the square, None where one of them shows none; `at_half` whether the loss was taken from the half.
     """
     try:
         kl = json.loads((work / FOLDER / "kl.json").read_text())
         entries = [json.loads(_entry(work, number).read_text()) for number in range(layers)]
     except (OSError, ValueError):
         return None
-    return [_with_loss(entry, value) for entry, value in zip(entries, kl, strict=True)]
+    return [_with_loss(entry, found) for entry, found in zip(entries, kl, strict=True)]
 
 
-def _with_loss(entry: dict[str, Any], kl: float) -> dict[str, Any]:
+def _with_loss(entry: dict[str, Any], kl: dict[str, float]) -> dict[str, Any]:
+    """An entry with what follows from the KL of the layer's lane, of the sequences that are halved too, and halved."""
     errors: dict[str, float] = entry["error"]
+    rate = _rate(kl["all"], entry["disturbance"])
+    some, half = _rate(kl["some"], entry["halved"]["some"]), _rate(kl["half"], entry["halved"]["half"])
+    growth = some / half if some and half else None
+    at_half = growth is not None and not 1 / TOLERANCE <= growth <= TOLERANCE
+    each = {name: (half if at_half else rate) * error for name, error in errors.items()}
+    return entry | {"kl": kl["all"], "growth": growth, "at_half": at_half, "loss": each}
+
+
+def _rate(kl: float, disturbance: float) -> float:
     # A layer that rounding leaves as it is, as one of zeros, loses nothing under any scheme.
-    rate = max(kl, 0.0) / entry["disturbance"] if entry["disturbance"] > 0 else 0.0
-    each = {name: rate * error for name, error in errors.items()}
-    return entry | {"kl": kl, "loss": each}
+    return max(kl, 0.0) / disturbance if disturbance > 0 else 0.0
 
 
 def _entry(work: Path, layer: int) -> Path:
@@ -131,6 +149,7 @@ class _Walk:
         self.schemes = job.allocation.candidates
         self.lengths = [len(t) for t in tokens]
         self.probes = lane_sequences(self.lengths)
+        self.halved = range(0, len(self.probes), HALVED)
         self.lane_lengths = [min(self.lengths[i], LANE_LENGTH) for i in self.probes]
         if done and not self._file(done).exists():
             raise QuantizeError(f"{self._file(done)}: is gone, and with it what the next layer reads; use --fresh")
@@ -153,12 +172,19 @@ class _Walk:
         return self.work / FOLDER / f"states-{layer:05d}.bin"
 
     def _place(self, lane: int, number: int) -> int:
-        """Where a lane's n-th sequence lies; lane 0 is the source's, lane l + 1 that of layer l."""
-        return len(self.lengths) + lane * len(self.probes) + number
+        """Where a lane's n-th sequence lies; lane 0 is the source's, lane l + 1 that of layer l, the halved last."""
+        before = len(self.halved) * max(lane - 1, 0)
+        return len(self.lengths) + lane * len(self.probes) + before + number
+
+    def _sequences(self, lane: int) -> list[tuple[int, int]]:
+        """Of a layer's lane: which of the probes each sequence is, and where it lies."""
+        probes = [*range(len(self.probes)), *self.halved]
+        return [(k, self._place(lane, n)) for n, k in enumerate(probes)]
 
     def _rows(self, layer: int) -> Rows:
         """States entering a layer: the source's sequences, then the lanes that there are by then."""
-        lengths = [*self.lengths, *self.lane_lengths * (1 + layer)]
+        lane = [*self.lane_lengths, *(self.lane_lengths[k] for k in self.halved)]
+        lengths = [*self.lengths, *self.lane_lengths, *lane * layer]
         return Rows(self._file(layer), lengths, self.job.sizes["hidden"], self.model.dtype)
 
     def layer(self, number: int, chunk: int, check: Callable[[], None], step: Step) -> None:
@@ -174,11 +200,13 @@ class _Walk:
                 self.stores.x[i], self.stores.chosen[i], self.stores.weight[i] = seen.x, seen.chosen, seen.weight
                 check()
             experts: Any = layer.get_submodule(facts.modules.experts)
+            norm = model.checkpoint.tensor(facts.layer(number, facts.fold.norm)).to(model.device)
             count = min(MOST_EXPERTS, self.job.sizes["experts"])
             found = scheme_errors(
                 self.stores.recorded(model.device, check),
                 experts.gate_up_proj.data,
                 experts.down_proj.data,
+                norm=norm,
                 activation=experts.act_fn,
                 settings=self.job.recipe.experts,
                 schemes=self.schemes,
@@ -194,25 +222,28 @@ class _Walk:
                 following[i] = output
                 check()
             enlarged = math.sqrt(self.job.sizes["experts"] / count) * (BOOST if model.dtype == torch.bfloat16 else 1)
-            for weight, stored in zip((experts.gate_up_proj, experts.down_proj), found.coarsest, strict=True):
-                weight.data[:count].lerp_(stored.to(model.device), enlarged)
-            moved, size = 0.0, 0.0
-            for k in range(len(self.probes)):
+            exact = [w.data[:count].clone() for w in (experts.gate_up_proj, experts.down_proj)]
+            moved, size = list[float](), list[float]()
+            for n, (k, place) in enumerate(self._sequences(number + 1)):
+                if n in (0, len(self.probes)):
+                    self._disturb(experts, exact, found.coarsest, enlarged if n == 0 else enlarged / 2)
                 output = model.run(layer, self.states[self._place(0, k)])[0]
-                following[self._place(number + 1, k)] = output
+                following[place] = output
                 plain = following[self._place(0, k)].to(output.device).float()
-                moved += float((output.float() - plain).square().sum(dtype=torch.float64))
-                size += float(plain.square().sum(dtype=torch.float64))
+                moved.append(float((output.float() - plain).square().sum(dtype=torch.float64)))
+                size.append(float(plain.square().sum(dtype=torch.float64)))
                 check()
         if not math.isfinite(power):
             raise QuantizeError(f"layer {number}: its output is not finite in the source itself; nothing to measure by")
         share = count / self.job.sizes["experts"] * power
         errors = {str(s): {name: value / share for name, value in row.items()} for s, row in found.lost.items()}
+        disturbance = self._parts(moved, size)
         following.flush()
         entry = {
             "layer": number,
             "experts": count,
-            "disturbance": moved / size if size > 0 else 0.0,
+            "disturbance": disturbance["all"],
+            "halved": {part: disturbance[part] for part in ("some", "half")},
             "error": {scheme: row[ALL_THREE] for scheme, row in errors.items()},
             "by_matrix": {scheme: {m: row[m] for m in MATRICES} for scheme, row in errors.items()},
             "seconds": time.monotonic() - started,
@@ -224,23 +255,44 @@ class _Walk:
         give_back()
         step(f"{entry['seconds']:.1f} s, error {next(iter(errors.values()))[ALL_THREE] ** 0.5:.4f}")
 
-    def divergences(self, check: Callable[[], None]) -> list[float]:
-        """Mean KL(source || lane) of each layer's lane in nats."""
+    @staticmethod
+    def _disturb(
+        experts: Any, exact: Sequence[torch.Tensor], coarsest: Sequence[torch.Tensor], enlarged: float
+    ) -> None:
+        """Give the first experts their own weights with the coarsest scheme's errors, so many times enlarged."""
+        for weight, own, stored in zip((experts.gate_up_proj, experts.down_proj), exact, coarsest, strict=True):
+            weight.data[: len(own)] = own.lerp(stored.to(own.device), enlarged)
+
+    def _parts(self, values: Sequence[float], sizes: Sequence[float]) -> dict[str, float]:
+        """Σ values / Σ sizes of a lane's sequences: of all, of those that are halved too, and of these halved."""
+        parts = {"all": range(len(self.probes)), "some": self.halved, "half": range(len(self.probes), len(values))}
+        totals = {name: (sum(values[n] for n in part), sum(sizes[n] for n in part)) for name, part in parts.items()}
+        return {name: value / size if size > 0 else 0.0 for name, (value, size) in totals.items()}
+
+    def divergences(self, check: Callable[[], None]) -> list[dict[str, float]]:
+        """Mean KL(source || lane) of each layer's lane in nats, see `_parts`."""
         head = self.model.head()
-        layers = self.job.sizes["layers"]
-        totals = [0.0] * layers
+        lanes = [self._sequences(1 + number) for number in range(self.job.sizes["layers"])]
+        totals = [[0.0] * len(lane) for lane in lanes]
         for k in range(len(self.probes)):
-            source, *others = (self.states[self._place(lane, k)] for lane in range(1 + layers))
+            source = self.states[self._place(0, k)]
+            others = [
+                (total, n, self.states[place])
+                for total, lane in zip(totals, lanes, strict=True)
+                for n, (probe, place) in enumerate(lane)
+                if probe == k
+            ]
             for start in range(0, len(source), LOGIT_ROWS):
                 rows = slice(start, start + LOGIT_ROWS)
                 expected = log_probabilities(self.model.final(source[rows]), head)
-                for lane, states in enumerate(others):
+                for total, n, states in others:
                     log = log_probabilities(self.model.final(states[rows]), head)
-                    totals[lane] += float((expected.exp() * (expected - log)).sum(dtype=torch.float64))
+                    total[n] += float((expected.exp() * (expected - log)).sum(dtype=torch.float64))
                 check()
-        if not all(map(math.isfinite, totals)):
+        if not all(math.isfinite(value) for total in totals for value in total):
             raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
-        return [total / sum(self.lane_lengths) for total in totals]
+        rows_of = [self.lane_lengths[k] for k, _ in self._sequences(0)]
+        return [self._parts(total, rows_of) for total in totals]
 
 
 def _remove(work: Path) -> None:
@@ -258,7 +310,8 @@ def lane_sequences(lengths: Sequence[int]) -> list[int]:
 
 def lane_rows(lengths: Sequence[int], layers: int) -> int:
     """Tokens of all lanes together, for the room that they need on the disk."""
-    return (1 + layers) * sum(min(lengths[i], LANE_LENGTH) for i in lane_sequences(lengths))
+    lane = [min(lengths[i], LANE_LENGTH) for i in lane_sequences(lengths)]
+    return sum(lane) + layers * (sum(lane) + sum(lane[::HALVED]))
 
 
 def refuse_processes(count: int, work: Path, layers: int) -> None:

@@ -68,7 +68,10 @@ def choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
             "bits": scheme.bits,
             "group_size": scheme.group_size,
             "bytes": allocation.shard_bytes[number][index],
-            **{key: entry[key] for key in ("kl", "disturbance", "loss", "error", "by_matrix", "experts")},
+            **{
+                key: entry[key]
+                for key in ("kl", "disturbance", "growth", "at_half", "loss", "error", "by_matrix", "experts")
+            },
         }
         for number, (scheme, index, entry) in enumerate(zip(schemes, picked, entries, strict=True))
     ]

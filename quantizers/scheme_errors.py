@@ -1,7 +1,9 @@
 """What a scheme would do to one layer: the error of its experts' output, before anything is decided.
 
-For every candidate the scale search runs on the layer's sums, and group scales are set as the recipe says;
-codes are the nearest ones, since GPTQ's would cost as much as the run itself and rank the candidates alike.
+For every candidate the scale search runs on the layer's sums, and the layer is scaled, folded and rounded in the
+run's order, to the numbers that would be stored. Two things differ from the run: codes are the nearest ones, since
+GPTQ's would cost as much as the run itself and rank the candidates alike; and w2's sums are of what the source's w1
+and w3 give it, gathered once for all candidates, where the run gathers them again from the rounded ones.
 Then, of some sequences, the tokens that the router sent to an expert go through it as it is and as it would be:
 
     error = Σ_e Σ_t r² ‖f̂_e(x_t) − f_e(x_t)‖² / Σ_t ‖y_t‖²        (r: routing weight, y: states leaving the layer)
@@ -19,10 +21,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .awq import fold_gram, grid_scales, row_step, scale_losses, weight_means
+from .awq import divided, divided_first, fold_gram, fold_norm, grid_scales, row_step, scale_losses, weight_means
 from .expert_sums import Activation, WidthSums, input_grams, width_sums
 from .recipe import Experts
-from .rounding import minmax_scales, mse_scales, rounded
+from .rounding import dequantize, minmax_scales, mse_scales, nearest
 from .schemes import Scheme
 from .solved import MATRICES, Matrix
 from .statistics import Recorded, batches, blend, input_sums, route_counts, routed_rows
@@ -50,6 +52,7 @@ def scheme_errors(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     *,
+    norm: torch.Tensor,
     activation: Activation,
     settings: Experts,
     schemes: Sequence[Scheme],
@@ -62,6 +65,7 @@ def scheme_errors(
     Args:
         recorded: what the MoE block saw, see `engines.solve`.
         gate_up, down: (E, 2I, H) and (E, H, I), all experts, in the dtype of the forward pass.
+        norm: (H,) as stored, in the source's dtype.
         schemes: the candidates.
         chunk: experts worked on at a time.
         compared: numbers of the sequences on which outputs are compared; the sums are of all.
@@ -75,7 +79,7 @@ def scheme_errors(
     most = [int(n) for n in counts.tolist()]
     of_scheme = {s: settings.model_copy(update={"bits": s.bits, "group_size": s.group_size}) for s in schemes}
     pieces = [gate_up[a:b] for a, b in chunks]
-    smooth = {s: _smooth(pieces, inputs.gram, inputs.mean, own) for s, own in of_scheme.items()}
+    smooth = {s: _smooth(pieces, inputs.gram, inputs.mean, norm, own) for s, own in of_scheme.items()}
     lost = {scheme: dict.fromkeys((ALL_THREE, *MATRICES), 0.0) for scheme in schemes}
     coarsest = []
     for first, last in chunks:
@@ -97,8 +101,10 @@ def scheme_errors(
     return SchemeErrors(lost, (torch.cat(gate_ups), torch.cat(downs)))
 
 
-def _smooth(pieces: Sequence[torch.Tensor], gram: torch.Tensor, mean: torch.Tensor, own: Experts) -> torch.Tensor:
-    """The scale (H,) between norm and experts that AWQ's search finds for a scheme; ones without AWQ."""
+def _smooth(
+    pieces: Sequence[torch.Tensor], gram: torch.Tensor, mean: torch.Tensor, norm: torch.Tensor, own: Experts
+) -> torch.Tensor:
+    """What the norm would be divided by for a scheme, (H,), exactly as the rounded norm says; ones without AWQ."""
     if not own.awq:
         return torch.ones_like(mean)
     group, bits = own.group_size, own.bits
@@ -106,7 +112,8 @@ def _smooth(pieces: Sequence[torch.Tensor], gram: torch.Tensor, mean: torch.Tens
     grid = grid_scales(mean.unsqueeze(0), means, own.awq.grid, own.awq.duo_scaling)
     step = row_step(sum(len(piece) for piece in pieces), pieces[0].shape[1])
     losses = [scale_losses(piece[:, ::step].float(), gram.unsqueeze(0), grid, group, bits) for piece in pieces]
-    return grid[int(torch.cat(losses, dim=1).double().sum(1).argmin()), 0]
+    best = int(torch.cat(losses, dim=1).double().sum(1).argmin())
+    return fold_norm(norm, grid[best, 0])[1]
 
 
 def _as_stored(
@@ -116,23 +123,33 @@ def _as_stored(
     sums: WidthSums,
     own: Experts,
 ) -> Weights:
-    """The matrices after scaling, rounding, and scaling back."""
-    s = torch.ones_like(sums.mean)
+    """The matrices after scaling and rounding, in the run's order, and scaling back."""
+    s = torch.ones_like(sums.mean)  # (c, I): w3's rows over it, w2's columns times it
     if own.awq:
         grid = grid_scales(sums.mean, weight_means(source["down"], own.group_size), own.awq.grid, own.awq.duo_scaling)
         best = scale_losses(source["down"], sums.gram, grid, own.group_size, own.bits).argmin(0)
-        s = grid[best, torch.arange(len(best), device=best.device)]  # (c, I): w3's rows over it, w2's columns times it
+        s = grid[best, torch.arange(len(best), device=best.device)]
     importance = fold_gram(input_gram, smooth.unsqueeze(0)).diagonal(dim1=-2, dim2=-1)
-    gate = _rounded(source["gate"] * smooth, importance, own) / smooth
-    up = _rounded(source["up"] * smooth / s.unsqueeze(-1), importance, own) / smooth * s.unsqueeze(-1)
+    gate = dequantize(*_rounded(source["gate"] * smooth, importance, own))
+    rows = s.unsqueeze(-1)
+    if divided_first(own.bits):
+        codes, scale = _rounded(source["up"] * smooth / rows, importance, own)
+    else:
+        codes, scale = _rounded(source["up"] * smooth, importance, own)
+        scale = divided(scale, codes, s)
+    up = dequantize(codes, scale) * rows
     importance = fold_gram(sums.gram, s).diagonal(dim1=-2, dim2=-1)
-    return {"gate": gate, "up": up, "down": _rounded(source["down"] * s.unsqueeze(1), importance, own) / s.unsqueeze(1)}
+    down = dequantize(*_rounded(source["down"] * s.unsqueeze(1), importance, own))
+    return {"gate": gate / smooth, "up": up / smooth, "down": down / s.unsqueeze(1)}
 
 
-def _rounded(weight: torch.Tensor, importance: torch.Tensor, own: Experts) -> torch.Tensor:
+def _rounded(weight: torch.Tensor, importance: torch.Tensor, own: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nearest codes and scales of (c, R, C); importance (c, C)."""
     if own.scales == "mse":
-        return rounded(weight, mse_scales(weight, importance, own.group_size, own.bits), own.bits)
-    return rounded(weight, minmax_scales(weight, own.group_size, own.bits), own.bits)
+        scale = mse_scales(weight, importance, own.group_size, own.bits)
+    else:
+        scale = minmax_scales(weight, own.group_size, own.bits)
+    return nearest(weight, scale, own.bits), scale
 
 
 def _output_errors(

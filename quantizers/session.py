@@ -168,12 +168,21 @@ def estimate_run(job: Job, output_bytes: int) -> Estimate:
     from .estimate import estimate
 
     path = set_location(job.recipe.calibration, job.path)
-    calibration = read_set(path)
-    counts = [_most_samples(source, path.parent) for source in calibration.sources]
+    longest, awq = read_set(path).sequence_length, job.recipe.experts.awq
+    asked = job.recipe.verify and job.recipe.verify.perplexity
+    held_out = _most_tokens(set_location(asked.data, job.path)) if asked else 0
+    grid = awq.grid if awq else 0
+    return estimate(job.plan, job.sizes, output_bytes, _most_tokens(path), held_out, longest, grid)
+
+
+def _most_tokens(path: Path) -> int | None:
+    """How many tokens a set can give; None where only reading its sources would tell."""
+    from .calibration.set import read_set
+
+    found = read_set(path)
+    counts = [_most_samples(source, path.parent) for source in found.sources]
     known = [count for count in counts if count is not None]
-    tokens = sum(known) * calibration.sequence_length if len(known) == len(counts) else None
-    awq = job.recipe.experts.awq
-    return estimate(job.plan, job.sizes, output_bytes, tokens, calibration.sequence_length, awq.grid if awq else 0)
+    return sum(known) * found.sequence_length if len(known) == len(counts) else None
 
 
 def chunk_on_gpu(job: Job, limit: int) -> DeviceMemory:

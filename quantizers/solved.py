@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
 
 Matrix = Literal["gate", "up", "down"]
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")  # w1, w3, w2 in MiniMax's names
+
+
+@dataclass(frozen=True)
+class Leaning:
+    """How far the experts of a layer lean on tokens that the router did not send them, see statistics.py.
+
+    Attributes:
+        full_share_at: n0, the routed tokens from which on an expert's own count for the recipe's full share.
+        experts: how many got fewer.
+        smallest_share: of them all.
+    """
+
+    full_share_at: int
+    experts: int
+    smallest_share: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -25,6 +44,7 @@ class Solved:
         scales: bfloat16, (E, rows, columns / g); weight = code * scale.
         error: numbers about the search and the rounding, for report.json.
         fallbacks: one line for each expert that did not get the method asked for, and why.
+        leaning: None where all tokens count alike.
     """
 
     norm: torch.Tensor
@@ -34,3 +54,4 @@ class Solved:
     scales: dict[Matrix, torch.Tensor]
     error: dict[str, float] = field(default_factory=dict)
     fallbacks: list[str] = field(default_factory=list)
+    leaning: Leaning | None = None

@@ -61,6 +61,9 @@ def run_table(report: dict[str, Any], output: Path, source: str) -> str:
         f"time      {duration(seconds['this_process'])}, of it {duration(seconds['layers'])} for the layers; "
         f"peak memory {size(report['peak_memory_bytes'])}",
     ]
+    leaning = leaning_line(report)
+    if leaning:
+        lines.append(f"shares    {leaning}")
     falls = sum(len(layer["fallbacks"]) for layer in report["layers"])
     if falls:
         lines.append(f"fallbacks {falls}, listed in report.json under layers")
@@ -72,6 +75,23 @@ def run_table(report: dict[str, Any], output: Path, source: str) -> str:
         f"      vllm serve {output}",
     ]
     return "\n".join(lines).strip("\n")
+
+
+def leaning_line(report: dict[str, Any]) -> str:
+    """How many experts got too few routed tokens for these to count fully; empty where none did.
+
+    Args:
+        report: of a run with either engine, of a stitch, or of an older version: what it lacks is not said.
+    """
+    found = [layer["leaning"] for layer in report["layers"] if layer.get("leaning")]
+    few = sum(one["experts"] for one in found)
+    if not few:
+        return ""
+    experts, asked = report["plan"]["experts_per_layer"], report["settings"]["recipe"]["experts"]["routed_weight"]
+    return (
+        f"{few:,} of {experts * len(found):,} experts got fewer than {found[0]['full_share_at']:,} routed tokens and "
+        f"lean on all tokens in part (smallest share {min(one['smallest_share'] for one in found):.2f} of {asked:g})"
+    )
 
 
 def scheme_lines(report: dict[str, Any]) -> list[str]:

@@ -49,12 +49,13 @@ def needs_lines(needs: dict[str, Any]) -> list[str]:
     rows = []
     for device in ("CPU", "GPU"):
         states = "?" if needs["states"] is None else size(needs["states"][device])
-        seconds = None if needs["seconds"] is None else needs["seconds"][device]
-        time = "?" if seconds is None else "under a minute" if seconds < 60 else duration(seconds)
+        time = "?" if needs["seconds"] is None else _time(needs["seconds"][device])
         least, most = needs["memory"][device]
         memory = f"{size(least)} to {size(most)}"
         rows.append((device, size(needs["output"]), states, memory, time))
     tokens = "calibration set of unknown size" if needs["tokens"] is None else f"{needs['tokens']:,} tokens at most"
+    if needs["held_out"] != 0:
+        tokens += f" and {'a' if needs['held_out'] is None else format(needs['held_out'], ',')} held-out ones"
     return [
         f"a run with its {tokens} needs about",
         plain(("on a", "disk for the output", "for hidden states", "memory of the device", "time"), rows),
@@ -62,6 +63,13 @@ def needs_lines(needs: dict[str, Any]) -> list[str]:
         "Hub's cache; assumed:",
         *(f"  {line}" for line in needs["assumptions"]),
     ]
+
+
+def _time(seconds: dict[str, float]) -> str:
+    """Of all, and its parts."""
+    if seconds["all"] < 60:
+        return "under a minute"
+    return f"{duration(seconds['all'])}: layers {duration(seconds['layers'])}, proof {duration(seconds['proof'])}"
 
 
 def memory_line(numbers: dict[str, Any]) -> str:

@@ -46,11 +46,17 @@ def choice_lines(schemes: dict[str, Any]) -> list[str]:
     worst, least = harm.index(max(harm)), harm.index(min(harm))
     parts = ", ".join(f"{NAMES[matrix]} {share:.0%}" for matrix, share in sorted(shares.items(), key=lambda p: -p[1]))
     above = "; the budget is above the largest possible" if schemes["above_the_largest"] else ""
+    halved = [str(row["layer"]) for row in schemes["layers"] if row.get("at_half")]
+    less = [
+        f"KL did not grow with the square of the disturbance in {len(halved)} of {len(harm)} layers "
+        f"({', '.join(halved)}), which were measured with half of it"
+    ]
     return [
         f"{schemes['chosen']}: {size(schemes['output_bytes'])} of shards, {schemes['bits_per_weight']:.4g} bits per "
         f"weight, within {limit_text(schemes)}{above}",
         f"predicted KL of a layer as {coarsest}: most {harm[worst]:.2g} (layer {worst}), least {harm[least]:.2g} "
         f"(layer {least}), first {harm[0]:.2g}; of it {parts}",
+        *(less if halved else []),
     ]
 
 

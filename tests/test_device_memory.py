@@ -112,15 +112,15 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("longest", [32, 1024])
-@pytest.mark.parametrize("method", [("gptq", "mse"), ("nearest", "minmax")])
+@pytest.mark.parametrize("method", [("gptq", "mse", 4), ("gptq", "mse", 8), ("nearest", "minmax", 4)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_alive_while_a_layer_is_solved(
-    shape: str, method: tuple[str, str], longest: int, monkeypatch: pytest.MonkeyPatch
+    shape: str, method: tuple[str, str, int], longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes foreseen are enough, and for the full method not more than twice what is used."""
     monkeypatch.setattr(engines, "MOST", 10**6)  # as on a device, where the chunk is what was asked for
     monkeypatch.setattr(engines, "CACHE", 10**12)
-    settings = Experts(rounding=method[0], scales=method[1])  # type: ignore[arg-type]
+    settings = Experts(rounding=method[0], scales=method[1], bits=method[2])  # type: ignore[arg-type]
     plan, sizes = planned(settings, **SHAPES[shape])
     experts, hidden, width = sizes["experts"], sizes["hidden"], sizes["width"]
     torch.manual_seed(0)
@@ -153,7 +153,7 @@ def test_what_is_alive_while_a_layer_is_solved(
         assert alive.most <= foreseen
         # On a CPU the engine takes no more experts at a time than its cache holds.
         taken = min(chunk, MOST, max(1, CACHE // (6 * gate_up[0].numel())))
-        if chunk == experts and method == ("gptq", "mse"):
+        if chunk == experts and method[0] == "gptq":
             assert foreseen - (chunk - taken) * memory.expert <= 2 * alive.most
 
 

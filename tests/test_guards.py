@@ -99,7 +99,7 @@ FAULTS: dict[str, tuple[list[Fault], list[Fault], list[str]]] = {
     "all zero": ([scaled(0, "w1", "w2", "w3")], [], [NEAREST, "groups are all zero"]),
     "w2 zero": ([scaled(0, "w2")], [], ["down: 1024 of 1024 groups are all zero"]),
     "zero block": ([zero_block], [], ["gate: 512 of 1024 groups are all zero"]),
-    "never routed": ([never_routed], [], ["0 routed tokens, so their share is 0.000"]),
+    "never routed": ([never_routed], [], ["0 routed tokens, so it is solved from all tokens alike"]),
 }
 
 

@@ -287,6 +287,19 @@ def test_the_smoothed_experts_compute_what_the_source_computes() -> None:
     assert (after - before).norm() < 0.02 * before.norm()
 
 
+@torch.no_grad()
+def test_w3_is_divided_before_it_is_rounded() -> None:
+    """Its stored scales have been rounded once: they are those of the library's smoothed weights, bit for bit."""
+    model = tiny_model()
+    layer = model.model.layers[0]
+    solved = solve(model, bits=8)
+    smoothed = torch.stack([layer.mlp.experts[expert].up_proj.weight for expert in range(EXPERTS)])
+    ratio = smoothed / source_weights(tiny_model().model.layers[0], "up")
+    assert float(ratio.std(dim=1).max()) > 0.01  # rows were divided by scales of their own
+    largest = smoothed.unflatten(-1, (-1, GROUP)).abs().amax(-1)
+    assert torch.equal(solved.scales["up"], (largest / 127.5).bfloat16())
+
+
 def test_search_errors_are_those_of_weights_quantized_once() -> None:
     """The library's BasicPipeline leaves fake quantization on in the search: both would be far off."""
     solved = solve()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,11 +16,17 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from conftest import REPOSITORY, Finished
 from hub_models import ModelHub
 
+from quantizers import checkpoint, estimate
+from quantizers.checkpoint import open_folder
 from quantizers.pipeline import Options, run
 from quantizers.plan import listing, summary
+from quantizers.proof import measure
 from quantizers.session import estimate_run, prepare
+from quantizers.tables_plan import needs_lines
+from stitch.audit import verify
 
 REPO = "me/tiny"
 
@@ -60,9 +69,76 @@ def test_needs_of_the_published_model() -> None:
     assert needs.tokens == 590 * 8192
     assert needs.states is not None
     assert needs.states["CPU"] == 590 * 8192 * (3 * 4 * 3072 + 2 * 4 * 8)
+    assert needs.held_out == 88 * 256
     assert needs.seconds is not None
-    assert needs.seconds["GPU"] < needs.seconds["CPU"]
+    for part in ("layers", "proof", "all"):
+        assert needs.seconds["GPU"][part] < needs.seconds["CPU"][part]
+    for seconds in needs.seconds.values():
+        assert seconds["all"] == seconds["layers"] + seconds["proof"]
     assert len(needs.as_dict()["assumptions"]) >= 4
+
+
+def test_the_readme_has_the_time_that_plan_prints() -> None:
+    """Of the shipped recipe, parts included; both say that it is computed."""
+    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
+    needs = estimate_run(job, int(str(summary(job.plan, job.sizes)["output_bytes"]))).as_dict()
+    row = next(line for line in needs_lines(needs)[1].splitlines() if line.startswith("GPU"))
+    (table,) = re.findall(r"computed, not measured: (.*?) \((.*?)\), if", (REPOSITORY / "README.md").read_text())
+    assert row.endswith("  " + ": ".join(table))
+
+
+def test_a_proof_costs_what_it_reads_and_hashes(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counts of estimate.py against a proof whose reads are counted: digests, audit, evaluation."""
+    read = {"source": 0, "output": 0}
+    hashed = [0]
+    real_read, real_hash = checkpoint.read_bytes, hashlib.file_digest
+
+    def reading(info: Any) -> bytearray:
+        read["source" if info.file.parent == finished.source else "output"] += info.size
+        return real_read(info)
+
+    def hashing(stream: Any, name: str) -> Any:
+        hashed[0] += os.fstat(stream.fileno()).st_size if str(stream.name).endswith(".safetensors") else 0
+        return real_hash(stream, name)
+
+    monkeypatch.setattr(checkpoint, "read_bytes", reading)
+    monkeypatch.setattr(hashlib, "file_digest", hashing)
+    job = prepare(str(finished.recipe))
+    assert job.source is not None
+    written = finished.report["audit"]["digests"]
+    assert verify(finished.folder, job.source, torch.device("cpu"), written).differences == []
+    audited = read.copy()
+    read.update(source=0, output=0)
+    measure(job.source, [open_folder(finished.folder)], finished.held_out, torch.device("cpu"), tmp_path / "work")
+    source = sum(action.spec.bytes for action in job.plan.actions)
+    output = sum((finished.folder / file).stat().st_size for file in job.plan.shards())
+    assert [audited["source"], read["source"]] == pytest.approx([source] * 2, rel=0.01)
+    # Headers are a tenth of so small a model's output.
+    assert [audited["output"], read["output"]] == pytest.approx([output] * 2, rel=0.12)
+    assert hashed[0] == output
+
+    def proof(**rates: Any) -> float:
+        with pytest.MonkeyPatch.context() as patched:
+            endless = {"RATES": {"CPU": (math.inf, math.inf)}, "WEIGHTS": {"CPU": math.inf}}
+            for name, value in (endless | {"DISK_RATE": math.inf, "HASH_RATE": math.inf} | rates).items():
+                patched.setattr(estimate, name, value)
+            seconds = estimate_run(job, output).seconds
+        assert seconds is not None
+        return seconds["CPU"]["proof"]
+
+    assert proof() == 0
+    assert proof(HASH_RATE=1) == output
+    # The audit's tensors of the output have just been hashed with their file, and lie in memory.
+    assert proof(DISK_RATE=1) == 2 * source + 2 * output
+    weights = sum(math.prod(a.spec.shape) for a in job.plan.actions if a.kind not in ("drop", "rename"))
+    assert proof(WEIGHTS={"CPU": 1}) == 4 * weights
+    held_out = estimate_run(job, output).held_out
+    assert held_out == 12 * 128
+    attention = 2 * 128 * (job.sizes["heads"] + job.sizes["kv_heads"]) * job.sizes["head_dim"]
+    token = 4 * (attention + 2 * 3 * 128 * 64) + 128 * job.sizes["vocabulary"]
+    assert proof(RATES={"CPU": (1, math.inf)}) == 2 * 2 * held_out * token
 
 
 def plan_in_a_process(hub: ModelHub, home: Path, *words: object) -> subprocess.CompletedProcess[str]:

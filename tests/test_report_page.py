@@ -14,8 +14,11 @@ import pytest
 from conftest import Finished
 from test_coverage import quantize
 
+from eval.card import card
 from eval.report_charts import colour, heat_map
 from eval.report_html import page
+from quantizers.progress import layer_line
+from quantizers.tables import run_table
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 VOID = {"meta", "link", "rect", "circle", "path", "polyline", "br"}
@@ -77,6 +80,26 @@ def test_text_is_escaped(finished: Finished) -> None:
     Nesting().feed(text)
     assert "&lt;script&gt;alert(1)" in text
     assert "<img" not in text
+
+
+def test_smaller_shares_are_one_line_wherever_a_run_is_shown(finished: Finished) -> None:
+    """Counted from the coverage that the same report holds; no expert of them is among the fallbacks."""
+    report: dict[str, Any] = json.loads(json.dumps(finished.report))
+    few = [n for layer in report["coverage"]["per_layer"] for n in layer["routed_tokens"] if n < 128]
+    assert 0 < len(few) < 64
+    line = (
+        f"{len(few)} of 64 experts got fewer than 128 routed tokens and lean on all tokens in part "
+        f"(smallest share {0.9 * min(few) / 128:.2f} of 0.9)"
+    )
+    assert [words for layer in report["layers"] for words in layer["fallbacks"] if "routed tokens" in words] == []
+    shown = page(report), card(report), run_table(report, Path("out"), "source"), layer_line(
+        report["layers"][0] | {"peak_memory_bytes": 0}
+    )  # fmt: skip
+    assert [text.count(line) for text in shown] == [1, 1, 1, 0]
+    assert "; 0 fallbacks;" in shown[3]
+    for layer in report["layers"]:
+        layer["leaning"]["experts"] = 0
+    assert [text.count("lean on all") for text in (page(report), card(report))] == [0, 0]
 
 
 def test_uncovered_experts_are_marked() -> None:
