@@ -152,11 +152,11 @@ def estimate_run(job: Job, output_bytes: int) -> Estimate:
 
     path = set_location(job.recipe.calibration, job.path)
     calibration = read_set(path)
-    counts = [_most_samples(source, path.parent) for source in calibration.sources]
-    known = [count for count in counts if count is not None]
-    tokens = sum(known) * calibration.sequence_length if len(known) == len(counts) else None
+    counts = [(_most_samples(source, path.parent), calibration.length_of(source)) for source in calibration.sources]
+    known = [count * length for count, length in counts if count is not None]
+    tokens = sum(known) if len(known) == len(counts) else None
     awq = job.recipe.experts.awq
-    return estimate(job.plan, job.sizes, output_bytes, tokens, calibration.sequence_length, awq.grid if awq else 0)
+    return estimate(job.plan, job.sizes, output_bytes, tokens, calibration.lengths[-1], awq.grid if awq else 0)
 
 
 def chunk_on_gpu(job: Job, limit: int) -> DeviceMemory:
@@ -168,7 +168,7 @@ def chunk_on_gpu(job: Job, limit: int) -> DeviceMemory:
     from .calibration.set import read_set
     from .memory import device_memory
 
-    longest = read_set(set_location(job.recipe.calibration, job.path)).sequence_length
+    longest = read_set(set_location(job.recipe.calibration, job.path)).lengths[-1]
     return device_memory(job.plan, job.sizes, longest, 2, limit)
 
 

@@ -21,7 +21,7 @@ from .data import CalibrationData, Dropped, Sample, digest_of
 from .set import CalibrationSet
 from .sources import SourceError, Unreachable
 
-FORMAT = 1  # changes whenever the same set would give other tokens or fields
+FORMAT = 2  # changes whenever the same set would give other tokens or fields
 
 
 def default_cache() -> Path:
@@ -54,6 +54,7 @@ def recall(
     return CalibrationData(
         name=calibration.name,
         sequence_length=calibration.sequence_length,
+        lengths=calibration.lengths,
         samples=samples,
         digest=kept["digest"],
         dropped=tuple(Dropped(**dropped) for dropped in kept["dropped"]),
