@@ -41,8 +41,8 @@ def fidelity(report: dict[str, Any]) -> str:
             "</details>",
             "",
             f"Held-out set `{report['evaluated_on']['name']}`: {report['samples']} texts, {report['tokens']:,} scored "
-            f"tokens{_long(report)}. KL is KL(source || this) in nats over the whole vocabulary{_ranges(report)}; top-1 "
-            f"is how often the most likely token is the same. The router chooses the same experts for "
+            f"tokens{_long(report)}. KL is KL(source || this) in nats over the whole vocabulary{_ranges(report)}; "
+            f"top-1 is how often the most likely token is the same. The router chooses the same experts for "
             f"{report['router']['min']:.2%} in the worst layer{_long_router(report)}.",
         ]
     )
