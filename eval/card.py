@@ -319,7 +319,7 @@ def _limits(report: dict[str, Any]) -> str:
         )
     else:
         lines.append("Measured on short held-out texts, not on benchmarks, tool use or long contexts.")
-    lines += past_the_model(report)
+    lines += [f"{line}." for line in past_the_model(report)]
     if falls:
         lines.append(f"{falls:,} fallbacks while solving (few routed tokens, more damping), listed in `report.json`.")
     return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)

@@ -22,15 +22,16 @@ def fidelity(report: dict[str, Any]) -> str:
     ]
     header += ["|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
     parts = by_part(report)
-    overall = [_row(f"**{name}**", part) for name, part in parts.items()]
+    overall, *long = (_row(f"**{name}**", part) for name, part in parts.items())
     groups = [_group_row(f"{name} ({len(members)})", members) for name, members in _grouped(categories).items()]
     return "\n".join(
         [
             "## Measured against the source",
             "",
             *header,
-            *overall,
+            overall,
             *groups,
+            *long,
             "",
             *_positions(report),
             "<details><summary>By category</summary>",

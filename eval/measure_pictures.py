@@ -108,10 +108,11 @@ def fidelity_picture(results: Sequence[tuple[str, dict[str, Any]]], path: Path) 
         panels[1].set_xlabel("position of the predicted token")
         which = "long texts" if "long" in results[0][1] else "all texts"
         panels[1].set_title(f"by position, {which}", loc="left", fontsize=10)
+        panels[1].margins(0.12)
         panels[1].set_ylim(bottom=0)
     depth.set_xlabel("layer")
     depth.set_ylabel("relative error; share")
-    depth.set_title("by depth", loc="left", fontsize=10)
+    depth.set_title("by depth, short texts" if "long" in results[0][1] else "by depth", loc="left", fontsize=10)
     depth.set_xticks(_ticks(len(results[0][1]["hidden_error"])))
     depth.set_ylim(bottom=0)
     kinds = [Line2D([], [], color="gray", linestyle=style, label=label) for style, label in STYLES.items()]

@@ -24,14 +24,19 @@ def eval_table(report: dict[str, Any]) -> str:
         "[95 % interval]",
     ]
     for name, one in results:
-        parts += [f"{name}, by category{_left_out(one)}", _categories(one), f"{name}, by depth", _depth(one)]
+        parts += [
+            f"{name}, by category{_left_out(one)}",
+            _categories(one),
+            f"{name}, by depth{', short texts' if 'long' in one else ''}",
+            _depth(one),
+        ]
         if len(one["positions"]) > 1:
             parts += [f"{name}, by position in {'its long' if 'long' in one else 'all'} texts", positions_table(one)]
     return "\n\n".join([*parts, *past_the_model(first), *report["notes"]])
 
 
 def _long(one: dict[str, Any]) -> str:
-    return f", and of its long texts {one['long']['samples']} and {one['long']['tokens']:,}" if "long" in one else ""
+    return f", and {one['long']['samples']} long ones, {one['long']['tokens']:,} tokens" if "long" in one else ""
 
 
 def by_part(one: dict[str, Any]) -> dict[str, Any]:

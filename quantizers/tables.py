@@ -125,8 +125,8 @@ def past_the_model(report: dict[str, Any]) -> list[str]:
     if not lost["texts"]:
         return []
     return [
-        f"{lost['texts']} texts cut at {lost['positions']:,} tokens, the model's max_position_embeddings; "
-        f"{lost['tokens']:,} tokens after it not measured"
+        f"{lost['texts']} texts were cut at {lost['positions']:,} tokens, the model's max_position_embeddings; "
+        f"{lost['tokens']:,} tokens were not measured"
     ]
 
 

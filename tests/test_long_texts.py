@@ -264,7 +264,7 @@ def test_texts_are_cut_at_the_positions_that_the_model_was_made_for(
         "evaluated_on": {"name": "x", "past_the_model": {"positions": 9, "texts": 2, "tokens": 4}},
     }
     text = eval_table({"candidates": [one], "notes": []})
-    assert "2 texts cut at 9 tokens, the model's max_position_embeddings; 4 tokens after it not measured" in text
+    assert "2 texts were cut at 9 tokens, the model's max_position_embeddings; 4 tokens were not measured" in text
 
 
 def test_long_texts_can_be_left_out(finished: Finished, held_out: Path, report: dict[str, Any], tmp_path: Path) -> None:
