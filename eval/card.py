@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from quantizers.byte_size import gib
-from quantizers.tables import leaning_line
+from quantizers.tables import leaning_line, past_the_model
 from quantizers.tables_schemes import choice_lines, layer_rows
 
 from .card_fidelity import fidelity
@@ -186,8 +186,9 @@ def _calibration(report: dict[str, Any]) -> str:
     calibration, coverage = report["calibration"], report["coverage"]
     languages, routed = calibration["languages"], report["settings"]["recipe"]["experts"]["routed_weight"]
     shown = {kind: sum(1 for count in counts.values() if count) for kind, counts in languages.items()}
+    lengths = calibration.get("lengths", [calibration["sequence_length"]])
     cut = (
-        f" {calibration['truncated_samples']:,} samples were cut at {calibration['sequence_length']:,} tokens."
+        f" {calibration['truncated_samples']:,} samples were cut at {' or '.join(f'{n:,}' for n in lengths)} tokens."
         if calibration["truncated_samples"]
         else ""
     )
@@ -307,9 +308,18 @@ def _made(report: dict[str, Any]) -> str:
 
 def _limits(report: dict[str, Any]) -> str:
     falls = sum(len(layer["fallbacks"]) for layer in report["layers"])
-    lines = [*report["notes"], "Measured on short held-out texts, not on benchmarks, tool use or long contexts."]
+    lines = [*report["notes"]]
     if "kl" not in report:
         lines.append("Perplexity and KL were not measured: the recipe names no held-out set.")
+    elif "long" in report:
+        lines.append(
+            f"Measured on held-out texts of at most {report['longest']:,} tokens, and in a row of their own on "
+            f"{report['long']['samples']} long ones of at most {report['long']['longest']:,}; not on longer contexts, "
+            "benchmarks or tool use. Gates read the short ones only."
+        )
+    else:
+        lines.append("Measured on short held-out texts, not on benchmarks, tool use or long contexts.")
+    lines += [f"{line}." for line in past_the_model(report)]
     leaning = leaning_line(report)
     if leaning:
         lines.append(f"{leaning}.")

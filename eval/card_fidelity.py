@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from .perplexity_report import by_part
+
 GROUPS = {"code": "programming languages", "spoken": "spoken languages"}
 OTHER = "other fields"
 
@@ -19,7 +21,8 @@ def fidelity(report: dict[str, Any]) -> str:
         "| texts | tokens | perplexity of the source | of this | change | bits per byte | KL mean | p99 | top-1 |"
     ]
     header += ["|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
-    overall = _row("**all**", report)
+    parts = by_part(report)
+    overall, *long = (_row(f"**{name}**", part) for name, part in parts.items())
     groups = [_group_row(f"{name} ({len(members)})", members) for name, members in _grouped(categories).items()]
     return "\n".join(
         [
@@ -28,20 +31,51 @@ def fidelity(report: dict[str, Any]) -> str:
             *header,
             overall,
             *groups,
+            *long,
             "",
+            *_positions(report),
             "<details><summary>By category</summary>",
             "",
             *header,
-            *(_row(name, row) for name, row in sorted(categories.items())),
+            *(_row(name, row) for part in parts.values() for name, row in sorted(part["categories"].items())),
             "",
             "</details>",
             "",
             f"Held-out set `{report['evaluated_on']['name']}`: {report['samples']} texts, {report['tokens']:,} scored "
-            f"tokens. KL is KL(source || this) in nats over the whole vocabulary{_ranges(report)}; top-1 is how often "
-            f"the most likely token is the same. The router chooses the same experts for "
-            f"{report['router']['min']:.2%} in the worst layer.",
+            f"tokens{_long(report)}. KL is KL(source || this) in nats over the whole vocabulary{_ranges(report)}; "
+            f"top-1 is how often the most likely token is the same. The router chooses the same experts for "
+            f"{report['router']['min']:.2%} in the worst layer{_long_router(report)}.",
         ]
     )
+
+
+def _positions(report: dict[str, Any]) -> list[str]:
+    """By position in the text; nothing where all texts end in the first band."""
+    rows = report.get("positions", ())
+    if len(rows) < 2:
+        return []
+    return [
+        f"By position of the predicted token in {'the long' if 'long' in report else 'all'} texts:",
+        "",
+        "| position | texts | tokens | perplexity of the source | of this | change | KL mean | top-1 |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        *(
+            f"| {row['name']} | {row['samples']:,} | {row['tokens']:,} | {row['perplexity']['source']:.4f} | "
+            f"{row['perplexity']['candidate']:.4f} | {row['perplexity']['increase']:+.2%} | {row['kl']['mean']:.5f} | "
+            f"{row['top1']:.2%} |"
+            for row in rows
+        ),
+        "",
+    ]
+
+
+def _long(report: dict[str, Any]) -> str:
+    long = report.get("long")
+    return f", and {long['samples']} long texts, {long['tokens']:,} tokens" if long else ""
+
+
+def _long_router(report: dict[str, Any]) -> str:
+    return f", and for {report['long']['router']['min']:.2%} in long texts" if "long" in report else ""
 
 
 def _row(name: str, row: Mapping[str, Any]) -> str:

@@ -29,12 +29,13 @@ from quantizers.plain_json import finite
 from quantizers.ranks import ALONE, Ranks
 from quantizers.states import Rows
 
-from .perplexity import Measured, Text
+from .perplexity import Measured, Text, parts
 from .weight_error import weight_errors
 
 CHUNK = 256  # positions whose logits exist at a time: 0.2 GB at 200,064 words
 Step = Callable[[str], None]
 Stage = Callable[[str, int, int], AbstractContextManager[Step]]  # its name, its steps, how many an earlier call did
+Pair = tuple[torch.Tensor, torch.Tensor]  # of one text: the source's rows, the candidate's
 Scores = tuple[np.ndarray, np.ndarray, np.ndarray]  # nll, kl, same: (T - 1,) each
 
 
@@ -68,8 +69,8 @@ def evaluate(
     lengths = [len(text.tokens) for text in texts]
     lanes = [_Lane(model, number, lengths, work) for number, model in enumerate([source, *candidates])]
     ranks.after_first(lambda: _open(lanes, texts, journal))
-    agreement: list[list[float]] = [[] for _ in candidates]
-    errors: list[list[float]] = [[] for _ in candidates]
+    top, long = parts(texts)
+    entries: list[list[dict[str, Any]]] = [[] for _ in candidates]
     compared: list[list[dict[str, float]]] = [[] for _ in candidates]
     steps = [(number, lane) for number in range(source.sizes["layers"]) for lane in lanes]
     before = sum(journal.holds(_name(*one)) for one in steps)
@@ -77,14 +78,13 @@ def evaluate(
         for position, (number, lane) in enumerate(steps):
             entry = journal.once(
                 _name(number, lane),
-                lambda lane=lane, number=number: _layer(lanes, lane, number, weights, ranks),  # type: ignore[misc]
+                lambda lane=lane, number=number: _layer(lanes, lane, number, top, long, weights, ranks),  # type: ignore[misc]
             )
             ranks.meet()  # what this step has written, the next one overwrites
             if not ranks.leads:
                 continue
             if lane.number:
-                agreement[lane.number - 1].append(entry["agreement"])
-                errors[lane.number - 1].append(entry["hidden_error"])
+                entries[lane.number - 1].append(entry)
             elif weights:
                 for found, error in zip(compared, entry["weight_error"], strict=True):
                     found.append(error)
@@ -92,9 +92,14 @@ def evaluate(
                 step(f"layer {number}, " + (f"candidate {lane.number}" if lane.number else "source"))
     scores = _score(lanes, texts, journal, stage, ranks)
     return [
-        Measured(scores[0][0], nll, kl, same, [n - 1 for n in lengths], agreement[c], errors[c], compared[c])
-        for c, (nll, kl, same) in enumerate(scores[1:])
-    ]
+        Measured(
+            scores[0][0], nll, kl, same, [n - 1 for n in lengths],
+            [entry["agreement"] for entry in found], [entry["hidden_error"] for entry in found], weights_of,
+            [entry["long"]["agreement"] for entry in found if "long" in entry],
+            [entry["long"]["hidden_error"] for entry in found if "long" in entry],
+        )
+        for (nll, kl, same), found, weights_of in zip(scores[1:], entries, compared, strict=True)
+    ]  # fmt: skip
 
 
 def _name(number: int, lane: _Lane) -> str:
@@ -171,8 +176,13 @@ def _embed(lanes: Sequence[_Lane], texts: Sequence[Text]) -> dict[str, Any]:
     return {}
 
 
-def _layer(lanes: Sequence[_Lane], lane: _Lane, number: int, weights: bool, ranks: Ranks) -> dict[str, Any]:
-    """One layer of one model; a candidate is compared, by rank 0, with the source, which has just run it."""
+def _layer(
+    lanes: Sequence[_Lane], lane: _Lane, number: int, top: list[int], long: list[int], weights: bool, ranks: Ranks
+) -> dict[str, Any]:
+    """One layer of one model; a candidate is compared, by rank 0, with the source, which has just run it.
+
+    Short and long texts are compared apart: `top` and `long` are the numbers that `parts` gives.
+    """
     model, before, after, chosen = lane.model, lane.states(number), lane.states(number + 1), lane.chosen()
     with model.layer(number) as layer:
         for i in ranks.dealt(len(before)):
@@ -184,26 +194,32 @@ def _layer(lanes: Sequence[_Lane], lane: _Lane, number: int, weights: bool, rank
     if not ranks.leads:
         return {}
     if lane.number:
-        return {
-            "agreement": _agreement(lanes[0].chosen(), chosen),
-            "hidden_error": _relative_error(lanes[0].states(number + 1), after),
-        }
+        reference, states = lanes[0].chosen(), lanes[0].states(number + 1)
+        found = [
+            {
+                "agreement": _agreement([(reference[i], chosen[i]) for i in part]),
+                "hidden_error": _relative_error([(states[i], after[i]) for i in part]),
+            }
+            for part in (top, long)
+            if part
+        ]
+        return found[0] | ({"long": found[1]} if long else {})
     if not weights:
         return {}
     candidates = [other.model.checkpoint for other in lanes[1:]]
     return {"weight_error": weight_errors(model.checkpoint, candidates, model.facts, model.sizes, number, model.device)}
 
 
-def _agreement(reference: Rows, chosen: Rows) -> float:
-    same = sum(int((a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1).sum()) for a, b in zip(reference, chosen, strict=True))
-    return same / sum(a.numel() for a in reference)
+def _agreement(pairs: Sequence[Pair]) -> float:
+    """The share of the source's choices that the candidate makes too."""
+    same = sum(int((a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1).sum()) for a, b in pairs)
+    return same / sum(a.numel() for a, _ in pairs)
 
 
-def _relative_error(reference: Rows, states: Rows) -> float:
-    difference = sum(
-        float((a.float() - b.float()).double().square().sum()) for a, b in zip(reference, states, strict=True)
-    )
-    return math.sqrt(difference / sum(float(a.double().square().sum()) for a in reference))
+def _relative_error(pairs: Sequence[Pair]) -> float:
+    """‖candidate − source‖ / ‖source‖ over all states."""
+    difference = sum(float((a.float() - b.float()).double().square().sum()) for a, b in pairs)
+    return math.sqrt(difference / sum(float(a.double().square().sum()) for a, _ in pairs))
 
 
 def _score(

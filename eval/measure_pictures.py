@@ -62,7 +62,7 @@ def _ticks(count: int) -> list[int]:
 
 
 def fidelity_picture(results: Sequence[tuple[str, dict[str, Any]]], path: Path) -> None:
-    """Mean KL by category with its interval, and by depth the hidden states', weights' and router's deviation.
+    """Mean KL by category with its interval and by position, and by depth the deviation of states, weights and router.
 
     Args:
         results: a name and the figures of each candidate.
@@ -72,18 +72,25 @@ def fidelity_picture(results: Sequence[tuple[str, dict[str, Any]]], path: Path) 
 
     few = len(results[0][1]["categories"]) <= MOST
     kind = "categories" if few else "families"
-    categories = sorted(results[0][1][kind])
+    tables = [one[kind] | ({"long texts": one["long"]} if "long" in one else {}) for _, one in results]
+    categories = list(tables[0])
+    bands = [row["name"] for row in results[0][1]["positions"]]
+    several = len(bands) > 1
     height = max(4.5, 1.5 + len(categories) * (0.1 + 0.09 * len(results)))
-    figure = Figure(figsize=(14, min(16.0, height)), layout="constrained", dpi=120)
-    bars, depth = figure.subplots(1, 2, width_ratios=(1, 1.2))
+    figure = Figure(figsize=(18 if several else 14, min(16.0, height)), layout="constrained", dpi=120)
+    panels = figure.subplots(1, 3 if several else 2, width_ratios=(1, 0.8, 1.2) if several else (1, 1.2))
+    bars, depth = panels[0], panels[-1]
     band = 0.8 / len(results)
     for i, (_, one) in enumerate(results):
-        means = np.array([one[kind][c]["kl"]["mean"] for c in categories])
-        intervals = [one[kind][c]["interval"] for c in categories]
+        means = np.array([tables[i][c]["kl"]["mean"] for c in categories])
+        intervals = [tables[i][c]["interval"] for c in categories]
         ends = [x["kl"] if x else [m, m] for x, m in zip(intervals, means, strict=True)]
         spread = np.abs(np.array(ends).T - means)  # (2, categories)
         at = np.arange(len(categories)) + (i - (len(results) - 1) / 2) * band
         bars.barh(at, means, height=band * 0.9, xerr=spread, color=f"C{i}", error_kw={"linewidth": 0.8})
+        if several:
+            along = [row["kl"]["mean"] for row in one["positions"]]
+            panels[1].plot(np.arange(len(bands)), along, color=f"C{i}", marker="o", markersize=4)
         layers = np.arange(len(one["hidden_error"]))
         depth.plot(layers, one["hidden_error"], color=f"C{i}", marker="o", markersize=3)
         if "weight_error" in one:
@@ -95,9 +102,17 @@ def fidelity_picture(results: Sequence[tuple[str, dict[str, Any]]], path: Path) 
     bars.set_ylim(len(categories) - 0.5, -0.5)
     bars.set_xlabel("mean KL(source || candidate), nats; bars: 95 % interval")
     bars.set_title("by category" if few else "by family of categories", loc="left", fontsize=10)
+    if several:
+        panels[1].set_xticks(np.arange(len(bands)), bands)
+        panels[1].set_ylabel("mean KL, nats")
+        panels[1].set_xlabel("position of the predicted token")
+        which = "long texts" if "long" in results[0][1] else "all texts"
+        panels[1].set_title(f"by position, {which}", loc="left", fontsize=10)
+        panels[1].margins(0.12)
+        panels[1].set_ylim(bottom=0)
     depth.set_xlabel("layer")
     depth.set_ylabel("relative error; share")
-    depth.set_title("by depth", loc="left", fontsize=10)
+    depth.set_title("by depth, short texts" if "long" in results[0][1] else "by depth", loc="left", fontsize=10)
     depth.set_xticks(_ticks(len(results[0][1]["hidden_error"])))
     depth.set_ylim(bottom=0)
     kinds = [Line2D([], [], color="gray", linestyle=style, label=label) for style, label in STYLES.items()]

@@ -3,17 +3,22 @@
 KL is KL(source || candidate) in nats over the whole vocabulary at every scored position. Intervals are
 95 % bootstrap intervals: whole samples are drawn with replacement, since tokens of one text depend on
 each other; where a category has one sample there is none. lockstep.py runs the models.
+
+Long texts are a part of their own: the figures at the top, which gates and tables read, are those of the
+short texts, and `long` has the same ones of the long texts. A set that has only one kind has no parts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+
+from .by_position import by_position
 
 RESAMPLES, SEED, INTERVAL = 1000, 0, (0.025, 0.975)
 
@@ -26,11 +31,13 @@ class Text:
         tokens: (T,) int64.
         category: e.g. code/rust.
         scored_bytes: UTF-8 bytes of the tokens that are predicted, all but the first.
+        long: whether it belongs to the long part.
     """
 
     tokens: torch.Tensor
     category: str
     scored_bytes: int
+    long: bool = False
 
 
 @dataclass
@@ -42,9 +49,11 @@ class Measured:
         kl: (N,) float64, nats.
         same_top1: (N,) bool.
         lengths: scored positions of each sequence.
-        router_agreement: per layer, the share of the source's choices that the candidate makes too.
-        hidden_error: per layer, ‖h_candidate − h_source‖ / ‖h_source‖ over all tokens.
+        router_agreement: per layer, the share of the source's choices that the candidate makes too; of
+            long texts see below.
+        hidden_error: per layer, ‖h_candidate − h_source‖ / ‖h_source‖ over the same tokens.
         weight_error: per layer, relative error of experts and attention; empty where not asked for.
+        long_router_agreement, long_hidden_error: the same of the long part; empty where there is none.
     """
 
     source_nll: np.ndarray
@@ -55,36 +64,62 @@ class Measured:
     router_agreement: list[float]
     hidden_error: list[float]
     weight_error: list[dict[str, float]] = field(default_factory=list)
+    long_router_agreement: list[float] = field(default_factory=list)
+    long_hidden_error: list[float] = field(default_factory=list)
+
+
+def parts(texts: Sequence[Text]) -> tuple[list[int], list[int]]:
+    """Which texts the figures at the top are over, and which are the long part beside them, by their numbers.
+
+    Where all texts are long they are all there is, so they stand at the top.
+    """
+    short, long = ([i for i, text in enumerate(texts) if text.long is kind] for kind in (False, True))
+    return (short, long) if short else (long, [])
 
 
 def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
-    """The numbers of report.json: over all positions, and by category.
+    """The numbers of report.json: of the short texts, of the long ones, by category and by position.
 
     Returns:
         perplexity {source, candidate, increase (relative)}, bits_per_byte, kl {mean, median, p99, max},
-        top1, interval {kl, top1, increase} (None with one sample), tokens, samples, router {agreement per
-        layer, min}, hidden_error per layer, categories, families (`code` for `code/rust` and its like); and
+        top1, interval {kl, top1, increase} (None with one sample), tokens, samples, longest (tokens of the
+        longest text), router {agreement per layer, min}, hidden_error per layer, categories, families
+        (`code` for `code/rust` and its like); long, with the same keys, where there are long texts beside
+        short ones; positions, see `by_position`, of the long texts where there are such, else of all; and
         weight_error where it was asked for.
     """
+    top, long = parts(texts)
+    report = _part(measured, texts, top, measured.router_agreement, measured.hidden_error)
+    if long:
+        report["long"] = _part(measured, texts, long, measured.long_router_agreement, measured.long_hidden_error)
+    lengths = np.array(measured.lengths)
+    mask = np.repeat(np.isin(np.arange(len(texts)), long or top), lengths)
+    columns = (measured.source_nll[mask], measured.candidate_nll[mask], measured.kl[mask], measured.same_top1[mask])
+    report["positions"] = by_position(lengths[long or top], *columns)
+    return report | ({"weight_error": measured.weight_error} if measured.weight_error else {})
+
+
+def _part(
+    measured: Measured, texts: Sequence[Text], numbers: Sequence[int], agreement: list[float], hidden: list[float]
+) -> dict[str, Any]:
+    """All figures over the texts of these numbers."""
     sizes = np.array([text.scored_bytes for text in texts])
-    names = [text.category for text in texts]
-    categories = {
-        name: _table(measured, np.array([other == name for other in names]), sizes) for name in sorted(set(names))
+    names = {i: texts[i].category for i in numbers}
+    above = {i: name.partition("/")[0] for i, name in names.items()}
+
+    def table(members: Iterable[int]) -> dict[str, Any]:
+        return _table(measured, np.isin(np.arange(len(texts)), list(members)), sizes)
+
+    def by(group: dict[int, str]) -> dict[str, Any]:
+        return {name: table(i for i in numbers if group[i] == name) for name in sorted(set(group.values()))}
+
+    return table(numbers) | {
+        "longest": max(len(texts[i].tokens) for i in numbers),
+        "router": {"agreement": agreement, "min": min(agreement)},
+        "hidden_error": hidden,
+        "categories": by(names),
+        "families": by(above),
     }
-    above = [name.partition("/")[0] for name in names]
-    families = {
-        name: _table(measured, np.array([other == name for other in above]), sizes) for name in sorted(set(above))
-    }
-    return (
-        _table(measured, np.ones(len(texts), dtype=bool), sizes)
-        | {
-            "router": {"agreement": measured.router_agreement, "min": min(measured.router_agreement)},
-            "hidden_error": measured.hidden_error,
-            "categories": categories,
-            "families": families,
-        }
-        | ({"weight_error": measured.weight_error} if measured.weight_error else {})
-    )
 
 
 def _table(measured: Measured, members: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizers.tables import fidelity_table, plain
+from quantizers.tables import fidelity_table, past_the_model, plain, positions_table
 
 MOST, WORST = 24, 5
 
@@ -19,16 +19,36 @@ def eval_table(report: dict[str, Any]) -> str:
     first = report["candidates"][0]
     parts = [
         fidelity_table(results),
-        f"{first['samples']} samples, {first['tokens']:,} scored tokens of {first['evaluated_on']['name']}; "
-        "KL(source || candidate) in nats; router: share of equal choices in the worst layer; [95 % interval]",
+        f"{first['samples']} samples, {first['tokens']:,} scored tokens of {first['evaluated_on']['name']}"
+        f"{_long(first)}; KL(source || candidate) in nats; router: share of equal choices in the worst layer; "
+        "[95 % interval]",
     ]
     for name, one in results:
-        parts += [f"{name}, by category{_left_out(one)}", _categories(one), f"{name}, by depth", _depth(one)]
-    return "\n\n".join([*parts, *report["notes"]])
+        parts += [
+            f"{name}, by category{_left_out(one)}",
+            _categories(one),
+            f"{name}, by depth{', short texts' if 'long' in one else ''}",
+            _depth(one),
+        ]
+        if len(one["positions"]) > 1:
+            parts += [f"{name}, by position in {'its long' if 'long' in one else 'all'} texts", positions_table(one)]
+    return "\n\n".join([*parts, *past_the_model(first), *report["notes"]])
+
+
+def _long(one: dict[str, Any]) -> str:
+    return f", and {one['long']['samples']} long ones, {one['long']['tokens']:,} tokens" if "long" in one else ""
+
+
+def by_part(one: dict[str, Any]) -> dict[str, Any]:
+    """What has figures over many categories, by its name: all texts, or the short and the long ones apart."""
+    return {"short texts": one, "long texts": one["long"]} if "long" in one else {"all": one}
 
 
 def shown_categories(one: dict[str, Any]) -> dict[str, Any]:
-    """All categories where they are few; else their families, and the categories that lose most."""
+    """All categories where they are few; else their families, and the categories that lose most.
+
+    Of one part: where there are long texts beside short ones, `one["long"]` has categories of its own.
+    """
     if len(one["categories"]) <= MOST:
         return dict(one["categories"])
     worst = sorted(one["categories"].items(), key=lambda item: -item[1]["kl"]["mean"])[:WORST]
@@ -49,7 +69,8 @@ def _categories(one: dict[str, Any]) -> str:
             f"{table['top1']:.2%}",
             _interval(table, "top1", ".2%"),
         )
-        for name, table in [*shown_categories(one).items(), ("all", one)]
+        for label, part in by_part(one).items()
+        for name, table in [*shown_categories(part).items(), (label, part)]
     ]
     header = (
         "category",

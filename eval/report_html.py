@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
-from quantizers.tables import leaning_line, size
+from quantizers.tables import leaning_line, past_the_model, size
 from quantizers.tables_schemes import choice_lines, layer_rows
 
-from .perplexity_report import shown_categories
+from .perplexity_report import by_part, shown_categories
 from .report_charts import bars, heat_map, lines
 
 STYLE = """
@@ -184,18 +184,21 @@ def _left(error: dict[str, float | None], before: str, after: str) -> float | No
 
 
 def _fidelity(report: dict[str, Any]) -> str:
+    parts = by_part(report)
     shown = shown_categories(report)
+    charted = shown | ({"long texts": report["long"]} if "long" in report else {})
     rows = [
         (
             name, one["samples"], f"{one['tokens']:,}", f"{one['perplexity']['source']:.3f}",
             f"{one['perplexity']['increase']:+.2%}", f"{one['kl']['mean']:.5f}", f"{one['kl']['p99']:.4f}",
             f"{one['top1']:.2%}",
         )
-        for name, one in [("all", report), *shown.items()]
+        for label, part in parts.items()
+        for name, one in [(label, part), *shown_categories(part).items()]
     ]  # fmt: skip
     kl = {
         name: (one["kl"]["mean"], tuple(one["interval"]["kl"]) if one["interval"] else None)
-        for name, one in shown.items()
+        for name, one in charted.items()
     }
     depth = {
         "hidden states": report["hidden_error"],
@@ -205,10 +208,29 @@ def _fidelity(report: dict[str, Any]) -> str:
     return (
         f"<p>Held-out set {escape(report['evaluated_on']['name'])}: KL(source || this), nats, whole vocabulary.</p>"
         + bars(kl, "mean KL, nats; whiskers: 95 % bootstrap interval")
-        + "<p>Where in the depth the deviation grows</p>"
+        + f"<p>Where in the depth the deviation grows{', short texts' if 'long' in report else ''}</p>"
         + lines(depth, "relative error of hidden states; share of other experts")
         + _table(header, rows)
+        + _positions(report)
+        + "".join(f"<p class='soft'>{escape(line)}</p>" for line in past_the_model(report))
     )
+
+
+def _positions(report: dict[str, Any]) -> str:
+    """By position in the text; nothing where all texts end in the first band."""
+    bands = report.get("positions", ())
+    if len(bands) < 2:
+        return ""
+    rows = [
+        (
+            band["name"], band["samples"], f"{band['tokens']:,}", f"{band['perplexity']['source']:.3f}",
+            f"{band['perplexity']['increase']:+.2%}", f"{band['kl']['mean']:.5f}", f"{band['top1']:.2%}",
+        )
+        for band in bands
+    ]  # fmt: skip
+    words = f"By position of the predicted token in {'the long' if 'long' in report else 'all'} texts"
+    header = ("position", "texts", "tokens", "perplexity", "change", "KL mean", "top-1")
+    return f"<p>{words}</p>" + _table(header, rows)
 
 
 def _audit(report: dict[str, Any]) -> str:

@@ -68,7 +68,7 @@ def spread(data: CalibrationData, most: int) -> CalibrationData:
 
 
 def compare(job: Job, device: torch.device, repeats: int, most_tokens: int, work: Path | None = None) -> dict[str, Any]:
-    """Run every method on the recipe's source and calibration set, and measure all on its held-out set.
+    """Run every method on the recipe's source and calibration set, and measure all on its held-out set's short texts.
 
     Args:
         most_tokens: of the calibration set, about; see `spread`.
@@ -110,7 +110,7 @@ def compare(job: Job, device: torch.device, repeats: int, most_tokens: int, work
             outputs.append(open_folder(place / "output"))
             rows.append({"method": method.name, "seconds": sorted(seconds)[len(seconds) // 2]})
         held_out = set_location(job.recipe.verify.perplexity.data, job.path)
-        results = measure(source, outputs, held_out, device, Path(folder) / "eval")
+        results = measure(source, outputs, held_out, device, Path(folder) / "eval", long=False)
     for row, result in zip(rows, results, strict=True):
         row |= {
             "kl": result["kl"]["mean"],

@@ -149,7 +149,7 @@ def _status(key: str) -> int:
 def compare_route(
     job: Job, data: CalibrationData, repeats: int, device: torch.device, work: Path | None = None
 ) -> dict[str, Any]:
-    """The whole route on a recipe's source, and both results measured on its held-out set.
+    """The whole route on a recipe's source, and both results measured on its held-out set's short texts.
 
     Args:
         data: the calibration samples, see `bench.spread`.
@@ -201,7 +201,7 @@ def compare_route(
             results[name]["folder"] = Path(folder) / f"{name}-0" / place
         held_out = set_location(job.recipe.verify.perplexity.data, job.path)
         opened = [open_folder(results[name].pop("folder")) for name in ("ours", "library")]
-        measured = measure(source, opened, held_out, device, Path(folder) / "eval")
+        measured = measure(source, opened, held_out, device, Path(folder) / "eval", long=False)
     for name, figures in zip(("ours", "library"), measured, strict=True):
         results[name]["kl"] = figures["kl"]["mean"]
         results[name]["top1"] = figures["top1"]

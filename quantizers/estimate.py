@@ -141,7 +141,7 @@ def assumptions() -> list[str]:
     """What the figures rest on, a line each."""
     (cpu, cpu_solve), (gpu, gpu_solve) = RATES["CPU"], RATES["GPU"]
     return [
-        "tokens: every sample as long as the set's sequence_length, which few are",
+        "tokens: every sample as long as its sequence_length allows, which few are",
         f"time on a GPU: {gpu / 1e12:.0f}e12 operations a second in bfloat16, {gpu_solve / 1e12:.0f}e12 in float32",
         f"time on a CPU: {cpu / 1e12:.1f}e12, and {cpu_solve / 1e12:.1f}e12 for search and rounding; "
         f"disk {DISK_RATE / 1e9:.0f} GB/s",

@@ -28,6 +28,7 @@ from .atomic import copy_file, sync_folder, write_text
 from .calibration import CalibrationData
 from .checkpoint import CONFIG, INDEX, Checkpoint, side_files
 from .errors import InputError, OutputError
+from .held_out import cut, positions
 from .interrupts import interruptible
 from .layer_loop import assist_layers, quantize_layers
 from .measure_schemes import lane_rows, measured
@@ -164,7 +165,7 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
     tokens = token_tensors(data, job.sizes["vocabulary"])
     itemsize = forward_dtype(device).itemsize
     limit = options.device_memory or device_limit(device, options.ranks.count)
-    memory = device_memory(job.plan, job.sizes, data.sequence_length, itemsize, limit)
+    memory = device_memory(job.plan, job.sizes, data.lengths[-1], itemsize, limit)
     journal.refuse_changes(work, run_fingerprint(job, source, data, device, memory.chunk), options.output)
     journal.refuse_damaged_shards(work, job.sizes["layers"], options.output, options.paranoid)
     journal.remove_cut_files(work)
@@ -203,12 +204,12 @@ def _samples(job: Job, source: Checkpoint, name: str) -> CalibrationData:
 
 
 def held_out_tokens(job: Job, source: Checkpoint) -> int:
-    """Tokens of the held-out set, which is loaded so that what is wrong with it is said now and not after hours."""
+    """Tokens of the held-out set that are scored; loaded now, so that what is wrong is not said after hours."""
     asked = job.recipe.verify and job.recipe.verify.perplexity
     if not asked:
         return 0
     data = _samples(job, source, asked.data)
-    return sum(len(t) for t in token_tensors(data, job.sizes["vocabulary"]))
+    return sum(len(t) for t in cut(token_tensors(data, job.sizes["vocabulary"]), positions(source.config)))
 
 
 def disk_needed(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,15 @@ from eval.consumer_folder import check_folder
 from eval.coverage import gates as coverage_gates
 from eval.coverage import summarise
 from eval.lockstep import evaluate
-from eval.perplexity import Text, figures
+from eval.perplexity import figures
 from stitch.audit import verify
 from stitch.digests import ShardDigest
 
 from .atomic import write_json
+from .calibration.data import digest_of
 from .checkpoint import Checkpoint, open_folder
 from .errors import CheckpointError, OutputError
+from .held_out import cut, past_the_model, positions, texts
 from .layers import LayeredModel
 from .measure_schemes import measured
 from .plan import summary
@@ -32,7 +35,7 @@ from .recipe import PerplexityGate, set_location
 from .samples import samples
 from .scheme_choice import choice
 from .session import Job, fingerprint, forward_dtype, machine, versions
-from .texts import load_tokenizer, scored_bytes, token_tensors
+from .texts import load_tokenizer, token_tensors
 
 if TYPE_CHECKING:
     from .calibration import CalibrationData
@@ -179,6 +182,7 @@ def measure(
     *,
     weights: bool = False,
     resumable: bool = False,
+    long: bool = True,
     trust_remote_code: bool = False,
     ranks: Ranks = ALONE,
 ) -> list[dict[str, Any]]:
@@ -191,11 +195,13 @@ def measure(
         check: called between steps; may raise to interrupt.
         weights: also compare the weights, layer by layer.
         resumable: leave `work` when cut off, and go on from what it holds.
+        long: also measure the set's long texts; where it has no others they are measured in any case.
         trust_remote_code: whether the tokenizer may bring code of its own.
         ranks: who does it together; each of them calls this.
 
     Returns:
-        Figures of each candidate, see `eval.perplexity.figures`; nothing in other ranks than 0.
+        Figures of each candidate, see `eval.perplexity.figures`, and evaluated_on (name and digest of the
+        set, and what of it lies past the model's positions); nothing in other ranks than 0.
 
     Raises:
         CheckpointError: a candidate is another model, or in a format that cannot be read.
@@ -215,11 +221,12 @@ def measure(
         if candidate.config.get("model_type") != facts.model_type or other != sizes:
             raise CheckpointError(f"{place}: is another model than {source.name}; give checkpoints of one model")
     data = ranks.after_first(lambda: samples(data_set, source.folder, trust_remote_code))
-    tokenizer = load_tokenizer(str(source.folder), trust_remote_code)
-    texts = [
-        Text(tokens, sample.category, scored_bytes(tokenizer, sample.tokens.tolist()))
-        for tokens, sample in zip(token_tensors(data, sizes["vocabulary"]), data.samples, strict=True)
-    ]
+    if not long and any(not sample.long for sample in data.samples):
+        short = tuple(sample for sample in data.samples if not sample.long)
+        data = replace(data, samples=short, digest=digest_of(short))
+    most = positions(source.config)
+    tokens = cut(token_tensors(data, sizes["vocabulary"]), most)
+    scored = texts(data.samples, tokens, load_tokenizer(str(source.folder), trust_remote_code))
     dtype = forward_dtype(device)
     models = [LayeredModel(checkpoint, facts, sizes, device, dtype) for checkpoint in opened]
 
@@ -230,7 +237,7 @@ def measure(
 
     if not ranks.leads:
         ranks.meet()
-        evaluate(models[0], models[1:], texts, work, stage, weights=weights, resumable=resumable, ranks=ranks)
+        evaluate(models[0], models[1:], scored, work, stage, weights=weights, resumable=resumable, ranks=ranks)
         return []
     if not resumable:
         shutil.rmtree(work, ignore_errors=True)
@@ -240,14 +247,15 @@ def measure(
             _same_evaluation(work, opened, data, device, weights)
         ranks.meet()
         measured = evaluate(
-            models[0], models[1:], texts, work, stage, weights=weights, resumable=resumable, ranks=ranks
+            models[0], models[1:], scored, work, stage, weights=weights, resumable=resumable, ranks=ranks
         )
     except BaseException:
         if not resumable:
             shutil.rmtree(work, ignore_errors=True)
         raise
     shutil.rmtree(work, ignore_errors=True)
-    return [figures(one, texts) | {"evaluated_on": {"name": data.name, "digest": data.digest}} for one in measured]
+    on = {"name": data.name, "digest": data.digest, "past_the_model": past_the_model(data.samples, most)}
+    return [figures(one, scored) | {"evaluated_on": on} for one in measured]
 
 
 def _same_evaluation(

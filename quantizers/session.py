@@ -168,7 +168,7 @@ def estimate_run(job: Job, output_bytes: int) -> Estimate:
     from .estimate import estimate
 
     path = set_location(job.recipe.calibration, job.path)
-    longest, awq = read_set(path).sequence_length, job.recipe.experts.awq
+    longest, awq = read_set(path).lengths[-1], job.recipe.experts.awq
     asked = job.recipe.verify and job.recipe.verify.perplexity
     held_out = _most_tokens(set_location(asked.data, job.path)) if asked else 0
     grid = awq.grid if awq else 0
@@ -180,9 +180,9 @@ def _most_tokens(path: Path) -> int | None:
     from .calibration.set import read_set
 
     found = read_set(path)
-    counts = [_most_samples(source, path.parent) for source in found.sources]
-    known = [count for count in counts if count is not None]
-    return sum(known) * found.sequence_length if len(known) == len(counts) else None
+    counts = [(_most_samples(source, path.parent), found.length_of(source)) for source in found.sources]
+    known = [count * length for count, length in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def chunk_on_gpu(job: Job, limit: int) -> DeviceMemory:
@@ -194,7 +194,7 @@ def chunk_on_gpu(job: Job, limit: int) -> DeviceMemory:
     from .calibration.set import read_set
     from .memory import device_memory
 
-    longest = read_set(set_location(job.recipe.calibration, job.path)).sequence_length
+    longest = read_set(set_location(job.recipe.calibration, job.path)).lengths[-1]
     return device_memory(job.plan, job.sizes, longest, 2, limit)
 
 

@@ -48,6 +48,8 @@ def run_table(report: dict[str, Any], output: Path, source: str) -> str:
     lines += ["", plain(("gate", "value", "limit", "", "what it is"), rows), ""]
     if "kl" in report:
         lines += [fidelity_table([("output", report)]), ""]
+        if len(report.get("positions", ())) > 1:
+            lines += [positions_table(report), ""]
     plan, seconds = report["plan"], report["seconds"]
     coverage = report["coverage"]
     lines += [
@@ -56,6 +58,7 @@ def run_table(report: dict[str, Any], output: Path, source: str) -> str:
         *(f"          {line}" for line in report["audit"]["differences"][:10]),
         f"coverage  routed tokens per expert: min {coverage['min']:,}, median {coverage['median']:,.0f}; "
         f"{coverage['uncovered']} of {coverage['pairs']:,} below {coverage['min_routed_tokens']}",
+        *(f"held out  {line}" for line in past_the_model(report)),
         f"size      {size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
         *(f"{'schemes' if n == 0 else '':10}{line}" for n, line in enumerate(scheme_lines(report))),
         f"time      {duration(seconds['this_process'])}, of it {duration(seconds['layers'])} for the layers; "
@@ -102,7 +105,8 @@ def scheme_lines(report: dict[str, Any]) -> list[str]:
 
 
 def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """One row a candidate."""
+    """One row a candidate, and where it was measured on long texts too, another one for these."""
+    parts = [(label, part) for name, r in results for label, part in ((name, r), ("long", r.get("long"))) if part]
     rows = [
         (
             name,
@@ -116,10 +120,40 @@ def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
             f"{r['top1']:.2%}",
             f"{r['router']['min']:.2%}",
         )
-        for name, r in results
+        for name, r in parts
     ]
     header = ("", "ppl source", "ppl", "change", "bits/byte", "KL mean", "median", "p99", "top-1", "router")
     return plain(header, rows)
+
+
+def positions_table(report: dict[str, Any]) -> str:
+    """A row for each band of positions, of the long texts where there are such."""
+    rows = [
+        (
+            row["name"],
+            row["samples"],
+            f"{row['tokens']:,}",
+            f"{row['perplexity']['source']:.4f}",
+            f"{row['perplexity']['candidate']:.4f}",
+            f"{row['perplexity']['increase']:+.2%}",
+            f"{row['kl']['mean']:.5f}",
+            f"{row['top1']:.2%}",
+        )
+        for row in report["positions"]
+    ]
+    first = "position, long" if "long" in report else "position"
+    return plain((first, "texts", "tokens", "ppl source", "ppl", "change", "KL mean", "top-1"), rows)
+
+
+def past_the_model(report: dict[str, Any]) -> list[str]:
+    """A line where texts were cut at the last position that the model was made for; else nothing."""
+    lost = report.get("evaluated_on", {}).get("past_the_model", {"texts": 0})
+    if not lost["texts"]:
+        return []
+    return [
+        f"{lost['texts']} texts were cut at {lost['positions']:,} tokens, the model's max_position_embeddings; "
+        f"{lost['tokens']:,} tokens were not measured"
+    ]
 
 
 def methods_table(result: dict[str, Any]) -> str:

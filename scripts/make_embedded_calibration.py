@@ -3,8 +3,10 @@
     TEXTS/code/<language>/<n>.txt     first line `### task: ...`, the rest is code
     TEXTS/spoken/<language>/<n>.txt   first line `### task: ...`, the rest is prose
     TEXTS/domains.jsonl               {"category", "held_out", "messages", "tools"?}
+    TEXTS/long/<kind>/<name>          a whole document or file, as it is
 
-The last text of every language is held out for perplexity; the others calibrate.
+The last text of every language is held out for perplexity; the others calibrate. Long texts are all held
+out. A part for which there are no texts is left as it is.
 """
 
 from __future__ import annotations
@@ -67,8 +69,14 @@ def conversations(file: Path) -> Iterator[tuple[bool, Row]]:
             yield row.pop("held_out"), row
 
 
+def documents(folder: Path) -> Iterator[tuple[bool, Row]]:
+    """(held out, row) for every long text."""
+    for file in sorted(folder.glob("*/*")):
+        yield True, {"category": f"long/{file.parent.name}", "text": file.read_text(encoding="utf-8")}
+
+
 def write(rows: Iterable[tuple[bool, Row]], name: str) -> None:
-    """Split rows into NAME.jsonl and held-out-NAME.jsonl."""
+    """Split rows into NAME.jsonl and held-out-NAME.jsonl; a part without rows is not written."""
     held_out: dict[bool, list[str]] = {False: [], True: []}
     for is_held_out, row in rows:
         # JSON takes U+2028, U+2029 and U+0085 as they are; editors take them for line ends.
@@ -77,6 +85,8 @@ def write(rows: Iterable[tuple[bool, Row]], name: str) -> None:
             line = line.replace(separator, f"\\u{ord(separator):04x}")
         held_out[is_held_out].append(line + "\n")
     for is_held_out, prefix in ((False, ""), (True, "held-out-")):
+        if not held_out[is_held_out]:
+            continue
         path = OUTPUT / "embedded" / f"{prefix}{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.write_text("".join(held_out[is_held_out]), encoding="utf-8")
@@ -88,9 +98,12 @@ def main() -> None:
     parser.add_argument("texts", type=Path)
     texts = parser.parse_args().texts
     languages = read_set(OUTPUT / "embedded.yaml").languages
-    write(pairs(texts / "code", "code", languages.programming), "code")
-    write(pairs(texts / "spoken", "spoken", languages.spoken), "spoken")
-    write(conversations(texts / "domains.jsonl"), "chat")
+    for family, names in (("code", languages.programming), ("spoken", languages.spoken)):
+        if (texts / family).is_dir():
+            write(pairs(texts / family, family, names), family)
+    if (texts / "domains.jsonl").is_file():
+        write(conversations(texts / "domains.jsonl"), "chat")
+    write(documents(texts / "long"), "long")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,12 @@ import pytest
 from calibration_tokenizer import write_tokenizer
 
 from quantizers.calibration import CalibrationData, load_samples
+from quantizers.calibration.data import digest_of
 from quantizers.calibration.lock import lock_path, lock_set
 from quantizers.errors import CalibrationError
+from quantizers.shipped import shipped
+
+SETS = shipped("calibration")
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +62,51 @@ def test_all_keeps_the_files_order_and_cuts(hundred: Path, tokenizer: str) -> No
     assert first.tokens.dtype == np.int32
     assert data.summary()["truncated_tokens"] == 10 * 1 + 90 * 2
     assert first.place == "a.jsonl:1"
+
+
+def test_a_source_is_cut_at_its_own_length(hundred: Path, tokenizer: str) -> None:
+    """Shorter than the set's, longer, or none; only what is longer makes long texts."""
+    jsonl(hundred / "a.jsonl", [{"text": "a" * 14}])
+    jsonl(hundred / "b.jsonl", [{"text": "b" * 40}, {"text": "c" * 10}])
+    sources = source("a.jsonl") + source("a.jsonl", sequence_length=5)
+    path = write_set(hundred, sources + source("b.jsonl", sequence_length=30), length=12)
+    for cache in (None, hundred / "cache", hundred / "cache"):  # the third time from the cache
+        data = load_samples(path, tokenizer, cache=cache)
+        found = [(len(sample.tokens), sample.truncated, sample.long) for sample in data.samples]
+        assert found == [(12, 2, False), (5, 9, False), (30, 10, True), (10, 0, True)]
+        assert (data.sequence_length, data.lengths) == (12, (5, 12, 30))
+        summary = data.summary()
+        assert (summary["long_samples"], summary["long_tokens"], summary["truncated_tokens"]) == (2, 40, 21)
+
+
+def test_another_length_of_a_source_is_not_taken_from_the_cache(hundred: Path, tokenizer: str) -> None:
+    lengths, cache = [], hundred / "cache"
+    for length in (9, 12, 9):
+        path = write_set(hundred, source("a.jsonl", samples=2, sequence_length=length), length=10)
+        lengths.append({len(s.tokens) for s in load_samples(path, tokenizer, cache=cache).samples})
+    assert lengths == [{9}, {12}, {9}]
+    assert len(list(cache.glob("*.json"))) == 2
+
+
+def test_which_texts_are_long_is_part_of_the_digest(hundred: Path, tokenizer: str) -> None:
+    """The same tokens, once as short texts and once as long ones, give other figures."""
+    short, long = (
+        load_samples(write_set(hundred, source("a.jsonl", sequence_length=20), length=length), tokenizer)
+        for length in (20, 19)
+    )
+    assert [s.tokens.tolist() for s in short.samples] == [s.tokens.tolist() for s in long.samples]
+    assert short.digest != long.digest
+    plain = load_samples(write_set(hundred, source("a.jsonl"), length=20), tokenizer)
+    assert plain.digest == short.digest
+
+
+def test_digests_of_sets_without_long_texts_are_what_they_were(tiny_model: Path) -> None:
+    """Those from before a source could have a length of its own; the short part of held-out is the whole of then."""
+    embedded, held_out = (load_samples(SETS / f"{name}.yaml", str(tiny_model)) for name in ("embedded", "held-out"))
+    assert embedded.digest == "cc0f97c125c04ead05edb929e10b3896bd9622e831fdf15e6fe226b7959706c1"
+    short = [sample for sample in held_out.samples if not sample.long]
+    assert digest_of(short) == "0a32d69f8ba67946d5dbab018a26f06a8b2f53c1a9c7e26a1f03af2ae595b189"
+    assert len(held_out.samples) - len(short) == 8
 
 
 def test_a_number_takes_a_seeded_choice(hundred: Path, tokenizer: str) -> None:

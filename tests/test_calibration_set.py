@@ -45,6 +45,24 @@ def test_every_shipped_set_lists_the_languages(name: str) -> None:
     assert (len(languages.programming), len(languages.spoken)) == (60, 12)
 
 
+def test_a_source_may_have_a_length_of_its_own(tmp_path: Path) -> None:
+    own = [SOURCE.replace("samples: 1", f"samples: 1, sequence_length: {length}") for length in (128, 8, 64)]
+    calibration = read_set(write(tmp_path, SOURCE + "".join(own)))
+    assert [calibration.length_of(source) for source in calibration.sources] == [64, 128, 8, 64]
+    assert [calibration.is_long(source) for source in calibration.sources] == [False, True, False, False]
+    assert calibration.lengths == (8, 64, 128)
+    assert read_set(write(tmp_path, own[1])).lengths == (8,), "a length that no source has is none"
+
+
+@pytest.mark.parametrize("length", ["1", "0", "-3", "2.5", '"8192"', "true", "[8]"])
+def test_a_source_s_length_must_be_a_whole_number_from_two(length: str, tmp_path: Path) -> None:
+    path = write(tmp_path, SOURCE + SOURCE.replace("samples: 1", f"sequence_length: {length}, samples: 1"))
+    with pytest.raises(CalibrationError) as failure:
+        read_set(path)
+    assert str(failure.value).startswith(f"{path}:5: sources[1].sequence_length: ")
+    assert len(str(failure.value).splitlines()) == 1
+
+
 def test_slots_count_over_the_whole_set() -> None:
     calibration = read_set(SETS / "software-engineer.yaml")
     dealing = {

@@ -24,7 +24,7 @@ from quantizers.checkpoint import open_folder
 from quantizers.pipeline import Options, run
 from quantizers.plan import listing, summary
 from quantizers.proof import measure
-from quantizers.session import estimate_run, prepare
+from quantizers.session import chunk_on_gpu, estimate_run, prepare
 from quantizers.tables_plan import needs_lines
 from stitch.audit import verify
 
@@ -139,6 +139,25 @@ def test_a_proof_costs_what_it_reads_and_hashes(
     attention = 2 * 128 * (job.sizes["heads"] + job.sizes["kv_heads"]) * job.sizes["head_dim"]
     token = 4 * (attention + 2 * 3 * 128 * 64) + 128 * job.sizes["vocabulary"]
     assert proof(RATES={"CPU": (1, math.inf)}) == 2 * 2 * held_out * token
+
+
+def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:
+    """Tokens are counted by source; memory is that of a set whose every sequence is as long as the longest."""
+    tiny.make(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text("source: {model: model}\ncalibration: set.yaml\n")
+    source = "{dataset: a/b, columns: [t], shape: text, samples: 5, category: c%s}"
+
+    def needs(length: int, *own: str) -> tuple[Any, Any]:
+        sources = ", ".join(source % one for one in own)
+        (tmp_path / "set.yaml").write_text(f"name: x\nsequence_length: {length}\nsources: [{sources}]\n")
+        job = prepare(str(tmp_path / "recipe.yaml"))
+        return estimate_run(job, 1000), chunk_on_gpu(job, 2**30)
+
+    mixed, chunk = needs(16, "", ", sequence_length: 3000", ", sequence_length: 7")
+    assert mixed.tokens == 5 * (16 + 3000 + 7)
+    longest, same_chunk = needs(3000, "")
+    assert (mixed.memory, chunk) == (longest.memory, same_chunk)
+    assert mixed.memory != needs(16, "")[0].memory
 
 
 def plan_in_a_process(hub: ModelHub, home: Path, *words: object) -> subprocess.CompletedProcess[str]:

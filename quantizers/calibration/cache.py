@@ -54,6 +54,7 @@ def recall(
     return CalibrationData(
         name=calibration.name,
         sequence_length=calibration.sequence_length,
+        lengths=calibration.lengths,
         samples=samples,
         digest=kept["digest"],
         dropped=tuple(Dropped(**dropped) for dropped in kept["dropped"]),

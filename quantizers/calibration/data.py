@@ -19,10 +19,11 @@ class Sample:
     """One sequence.
 
     Attributes:
-        tokens: int32 (T,), 2 <= T <= the set's sequence_length.
+        tokens: int32 (T,), 2 <= T <= its source's sequence_length.
         category: such as `code/rust`, `spoken/hindi`, `math`.
         source: the dataset it comes from.
         truncated: how many tokens were cut off.
+        long: whether its source's sequence_length is larger than the set's.
         languages: which of the set's languages it shows: dealt to it, or named by its category.
         dealt: whether a language was dealt to it, so that its text need not be in that language.
         place: where its row is found, such as `./texts.jsonl:12`; paths start from the set's folder.
@@ -33,6 +34,7 @@ class Sample:
     category: str
     source: str
     truncated: int = 0
+    long: bool = False
     languages: tuple[str, ...] = ()
     dealt: bool = False
     place: str = ""
@@ -54,6 +56,8 @@ class CalibrationData:
     """What a set holds for one tokenizer.
 
     Attributes:
+        sequence_length: the set's own, for sources that give none.
+        lengths: every number of tokens at which samples were cut, ascending, see `CalibrationSet.lengths`.
         samples: in the set's order of sources, within a source in the order they were taken.
         digest: see `digest_of`.
         dropped: every row that was passed over, by source and reason.
@@ -64,6 +68,7 @@ class CalibrationData:
 
     name: str
     sequence_length: int
+    lengths: tuple[int, ...]
     samples: tuple[Sample, ...]
     digest: str
     dropped: tuple[Dropped, ...]
@@ -77,8 +82,11 @@ class CalibrationData:
             "name": self.name,
             "digest": self.digest,
             "sequence_length": self.sequence_length,
+            "lengths": list(self.lengths),
             "samples": len(self.samples),
             "tokens": sum(len(sample.tokens) for sample in self.samples),
+            "long_samples": sum(sample.long for sample in self.samples),
+            "long_tokens": sum(len(sample.tokens) for sample in self.samples if sample.long),
             "truncated_samples": sum(sample.truncated > 0 for sample in self.samples),
             "truncated_tokens": sum(sample.truncated for sample in self.samples),
             "categories": dict(sorted(Counter(sample.category for sample in self.samples).items())),
@@ -90,10 +98,14 @@ class CalibrationData:
 
 
 def digest_of(samples: Iterable[Sample]) -> str:
-    """SHA-256, hexadecimal, over each sample's category, length and token ids (little-endian), in order."""
+    """SHA-256, hexadecimal, over each sample's category, length and token ids (little-endian), in order.
+
+    Of a long text it is over the word `long` too, since figures depend on which texts are long.
+    """
     digest = hashlib.sha256()
     for sample in samples:
-        digest.update(f"{sample.category}\0{len(sample.tokens)}\0".encode())
+        long = "long\0" if sample.long else ""
+        digest.update(f"{sample.category}\0{len(sample.tokens)}\0{long}".encode())
         digest.update(sample.tokens.astype("<i4").tobytes())
     return digest.hexdigest()
 

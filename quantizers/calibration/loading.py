@@ -1,7 +1,8 @@
 """A calibration set becomes token sequences, each with a category: the same ones on any machine.
 
-One sample is one sequence: nothing is packed, and what is longer than the set's sequence_length is
-cut and counted. The digest over all token ids proves that two runs calibrated on the same.
+One sample is one sequence: nothing is packed, and what is longer than its source's sequence_length
+(the set's, where the source gives none) is cut and counted. The digest over all token ids proves that
+two runs calibrated on the same.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ def _load(
     return CalibrationData(
         name=calibration.name,
         sequence_length=calibration.sequence_length,
+        lengths=calibration.lengths,
         samples=samples,
         digest=digest_of(samples),
         dropped=tuple(dropped for one in taken for dropped in one.dropped),

@@ -108,6 +108,7 @@ class DataSource(Strict):
     columns: Annotated[tuple[str, ...], Field(strict=False)]
     shape: Shape
     samples: int | Literal["all"]
+    sequence_length: Annotated[int, Field(ge=2)] | None = None  # instead of the set's; more makes its texts long ones
     category: str | FromColumn
     prompt: str | None = None
     order: Annotated[str, Field(min_length=1)] | None = None  # of a local file: decides, in its name's place, the order
@@ -173,7 +174,9 @@ class CalibrationSet(Strict):
     """One calibration set file."""
 
     name: Annotated[str, Field(min_length=1)]
-    sequence_length: Annotated[int, Field(ge=2)]  # tokens; longer samples are cut, and counted
+    sequence_length: Annotated[
+        int, Field(ge=2)
+    ]  # tokens; longer samples are cut and counted. A source may give its own
     seed: Annotated[int, Field(ge=0)] = 42
     languages: Languages = Languages()
     sources: Annotated[tuple[DataSource, ...], Field(strict=False)]
@@ -194,6 +197,19 @@ class CalibrationSet(Strict):
                         f"{source.dataset} deals {kind} languages, but languages.{kind} is empty; list them"
                     )
         return self
+
+    def length_of(self, source: DataSource) -> int:
+        """Tokens at which a source's samples are cut."""
+        return self.sequence_length if source.sequence_length is None else source.sequence_length
+
+    def is_long(self, source: DataSource) -> bool:
+        """Whether a source's samples are long texts, which are measured in a row of their own."""
+        return self.length_of(source) > self.sequence_length
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Every number of tokens at which samples are cut, ascending; the last is that of the longest sequence."""
+        return tuple(sorted({self.length_of(source) for source in self.sources}))
 
     def first_slots(self) -> Iterator[dict[Kind, int]]:
         """For each source, how many samples before it deal each kind of language."""

@@ -102,12 +102,13 @@ class Taker:
             content = instruct(content, fill(source.prompt, dealt))
         category = _category(source, row, dealt)
         tokens = self.renderer.tokens(content)
-        length = self.calibration.sequence_length
+        length = self.calibration.length_of(source)
         return Sample(
             tokens=tokens[:length],
             category=category,
             source=source.dataset,
             truncated=max(0, len(tokens) - length),
+            long=self.calibration.is_long(source),
             languages=(*dealt.values(), *self._named_by(category, dealt)),
             dealt=bool(dealt),
             place=row.place,

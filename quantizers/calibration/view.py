@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import Progress as Bar
@@ -28,7 +29,8 @@ def render(report: SetReport) -> RenderableType:
         _categories(report),
         Text(
             f"{total['samples']:,} samples, {total['tokens']:,} tokens; {total['truncated_samples']:,} cut at "
-            f"{total['sequence_length']:,}, which lost {total['truncated_tokens']:,} tokens\n"
+            f"{' or '.join(f'{length:,}' for length in total['lengths'])}, which lost "
+            f"{total['truncated_tokens']:,} tokens\n{_long_texts(total)}"
             f"digest {total['digest']}{''.join(f' ({note})' for note in total['notes'])}"
         ),
     ]
@@ -45,6 +47,12 @@ def render(report: SetReport) -> RenderableType:
     parts += [Text(finding, style="red") for finding in report.findings]
     parts.append(Text("nothing contradicts the set", style="green") if report.ok else Text(""))
     return Group(*parts)
+
+
+def _long_texts(total: dict[str, Any]) -> str:
+    if not total["long_samples"]:
+        return ""
+    return f"of these {total['long_samples']:,} long ones, {total['long_tokens']:,} tokens\n"
 
 
 def _categories(report: SetReport) -> Table:
