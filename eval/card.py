@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from quantizers.byte_size import gib
-from quantizers.tables import leaning_line, past_the_model
+from quantizers.resolved import is_hub_id
+from quantizers.tables import leaning_line, number, past_the_model
 from quantizers.tables_schemes import choice_lines, layer_rows
 
 from .card_fidelity import fidelity
@@ -53,7 +54,7 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
     spoken = [name for name, samples in calibration["languages"]["spoken"].items() if samples]
     bits = _bits(report)
     front: dict[str, Any] = {}
-    if hub_id(report["source"]["model"]):
+    if is_hub_id(report["source"]["model"]):
         front |= {"base_model": report["source"]["model"], "base_model_relation": "quantized"}
     front |= {"pipeline_tag": "text-generation", "library_name": "transformers"} | report["source"]["license"]
     front["tags"] = ["compressed-tensors", *(["awq"] if experts["awq"] else []), *(["fp8"] if _fp8(report) else [])]
@@ -61,11 +62,6 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
     if calibration["datasets"]:
         front["datasets"] = calibration["datasets"]
     return front | {"language": sorted({"en", *(SPOKEN[name.lower()] for name in spoken if name.lower() in SPOKEN)})}
-
-
-def hub_id(model: str) -> bool:
-    """Whether a source is named as on the Hub, not as a folder."""
-    return model.count("/") == 1 and not model.startswith((".", "/", "~"))
 
 
 def _fp8(report: dict[str, Any]) -> bool:
@@ -119,7 +115,7 @@ def _title(report: dict[str, Any]) -> str:
 def _head(report: dict[str, Any]) -> str:
     source, plan = report["source"], report["plan"]
     name = source["model"]
-    model = f"[{name}](https://huggingface.co/{name})" if hub_id(name) else f"`{Path(name).name}`"
+    model = f"[{name}](https://huggingface.co/{name})" if is_hub_id(name) else f"`{Path(name).name}`"
     return (
         f"# {_title(report)}\n\n"
         f"{model} (revision `{source['revision']}`), {gib(plan['source_bytes'])}, as a compressed-tensors checkpoint "
@@ -219,8 +215,8 @@ def _audit(report: dict[str, Any]) -> str:
     found = "no difference" if not audit["differences"] else f"**{len(audit['differences'])} differences**"
     bar = "\\|"
     gates = [
-        f"| {gate['name']} | {gate['meaning'].replace('|', bar)} | {gate['value']:.4g} | {gate['limit']:.4g} | "
-        f"{'passed' if gate['passed'] else '**failed**'} |"
+        f"| {gate['name']} | {gate['meaning'].replace('|', bar)} | {number(gate['value'], '.4g')} | "
+        f"{gate['limit']:.4g} | {'passed' if gate['passed'] else '**failed**'} |"
         for gate in report["gates"]
     ]
     hashes = [f"| `{file}` | `{digest['sha256']}` |" for file, digest in sorted(audit["digests"].items())]
@@ -294,11 +290,12 @@ def _made(report: dict[str, Any]) -> str:
             "## How it was made",
             "",
             "```",
-            "quantize run recipe.yaml --output DIR",
+            "quantize run recipe.yaml --output DIR"
+            + ("" if is_hub_id(report["source"]["model"]) else " --source SOURCE"),
             "```",
             "",
-            f"with `recipe.yaml` beside this file (`{settings['file']}`, hash `{settings['hash'][:16]}`) on "
-            f"{settings['machine']['device']} with {settings['machine']['threads']} CPU threads: "
+            f"with `recipe.yaml` and the sets beside this file (`{settings['file']}`, hash `{settings['hash'][:16]}`) "
+            f"on {settings['machine']['device']} with {settings['machine']['threads']} CPU threads: "
             f"{seconds['layers']:,.0f} s for the layers, {seconds['this_process']:,.0f} s in the last process, "
             f"verifying and measuring included; {report['peak_memory_bytes'] / 1e9:.1f} GB of memory at most. "
             f"{versions}.",

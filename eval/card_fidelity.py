@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from quantizers.tables import number
+
 from .perplexity_report import by_part
 
 GROUPS = {"code": "programming languages", "spoken": "spoken languages"}
@@ -86,7 +88,7 @@ def _row(name: str, row: Mapping[str, Any]) -> str:
         f"{p['source']:.4f}",
         f"{p['candidate']:.4f}",
         f"{p['increase']:+.2%}{_interval(row, 'increase', '+.2%')}",
-        f"{row['bits_per_byte']['candidate']:.4f}",
+        number(row["bits_per_byte"]["candidate"], ".4f"),
         f"{kl['mean']:.5f}{_interval(row, 'kl', '.5f')}",
         f"{kl['p99']:.4f}",
         f"{row['top1']:.2%}{_interval(row, 'top1', '.2%')}",
@@ -97,15 +99,18 @@ def _row(name: str, row: Mapping[str, Any]) -> str:
 def _group_row(name: str, members: list[dict[str, Any]]) -> str:
     """Several categories as one, weighted by tokens; a 99th percentile cannot be had from theirs."""
     source, candidate = (_perplexity(members, which) for which in ("source", "candidate"))
-    bits = [row["tokens"] * math.log2(row["perplexity"]["candidate"]) for row in members]
-    size = sum(n / row["bits_per_byte"]["candidate"] for n, row in zip(bits, members, strict=True))
+    # Tokens without bytes, and a loss of exactly 0, say nothing about bits per byte.
+    bits = {n: row["tokens"] * math.log2(row["perplexity"]["candidate"]) for n, row in enumerate(members)}
+    rates = {n: members[n]["bits_per_byte"]["candidate"] for n in bits}
+    known = [n for n in bits if rates[n]]
+    size = sum(bits[n] / rates[n] for n in known)
     cells = [
         name,
         f"{sum(row['tokens'] for row in members):,}",
         f"{source:.4f}",
         f"{candidate:.4f}",
         f"{candidate / source - 1:+.2%}",
-        f"{sum(bits) / size:.4f}",
+        number(sum(bits[n] for n in known) / size if size else None, ".4f"),
         f"{_mean(members, lambda row: row['kl']['mean']):.5f}",
         "",
         f"{_mean(members, lambda row: row['top1']):.2%}",

@@ -81,13 +81,19 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
     """The numbers of report.json: of the short texts, of the long ones, by category and by position.
 
     Returns:
-        perplexity {source, candidate, increase (relative)}, bits_per_byte, kl {mean, median, p99, max},
+        perplexity {source, candidate, increase (relative)}, bits_per_byte (None where the scored tokens, special
+        ones, have no bytes), kl {mean, median, p99, max},
         top1, interval {kl, top1, increase} (None with one sample), tokens, samples, longest (tokens of the
         longest text), router {agreement per layer, min}, hidden_error per layer, categories, families
         (`code` for `code/rust` and its like); long, with the same keys, where there are long texts beside
         short ones; positions, see `by_position`, of the long texts where there are such, else of all; and
         weight_error where it was asked for.
+
+    Raises:
+        OverflowError: a loss is not finite, or so large that its perplexity is not.
     """
+    if not all(np.isfinite(values).all() for values in (measured.source_nll, measured.candidate_nll, measured.kl)):
+        raise OverflowError("a loss is not finite")
     top, long = parts(texts)
     report = _part(measured, texts, top, measured.router_agreement, measured.hidden_error)
     if long:
@@ -128,8 +134,8 @@ def _table(measured: Measured, members: np.ndarray, sizes: np.ndarray) -> dict[s
     mask = np.repeat(members, lengths)
     source, candidate, kl = measured.source_nll[mask], measured.candidate_nll[mask], measured.kl[mask]
     same = measured.same_top1[mask]
-    perplexity = [float(np.exp(nll.mean())) for nll in (source, candidate)]
-    bits = math.log(2) * sizes[members].sum()
+    perplexity = [math.exp(nll.mean()) for nll in (source, candidate)]
+    bits = math.log(2) * float(sizes[members].sum())
     return {
         "samples": int(members.sum()),
         "tokens": int(mask.sum()),
@@ -138,7 +144,10 @@ def _table(measured: Measured, members: np.ndarray, sizes: np.ndarray) -> dict[s
             "candidate": perplexity[1],
             "increase": perplexity[1] / perplexity[0] - 1,
         },
-        "bits_per_byte": {"source": float(source.sum() / bits), "candidate": float(candidate.sum() / bits)},
+        "bits_per_byte": {
+            name: float(nll.sum()) / bits if bits else None
+            for name, nll in (("source", source), ("candidate", candidate))
+        },
         "kl": {
             "mean": float(kl.mean()),
             "median": float(np.median(kl)),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
-from quantizers.tables import leaning_line, past_the_model, size
+from quantizers.tables import leaning_line, number, past_the_model, size
 from quantizers.tables_schemes import choice_lines, layer_rows
 
 from .perplexity_report import by_part, shown_categories
@@ -94,17 +94,17 @@ def _gates(report: dict[str, Any]) -> str:
         verdict = '<td class="good">passed</td>' if gate["passed"] else '<td class="bad">FAILED</td>'
         limit = f"{'≥' if gate.get('at_least') else '≤'} {gate['limit']:.4g}"
         rows.append(
-            f"<tr><td>{escape(gate['name'])}</td><td>{gate['value']:.4g}</td><td>{limit}</td>{verdict}"
+            f"<tr><td>{escape(gate['name'])}</td><td>{number(gate['value'], '.4g')}</td><td>{limit}</td>{verdict}"
             f'<td class="long">{escape(gate["meaning"])}</td></tr>'
         )
     return f'<div class="scroll"><table>{"".join(rows)}</table></div>'
 
 
 def _settings(report: dict[str, Any]) -> str:
-    settings = report["settings"]
+    settings, calibration = report["settings"], report["calibration"]
     rows = [
         *((f"experts.{key}", value) for key, value in settings["recipe"]["experts"].items()),
-        ("calibration", settings["recipe"]["calibration"]),
+        ("calibration", f"{calibration['name']} (digest {calibration['digest'][:16]})"),
         ("hash of the recipe", settings["hash"][:16]),
         *((f"machine: {key}", value) for key, value in settings["machine"].items()),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +17,14 @@ from eval.consumer_folder import check_folder
 from eval.coverage import gates as coverage_gates
 from eval.coverage import summarise
 from eval.lockstep import evaluate
-from eval.perplexity import figures
+from eval.perplexity import Measured, Text, figures
 from stitch.audit import verify
 from stitch.digests import ShardDigest
 
 from .atomic import write_json
 from .calibration.data import digest_of
 from .checkpoint import Checkpoint, open_folder
-from .errors import CheckpointError, OutputError
+from .errors import CheckpointError, OutputError, QuantizeError
 from .held_out import cut, past_the_model, positions, texts
 from .layers import LayeredModel
 from .measure_schemes import measured
@@ -255,7 +255,20 @@ def measure(
         raise
     shutil.rmtree(work, ignore_errors=True)
     on = {"name": data.name, "digest": data.digest, "past_the_model": past_the_model(data.samples, most)}
-    return [figures(one, scored) | {"evaluated_on": on} for one in measured]
+    return [
+        _figures(one, scored, candidate) | {"evaluated_on": on}
+        for one, candidate in zip(measured, candidates, strict=True)
+    ]
+
+
+def _figures(one: Measured, scored: Sequence[Text], candidate: Checkpoint) -> dict[str, Any]:
+    try:
+        return figures(one, scored)
+    except OverflowError as failure:
+        raise QuantizeError(
+            f"{candidate.name}: its perplexity, or its source's, is no number ({failure}): logits overflow, and "
+            "nothing can be compared; without verify.perplexity in its recipe a run ends without these figures"
+        ) from None
 
 
 def _same_evaluation(

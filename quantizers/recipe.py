@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -153,10 +151,6 @@ class Recipe(Strict):
     def settings(self) -> dict[str, Any]:
         """Every key with its value, defaults filled in: what recipe.yaml and report.json hold."""
         return self.model_dump(mode="json")
-
-    def digest(self) -> str:
-        """SHA-256 over the settings, hexadecimal: equal for two recipes that mean the same."""
-        return hashlib.sha256(json.dumps(self.settings(), sort_keys=True).encode()).hexdigest()
 
 
 def find_recipe(name: str) -> Path:

@@ -26,8 +26,8 @@ def size(number: int) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """A figure of a report; null there is what JSON has no number for."""
-    return "not finite" if value is None else format(value, form)
+    """A figure of a report; null there is what JSON has no number for, see plain_json.py."""
+    return "no number" if value is None else format(value, form)
 
 
 def run_table(report: dict[str, Any], output: Path, source: str) -> str:
@@ -113,7 +113,7 @@ def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
             f"{r['perplexity']['source']:.4f}",
             f"{r['perplexity']['candidate']:.4f}",
             f"{r['perplexity']['increase']:+.2%}",
-            f"{r['bits_per_byte']['candidate']:.4f}",
+            number(r["bits_per_byte"]["candidate"], ".4f"),
             f"{r['kl']['mean']:.5f}",
             f"{r['kl']['median']:.5f}",
             f"{r['kl']['p99']:.4f}",

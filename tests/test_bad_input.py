@@ -511,7 +511,7 @@ def test_an_unfinished_run_of_other_settings(quantize: Callable[..., Any], case:
         (("plan", "~nobody-at-all/recipe.yaml"), "~nobody-at-all/recipe.yaml: no such recipe"),
         (("plan", "r" * 5000), "no such recipe"),
         (("plan", "."), "no such recipe"),
-        (("run", "tiny"), "--output"),
+        (("run", "tiny"), "tiny: no such recipe; give a file, or a name"),
         (("run",), "RECIPE"),
         (("plan", "x", "--nonsense"), "--nonsense"),
         (("nonsense",), "nonsense"),

@@ -82,13 +82,14 @@ def test_kl_of_the_lanes_in_bfloat16(source: Model, candidate: Model) -> None:
     walk = object.__new__(_Walk)
     walk.model = SimpleNamespace(head=lambda: source[1], final=lambda rows: rows)  # type: ignore[assignment]
     walk.job = SimpleNamespace(sizes={"layers": 2})  # type: ignore[assignment]
-    walk.lengths, walk.probes, walk.lane_lengths = [], [0], [POSITIONS]
-    walk.states = [source[0], candidate[0], source[0].clone()]  # type: ignore[assignment]
-    found, itself = walk.divergences(lambda: None)
+    walk.lengths, walk.probes, walk.halved, walk.lane_lengths = [], [0], range(1), [POSITIONS]
+    same = source[0].clone()
+    walk.states = [source[0], candidate[0], same, same, candidate[0]]  # type: ignore[assignment]
+    first, second = walk.divergences(lambda: None)
     wanted = float(kl(source, candidate, exact).mean())
-    print(f"KL {found:.6f}, in float64 {wanted:.6f}")
-    assert found == pytest.approx(wanted, rel=0.01)
-    assert itself == 0.0
+    print(f"KL {first['all']:.6f}, in float64 {wanted:.6f}")
+    assert first == pytest.approx({"all": wanted, "some": wanted, "half": 0.0}, rel=0.01)
+    assert second == {"all": 0.0, "some": 0.0, "half": first["all"]}
 
 
 @dataclass
