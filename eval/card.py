@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 
 from quantizers.byte_size import gib
+from quantizers.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.resolved import is_hub_id
 from quantizers.tables import leaning_line, number, past_the_model
 from quantizers.tables_schemes import choice_lines, layer_rows
 
 from .card_fidelity import fidelity
-from .pictures import CALIBRATION, COVERAGE
 
 SPOKEN = {
     "arabic": "ar", "chinese": "zh", "english": "en", "french": "fr", "german": "de", "hebrew": "he", "hindi": "hi",
@@ -182,7 +182,7 @@ def _calibration(report: dict[str, Any]) -> str:
     calibration, coverage = report["calibration"], report["coverage"]
     languages, routed = calibration["languages"], report["settings"]["recipe"]["experts"]["routed_weight"]
     shown = {kind: sum(1 for count in counts.values() if count) for kind, counts in languages.items()}
-    lengths = calibration.get("lengths", [calibration["sequence_length"]])
+    lengths = calibration["lengths"]
     cut = (
         f" {calibration['truncated_samples']:,} samples were cut at {' or '.join(f'{n:,}' for n in lengths)} tokens."
         if calibration["truncated_samples"]
@@ -198,13 +198,13 @@ def _calibration(report: dict[str, Any]) -> str:
             f"languages, {len(calibration['categories'])} categories.{cut}{dropped} Every expert saw every token; "
             f"tokens that the router sends to an expert count for {routed:.0%} of it.",
             "",
-            f"![Samples by language and field]({CALIBRATION})",
+            f"![Samples by language and field]({CALIBRATION_PICTURE})",
             "",
             f"What the router itself sent: at least {coverage['min']:,} tokens to every expert, "
             f"{coverage['median']:,.0f} in the median; {coverage['uncovered']:,} of {coverage['pairs']:,} experts got "
             f"fewer than {coverage['min_routed_tokens']:,}.",
             "",
-            f"![Routed tokens by layer and expert]({COVERAGE})",
+            f"![Routed tokens by layer and expert]({COVERAGE_PICTURE})",
         ]
     )
 

@@ -10,19 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from quantizers.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
+
 from .measure_pictures import coverage_picture, save
 
-CALIBRATION, COVERAGE = "calibration.png", "coverage.png"
 BAR = "#3b6fb6"
 
 
 def draw(report: dict[str, Any], folder: Path) -> None:
     """Write both pictures of a report into a folder."""
-    save(calibration_figure(report["calibration"]), folder / CALIBRATION)
+    save(calibration_figure(report["calibration"]), folder / CALIBRATION_PICTURE)
     coverage = report["coverage"]
     title = "routed tokens by layer and expert"
     tokens = np.array([row["routed_tokens"] for row in coverage["per_layer"]])  # (layers, E)
-    coverage_picture(tokens, coverage["min_routed_tokens"], title, folder / COVERAGE)
+    coverage_picture(tokens, coverage["min_routed_tokens"], title, folder / COVERAGE_PICTURE)
 
 
 def calibration_figure(calibration: dict[str, Any]) -> Any:

@@ -9,8 +9,9 @@ from .calibration.data import language_counts
 from .calibration.set import read_set
 from .checkpoint import Checkpoint
 from .fit import assumptions, common_fits, parse_cards, serving_model
+from .own_files import CARD
 from .recipe import set_location
-from .record import CARD, front_matter_of
+from .record import front_matter_of
 from .session import Job
 
 if TYPE_CHECKING:

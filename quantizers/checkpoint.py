@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError
+from .own_files import is_own
 from .safetensors_header import TensorInfo, printed, read_header
 
 if TYPE_CHECKING:
@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
-# What a run writes beside the checkpoint: its record and its recipe, with the sets and their data (see resolved.py).
-OWN = (
-    "README.md", "report.json", "report.html", "recipe.yaml", "calibration.yaml", "calibration.lock.json",
-    "held-out.yaml", "held-out.lock.json",
-)  # fmt: skip
-OWN_DATA = re.compile(r"data-[0-9a-f]{16}\.\w+")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class Checkpoint:
         name: what the user called it: a Hub id or a folder.
         config: config.json.
         tensors: every tensor of every shard by name.
-        index: the text of the index file, None for a checkpoint of one file.
+        revision: on the Hub; None where it is not from there.
     """
 
     folder: Path
@@ -208,15 +203,15 @@ def declared_block(config: dict[str, Any], where: str) -> tuple[int, int]:
 def side_files(folder: Path) -> list[Path]:
     """Everything beside weights and config that a checkpoint is used with: tokenizer, template, licence, code.
 
-    What a run of this program adds of its own is none of it, so that its output can be a source again.
+    What a run of this program adds of its own is none of it.
     """
     return sorted(
         path
         for path in folder.iterdir()
         if path.is_file()
-        and path.name not in (CONFIG, INDEX, *OWN)
-        and not OWN_DATA.fullmatch(path.name)
-        and path.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx")
+        and path.name not in (CONFIG, INDEX)
+        and not is_own(path.name)
+        and path.suffix not in WEIGHTS
         and not path.name.endswith(".index.json")
         and not path.name.startswith(".")
     )

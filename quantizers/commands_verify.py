@@ -117,10 +117,11 @@ def report(
 
     from .atomic import write_text
     from .checkpoint import read_json
-    from .record import PAGE, REPORT, add_files, seal_of, write_record
+    from .own_files import PAGE, REPORT
+    from .record import add_files, seal_of, write_record
 
     target, found = output or folder / PAGE, read_json(folder / REPORT)
     write_text(page(found), target)
-    if target == folder / PAGE and found.get("seal") == seal_of(found):
+    if target.resolve() == (folder / PAGE).resolve() and found.get("seal") == seal_of(found):
         write_record(folder, add_files(folder, found, [PAGE]))
     emit({"page": str(target)}, as_json, f"page: {target}")

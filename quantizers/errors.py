@@ -40,6 +40,12 @@ class OutputError(InputError):
     """The output folder cannot take this run."""
 
 
+class DamagedRecord(QuantizeError):
+    """A finished folder's report.json is damaged, so that what it names cannot be compared: something differs."""
+
+    exit_code = 3
+
+
 class Interrupted(QuantizeError):
     """SIGINT or SIGTERM arrived; everything finished so far is on disk.
 

@@ -28,10 +28,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stitch.digests import file_sha256
-
 from .atomic import disk_errors, write_json
 from .errors import OutputError
+from .own_files import file_sha256
 from .ranks import ALONE, Ranks
 
 WORK = ".quantize"

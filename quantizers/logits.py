@@ -13,14 +13,17 @@ import torch
 
 from .symmetric import gram
 
-WORDS = 16384  # rows of the head that are in float32 at a time
+WORDS = 16384  # rows of the head, a block of the vocabulary, that are multiplied at a time
 
 
 def logits(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """states headᵀ (T, V) in float32, from (T, H) and (V, H) of one dtype."""
-    if head.dtype == torch.float32 or head.is_cuda:
+    if head.dtype == torch.float32:
         return gram(states.mT, head.mT)
-    return torch.cat([gram(states.mT, words.mT) for words in torch.split(head, WORDS)], dim=1)
+    found = torch.empty(len(states), len(head), dtype=torch.float32, device=head.device)
+    for start in range(0, len(head), WORDS):
+        found[:, start : start + WORDS] = gram(states.mT, head[start : start + WORDS].mT)
+    return found
 
 
 def log_probabilities(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:

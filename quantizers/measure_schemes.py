@@ -71,9 +71,9 @@ def measured(work: Path, layers: int) -> list[dict[str, Any]] | None:
     try:
         kl = json.loads((work / FOLDER / "kl.json").read_text())
         entries = [json.loads(_entry(work, number).read_text()) for number in range(layers)]
-    except (OSError, ValueError):
+        return [_with_loss(entry, found) for entry, found in zip(entries, kl, strict=True)]
+    except (OSError, ValueError, TypeError, KeyError):  # nothing there, or what an older version measured
         return None
-    return [_with_loss(entry, found) for entry, found in zip(entries, kl, strict=True)]
 
 
 def _with_loss(entry: dict[str, Any], kl: dict[str, float]) -> dict[str, Any]:

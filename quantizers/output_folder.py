@@ -12,8 +12,9 @@ from . import journal
 from .atomic import disk_errors, sync_folder
 from .checkpoint import CONFIG, INDEX
 from .errors import OutputError, QuantizeError
+from .own_files import CARD, REPORT
 
-LAST = ("report.json", "README.md", INDEX, CONFIG)  # what makes a folder look finished comes last
+LAST = (REPORT, CARD, INDEX, CONFIG)  # what makes a folder look finished comes last
 
 
 def finished_report(output: Path) -> dict[str, Any] | None:
@@ -21,7 +22,7 @@ def finished_report(output: Path) -> dict[str, Any] | None:
     if journal.unfinished(output) or not (output / CONFIG).is_file():
         return None
     try:
-        report: dict[str, Any] = json.loads((output / "report.json").read_text())
+        report: dict[str, Any] = json.loads((output / REPORT).read_text())
     except (OSError, ValueError):
         return None
     return report if isinstance(report, dict) else {}
@@ -73,6 +74,6 @@ def move_into_place(work: Path, output: Path) -> dict[str, Any]:
         for name in [*shards, *rest, *(name for name in LAST if name in names)]:
             os.replace(folder / name, output / name)
         sync_folder(output)
-    report: dict[str, Any] = json.loads((output / "report.json").read_text())
+    report: dict[str, Any] = json.loads((output / REPORT).read_text())
     journal.remove(work)
     return report

@@ -35,18 +35,19 @@ from .measure_schemes import lane_rows, measured
 from .meeting import GO_ON
 from .memory import device_memory
 from .output_folder import check_room, finished_report, move_into_place, refuse_strangers
+from .own_files import CARD, PAGE
 from .plan import index_json, summary
 from .progress import peak_memory
 from .proof import fidelity, prove
 from .ranks import ALONE, Ranks
 from .recipe import set_location
-from .record import CARD, PAGE, add_files, describe_files, seal_of, write_record, write_with_card
-from .resolved import Resolved, resolve_recipe
+from .record import add_files, describe_files, seal_of, write_record, write_with_card
+from .resolved import Resolved, resolve_recipe, settings_hash
 from .samples import samples
 from .scheme_choice import decide
 from .schemes import Scheme
 from .session import Job, device_limit, fingerprint, forward_dtype
-from .source_files import check_hashes, source_stats
+from .source_files import check_hashes, source_digest, source_stats
 from .texts import token_tensors
 
 METHOD = 3  # changes whenever the same settings would give other bytes
@@ -83,12 +84,12 @@ def run(job: Job, options: Options) -> dict[str, Any]:
     Raises:
         InputError: exit 2. QuantizeError: exit 1. Interrupted: 130 or 143.
     """
-    # Once, and before anything long: the sets may be edited while the run works.
-    job = replace(job, resolved=resolve_recipe(job.recipe, job.path))
     finished = finished_report(options.output)
     if finished is not None:
         options.ranks.tell("run", None)
         return _already_done(job, options, finished)
+    # Once, and before anything long: the sets may be edited while the run works.
+    job = replace(job, resolved=resolve_recipe(job.recipe, job.path))
     refuse_strangers(options.output)
     with (
         journal.locked(options.output, options.ranks),
@@ -129,12 +130,17 @@ def assist(job: Job, options: Options) -> None:
 
 
 def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[str, Any]:
-    assert job.resolved is not None
-    output, settings = options.output, finished.get("settings")
-    if not isinstance(settings, dict) or settings.get("hash") != job.resolved.hash:
+    output, settings, source = options.output, finished.get("settings"), finished.get("source")
+    if not isinstance(settings, dict) or settings.get("hash") != settings_hash(job.recipe, job.path):
         raise OutputError(f"{output}: holds the finished output of another recipe; choose another --output, or --fresh")
-    if options.with_data and not set(job.resolved.data) <= set(finished["files"]):
-        finished = _add_data(output, finished, job.resolved)
+    assert job.source is not None
+    if not isinstance(source, dict) or source.get("digest") != source_digest(job.source):
+        raise OutputError(
+            f"{output}: holds the finished output of another source than {job.location}; choose another --output, or "
+            "--fresh"
+        )
+    if options.with_data:
+        finished = _add_data(output, finished, resolve_recipe(job.recipe, job.path))
     if journal.work_folder(output).exists():  # a run that was killed while it removed its own traces
         with journal.locked(output):
             journal.remove(journal.work_folder(output))
@@ -143,6 +149,8 @@ def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[
 
 def _add_data(output: Path, finished: dict[str, Any], resolved: Resolved) -> dict[str, Any]:
     """Copy the sets' data into an output that was finished without it; the report as it is then."""
+    if set(resolved.data) <= set(finished["files"]):
+        return finished
     if finished.get("seal") != seal_of(finished):
         raise OutputError(f"{output}: its report.json was changed since the run wrote it; nothing is added to it")
     for name, file in resolved.data.items():
@@ -254,6 +262,10 @@ def assemble(job: Job, source: Checkpoint, folder: Path, with_data: bool = False
         What was written of the last shard.
     """
     assert job.resolved is not None
+    shards = {job.plan.shard_file(layer) for layer in range(job.plan.layers)}
+    for path in folder.iterdir():  # of an earlier attempt, which may have been told otherwise
+        if path.name not in shards:
+            path.unlink()
     last = write_shard(layer_tensors(job.plan, None, source, None), folder / job.plan.shard_file(None))
     for file in side_files(source.folder):
         copy_file(file, folder / file.name)
@@ -299,5 +311,6 @@ def write_report(
     add_card_facts(report, job, source, data)
     folder = work / "output"
     draw(report, folder)
-    write_with_card(folder, report | describe_files(folder, later=(CARD, PAGE)))
+    assert job.resolved is not None
+    write_with_card(folder, report | describe_files(folder, job.resolved.texts(), later=(CARD, PAGE)))
     write_text("", work / "moving")

@@ -20,6 +20,7 @@ from eval.lockstep import evaluate
 from eval.perplexity import Measured, Text, figures
 from stitch.audit import verify
 from stitch.digests import ShardDigest
+from stitch.folder_audit import folders_left_out
 
 from .atomic import write_json
 from .calibration.data import digest_of
@@ -35,6 +36,7 @@ from .recipe import PerplexityGate, set_location
 from .samples import samples
 from .scheme_choice import choice
 from .session import Job, fingerprint, forward_dtype, machine, versions
+from .source_files import source_digest
 from .texts import load_tokenizer, token_tensors
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ def prove(
     assert resolved is not None
     with progress("verifying", job.sizes["layers"]) as step:
         audit = verify(folder, source, device, written, _checked(step, check))
+    _refuse_unreadable(folder, audit.differences)
     names = sorted({sample.category for sample in data.samples})
     counts = [np.array(entry["routed"], dtype=np.int64) for entry in layers]
     rule = recipe.verify.coverage if recipe.verify else None
@@ -83,7 +86,11 @@ def prove(
     if seen:  # by every expert, whatever the router chose
         coverage["forced"] = {"min": int(min(seen)), "tokens": sum(len(sample.tokens) for sample in data.samples)}
     report: dict[str, Any] = {
-        "source": {"model": resolved.recipe.source.model, "revision": recipe.source.revision},
+        "source": {
+            "model": resolved.recipe.source.model,
+            "revision": recipe.source.revision,
+            "digest": source_digest(source),
+        },
         "settings": {"recipe": resolved.recipe.settings(), "hash": resolved.hash, "machine": machine(device)},
         "versions": versions(),
         "plan": {key: value for key, value in summary(job.plan, job.sizes).items() if key != "shards"},
@@ -91,7 +98,7 @@ def prove(
         "layers": [{k: v for k, v in entry.items() if k not in JOURNAL_ONLY} for entry in layers],
         "coverage": coverage,
         "audit": audit.as_dict() | {"digests": dict(written)},
-        "notes": [NOT_SIMULATED],
+        "notes": [NOT_SIMULATED, *folders_left_out(source.folder)],
     }
     if job.allocation:
         entries = measured(work, job.sizes["layers"])
@@ -127,6 +134,14 @@ def prove(
         gates += fidelity_gates(result, asked)
     report["gates"] = gates
     return report
+
+
+def _refuse_unreadable(folder: Path, differences: list[str]) -> None:
+    """Nothing can be measured of files that cannot be opened: the run stops, and goes on once they are restored."""
+    try:
+        open_folder(folder)
+    except CheckpointError:
+        raise OutputError(f"{folder}: {differences[0]}; restore the file, or start over with --fresh") from None
 
 
 def fidelity(

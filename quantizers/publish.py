@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import InputError, OutputError, QuantizeError
 from .journal import WORK
-from .record import REPORT, write_with_card
+from .own_files import REPORT
+from .record import seal_of, write_with_card
 from .tables import number
 
 if TYPE_CHECKING:
@@ -98,7 +99,16 @@ def _is_file(folder: Path, name: str) -> bool:
 
 
 def state(folder: Path, report: dict[str, Any], reason: str | None, problems: list[str]) -> None:
-    """Let report and card say that a checkpoint was published although it fails; or no longer say so."""
+    """Let report and card say that a checkpoint was published although it fails; or no longer say so.
+
+    Raises:
+        OutputError: the report itself was changed: no reason makes its figures those that were measured.
+    """
+    if report.get("seal") != seal_of(report):
+        raise OutputError(
+            f"{folder / REPORT}: was changed since the run wrote it, so its figures are not published whatever the "
+            "reason; restore it"
+        )
     forced = {"reason": reason, "problems": problems} if problems else None
     if report.get("forced") == forced:
         return

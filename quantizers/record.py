@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from typing import Any
 import yaml
 
 from .atomic import disk_errors, write_json, write_text
+from .own_files import CALIBRATION, CARD, PAGE, RECIPE, REPORT, file_sha256, is_plain
 from .plain_json import finite
 
-REPORT, CARD, PAGE = "report.json", "README.md", "report.html"
 # What the front matter may say of the checkpoint itself; whoever publishes may add other keys, and tags.
 CARD_KEYS = (
     "base_model", "base_model_relation", "pipeline_tag", "library_name", "license", "license_name", "license_link",
@@ -47,28 +47,32 @@ def seal_of(report: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def describe_files(folder: Path, later: Iterable[str] = ()) -> dict[str, Any]:
+def describe_files(folder: Path, texts: Mapping[str, str], later: Iterable[str] = ()) -> dict[str, Any]:
     """`files` and `sha256` of a folder that is complete but for report.json and what is made of it.
 
     Args:
+        texts: what some of the files were written from, by name: their hashes are of that, not of what lies there.
         later: names that will be there as well.
+
+    Raises:
+        QuantizeError: a file cannot be read.
     """
     own = {REPORT, CARD, PAGE}
     names = {path.name for path in folder.iterdir()} - own
     with disk_errors(folder):
-        hashes = {name: _sha256(folder / name) for name in names if not name.endswith(".safetensors")}
+        hashes = {name: file_sha256(folder / name) for name in names if not name.endswith(".safetensors")}
+    hashes |= {name: _text_sha256(text) for name, text in texts.items()}
     return {"files": sorted(names | set(later)), "sha256": hashes}
+
+
+def _text_sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def add_files(folder: Path, report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """A report that records these files of its folder as well."""
-    added = {name: _sha256(folder / name) for name in names}
+    added = {name: file_sha256(folder / name) for name in names}
     return report | {"files": sorted({*report["files"], *added}), "sha256": report["sha256"] | added}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write_record(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +99,7 @@ def write_with_card(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
 
     report = _as_read(report)  # what is made of it is then the same from memory and from the file
     texts = {PAGE: page(report), CARD: card(report)}
-    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    hashes = {name: _text_sha256(text) for name, text in texts.items()}
     for name, text in texts.items():
         write_text(text, folder / name)
     kept = {"front_matter": front_matter(report), "sha256": hashes[CARD]}
@@ -103,8 +107,8 @@ def write_with_card(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def front_matter_of(text: str) -> dict[str, Any]:
-    """The YAML at the head of a card; empty where there is none that can be read."""
-    parts = text.split("---\n", 2)
+    """The YAML at the head of a card, whatever ends its lines; empty where there is none that can be read."""
+    parts = text.replace("\r\n", "\n").split("---\n", 2)
     try:
         front = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else {}
     except yaml.YAMLError:
@@ -121,28 +125,33 @@ def check_record(folder: Path) -> Record:
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        left = [name for name in (PAGE, "recipe.yaml") if (folder / name).is_file()]
+        left = [name for name in (PAGE, RECIPE, CALIBRATION) if (folder / name).is_file()]
         if left:
             return Record((f"{REPORT}: is gone, though {left[0]} is there; take it from where this was made",), ())
         return Record((), (f"no {REPORT}, so what its maker wrote cannot be compared",))
-    except (OSError, ValueError) as failure:
+    except (OSError, ValueError, RecursionError) as failure:
         return Record((f"{REPORT}: cannot be read ({type(failure).__name__})",), ())
-    if not isinstance(report, dict) or report.get("seal") != seal_of(report):
+    if not isinstance(report, dict) or ("seal" not in report and "sha256" not in report and "audit" not in report):
+        return Record((), (f"{REPORT} is none of this program's, so what its maker wrote cannot be compared",))
+    if report.get("seal") != seal_of(report):
         return Record((f"{REPORT}: is not as it was sealed; it was changed since the run wrote it",), ())
-    lines = []
-    for name, before in report["sha256"].items():
-        try:
-            if _sha256(folder / name) != before:
-                lines.append(f"{name}: changed since the run wrote it")
-        except OSError as failure:
-            lines.append(f"{name}: cannot be read ({failure.strerror})")
-    lines += [
-        f"{name}: named in {REPORT}, not in the folder"
-        for name in report["files"]
-        if name not in report["sha256"] and not (folder / name).is_file()
-    ]
-    changed, notes = _card_changes(folder, report["card"]) if "card" in report else ([], [])
+    hashes, names, card = report.get("sha256"), report.get("files"), report.get("card", {"front_matter": {}})
+    if not isinstance(hashes, dict) or not isinstance(names, list) or not isinstance(card, dict):
+        return Record((f"{REPORT}: holds no record of the files beside it; it was changed since the run wrote it",), ())
+    lines = [line for name, before in hashes.items() if (line := _file_change(folder, str(name), before))]
+    missing = [name for name in names if name not in hashes and not (is_plain(name) and (folder / name).is_file())]
+    lines += [f"{name}: named in {REPORT}, not in the folder" for name in missing]
+    changed, notes = _card_changes(folder, card) if "card" in report else ([], [])
     return Record((*lines, *changed), tuple(notes))
+
+
+def _file_change(folder: Path, name: str, before: object) -> str | None:
+    if not is_plain(name):
+        return f"{REPORT}: records {name!r}, which is no file beside it"
+    try:
+        return None if file_sha256(folder / name) == before else f"{name}: changed since the run wrote it"
+    except OSError as failure:
+        return f"{name}: cannot be read ({failure.strerror})"
 
 
 def _card_changes(folder: Path, written: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -153,13 +162,13 @@ def _card_changes(folder: Path, written: dict[str, Any]) -> tuple[list[str], lis
         return ([f"{CARD}: cannot be read"] if (folder / CARD).exists() else []), []
     lines = []
     for key in CARD_KEYS:
-        before, now = written["front_matter"].get(key), front.get(key)
+        before, now = dict(written.get("front_matter") or {}).get(key), front.get(key)
         grown = isinstance(before, list) and isinstance(now, list) and all(item in now for item in before)
         if now != before and not grown:
             lines.append(f"{CARD}: front matter: {key} is {_shown(now)}, the run wrote {_shown(before)}")
-    edited = hashlib.sha256(raw).hexdigest() != written["sha256"]
+    edited = hashlib.sha256(raw).hexdigest() != written.get("sha256")
     return lines, [f"{CARD}: was edited since the run wrote it"] if edited and not lines else []
 
 
 def _shown(value: Any) -> str:
-    return "nothing" if value is None else json.dumps(value, ensure_ascii=False)
+    return "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)

@@ -14,21 +14,19 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from .own_files import CALIBRATION, HELD_OUT, LOCK, RECIPE
 from .recipe import Recipe, set_location
 
 if TYPE_CHECKING:
-    from .calibration.set import CalibrationSet
+    from .calibration.set import CalibrationSet, DataSource
 
-RECIPE, CALIBRATION, HELD_OUT = "recipe.yaml", "calibration.yaml", "held-out.yaml"
-LOCK = ".lock.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
@@ -39,28 +37,24 @@ class Resolved:
 
     Attributes:
         recipe: with the names of the copies.
+        hash: see `settings_hash`.
         sets: text of each copied set and lock, by file name.
         data: where each local data file lies here, by its published name.
-        renamed: the published name of each local data file, by what a set called it.
+        renamed: the published name of each local file of the calibration set, by what the set calls it.
     """
 
     recipe: Recipe
+    hash: str
     sets: Mapping[str, str]
     data: Mapping[str, Path]
     renamed: Mapping[str, str]
-
-    @cached_property
-    def hash(self) -> str:
-        """SHA-256 over the settings and the sets: equal for two recipes that mean the same, wherever they lie."""
-        digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.sets.items()}
-        return hashlib.sha256(json.dumps([self.recipe.settings(), digests], sort_keys=True).encode()).hexdigest()
 
     def texts(self) -> dict[str, str]:
         """The files to write beside the checkpoint, by name."""
         return {RECIPE: recipe_text(self.recipe.settings()), **self.sets}
 
     def published(self, place: str) -> str:
-        """A row's place, such as `./texts.jsonl:12`, without the file's own name."""
+        """A row's place in the calibration set, such as `./texts.jsonl:12`, without the file's own name."""
         for name, other in self.renamed.items():
             if place.startswith(name):
                 return other + place.removeprefix(name)
@@ -90,7 +84,8 @@ def source_name(model: str, beside: Path) -> str:
     folder = path if path.is_absolute() else beside / path
     if not folder.is_dir() and is_hub_id(model):
         return model
-    folder = folder.resolve()
+    # A link is called by its own name: where it leads to may be nobody's business.
+    folder = Path(os.path.abspath(folder))
     cached = _SNAPSHOT.fullmatch(folder.parent.parent.name)
     if cached and folder.parent.name == "snapshots":
         return f"{cached[1]}/{cached[2]}"
@@ -106,26 +101,70 @@ def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
     Raises:
         CalibrationError: a set is wrong, or one of its local files is missing.
     """
+    from .calibration.lock import file_hash
+    from .calibration.sources import local_file, published_name
+
     sets: dict[str, str] = {}
     data: dict[str, Path] = {}
-    renamed: dict[str, str] = {}
+    renamed: dict[str, dict[str, str]] = {}
+
+    for target, name in _named_sets(recipe):
+        file, names = set_location(name, path), renamed.setdefault(target, {})
+
+        def called(source: DataSource, folder: Path = file.parent, names: dict[str, str] = names) -> str:
+            found = local_file(source, folder)
+            name = published_name(file_hash(found).removeprefix("sha256:"), found.suffix)
+            data[name], names[source.dataset] = found, name
+            return name
+
+        sets |= _copies(file, target, called)
+    own = _with_copies(recipe, path)
+    return Resolved(own, settings_hash(recipe, path), sets, data, renamed[CALIBRATION])
+
+
+def settings_hash(recipe: Recipe, path: Path) -> str:
+    """SHA-256, hexadecimal: equal for two recipes that mean the same, wherever they and their data lie.
+
+    Over the settings, the sets and their locks; not over local data, which need not be there any more when a run
+    has finished.
+
+    Raises:
+        CalibrationError: a set or its lock is wrong.
+    """
+    texts = {
+        name: text
+        for target, called in _named_sets(recipe)
+        for name, text in _copies(set_location(called, path), target, lambda _: "data.jsonl").items()
+    }
+    settings = _with_copies(recipe, path).settings()
+    return hashlib.sha256(json.dumps([settings, texts], sort_keys=True).encode()).hexdigest()
+
+
+def _named_sets(recipe: Recipe) -> list[tuple[str, str]]:
+    """What each set is called beside a checkpoint, and by the recipe."""
     asked = recipe.verify.perplexity if recipe.verify else None
-    for name, target in ((recipe.calibration, CALIBRATION), (asked and asked.data, HELD_OUT)):
-        if name:
-            _add_set(set_location(name, path), target, sets, data, renamed)
+    return [(CALIBRATION, recipe.calibration), *([(HELD_OUT, asked.data)] if asked else [])]
+
+
+def _with_copies(recipe: Recipe, path: Path) -> Recipe:
+    """The recipe with its source's name and the copies' names."""
     source = recipe.source.model_copy(update={"model": source_name(recipe.source.model, path.parent)})
     changes: dict[str, Any] = {"source": source, "calibration": CALIBRATION}
-    if recipe.verify and asked:
-        own = recipe.verify.model_copy(update={"perplexity": asked.model_copy(update={"data": HELD_OUT})})
-        changes["verify"] = own
-    return Resolved(recipe.model_copy(update=changes), sets, data, renamed)
+    if recipe.verify and recipe.verify.perplexity:
+        asked = recipe.verify.perplexity.model_copy(update={"data": HELD_OUT})
+        changes["verify"] = recipe.verify.model_copy(update={"perplexity": asked})
+    return recipe.model_copy(update=changes)
 
 
-def _add_set(path: Path, target: str, sets: dict[str, str], data: dict[str, Path], renamed: dict[str, str]) -> None:
+def _copies(path: Path, target: str, called: Callable[[DataSource], str]) -> dict[str, str]:
+    """The text of a set's copy, and of its lock's where there is one, by file name.
+
+    Args:
+        called: the published name of a local source's file.
+    """
     from .calibration.lock import read_lock
     from .calibration.parallel import for_each_source
-    from .calibration.set import DataSource, read_set
-    from .calibration.sources import local_file, published_name
+    from .calibration.set import read_set
     from .calibration.take import order_of
 
     calibration = read_set(path)
@@ -133,26 +172,21 @@ def _add_set(path: Path, target: str, sets: dict[str, str], data: dict[str, Path
     def copied(index: int, source: DataSource) -> DataSource:
         if not source.is_local:
             return source
-        file = local_file(source, path.parent)
-        with file.open("rb") as stream:
-            name = published_name(hashlib.file_digest(stream, "sha256").hexdigest(), file.suffix)
-        data[name], renamed[source.dataset] = file, name
-        ordered = source.samples != "all" or source.shape == "code-contests"
-        return source.model_copy(
-            update={"dataset": name, "order": order_of(calibration, index) if ordered else source.order}
-        )
+        drawn = source.samples != "all" or source.shape == "code-contests"
+        order = order_of(calibration, index) if drawn else source.order
+        return source.model_copy(update={"dataset": called(source), "order": order})
 
     sources = for_each_source(calibration, path, copied, 1)
-    own = calibration.model_copy(update={"sources": tuple(sources)})
-    sets[target] = set_text(own)
+    texts = {target: set_text(calibration.model_copy(update={"sources": tuple(sources)}))}
     pins = read_lock(path, calibration)
     if pins is not None:
         entries = []
-        for pin, before, after in zip(pins, calibration.sources, sources, strict=True):
-            files = {after.dataset if name == before.dataset else name: found for name, found in pin.files.items()}
-            entries.append(pin.model_dump() | {"dataset": after.dataset, "files": files})
+        for pin, source in zip(pins, sources, strict=True):
+            files = dict(zip([source.dataset], pin.files.values(), strict=True)) if source.is_local else pin.files
+            entries.append(pin.model_dump() | {"dataset": source.dataset, "files": files})
         lock = {"format": 1, "sources": entries}
-        sets[Path(target).stem + LOCK] = json.dumps(lock, indent=1, ensure_ascii=False) + "\n"
+        texts[Path(target).stem + LOCK] = json.dumps(lock, indent=1, ensure_ascii=False) + "\n"
+    return texts
 
 
 def set_text(calibration: CalibrationSet) -> str:

@@ -124,13 +124,13 @@ def choice_of(job: Job, output: Path) -> dict[str, Any] | None:
     """What a finished or unfinished run in `output` has chosen; None where it has not, or ran another recipe."""
     from .measure_schemes import measured
     from .output_folder import finished_report
-    from .resolved import resolve_recipe
+    from .resolved import settings_hash
 
     assert job.allocation is not None
     report = finished_report(output)
     if report is not None:
         settings = report.get("settings")
-        same = isinstance(settings, dict) and settings.get("hash") == resolve_recipe(job.recipe, job.path).hash
+        same = isinstance(settings, dict) and settings.get("hash") == settings_hash(job.recipe, job.path)
         return report.get("schemes") if same else None
     work = journal.work_folder(output)
     entries = measured(work, job.sizes["layers"])

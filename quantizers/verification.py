@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint, open_checkpoint, read_json
-from .errors import CheckpointError, InputError
+from .errors import CheckpointError, DamagedRecord, InputError
+from .own_files import REPORT
 from .progress import progress
-from .record import REPORT, Record, check_record
+from .record import Record, check_record
 from .resolved import is_hub_id
 from .shipped import shipped
 
@@ -73,20 +74,33 @@ def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoi
 
     Raises:
         InputError: the report names a folder that is not on this machine under any known name, or there is none.
+        DamagedRecord: the report cannot be read.
         CheckpointError: the source cannot be opened.
     """
-    if given is not None:
-        return open_checkpoint(given, revision or "main")
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
-    try:
-        source = read_json(folder / REPORT)["source"]
-        model, made_at = str(source["model"]), str(source["revision"])
-    except (CheckpointError, KeyError, TypeError):
-        raise InputError(f"{folder}: has no {REPORT} that names its source; say where that is with --source") from None
+    model, made_at = _named_source(folder, needed=given is None)
+    if given is not None:
+        return open_checkpoint(given, revision or made_at)
     if is_hub_id(model):
         return open_checkpoint(model, revision or made_at)
     for kept in sorted(shipped("models").iterdir()):
         if kept.name == model:
             return open_checkpoint(str(kept))
     raise InputError(f"{folder}: was made from a folder called {model}; say where that is with --source")
+
+
+def _named_source(folder: Path, needed: bool) -> tuple[str, str]:
+    """What report.json calls the source, and its revision; an empty name and main where it need not be known."""
+    try:
+        source = read_json(folder / REPORT)["source"]
+        return str(source["model"]), str(source["revision"] or "main")
+    except (CheckpointError, KeyError, TypeError) as failure:
+        if not needed:
+            return "", "main"
+        damaged = check_record(folder).differences
+        if damaged:
+            raise DamagedRecord(f"{damaged[0]}; with --source the rest can be verified") from None
+        raise InputError(
+            f"{folder}: has no {REPORT} that names its source; say where that is with --source"
+        ) from failure

@@ -9,7 +9,6 @@ report.json holds the digests of what the run wrote, any later change of any ten
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,17 +18,18 @@ from typing import Any
 import torch
 
 from quantizers.architecture import Architecture, Sizes, architecture_for, sizes_of
-from quantizers.checkpoint import Checkpoint, block_size, open_folder
+from quantizers.checkpoint import Checkpoint, block_size, open_folder, read_json
 from quantizers.closeness import CLOSE_ENOUGH, matrix_errors, router_state
 from quantizers.errors import CheckpointError
 from quantizers.formats import readable
+from quantizers.own_files import REPORT, is_plain
 from quantizers.plan import Action, Plan, Spec, make_plan
 from quantizers.recipe import Experts
 from quantizers.schemes import BITS, GROUPS, Scheme
 from quantizers.weights import read_weight
 
-from .digests import ShardDigest, changes
-from .folder_audit import config_differences, index_differences, side_file_differences
+from .digests import ShardDigest, changes, recorded_digests
+from .folder_audit import config_differences, side_file_differences, strays
 from .mixed import scheme_of
 from .quant_config import output_config
 
@@ -96,6 +96,8 @@ def verify(
     recorded = _recorded(folder) if digests is None else digests
     audit.digests_checked = bool(recorded)
     audit.differences += side_file_differences(folder, source.folder)
+    for name, written in recorded.items():  # first: where a header is damaged nothing else can be read
+        audit.differences += changes(folder / name, written)
     try:
         candidate = open_folder(folder)
         named = readable(candidate, facts)
@@ -109,11 +111,8 @@ def verify(
     _check_names(plan, candidate, audit)
     config = output_config(source.config, schemes, plan.fp8_block(block_size(source)))
     audit.differences += config_differences(candidate.config, config, ours=bool(recorded))
-    audit.differences += index_differences(candidate, plan)
+    audit.differences += strays(folder, {info.file.name for info in candidate.tensors.values()})
     for layer in (*range(sizes["layers"]), None):
-        file = folder / plan.shard_file(layer)
-        if file.name in recorded:
-            audit.differences += changes(file, recorded[file.name])
         for action in plan.of_layer(layer):
             audit.tensors += 1
             if action.kind in ("keep", "rename"):
@@ -174,10 +173,10 @@ def _expert_groups(candidate: Checkpoint) -> list[tuple[list[str], Scheme]]:
 
 def _recorded(folder: Path) -> Mapping[str, ShardDigest]:
     try:
-        digests = json.loads((folder / "report.json").read_text())["audit"]["digests"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return digests if isinstance(digests, dict) else {}
+        report = read_json(folder / REPORT)
+    except CheckpointError:
+        return {}  # there is none, or it is damaged, which record.py says
+    return {name: digest for name, digest in recorded_digests(report).items() if is_plain(name)}
 
 
 def _check_names(plan: Plan, candidate: Checkpoint, audit: Audit) -> None:

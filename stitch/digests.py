@@ -2,8 +2,8 @@
 
 A shard's SHA-256 tells that it changed; eight bytes of BLAKE2b for each of its tensors tell which
 tensor did. (A full hash per tensor would make the report of a 256-expert model 12 MB.) Both are in the
-journal from the moment of writing on, and in report.json at the end: the proof holds the files against
-these, never against digests of its own.
+journal from the moment of writing on, and in report.json at the end: the proof compares the shards with
+these, never with digests of its own.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from quantizers.checkpoint import read_bytes
 from quantizers.errors import CheckpointError
+from quantizers.own_files import file_sha256
 from quantizers.safetensors_header import read_header
 
 if TYPE_CHECKING:
@@ -31,12 +32,6 @@ class ShardDigest(TypedDict):
     tensors: str
 
 
-def file_sha256(file: Path) -> str:
-    """SHA-256 of a file's bytes, hexadecimal. Raises OSError where it cannot be read."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def joined_digests(tensors: Mapping[str, torch.Tensor]) -> str:
     """`ShardDigest.tensors` of tensors on the CPU, contiguous, before they are written."""
     import torch
@@ -49,6 +44,18 @@ def joined_digests(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def _short(raw: bytes | bytearray) -> str:
     return hashlib.blake2b(raw, digest_size=TENSOR_BYTES).hexdigest()
+
+
+def recorded_digests(report: Any) -> dict[str, ShardDigest]:
+    """The digests in a report, by shard; those that are none, in a damaged report, are left out."""
+    audit = report.get("audit") if isinstance(report, dict) else None
+    found = audit.get("digests") if isinstance(audit, dict) else None
+    kinds = ShardDigest.__annotations__.keys()
+    return {
+        str(name): {"bytes": digest["bytes"], "sha256": digest["sha256"], "tensors": digest["tensors"]}
+        for name, digest in (found.items() if isinstance(found, dict) else ())
+        if isinstance(digest, dict) and kinds <= digest.keys() and isinstance(digest["tensors"], str)
+    }
 
 
 def changes(file: Path, written: ShardDigest) -> list[str]:

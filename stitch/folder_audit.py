@@ -1,4 +1,4 @@
-"""What lies beside the shards of a finished checkpoint, against its source: config.json, index, side files.
+"""What lies beside the shards of a finished checkpoint, against its source: config.json, side files, strays.
 
 A tokenizer, a template or a rope_theta decides what a model says as much as its weights do.
 """
@@ -6,18 +6,17 @@ A tokenizer, a template or a rope_theta decides what a model says as much as its
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizers.checkpoint import CONFIG, INDEX, Checkpoint, side_files
-from quantizers.plan import Plan
-
-from .digests import file_sha256
+from quantizers.checkpoint import CONFIG, WEIGHTS, side_files
+from quantizers.own_files import file_sha256
 
 QUANTIZATION = "quantization_config"
 # Of what a folder may hold besides: what a loader reads or runs.
 LOADED = (".py", ".json", ".jinja", ".model", ".tiktoken")
+LOADED_NAMES = ("vocab.txt", "merges.txt")
 
 
 def config_differences(found: Mapping[str, Any], expected: Mapping[str, Any], ours: bool) -> list[str]:
@@ -55,21 +54,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def index_differences(candidate: Checkpoint, plan: Plan) -> list[str]:
-    """Entries of the index that are not the plan's, where the shards are; another program's layout is its own."""
-    path = candidate.folder / INDEX
-    files = plan.shards()
-    if not path.is_file() or {info.file.name for info in candidate.tensors.values()} != set(files):
-        return []
-    entries = json.loads(path.read_text(encoding="utf-8"))["weight_map"]  # `open_folder` has read it
-    planned = {name: file for file, tensors in files.items() for name in tensors}
-    return [
-        f"{INDEX}: {name} is said to be in {entries[name]}, should be in {file}"
-        for name, file in planned.items()
-        if entries.get(name, file) != file
-    ]
-
-
 def side_file_differences(folder: Path, source: Path) -> list[str]:
     """Side files that are missing, have other bytes than the source's, or come from nowhere."""
     lines = []
@@ -86,6 +70,36 @@ def side_file_differences(folder: Path, source: Path) -> list[str]:
             if not same:
                 lines.append(f"{file.name}: is not the source's")
     for file in side_files(folder):
-        if file.suffix in LOADED and file.name not in names:
+        if file.name not in names and _is_loaded(file):
             lines.append(f"{file.name}: the source has no such file, and loaders read it; remove it")
     return lines
+
+
+def _is_loaded(file: Path) -> bool:
+    return file.suffix in LOADED or file.name in LOADED_NAMES
+
+
+def strays(folder: Path, shards: Collection[str]) -> list[str]:
+    """Weights beside those of the index, and folders with what a loader reads: some loaders take these first.
+
+    Args:
+        shards: the names of the files that the index names.
+    """
+    lines = []
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix in WEIGHTS and path.name not in shards:
+            lines.append(f"{path.name}: weights that the index does not name, which some loaders take all the same")
+        elif path.is_dir() and not path.name.startswith("."):
+            inner = sorted(file for file in path.rglob("*") if file.is_file())
+            found = [file for file in inner if _is_loaded(file) or file.suffix in WEIGHTS]
+            if found:
+                lines.append(
+                    f"{found[0].relative_to(folder)}: in a folder of its own, where loaders may look; remove it"
+                )
+    return lines
+
+
+def folders_left_out(source: Path) -> list[str]:
+    """The source's own folders, none of which is copied: a line for the report where there are such."""
+    names = sorted(path.name for path in source.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return [f"folders of the source that were not copied: {', '.join(names)}"] if names else []

@@ -21,10 +21,11 @@ from quantizers.progress import Step, progress
 from quantizers.recipe import Experts
 from quantizers.record import describe_files, write_record
 from quantizers.resolved import source_name
-from quantizers.source_files import source_stats
+from quantizers.source_files import source_digest
 
 from .assemble import layer_tensors, write_shard
 from .audit import verify
+from .folder_audit import folders_left_out
 from .mixed import as_rows, describe, examine, scheme_of, write_layers
 from .quant_config import output_config
 
@@ -56,9 +57,11 @@ def mix(
         CheckpointError: the two do not belong together, or in a format that cannot be stitched.
         OutputError: the folder holds something else.
     """
+    digests = {"source": source_digest(source), "experts": source_digest(experts)}
     settings = {
         "source": source_name(source.name, Path.cwd()),
         "experts": source_name(experts.name, Path.cwd()),
+        "digests": digests,
         "repair_router": repair_router,
     }
     finished = finished_report(output)
@@ -85,9 +88,9 @@ def mix(
         work = journal.work_folder(output)
         if (work / "moving").exists():
             return move_into_place(work, output)
-        began = settings | {"files": {"source": source_stats(source), "experts": source_stats(experts)}}
-        journal.refuse_changes(work, began, output)
+        journal.refuse_changes(work, settings, output)
         journal.refuse_damaged_shards(work, sizes["layers"], output, hashes=False)
+        journal.remove_cut_files(work)
         for name in ("layers", "output"):
             (work / name).mkdir(exist_ok=True)
         folder = work / "output"
@@ -100,18 +103,22 @@ def mix(
         config = output_config(source.config, schemes, plan.fp8_block(block_size(source)))
         write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
         entries = journal.done_layers(work, sizes["layers"])
-        digests = {entry["shard"]: entry["digest"] for entry in entries} | {plan.shard_file(None): last}
+        written = {entry["shard"]: entry["digest"] for entry in entries} | {plan.shard_file(None): last}
         with progress("verifying", sizes["layers"]) as step:
-            audit = verify(folder, source, device, digests, _checked(step, check))
+            audit = verify(folder, source, device, written, _checked(step, check))
         report = {
             "stitched": settings,
-            "source": {"model": settings["source"], "revision": source.revision},
+            "source": {
+                "model": settings["source"],
+                "revision": source.revision,
+                "digest": digests["source"],
+            },
             "versions": versions or {},
-            "notes": describe(found),
+            "notes": [*describe(found), *folders_left_out(source.folder)],
             "layers": as_rows(found),
-            "audit": audit.as_dict() | {"digests": digests},
+            "audit": audit.as_dict() | {"digests": written},
         }
-        write_record(folder, report | describe_files(folder))
+        write_record(folder, report | describe_files(folder, {}))
         write_text("", work / "moving")
         return move_into_place(work, output)
 

@@ -318,7 +318,7 @@ def test_a_lock_holds_local_files(hundred: Path, tokenizer: str) -> None:
     assert lock_set(path) == lock_path(path) == hundred / "set.lock.json"
     data = load_samples(path, tokenizer)
     assert data.lock
-    assert data.notes == ("versions locked by set.lock.json",)
+    assert data.notes == ("versions are those of the set's lock",)
     jsonl(hundred / "a.jsonl", [{"text": "changed"}])
     with pytest.raises(CalibrationError, match=r"set.yaml:4: a.jsonl: changed since it was locked"):
         load_samples(path, tokenizer)

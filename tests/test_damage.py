@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -78,11 +79,23 @@ def a_lie(report: dict[str, Any]) -> None:
     report["kl"]["mean"] /= 10
 
 
-def a_sealed_lie(folder: Path) -> None:
-    """Whoever computes the seal anew has still not changed what the card's and the files' hashes say."""
-    report = json.loads((folder / "report.json").read_text())
-    report["sha256"]["tokenizer.json"] = "0" * 64
-    write_record(folder, report)
+def resealed(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """A change by somebody who computes the seal anew."""
+
+    def make(folder: Path) -> None:
+        report = json.loads((folder / "report.json").read_text())
+        change(report)
+        write_record(folder, report)
+
+    return make
+
+
+def in_folder(name: str) -> Damage:
+    def make(folder: Path) -> None:
+        (folder / name).parent.mkdir()
+        (folder / name).write_text("{{ messages }}")
+
+    return make
 
 
 def front(change: Callable[[dict[str, Any]], object]) -> Damage:
@@ -141,7 +154,10 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
         [f"{INDEX}: changed since the run wrote it"],
     ),
     "a figure in report.json": (in_json("report.json", a_lie), ["report.json: is not as it was sealed"]),
-    "report.json sealed anew": (a_sealed_lie, ["tokenizer.json: changed since the run wrote it"]),
+    "report.json sealed anew": (
+        resealed(lambda r: r["sha256"].update({"tokenizer.json": "0" * 64})),
+        ["tokenizer.json: changed since the run wrote it"],
+    ),
     "no report.json": (lambda f: (f / "report.json").unlink(), ["report.json: is gone, though report.html is there"]),
     "half of report.json": (
         lambda f: (f / "report.json").write_text((f / "report.json").read_text()[:500]),
@@ -167,6 +183,50 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
     "a picture": (
         lambda f: shutil.copy(f / "coverage.png", f / "calibration.png"),
         ["calibration.png: changed since the run wrote it"],
+    ),
+    "weights beside the index": (
+        lambda f: shutil.copy(f / SHARD, f / "model.safetensors"),
+        ["model.safetensors: weights that the index does not name"],
+    ),
+    "weights in another format": (
+        lambda f: (f / "pytorch_model.bin").write_bytes(b"x"),
+        ["pytorch_model.bin: weights that the index does not name"],
+    ),
+    "a template in a folder": (
+        in_folder("additional_chat_templates/tool_use.jinja"),
+        ["additional_chat_templates/tool_use.jinja: in a folder of its own, where loaders may look; remove it"],
+    ),
+    "merges of a tokenizer": (
+        lambda f: (f / "merges.txt").write_text("a b"),
+        ["merges.txt: the source has no such file, and loaders read it; remove it"],
+    ),
+    "a shard's header that cannot be read": (
+        lambda f: (f / SHARD).write_bytes(b"\xff" * 8 + (f / SHARD).read_bytes()[8:]),
+        [f"{SHARD}: changed since the run wrote it (", f"{SHARD}: the header is cut off or absurd"],
+    ),
+    "a digest in report.json": (
+        in_json("report.json", lambda r: r["audit"]["digests"].update({SHARD: None})),
+        ["report.json: is not as it was sealed"],
+    ),
+    "brackets for report.json": (
+        lambda f: (f / "report.json").write_text("[" * 200_000),
+        ["report.json: cannot be read (RecursionError)"],
+    ),
+    "report.json sealed anew without a record": (
+        resealed(lambda r: r.update(sha256=None, card=None)),
+        ["report.json: holds no record of the files beside it"],
+    ),
+    "report.json that leads elsewhere": (
+        resealed(lambda r: r["sha256"].update({"../../etc/hosts": "0" * 64})),
+        ["report.json: records '../../etc/hosts', which is no file beside it"],
+    ),
+    "report.json without its seal": (
+        in_json("report.json", lambda r: r.pop("seal")),
+        ["report.json: is not as it was sealed"],
+    ),
+    "a date in the card's front matter": (
+        text("README.md", "library_name: transformers", "library_name: 2024-01-01"),
+        ['README.md: front matter: library_name is "2024-01-01", the run wrote "transformers"'],
     ),
     "the page": (text("report.html", "Gates", "Goats"), ["report.html: changed since the run wrote it"]),
 }
@@ -215,9 +275,34 @@ def test_words_of_the_card_and_more_tags_are_no_damage(
     assert "README.md: was edited since the run wrote it" in out
 
 
+def test_a_card_with_other_line_ends_is_an_edited_one(copied: Path) -> None:
+    card = copied / "README.md"
+    card.write_bytes(card.read_bytes().replace(b"\n", b"\r\n"))
+    found = check_record(copied)
+    assert (found.differences, found.notes) == ((), ("README.md: was edited since the run wrote it",))
+
+
+def test_another_tools_report_is_not_accused(copied: Path) -> None:
+    (copied / "report.json").write_text('{"a": 1}')
+    found = check_record(copied)
+    assert found.differences == ()
+    assert "none of this program's" in found.notes[0]
+
+
+@pytest.mark.parametrize("damage", [lambda f: f.write_text(f.read_text()[:500]), lambda f: f.unlink()])
+def test_without_source_a_damaged_report_is_named_too(
+    damage: Callable[[Path], object], copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it would say of the source cannot be known then; that it is damaged is a difference all the same."""
+    damage(copied / "report.json")
+    assert quantize(monkeypatch, "verify", copied) == 3
+    assert re.search(r"^quantize: report\.json: (cannot be read|is gone)", capsys.readouterr().err, re.M)
+
+
 def test_the_page_may_be_written_again(copied: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     text("report.html", "Gates", "Goats")(copied)
-    assert quantize(monkeypatch, "report", copied) == 0
+    monkeypatch.chdir(copied.parent)
+    assert quantize(monkeypatch, "report", copied, "--output", "copy/report.html") == 0
     assert quantize(monkeypatch, "verify", copied, "--source", finished.source) == 0
     assert (copied / "report.html").read_bytes() == (finished.folder / "report.html").read_bytes()
 
@@ -244,6 +329,29 @@ def test_a_shard_damaged_before_the_proof_is_not_certified(
     assert all(layer.keys().isdisjoint({"sha256", "digest"}) for layer in report["layers"]), "a hash in two places"
     assert quantize(monkeypatch, "verify", output, "--source", finished.source) == 3
     assert DAMAGED in capsys.readouterr().out
+
+
+def test_a_shard_that_cannot_be_opened_stops_the_proof_and_can_be_restored(finished: Finished, tmp_path: Path) -> None:
+    """Nothing can be measured then; before, the message was the reader's: «download this shard again»."""
+    output = tmp_path / "output"
+    shard = output / ".quantize" / "output" / SHARD
+    kept: list[bytes] = []
+    with pytest.MonkeyPatch.context() as patched:
+        real = pipeline.assemble
+
+        def damaged(*arguments: Any) -> Any:
+            last = real(*arguments)
+            kept.append(shard.read_bytes())
+            shard.write_bytes(b"\xff" * 8 + kept[0][8:])
+            return last
+
+        patched.setattr(pipeline, "assemble", damaged)
+        said = rf"{SHARD}: changed since the run wrote it \(.*\); restore the file, or start over with --fresh"
+        with pytest.raises(OutputError, match=said):
+            run(prepare(str(finished.recipe)), Options(output, CPU))
+    assert not (output / "config.json").exists()
+    shard.write_bytes(kept[0])
+    assert run(prepare(str(finished.recipe)), Options(output, CPU))["audit"]["differences"] == []
 
 
 def test_a_damaged_shard_is_refused_when_the_run_goes_on(finished: Finished, tmp_path: Path) -> None:

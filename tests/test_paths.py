@@ -13,13 +13,15 @@ import pytest
 import torch
 import yaml
 from conftest import REPOSITORY
+from safetensors.torch import load_file, save_file
 from test_coverage import quantize
 from test_interruptions import write_job
 from test_pipeline import hashes
 
+from quantizers import pipeline, verification
 from quantizers.calibration import load_samples, read_set
 from quantizers.calibration.lock import lock_set
-from quantizers.errors import CalibrationError, OutputError
+from quantizers.errors import CalibrationError, InputError, OutputError, QuantizeError
 from quantizers.pipeline import Options, run
 from quantizers.recipe import read_recipe
 from quantizers.resolved import resolve_recipe, source_name
@@ -96,7 +98,9 @@ def test_no_path_of_the_machine_and_a_recipe_that_works_elsewhere(tmp_path: Path
     assert again["calibration"] == report["calibration"]
     assert leaks(elsewhere, "somebody", str(tmp_path)) == []
 
-    # A set that was edited since is another recipe.
+    # Finished is finished, though the data is gone meanwhile; and what was edited since is another recipe.
+    (home / "data" / "diary.jsonl").rename(home / "data" / "lost.jsonl")
+    assert run(prepare(str(recipe)), Options(output, CPU))["already_done"]
     change(home / "recipes" / "calibration.yaml", lambda body: body.update(name="other"))
     with pytest.raises(OutputError, match="holds the finished output of another recipe"):
         run(prepare(str(recipe)), Options(output, CPU))
@@ -135,6 +139,38 @@ def test_a_local_file_under_another_name_gives_the_same_samples_in_order(tmp_pat
     assert load_samples(tmp_path / "copy" / "calibration.yaml", str(tiny_model)).digest != there.digest
 
 
+def test_another_source_of_the_same_name_is_not_finished(tmp_path: Path) -> None:
+    """Only the name of its folder is published, so what the source holds is compared."""
+    recipe = write_job(tmp_path / "step1000", layers=2)
+    output = tmp_path / "output"
+    run(prepare(str(recipe)), Options(output, CPU))
+    shutil.copytree(tmp_path / "step1000" / "model", tmp_path / "moved" / "model")
+    moved = tmp_path / "moved" / "model"
+    assert run(prepare(str(recipe), source_folder=moved), Options(output, CPU))["already_done"]
+    tensors = load_file(moved / "model-00001-of-00002.safetensors")
+    save_file({name: value.roll(1) for name, value in tensors.items()}, moved / "model-00001-of-00002.safetensors")
+    with pytest.raises(OutputError, match="holds the finished output of another source than"):
+        run(prepare(str(recipe), source_folder=moved), Options(output, CPU))
+
+
+def test_data_that_is_no_longer_asked_for_does_not_stay(tmp_path: Path) -> None:
+    """Begun with --with-data, cut in the proof, and gone on without."""
+    recipe = write_job(tmp_path / "job", layers=2)
+    output = tmp_path / "output"
+    with pytest.MonkeyPatch.context() as patched:
+
+        def cut(*_: Any) -> Any:
+            raise QuantizeError("cut here")
+
+        patched.setattr(pipeline, "prove", cut)
+        with pytest.raises(QuantizeError, match="cut here"):
+            run(prepare(str(recipe)), Options(output, CPU, with_data=True))
+    assert len(list((output / ".quantize" / "output").glob("data-*"))) == 2
+    report = run(prepare(str(recipe)), Options(output, CPU))
+    assert not [name for name in report["files"] if name.startswith("data-")]
+    assert not list(output.glob("data-*"))
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -142,12 +178,14 @@ def test_a_local_file_under_another_name_gives_the_same_samples_in_order(tmp_pat
         ("models/mine", "mine"),  # there is such a folder beside the recipe
         ("/somewhere/else/mine", "mine"),
         ("../mine/", "mine"),
+        ("{here}/link", "link"),  # and not what it leads to
         ("{here}/hub/models--MiniMaxAI--MiniMax-M2.1/snapshots/0123abc", "MiniMaxAI/MiniMax-M2.1"),
     ],
 )
 def test_sources_are_called_by_id_or_folder(model: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
     (tmp_path / "hub" / "models--MiniMaxAI--MiniMax-M2.1" / "snapshots" / "0123abc").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "models" / "mine")
     assert source_name(model.format(here=tmp_path), tmp_path) == name
 
 
@@ -186,9 +224,7 @@ def test_the_recipe_says_what_and_source_says_where(
 def test_verify_knows_a_shipped_source_and_asks_for_any_other_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from quantizers.errors import InputError
-    from quantizers.verification import source_of
-
+    source_of = verification.source_of
     (tmp_path / "report.json").write_text('{"source": {"model": "tiny-minimax-m2", "revision": "main"}}')
     assert source_of(tmp_path, None, None).folder == shipped("models") / "tiny-minimax-m2"
     (tmp_path / "report.json").write_text('{"source": {"model": "another", "revision": "main"}}')
@@ -197,6 +233,13 @@ def test_verify_knows_a_shipped_source_and_asks_for_any_other_folder(
     (tmp_path / "report.json").write_text('{"source": {"model": "..", "revision": "main"}}')
     with pytest.raises(InputError, match="say where that is with --source"):
         source_of(tmp_path, None, None)
+    asked: list[tuple[str, str]] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(verification, "open_checkpoint", lambda *words: asked.append(words))
+        (tmp_path / "report.json").write_text('{"source": {"model": "a/b", "revision": "v2"}}')
+        for given, revision in ((None, None), ("c/d", None), ("c/d", "v3")):
+            source_of(tmp_path, given, revision)
+    assert asked == [("a/b", "v2"), ("c/d", "v2"), ("c/d", "v3")]
     (tmp_path / "report.json").unlink()
     assert quantize(monkeypatch, "verify", tmp_path) == 2
     assert "has no report.json that names its source; say where that is with --source" in capsys.readouterr().err

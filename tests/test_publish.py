@@ -20,6 +20,7 @@ from test_coverage import quantize
 from test_paths import private_job
 
 from quantizers.pipeline import Options, run
+from quantizers.record import write_record
 from quantizers.session import prepare
 
 # huggingface_hub's own way of sending a file by the LFS protocol, in this process.
@@ -170,7 +171,7 @@ def break_a_byte(folder: Path, name: str = "model-00002-of-00005.safetensors") -
 def fail_a_gate(folder: Path) -> None:
     report = json.loads((folder / "report.json").read_text())
     gate = {"name": "kl", "passed": False, "value": 0.5, "limit": 0.1, "meaning": "mean KL"}
-    (folder / "report.json").write_text(json.dumps(report | {"gates": [gate]}))
+    write_record(folder, report | {"gates": [gate]})
 
 
 def mislead_servers(folder: Path) -> None:
@@ -217,6 +218,19 @@ def test_a_failing_checkpoint_is_refused_unless_forced(
     assert "did not pass its checks and was published all the same" in card
     assert "to show | a failure" in card
     assert json.loads(hub.repositories[REPO]["main"]["report.json"])["forced"]["problems"]
+
+
+def test_no_reason_publishes_changed_figures(hub: ModelHub, publish: Publish, folder: Path, finished: Finished) -> None:
+    """Before, --force sealed a report that had been edited, and the next publishing sent it as it was."""
+    report = json.loads((folder / "report.json").read_text())
+    report["kl"]["mean"] = 1e-9
+    (folder / "report.json").write_text(json.dumps(report))
+    before = contents(folder)
+    code, _, err = publish(folder, "--repo", REPO, "--source", finished.source, "--force", "a test")
+    assert code == 2
+    assert "was changed since the run wrote it, so its figures are not published whatever the reason" in err
+    assert contents(folder) == before
+    assert hub.repositories == {}
 
 
 def test_a_forced_card_is_taken_back(publish: Publish, folder: Path, finished: Finished) -> None:

@@ -16,7 +16,7 @@ from threading import Lock
 from ..errors import CalibrationError
 from .cache import recall, remember
 from .data import CalibrationData, digest_of, missing_languages
-from .lock import lock_path, read_lock, version
+from .lock import read_lock, version
 from .parallel import for_each_source
 from .set import KINDS, CalibrationSet, DataSource, read_set
 from .sources import SourceError
@@ -58,7 +58,7 @@ def load_samples(
     calibration = read_set(path)
     pins = read_lock(path, calibration)
     renderer = Renderer(tokenizer_source, revision, trust_remote_code)
-    notes = [f"versions locked by {lock_path(path).name}"] if pins else []
+    notes = ["versions are those of the set's lock"] if pins else []
 
     def current(index: int, source: DataSource) -> str | SourceError:
         try:

@@ -6,7 +6,6 @@ is compared with its hash.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from ..errors import CalibrationError
+from ..own_files import file_sha256
 from ..recipe import Strict
 from .parallel import for_each_source
 from .set import CalibrationSet, DataSource, read_set
@@ -131,8 +131,7 @@ def version(source: DataSource, folder: Path, pin: Pin | None) -> str:
 def file_hash(path: Path) -> str:
     """`sha256:…` of a file's bytes."""
     try:
-        with path.open("rb") as file:
-            return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+        return f"sha256:{file_sha256(path)}"
     except OSError as failure:
         problem = failure.strerror or str(failure)
         raise SourceError(str(path), f"cannot be read ({problem})", "give an existing file") from None

@@ -6,7 +6,6 @@ keep their own keys where Arrow would give every row the keys of all (and refuse
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..own_files import file_sha256
 from ..shipped import shipped
 from .set import DataSource, FromColumn, seeded
 
@@ -70,7 +70,7 @@ def local_file(source: DataSource, folder: Path) -> Path:
     if named is None:
         raise SourceError(str(path), "cannot be read (No such file or directory)", "give an existing file")
     for file in sorted(shipped("calibration").rglob(f"*{path.suffix}")):
-        if hashlib.sha256(file.read_bytes()).hexdigest().startswith(named[1]):
+        if file_sha256(file).startswith(named[1]):
             return file
     reason = "the data of this set was not published with it"
     raise SourceError(str(path), reason, f"put the file there whose SHA-256 begins with {named[1]}")
