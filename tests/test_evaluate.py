@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,25 +157,6 @@ def test_the_source_is_computed_once(
     results = measure(source, candidates, finished.held_out, CPU, tmp_path / "work")
     assert results[0] == results[1] == results[2]
     assert materialised == {(c.name, n): 1 for c in (source, *candidates) for n in range(4)}
-
-
-@pytest.mark.slow
-def test_three_candidates_cost_less_than_three_calls(finished: Finished, tmp_path: Path) -> None:
-    """Without start-up, at most 0.75 of the time."""
-    source, candidates = open_folder(finished.source), three(finished, tmp_path)
-
-    def seconds(opened: list[Checkpoint]) -> float:
-        began = time.process_time()
-        measure(source, opened, finished.held_out, CPU, tmp_path / "work", weights=True)
-        return time.process_time() - began
-
-    seconds(candidates[:1])
-    together = min(seconds(candidates) for _ in range(2))
-    apart = min(sum(seconds([c]) for c in candidates) for _ in range(2))
-    print(
-        f"three candidates in one call: {together:.2f} s; in three calls: {apart:.2f} s; ratio {together / apart:.2f}"
-    )
-    assert together <= 0.75 * apart
 
 
 def test_a_long_evaluation_goes_on_where_it_was_cut(
