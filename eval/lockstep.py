@@ -56,8 +56,8 @@ def evaluate(
         source, candidates: models of one architecture and vocabulary.
         texts: at least one, of two tokens or more.
         work: an existing folder for states and journal: empty, or that of the same evaluation cut off.
-        stage: entered twice, for layers ("evaluating") and for texts ("scoring"), since a text takes far less time
-            than a layer; what it gives is called after each layer of each model, and after each scored sequence.
+        stage: entered twice, for layers ("evaluating") and for chunks of scored positions ("scoring"), since these
+            take far less time than a layer; what it gives is called after each of them.
         weights: also compare the weights, layer by layer.
         resumable: keep a journal in `work`, so that the same call goes on there.
         ranks: who does it together; each of them calls this. Only what rank 0 gets holds agreement and errors.
@@ -228,11 +228,13 @@ def _score(
     layers = lanes[0].model.sizes["layers"]
     heads: list[torch.Tensor] = []
     tables: dict[str, torch.Tensor] = {}
-    # With each text of this process, each of the others scores one: they count as one step each, too.
-    own = {i: range(i, min(i + ranks.count, len(texts))) for i in ranks.dealt(len(texts))}
+    # A step is a chunk of positions, since a long text takes as long as many short ones. With each text of this
+    # process, each of the others scores one: they count too.
+    steps = [math.ceil((len(text.tokens) - 1) / CHUNK) for text in texts]
+    own = {i: sum(steps[i : i + ranks.count]) for i in ranks.dealt(len(texts))}
     paths = {i: journal.work / f"scores-{i:05d}.npy" for i in own}
     before = {i for i, path in paths.items() if journal.resumable and path.exists()}
-    with stage("scoring", len(texts), sum(len(own[i]) for i in before)) as step:
+    with stage("scoring", sum(steps), sum(own[i] for i in before)) as step:
         for i, scored in own.items():
             if i in before:
                 tables[str(i)] = torch.from_numpy(np.load(paths[i]))
@@ -245,8 +247,8 @@ def _score(
                     np.save(stream, table)
                 os.replace(temporary, paths[i])
             tables[str(i)] = torch.from_numpy(table)
-            for n in scored:
-                step(f"text {n + 1}")
+            for _ in range(scored):
+                step(f"text {i + 1} of {len(texts)}")
     tables = ranks.gather(tables, torch.device("cpu"))
     parts: list[list[Scores]] = [[] for _ in lanes]
     for i in range(len(texts)):

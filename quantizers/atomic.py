@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from .errors import QuantizeError
+
+BLOCK = 1 << 20  # bytes that are in memory while a file is copied
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -28,9 +31,9 @@ def write_text(text: str, path: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a small file's bytes atomically."""
-    with disk_errors(target), atomic(target) as stream:
-        stream.write(source.read_bytes())
+    """Copy a file's bytes atomically."""
+    with disk_errors(target), atomic(target) as stream, source.open("rb") as read:
+        shutil.copyfileobj(read, stream, BLOCK)
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ def _is_loaded(file: Path) -> bool:
 
 
 def strays(folder: Path, shards: Collection[str]) -> list[str]:
-    """Weights beside those of the index, and folders with what a loader reads: some loaders take these first.
+    """Weights beside those of the index, and folders with templates or code: some loaders take these too, or first.
 
     Args:
         shards: the names of the files that the index names.
@@ -90,8 +90,7 @@ def strays(folder: Path, shards: Collection[str]) -> list[str]:
         if path.is_file() and path.suffix in WEIGHTS and path.name not in shards:
             lines.append(f"{path.name}: weights that the index does not name, which some loaders take all the same")
         elif path.is_dir() and not path.name.startswith("."):
-            inner = sorted(file for file in path.rglob("*") if file.is_file())
-            found = [file for file in inner if _is_loaded(file) or file.suffix in WEIGHTS]
+            found = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix in (".py", ".jinja"))
             if found:
                 lines.append(
                     f"{found[0].relative_to(folder)}: in a folder of its own, where loaders may look; remove it"

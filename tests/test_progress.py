@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Finished
+from test_long_texts import write_set
 
 from eval import lockstep
 from quantizers import progress as shown
@@ -60,11 +61,20 @@ def test_layers_and_texts_have_an_estimate_each(
         "evaluating: 6 of 8, 2 min 00 s left  layer 2, candidate 1",
         "evaluating: 7 of 8, 1 min 00 s left  layer 3, source",
         "evaluating: 8 of 8  layer 3, candidate 1",
-        "scoring: 1 of 12  text 1",
-        "scoring: 6 of 12, 6 s left  text 6",
-        "scoring: 11 of 12, 1 s left  text 11",
-        "scoring: 12 of 12  text 12",
+        "scoring: 1 of 12  text 1 of 12",
+        "scoring: 6 of 12, 6 s left  text 6 of 12",
+        "scoring: 11 of 12, 1 s left  text 11 of 12",
+        "scoring: 12 of 12  text 12 of 12",
     ]
+
+
+def test_a_long_text_counts_by_its_length(
+    finished: Finished, clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three texts of 48 tokens and two of 300, at 256 positions a step: seven steps, not five."""
+    source, candidate = open_folder(finished.source), open_folder(finished.folder)
+    measure(source, [candidate], write_set(tmp_path), torch.device("cpu"), tmp_path / "work")
+    assert capsys.readouterr().err.splitlines()[-1] == "scoring: 7 of 7  text 5 of 5"
 
 
 def test_an_evaluation_that_goes_on_counts_what_was_done_before_as_done(
@@ -88,13 +98,13 @@ def test_an_evaluation_that_goes_on_counts_what_was_done_before_as_done(
         "evaluating: 6 of 8  layer 2, candidate 1",
         "evaluating: 7 of 8, 1 min 00 s left  layer 3, source",
         "evaluating: 8 of 8  layer 3, candidate 1",
-        "scoring: 1 of 12  text 1",
+        "scoring: 1 of 12  text 1 of 12",
     ]
     evaluated(finished, tmp_path / "work")
     assert capsys.readouterr().err.splitlines() == [
-        "scoring: 5 of 12  text 5",
-        "scoring: 10 of 12, 2 s left  text 10",
-        "scoring: 12 of 12  text 12",
+        "scoring: 5 of 12  text 5 of 12",
+        "scoring: 10 of 12, 2 s left  text 10 of 12",
+        "scoring: 12 of 12  text 12 of 12",
     ]
 
 
