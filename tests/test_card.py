@@ -13,7 +13,8 @@ from conftest import Finished
 from huggingface_hub import ModelCard
 
 from eval.card import card, front_matter
-from eval.pictures import CALIBRATION, COVERAGE, draw
+from eval.pictures import draw
+from quantizers.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 Report = dict[str, Any]
 
@@ -151,7 +152,7 @@ def test_tables_are_whole(report: Report) -> None:
 
 def test_pictures_have_the_same_bytes_twice(report: Report, finished: Finished, tmp_path: Path) -> None:
     draw(report, tmp_path)
-    for name in (CALIBRATION, COVERAGE):
+    for name in (CALIBRATION_PICTURE, COVERAGE_PICTURE):
         raw = (tmp_path / name).read_bytes()
         assert raw.startswith(b"\x89PNG")
         assert raw == (finished.folder / name).read_bytes()
