@@ -9,11 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from quantizers.byte_size import gib
 from quantizers.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.resolved import is_hub_id
+from quantizers.strict_yaml import dump
 from quantizers.tables import leaning_line, number, past_the_model
 from quantizers.tables_schemes import choice_lines, layer_rows
 
@@ -44,7 +43,7 @@ def card(report: dict[str, Any]) -> str:
         _made(report),
         _limits(report),
     ]
-    front = yaml.safe_dump(front_matter(report), sort_keys=False, allow_unicode=True)
+    front = dump(front_matter(report))
     return f"---\n{front}---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from .own_files import CALIBRATION, HELD_OUT, LOCK, RECIPE
 from .recipe import Recipe, set_location
+from .strict_yaml import dump
 
 if TYPE_CHECKING:
     from .calibration.set import CalibrationSet, DataSource
@@ -63,7 +62,7 @@ class Resolved:
 
 def recipe_text(settings: Mapping[str, Any]) -> str:
     """recipe.yaml of a recipe's settings."""
-    return yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
+    return dump(settings)
 
 
 def is_hub_id(model: str) -> bool:
@@ -192,4 +191,4 @@ def _copies(path: Path, target: str, called: Callable[[DataSource], str]) -> dic
 def set_text(calibration: CalibrationSet) -> str:
     """A set as YAML, every key that means something given."""
     values = calibration.model_dump(mode="json", exclude_none=True)
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    return dump(values, width=120, short_in_one_line=True)

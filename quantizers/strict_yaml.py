@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +41,36 @@ class Refused(Exception):
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
         self.line = line
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts in quotes what either schema takes for something other than text, such as `123e45` or `012`."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """The reader refuses anchors: what stands at two places is written twice."""
+        return True
+
+
+for _tag, _pattern in _CORE_SCHEMA.items():
+    _Dumper.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), None)
+
+
+def dump(values: Mapping[str, Any], width: int = 80, *, short_in_one_line: bool = False) -> str:
+    """YAML that `parse` reads back as the same values, and so does a reader of YAML 1.1, keys in the given order.
+
+    Args:
+        values: texts, numbers, booleans, None, and lists and mappings of them.
+        width: where long texts are folded, in characters.
+        short_in_one_line: lists and mappings that hold only scalars are written as `[a, b]` and `{key: a}`.
+    """
+    return yaml.dump(
+        dict(values),
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=None if short_in_one_line else False,
+        width=width,
+    )
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:

@@ -122,7 +122,6 @@ def test_shipped_sets_travel_without_their_data(tmp_path: Path, tiny_model: Path
 def test_a_local_file_under_another_name_gives_the_same_samples_in_order(tmp_path: Path, tiny_model: Path) -> None:
     """Of a file from which some rows are drawn the name decides which; the copy of the set says it instead."""
     recipe, _ = read_recipe(str(private_job(tmp_path)))
-    resolved = resolve_recipe(recipe, tmp_path / "recipes" / "recipe.yaml")
     change(tmp_path / "recipes" / "calibration.yaml", lambda body: body["sources"][1].update(samples=4))
     (tmp_path / "recipes" / "calibration.lock.json").unlink()
     resolved = resolve_recipe(recipe, tmp_path / "recipes" / "recipe.yaml")
