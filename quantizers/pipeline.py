@@ -89,7 +89,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         options.ranks.tell("run", None)
         return _already_done(job, options, finished)
     # Once, and before anything long: the sets may be edited while the run works.
-    job = replace(job, resolved=resolve_recipe(job.recipe, job.path))
+    resolved = resolve_recipe(job.recipe, job.path)
     refuse_strangers(options.output)
     with (
         journal.locked(options.output, options.ranks),
@@ -99,7 +99,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         if (work / "moving").exists():
             options.ranks.tell("run", None)
         else:
-            _work(job, options, work, check)
+            _work(job, resolved, options, work, check)
         return move_into_place(work, options.output)
 
 
@@ -158,7 +158,7 @@ def _add_data(output: Path, finished: dict[str, Any], resolved: Resolved) -> dic
     return write_record(output, add_files(output, finished, resolved.data))
 
 
-def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> None:
+def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Callable[[], None]) -> None:
     started = time.monotonic()
     source, device = job.source, options.device
     assert source is not None
@@ -194,16 +194,17 @@ def _work(job: Job, options: Options, work: Path, check: Callable[[], None]) -> 
                 "a smaller --device-memory makes more, from the beginning of a run on",
                 file=sys.stderr,
             )
-    copied = job.resolved.data.values() if job.resolved and options.with_data else ()
+    copied = resolved.data.values() if options.with_data else ()
     check_room(work, disk_needed(job, source, rows + lanes, held_out, itemsize, copied) + between)
     if job.allocation:
         job = decide(job, source, tokens, work, device, memory.chunk, options.output, check, ranks)
         check_room(work, disk_needed(job, source, rows, held_out, itemsize, copied) + between)
     ranks.tell("run", {"machine": fingerprint(device), "schemes": [asdict(scheme) for scheme in job.plan.schemes]})
     quantize_layers(job, source, data, tokens, work, device, memory.chunk, check, True, ranks)
-    last = assemble(job, source, work / "output", options.with_data)
+    last = assemble(job, source, work / "output")
+    add_recipe(resolved, work / "output", options.with_data)
     check()
-    write_report(job, device, source, data, last, work, started, check, ranks)
+    write_report(job, resolved, device, source, data, last, work, started, check, ranks)
 
 
 def _samples(job: Job, source: Checkpoint, name: str) -> CalibrationData:
@@ -255,13 +256,12 @@ def run_fingerprint(
     }
 
 
-def assemble(job: Job, source: Checkpoint, folder: Path, with_data: bool = False) -> ShardDigest:
-    """What lies outside the layers: the last shard, index, config, recipe and sets, and the source's side files.
+def assemble(job: Job, source: Checkpoint, folder: Path) -> ShardDigest:
+    """What lies outside the layers: the last shard, index, config, and the source's side files.
 
     Returns:
         What was written of the last shard.
     """
-    assert job.resolved is not None
     shards = {job.plan.shard_file(layer) for layer in range(job.plan.layers)}
     for path in folder.iterdir():  # of an earlier attempt, which may have been told otherwise
         if path.name not in shards:
@@ -269,19 +269,24 @@ def assemble(job: Job, source: Checkpoint, folder: Path, with_data: bool = False
     last = write_shard(layer_tensors(job.plan, None, source, None), folder / job.plan.shard_file(None))
     for file in side_files(source.folder):
         copy_file(file, folder / file.name)
-    for name, text in job.resolved.texts().items():
-        write_text(text, folder / name)
-    if with_data:
-        for name, file in job.resolved.data.items():
-            copy_file(file, folder / name)
     write_text(index_json(job.plan), folder / INDEX)
     config = output_config(job.config, job.plan.schemes, job.block)
     write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
     return last
 
 
+def add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:
+    """Write the recipe and its sets beside the checkpoint; their local data too, where that was asked for."""
+    for name, text in resolved.texts().items():
+        write_text(text, folder / name)
+    if with_data:
+        for name, file in resolved.data.items():
+            copy_file(file, folder / name)
+
+
 def write_report(
     job: Job,
+    resolved: Resolved,
     device: torch.device,
     source: Checkpoint,
     data: CalibrationData,
@@ -302,7 +307,7 @@ def write_report(
 
     layers = journal.done_layers(work, job.sizes["layers"])
     written = {entry["shard"]: entry["digest"] for entry in layers} | {job.plan.shard_file(None): last}
-    report = prove(job, device, source, data, layers, written, work, check, ranks)
+    report = prove(job, resolved, device, source, data, layers, written, work, check, ranks)
     earlier = sum(sum(entry["seconds"].values()) for entry in layers)
     report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
     if job.allocation:
@@ -311,6 +316,5 @@ def write_report(
     add_card_facts(report, job, source, data)
     folder = work / "output"
     draw(report, folder)
-    assert job.resolved is not None
-    write_with_card(folder, report | describe_files(folder, job.resolved.texts(), later=(CARD, PAGE)))
+    write_with_card(folder, report | describe_files(folder, resolved.texts(), later=(CARD, PAGE)))
     write_text("", work / "moving")

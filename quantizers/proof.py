@@ -52,6 +52,7 @@ NOT_SIMULATED = (
 
 def prove(
     job: Job,
+    resolved: Resolved,
     device: torch.device,
     source: Checkpoint,
     data: CalibrationData,
@@ -64,6 +65,7 @@ def prove(
     """Measure the files in work/output against the source.
 
     Args:
+        resolved: the recipe as it travels with the output, which the report names.
         layers: the journal's entries.
         written: digests of the shards, from when they were written.
         ranks: this is rank 0; the others are in `fidelity`.
@@ -73,8 +75,6 @@ def prove(
     """
     folder = work / "output"
     recipe = job.recipe
-    resolved = job.resolved
-    assert resolved is not None
     with progress("verifying", job.sizes["layers"]) as step:
         audit = verify(folder, source, device, written, _checked(step, check))
     _refuse_unreadable(folder, audit.differences)

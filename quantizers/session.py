@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .calibration.set import DataSource
     from .estimate import Estimate
     from .memory import DeviceMemory
-    from .resolved import Resolved
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class Job:
     Attributes:
         source: the opened checkpoint; None where the plan comes from the kept facts.
         location: where the source lies: a folder, or a Hub id.
-        resolved: the recipe as it will travel with the output; made when a run begins.
         basis: in words, what the plan was made from.
         block: rows and columns of the source's FP8 blocks; None where its attention is not FP8.
         allocation: of a recipe with a budget, what there is to choose from; until it is chosen, the plan is
@@ -54,7 +52,6 @@ class Job:
     block: tuple[int, int] | None
     allocation: Allocation | None = None
     location: str = ""
-    resolved: Resolved | None = None
 
 
 def prepare(name: str, offline_facts: bool = False, hub: bool = False, source_folder: Path | None = None) -> Job:

@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from test_interruptions import write_job
 
-from quantizers import bench_scaling
+from quantizers import bench, bench_scaling
 from quantizers.architecture import architecture_for, sizes_of
-from quantizers.bench_compare import compare_layer, layer_sizes
+from quantizers.bench_compare import compare_layer, compare_route, layer_sizes
 from quantizers.bench_layer import PHASES, extrapolate, measure_layer
 from quantizers.bench_pictures import compare_picture, layer_picture, scaling_picture
 from quantizers.errors import InputError
 from quantizers.plan import Spec, expected_tensors
 from quantizers.random_model import BLOCK, published, resized, write_random
+from quantizers.recipe import set_location
+from quantizers.samples import samples
+from quantizers.session import Job, prepare
+from quantizers.tables import methods_table
 from quantizers.tables_bench import compare_table, layer_table, scaling_table
 
 CPU = torch.device("cpu")
@@ -104,3 +109,26 @@ def test_results_are_drawn_and_printed(measured: dict[str, Any], tmp_path: Path)
     compare_picture(result, tmp_path / "compare.png")
     layer_picture(measured, tmp_path / "layer.png")
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("compare.png", "layer.png"))
+
+
+@pytest.fixture(scope="module")
+def small_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return prepare(str(write_job(tmp_path_factory.mktemp("job"), layers=1)))
+
+
+def test_all_methods_go_through_a_whole_model(small_job: Job) -> None:
+    result = bench.compare(small_job, CPU, repeats=1, most_tokens=256)
+    names = [method.name for method in bench.methods(small_job.recipe.experts)]
+    assert [row["method"] for row in result["rows"]] == names
+    assert all(row["kl"] > 0 for row in result["rows"])
+    text = methods_table(result)
+    assert all(name in text for name in names)
+
+
+def test_both_routes_go_through_a_whole_model(small_job: Job) -> None:
+    assert small_job.source is not None
+    data = samples(set_location(small_job.recipe.calibration, small_job.path), small_job.source.folder)
+    result = compare_route(small_job, data, 1, CPU)
+    assert result["ours"]["kl"] > 0
+    assert result["kl_ratio"] == result["ours"]["kl"] / result["library"]["kl"]
+    assert set(result["library"]["bytes"]) == {"bf16", "saved", "stitched"}
