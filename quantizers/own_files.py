@@ -9,7 +9,7 @@ from pathlib import Path
 REPORT, CARD, PAGE = "report.json", "README.md", "report.html"
 RECIPE, CALIBRATION, HELD_OUT, LOCK = "recipe.yaml", "calibration.yaml", "held-out.yaml", ".lock.json"
 CALIBRATION_PICTURE, COVERAGE_PICTURE = "calibration.png", "coverage.png"
-DATA = re.compile(r"data-[0-9a-f]{16}\.\w+")  # a set's local data, by content
+DATA = re.compile(r"data-([0-9a-f]{16})\.\w+")  # a set's local data, by content: how its SHA-256 begins
 SETS = (CALIBRATION, f"calibration{LOCK}", HELD_OUT, f"held-out{LOCK}")
 OWN = (REPORT, CARD, PAGE, RECIPE, *SETS, CALIBRATION_PICTURE, COVERAGE_PICTURE)
 

@@ -107,11 +107,15 @@ def write_with_card(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def front_matter_of(text: str) -> dict[str, Any]:
-    """The YAML at the head of a card, whatever ends its lines; empty where there is none that can be read."""
+    """The YAML at the head of a card, whatever ends its lines; empty where there is none that can be read.
+
+    Every value is the text that stands there: PyYAML's other readings make False of the language `no`, and fail on
+    a date that the calendar does not have.
+    """
     parts = text.replace("\r\n", "\n").split("---\n", 2)
     try:
-        front = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else {}
-    except yaml.YAMLError:
+        front = yaml.load(parts[1], Loader=yaml.BaseLoader) if len(parts) == 3 and not parts[0].strip() else {}
+    except (yaml.YAMLError, RecursionError):
         return {}
     return front if isinstance(front, dict) else {}
 
@@ -171,4 +175,4 @@ def _card_changes(folder: Path, written: dict[str, Any]) -> tuple[list[str], lis
 
 
 def _shown(value: Any) -> str:
-    return "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return "nothing" if value is None else json.dumps(value, ensure_ascii=False)

@@ -54,10 +54,9 @@ class Resolved:
 
     def published(self, place: str) -> str:
         """A row's place in the calibration set, such as `./texts.jsonl:12`, without the file's own name."""
-        for name, other in self.renamed.items():
-            if place.startswith(name):
-                return other + place.removeprefix(name)
-        return place
+        # The longest: a place in a.jsonl begins with a.json too.
+        found = max((name for name in self.renamed if place.startswith(name)), key=len, default="")
+        return self.renamed[found] + place.removeprefix(found) if found else place
 
 
 def recipe_text(settings: Mapping[str, Any]) -> str:

@@ -15,10 +15,11 @@ import yaml
 from conftest import Finished
 from safetensors.torch import load_file, save_file
 from test_coverage import quantize
+from test_interruptions import cut_at
 
 from quantizers import pipeline
 from quantizers.checkpoint import open_folder, side_files
-from quantizers.errors import OutputError, QuantizeError
+from quantizers.errors import OutputError
 from quantizers.pipeline import Options, run
 from quantizers.record import check_record, front_matter_of, seal_of, write_record
 from quantizers.safetensors_header import read_header
@@ -228,6 +229,14 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
         text("README.md", "library_name: transformers", "library_name: 2024-01-01"),
         ['README.md: front matter: library_name is "2024-01-01", the run wrote "transformers"'],
     ),
+    "a day that is none in the card's front matter": (
+        text("README.md", "library_name: transformers", "library_name: 2024-13-45"),
+        ['README.md: front matter: library_name is "2024-13-45", the run wrote "transformers"'],
+    ),
+    "brackets in the card's front matter": (
+        text("README.md", "tags:\n", "more: " + "[" * 5000 + "\ntags:\n"),
+        ["README.md: front matter: tags is nothing, the run wrote"],
+    ),
     "the page": (text("report.html", "Gates", "Goats"), ["report.html: changed since the run wrote it"]),
 }
 
@@ -357,14 +366,7 @@ def test_a_shard_that_cannot_be_opened_stops_the_proof_and_can_be_restored(finis
 def test_a_damaged_shard_is_refused_when_the_run_goes_on(finished: Finished, tmp_path: Path) -> None:
     """By name and size always, by its hash with --paranoid; restored, the run goes on."""
     output = tmp_path / "output"
-    with pytest.MonkeyPatch.context() as patched:
-
-        def cut(*_: Any) -> Any:
-            raise QuantizeError("cut here")
-
-        patched.setattr(pipeline, "assemble", cut)
-        with pytest.raises(QuantizeError, match="cut here"):
-            run(prepare(str(finished.recipe)), Options(output, CPU))
+    cut_at("assemble", finished.recipe, Options(output, CPU))
     shard = output / ".quantize" / "output" / SHARD
     raw = shard.read_bytes()
     damages: tuple[tuple[Damage, bool, str], ...] = (

@@ -51,6 +51,18 @@ def write_job(folder: Path, layers: int = LAYERS, words: int = 40, samples: int 
     return folder / "recipe.yaml"
 
 
+def cut_at(step: str, recipe: Path, options: Options) -> None:
+    """A run that fails where the pipeline calls `step`."""
+
+    def cut(*_: Any) -> Any:
+        raise QuantizeError("cut here")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, step, cut)
+        with pytest.raises(QuantizeError, match="cut here"):
+            run(prepare(str(recipe)), options)
+
+
 # `quantize` in a process that says at its end which of the slow imports it made.
 NAMES_IMPORTS = """
 import atexit, sys

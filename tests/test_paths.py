@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import yaml
 from conftest import REPOSITORY
 from safetensors.torch import load_file, save_file
 from test_coverage import quantize
-from test_interruptions import write_job
+from test_interruptions import cut_at, write_job
 from test_pipeline import hashes
 
-from quantizers import pipeline, verification
+from quantizers import verification
 from quantizers.calibration import load_samples, read_set
 from quantizers.calibration.lock import lock_set
-from quantizers.errors import CalibrationError, InputError, OutputError, QuantizeError
+from quantizers.errors import CalibrationError, InputError, OutputError
 from quantizers.pipeline import Options, run
 from quantizers.recipe import read_recipe
 from quantizers.resolved import resolve_recipe, source_name
@@ -140,6 +141,14 @@ def test_a_local_file_under_another_name_gives_the_same_samples_in_order(tmp_pat
     assert load_samples(tmp_path / "copy" / "calibration.yaml", str(tiny_model)).digest != there.digest
 
 
+def test_a_place_is_published_by_the_file_that_it_is_in(tmp_path: Path) -> None:
+    recipe, _ = read_recipe(str(private_job(tmp_path)))
+    renamed = {"a.json": "data-1.json", "a.jsonl": "data-2.jsonl"}
+    resolved = replace(resolve_recipe(recipe, tmp_path / "recipes" / "recipe.yaml"), renamed=renamed)
+    places = ("a.json:1", "a.jsonl:2", "owner/dataset:3")
+    assert [resolved.published(place) for place in places] == ["data-1.json:1", "data-2.jsonl:2", "owner/dataset:3"]
+
+
 def test_another_source_of_the_same_name_is_not_finished(tmp_path: Path) -> None:
     """Only the name of its folder is published, so what the source holds is compared."""
     recipe = write_job(tmp_path / "step1000", layers=2)
@@ -158,14 +167,7 @@ def test_data_that_is_no_longer_asked_for_does_not_stay(tmp_path: Path) -> None:
     """Begun with --with-data, cut in the proof, and gone on without."""
     recipe = write_job(tmp_path / "job", layers=2)
     output = tmp_path / "output"
-    with pytest.MonkeyPatch.context() as patched:
-
-        def cut(*_: Any) -> Any:
-            raise QuantizeError("cut here")
-
-        patched.setattr(pipeline, "prove", cut)
-        with pytest.raises(QuantizeError, match="cut here"):
-            run(prepare(str(recipe)), Options(output, CPU, with_data=True))
+    cut_at("prove", recipe, Options(output, CPU, with_data=True))
     assert len(list((output / ".quantize" / "output").glob("data-*"))) == 2
     report = run(prepare(str(recipe)), Options(output, CPU))
     assert not [name for name in report["files"] if name.startswith("data-")]

@@ -7,17 +7,14 @@ keep their own keys where Arrow would give every row the keys of all (and refuse
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..own_files import file_sha256
+from ..own_files import DATA, file_sha256
 from ..shipped import shipped
 from .set import DataSource, FromColumn, seeded
-
-_PUBLISHED = re.compile(r"data-([0-9a-f]{16})\.\w+")
 
 
 @dataclass
@@ -66,7 +63,7 @@ def local_file(source: DataSource, folder: Path) -> Path:
     path = folder / source.dataset
     if path.is_file():
         return path
-    named = _PUBLISHED.fullmatch(source.dataset)
+    named = DATA.fullmatch(source.dataset)
     if named is None:
         raise SourceError(str(path), "cannot be read (No such file or directory)", "give an existing file")
     for file in sorted(shipped("calibration").rglob(f"*{path.suffix}")):
