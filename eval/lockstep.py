@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def evaluate(
         for position, (number, lane) in enumerate(steps):
             entry = journal.once(
                 _name(number, lane),
-                lambda lane=lane, number=number: _layer(lanes, lane, number, top, long, weights, ranks),  # type: ignore[misc]
+                partial(_layer, lanes, lane, number, top, long, weights, ranks),
             )
             ranks.meet()  # what this step has written, the next one overwrites
             if not ranks.leads:

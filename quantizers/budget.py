@@ -63,7 +63,7 @@ def _price(costs: Sequence[Sequence[int]], losses: Table, limit: int) -> tuple[f
 
     def at(price: float) -> tuple[int, float]:
         picked = [
-            min(range(len(row)), key=lambda i, row=row, loss=loss: (loss[i] + price * row[i], row[i]))  # type: ignore[misc]
+            min((lost + price * cost, cost, i) for i, (lost, cost) in enumerate(zip(loss, row, strict=True)))[2]
             for row, loss in zip(costs, losses, strict=True)
         ]
         pairs = list(zip(picked, costs, losses, strict=True))

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 from .errors import Interrupted
 
@@ -39,12 +40,12 @@ def interruptible(advice: str) -> Iterator[Callable[[], None]]:
         Interrupted: from the yielded function. A second signal ends the program as usual.
     """
     caught: list[int] = []
-    previous: dict[int, object] = {}
+    previous: dict[int, Any] = {}  # handlers, as signal.signal returns them
 
     def remember(number: int, _frame: FrameType | None) -> None:
         caught.append(number)
         for known, handler in previous.items():
-            signal.signal(known, handler)  # type: ignore[arg-type]  # what signal.signal returned
+            signal.signal(known, handler)
 
     def check() -> None:
         if caught:
@@ -56,4 +57,4 @@ def interruptible(advice: str) -> Iterator[Callable[[], None]]:
         yield check
     finally:
         for known, handler in previous.items():
-            signal.signal(known, handler)  # type: ignore[arg-type]  # what signal.signal returned
+            signal.signal(known, handler)

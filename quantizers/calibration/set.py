@@ -26,7 +26,7 @@ FAMILY: dict[Kind, str] = {"programming": "code", "spoken": "spoken"}  # the fir
 Shape = Literal["text", "prompt-answer", "chat", "sharegpt", "code-contests"]
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_KIND_OF = {"programming_language": "programming", "spoken_language": "spoken"}
+_KIND_OF: dict[str, Kind] = {"programming_language": "programming", "spoken_language": "spoken"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 # How many columns a shape reads: from, to.
 _COLUMNS: dict[str, tuple[int, int]] = {
@@ -64,7 +64,7 @@ def placeholders(template: str) -> list[Kind]:
 
 def fill(template: str, languages: dict[Kind, str]) -> str:
     """Put languages in place of `{programming_language}` and `{spoken_language}`."""
-    return _PLACEHOLDER.sub(lambda match: languages[_KIND_OF[match[1]]], template)  # type: ignore[index]
+    return _PLACEHOLDER.sub(lambda match: languages[_KIND_OF[match[1]]], template)
 
 
 class Languages(Strict):
