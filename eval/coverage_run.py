@@ -100,11 +100,11 @@ def _stream(question: Asked, device: torch.device, work: Path, ranks: Ranks) -> 
     """All sets in one pass; the categories of set n begin with `n:`."""
     from quantizers.architecture import architecture_for, sizes_of
     from quantizers.checkpoint import open_checkpoint
+    from quantizers.devices import forward_dtype, use_threads
     from quantizers.formats import readable
     from quantizers.layers import LayeredModel
     from quantizers.progress import progress
     from quantizers.samples import samples
-    from quantizers.session import forward_dtype, use_threads
     from quantizers.texts import token_tensors
 
     from .coverage import check_floors

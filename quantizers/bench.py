@@ -17,6 +17,7 @@ import torch
 from . import journal
 from .calibration import CalibrationData
 from .checkpoint import open_folder
+from .devices import machine, versions
 from .errors import InputError
 from .layer_loop import quantize_layers
 from .pipeline import assemble
@@ -24,7 +25,7 @@ from .plan import Spec, make_plan
 from .proof import measure
 from .recipe import Awq, Experts, set_location
 from .samples import samples
-from .session import Job, machine, versions
+from .session import Job
 from .texts import token_tensors
 
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from .architecture import architecture_for, sizes_of
 from .bench_library import folder_bytes, library_route
 from .calibration import CalibrationData
 from .checkpoint import CONFIG, open_folder
+from .devices import forward_dtype, machine, versions
 from .layer_loop import quantize_layers
 from .layers import LayeredModel
 from .pipeline import assemble
@@ -33,7 +35,7 @@ from .proof import measure
 from .random_model import published, resized, write_random
 from .recipe import Experts, set_location
 from .samples import samples
-from .session import Job, forward_dtype, machine, versions
+from .session import Job
 from .solve_layer import LayerStores, solve_layer
 from .texts import token_tensors
 
@@ -87,7 +89,7 @@ def compare_layer(
 
         with torch.no_grad():
             _warm_up(model, solve, states)
-            ours, library = (_measured(lambda s=s: solve(s), repeats, device) for s in (OURS, LIBRARY))  # type: ignore[misc]
+            ours, library = (_measured(partial(solve, one), repeats, device) for one in (OURS, LIBRARY))
     return {
         "sizes": sizes,
         "tokens": count * length,
@@ -192,8 +194,8 @@ def compare_route(
         # Ours last: it sets how the allocator keeps memory, which the library is not measured under.
         for name, route, place in (("library", library, "stitched"), ("ours", ours, "output")):
             steps[name].clear()
-            places = iter([Path(folder) / f"{name}-{n}" for n in range(repeats)])
-            results[name] = _measured(lambda r=route, p=places: r(next(p)), repeats, device)  # type: ignore[misc]
+            runs = map(route, [Path(folder) / f"{name}-{n}" for n in range(repeats)])
+            results[name] = _measured(partial(next, runs), repeats, device)
             results[name]["steps"] = {
                 step: statistics.median(one[step] for one in steps[name]) for step in steps[name][0]
             }

@@ -20,6 +20,7 @@ from stitch.assemble import layer_tensors, write_shard
 from .architecture import Sizes, architecture_for, sizes_of
 from .awq import row_step
 from .checkpoint import CONFIG, Checkpoint
+from .devices import device_limit, forward_dtype, machine
 from .layers import LayeredModel
 from .memory import device_memory
 from .phases import Clock, listening
@@ -27,7 +28,6 @@ from .plan import Spec, make_plan
 from .progress import peak_memory
 from .random_model import BLOCK, published, resized, write_random
 from .recipe import Experts
-from .session import device_limit, forward_dtype, machine
 from .solve_layer import LayerStores, install, solve_layer
 from .states import Rows
 from .symmetric import blocks

@@ -19,9 +19,9 @@ import torch
 
 from .architecture import Architecture, rotary_factor
 from .checkpoint import Checkpoint, block_size, open_folder
+from .devices import versions
 from .llmcompressor_engine import quiet_library
 from .recipe import Awq, Experts
-from .session import versions
 
 STEPS = ("convert to BF16", "load", "oneshot", "save", "stitch")
 

@@ -18,12 +18,12 @@ import torch
 from .architecture import Sizes, architecture_for, sizes_of
 from .bench_compare import layer_sizes
 from .checkpoint import CONFIG
+from .devices import forward_dtype, machine
 from .engines import solve
 from .layers import LayeredModel
 from .phases import listening
 from .random_model import published, resized, write_random
 from .recipe import Awq, Experts
-from .session import forward_dtype, machine
 from .solve_layer import LayerStores, install, solve_layer
 from .statistics import Recorded
 

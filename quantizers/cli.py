@@ -121,9 +121,9 @@ def run(
 
     limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
     job = ranks.after_first(begin)
+    from .devices import choose_device, use_threads
     from .pipeline import Options, assist
     from .pipeline import run as run_job
-    from .session import choose_device, use_threads
 
     use_threads(job.sizes, begun_with(work_folder(output)).get("threads"), ranks)
     options = Options(output, choose_device(device, ranks), limit, paranoid, with_data, ranks)

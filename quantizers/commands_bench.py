@@ -18,7 +18,8 @@ PictureOption = Annotated[Path | None, typer.Option(help="also draw the result i
 
 
 def _job(recipe: str) -> Any:
-    from .session import prepare, use_threads
+    from .devices import use_threads
+    from .session import prepare
 
     job = prepare(recipe)
     use_threads(job.sizes)
@@ -40,7 +41,7 @@ def methods(
 
     Example: quantize bench methods tiny-minimax-m2-fp8-int4
     """
-    from .session import choose_device
+    from .devices import choose_device
 
     job = _job(recipe)
     from .bench import compare as compare_methods
@@ -67,7 +68,7 @@ def compare(
 
     Example: quantize bench compare tiny-minimax-m2-fp8-int4 --repeats 3
     """
-    from .session import choose_device
+    from .devices import choose_device
 
     job = _job(recipe)
     from .bench_compare import compare as compare_routes
@@ -105,8 +106,8 @@ def layer(
     limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
     from .architecture import architecture_for, sizes_of
     from .bench_layer import measure_layer
+    from .devices import choose_device, use_threads
     from .random_model import published
-    from .session import choose_device, use_threads
 
     config = published(like)
     use_threads(sizes_of(architecture_for(config, like), config, like))
@@ -137,7 +138,7 @@ def scaling(
     import torch
 
     from .bench_scaling import measure_scaling
-    from .session import choose_device
+    from .devices import choose_device
     from .tables_bench import scaling_table
 
     torch.set_num_threads(1)

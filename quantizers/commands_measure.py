@@ -57,7 +57,7 @@ def coverage(
     """
     from eval.coverage_run import asked, compared, measured
 
-    from .session import choose_device
+    from .devices import choose_device
 
     question = asked(recipe, model, data, compare, min_routed_tokens, max_uncovered, source)
     ranks: Ranks = context.obj or ALONE
@@ -130,10 +130,10 @@ def evaluate(
 
     from .architecture import architecture_for, sizes_of
     from .checkpoint import open_checkpoint
+    from .devices import choose_device, use_threads
     from .interrupts import interruptible
     from .journal import begun_with
     from .proof import EVALUATION, NOT_SIMULATED, measure
-    from .session import choose_device, use_threads
 
     ranks: Ranks = context.obj or ALONE
     data_set = _set_file(data)

@@ -39,8 +39,8 @@ def publish(
     Example: quantize publish out/tiny --repo me/tiny-minimax-m2-FP8-INT4 --source models/tiny-minimax-m2 --dry-run
     """
     from . import publish as steps
+    from .devices import choose_device
     from .progress import progress
-    from .session import choose_device
     from .tables_publish import dry_run_table, published_table
     from .verification import source_of
 

@@ -33,7 +33,7 @@ def verify(
     """
     from eval.consumers import render
 
-    from .session import choose_device
+    from .devices import choose_device
     from .tables import audit_table
     from .verification import source_of, verify_folder
 
@@ -79,9 +79,9 @@ def stitch(
     from stitch.mix import mix, stitch_table
 
     from .checkpoint import open_checkpoint
+    from .devices import choose_device, versions
     from .interrupts import interruptible
     from .resolved import source_name
-    from .session import choose_device, versions
 
     if output is None:
         output = default_output(f"{Path(source_name(experts, Path.cwd())).name}-stitched")

@@ -27,13 +27,14 @@ from . import journal
 from .atomic import write_json
 from .calibration import CalibrationData
 from .checkpoint import Checkpoint
+from .devices import forward_dtype
 from .errors import QuantizeError
 from .heap import give_back, settle
 from .layers import LayeredModel
 from .overlap import in_background, read_ahead
 from .progress import layer_line, peak_memory, progress
 from .ranks import ALONE, Ranks
-from .session import Job, forward_dtype
+from .session import Job
 from .solve_layer import LayerStores, install, solve_layer
 from .states import Rows
 from .statistics import route_counts

@@ -40,6 +40,7 @@ import torch
 
 from .atomic import write_json
 from .checkpoint import Checkpoint
+from .devices import forward_dtype
 from .errors import InputError, QuantizeError
 from .heap import give_back, settle
 from .layers import LayeredModel
@@ -47,7 +48,7 @@ from .logits import log_probabilities
 from .overlap import read_ahead
 from .progress import Step, progress
 from .scheme_errors import ALL_THREE, scheme_errors
-from .session import Job, forward_dtype
+from .session import Job
 from .solve_layer import LayerStores
 from .solved import MATRICES
 from .states import Rows

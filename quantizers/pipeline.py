@@ -27,6 +27,7 @@ from . import journal
 from .atomic import copy_file, sync_folder, write_text
 from .calibration import CalibrationData
 from .checkpoint import CONFIG, INDEX, Checkpoint, side_files
+from .devices import device_limit, fingerprint, forward_dtype
 from .errors import InputError, OutputError
 from .held_out import cut, positions
 from .interrupts import interruptible
@@ -46,7 +47,7 @@ from .resolved import Resolved, resolve_recipe, settings_hash
 from .samples import samples
 from .scheme_choice import decide
 from .schemes import Scheme
-from .session import Job, device_limit, fingerprint, forward_dtype
+from .session import Job
 from .source_files import check_hashes, source_digest, source_stats
 from .texts import token_tensors
 

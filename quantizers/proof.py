@@ -25,6 +25,7 @@ from stitch.folder_audit import folders_left_out
 from .atomic import write_json
 from .calibration.data import digest_of
 from .checkpoint import Checkpoint, open_folder
+from .devices import fingerprint, forward_dtype, machine, versions
 from .errors import CheckpointError, OutputError, QuantizeError
 from .held_out import cut, past_the_model, positions, texts
 from .layers import LayeredModel
@@ -35,7 +36,7 @@ from .ranks import ALONE, Ranks
 from .recipe import PerplexityGate, set_location
 from .samples import samples
 from .scheme_choice import choice
-from .session import Job, fingerprint, forward_dtype, machine, versions
+from .session import Job
 from .source_files import source_digest
 from .texts import load_tokenizer, token_tensors
 

@@ -10,9 +10,9 @@ import os
 import signal
 from typing import Any
 
-from quantizers import cli, layer_loop, session
+from quantizers import cli, devices, layer_loop
 
-session.SMALL_LAYER = 0
+devices.SMALL_LAYER = 0
 real, last = layer_loop.write_json, int(os.environ.get("STOP_AFTER_LAYER", "-1"))
 
 

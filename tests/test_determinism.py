@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.lockstep import _score_text
 from eval.perplexity import Text
-from quantizers import cli, session
+from quantizers import cli, devices
 from quantizers.determinism import WORKSPACE, ordered
 from quantizers.engines import solve
 from quantizers.errors import InputError, QuantizeError
@@ -61,7 +61,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_choosing_a_gpu_settles_how_it_computes(name: str, gpu: None) -> None:
     torch.set_float32_matmul_precision("high")  # as with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
     assert torch.backends.cuda.matmul.allow_tf32
-    assert session.choose_device(name).type == "cuda"
+    assert devices.choose_device(name).type == "cuda"
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -76,10 +76,10 @@ def test_choosing_a_gpu_settles_how_it_computes(name: str, gpu: None) -> None:
 
 def test_choosing_the_cpu_sets_nothing(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    assert session.choose_device("cpu").type == "cpu"
+    assert devices.choose_device("cpu").type == "cpu"
     assert not torch.are_deterministic_algorithms_enabled()
     assert WORKSPACE not in os.environ
-    assert "cublas_workspace" not in session.fingerprint(torch.device("cpu"))
+    assert "cublas_workspace" not in devices.fingerprint(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_an_environment_without_the_same_bytes_is_refused(
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(InputError) as refused:
-        session.choose_device("cuda")
+        devices.choose_device("cuda")
     assert str(refused.value).startswith(said)
     assert "\n" not in str(refused.value)
     assert not torch.are_deterministic_algorithms_enabled()
@@ -111,7 +111,7 @@ def test_a_gpu_that_is_not_there_sets_nothing(gpu: None, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch, "zeros", missing)
     with pytest.raises(InputError, match=r"^--device cuda:99: no such device; give cpu"):
-        session.choose_device("cuda:99")
+        devices.choose_device("cuda:99")
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -119,13 +119,13 @@ def test_an_environment_that_is_as_good_is_kept_and_part_of_the_fingerprint(
     gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another workspace may mean another algorithm, so a run does not go on under it."""
-    session.choose_device("cuda")
-    usual = session.fingerprint(torch.device("cuda"))
+    devices.choose_device("cuda")
+    usual = devices.fingerprint(torch.device("cuda"))
     monkeypatch.setenv(WORKSPACE, ":16:8")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    session.choose_device("cuda")
+    devices.choose_device("cuda")
     assert os.environ[WORKSPACE] == ":16:8"
-    assert session.fingerprint(torch.device("cuda")) == usual | {"cublas_workspace": ":16:8"}
+    assert devices.fingerprint(torch.device("cuda")) == usual | {"cublas_workspace": ":16:8"}
 
 
 def test_an_image_that_switches_tf32_on() -> None:

@@ -24,6 +24,7 @@ from torch.distributed import HashStore
 from eval.coverage_run import Asked, measured
 from quantizers import cli, determinism, journal
 from quantizers.checkpoint import open_folder
+from quantizers.devices import choose_device
 from quantizers.engines import solve
 from quantizers.errors import InputError, Interrupted, OutputError, PeerFailed, QuantizeError
 from quantizers.meeting import Meeting
@@ -31,7 +32,7 @@ from quantizers.pipeline import Options, run
 from quantizers.proof import measure
 from quantizers.ranks import ALONE, Ranks, from_environment, join
 from quantizers.recipe import Awq, CoverageGate, Experts
-from quantizers.session import choose_device, prepare
+from quantizers.session import prepare
 from quantizers.solved import Solved
 
 CPU = torch.device("cpu")

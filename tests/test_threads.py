@@ -16,12 +16,12 @@ from conftest import REPOSITORY, Finished
 from test_coverage import quantize
 from test_interruptions import assert_same, write_job
 
-from quantizers import journal, layer_loop, session
+from quantizers import devices, journal, layer_loop
 from quantizers.architecture import Sizes, architecture_for, sizes_of
 from quantizers.checkpoint import open_folder
+from quantizers.devices import fingerprint, use_threads
 from quantizers.errors import OutputError
 from quantizers.ranks import Ranks
-from quantizers.session import fingerprint, use_threads
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
             raise OutputError("cut here")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(session, "SMALL_LAYER", 0)
+        patched.setattr(devices, "SMALL_LAYER", 0)
         patched.setattr(os, "sched_getaffinity", lambda _: {0, 1})
         patched.setattr(layer_loop, "write_json", cut)
         assert quantize(patched, *words) == 2
@@ -118,7 +118,7 @@ def test_an_evaluation_goes_on_with_its_threads(
     assert quantize(monkeypatch, *words) == 2
     monkeypatch.setattr(lockstep, "_score_text", real)
     capsys.readouterr()
-    monkeypatch.setattr(session, "SMALL_LAYER", 0)
+    monkeypatch.setattr(devices, "SMALL_LAYER", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert quantize(monkeypatch, *words) == 0
     assert json.loads(capsys.readouterr().out) == wanted
