@@ -61,6 +61,7 @@ def ask_vllm(folder: Path) -> dict[str, Any]:
     try:
         rules = read_rules(section)
         asker = _Asker(section, facts)
+    # Whatever vLLM's or our reading of a section may raise: it becomes a difference, which fails, never nothing.
     except (Refused, ValueError, TypeError, KeyError, NotImplementedError) as failure:
         result["differences"].append(f"quantization_config: refused ({' '.join(str(failure).split())})")
         return result

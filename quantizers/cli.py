@@ -214,6 +214,7 @@ def main() -> None:
             traceback.print_exc()
         _end(ranks, str(failure), failure.exit_code)
     except Exception as failure:
+        # typer brings a click of its own, under no public name: its errors are known by what they have.
         if type(failure).__module__.startswith("click") or hasattr(failure, "format_message"):
             _end(ranks, failure.format_message(), 2)  # type: ignore[attr-defined]
         if "--debug" in sys.argv:

@@ -56,7 +56,7 @@ class Clock:
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # in torch
 
 
 _listener: ContextVar[Clock | None] = ContextVar("listener", default=None)
