@@ -1,1 +1,4 @@
-"""Measuring a checkpoint against its source. Import as `from eval.perplexity import …`."""
+"""Measuring a checkpoint against its source, and saying what was measured.
+
+Nothing here writes a checkpoint. Imported as `from eval.fidelity.figures import …`, never `import eval`.
+"""

@@ -1,5 +1,5 @@
 """`python -m quantizers` is `quantize`; torchrun needs it."""
 
-from .cli import main
+from quantizers.cli.main import main
 
 main()

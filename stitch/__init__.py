@@ -1,1 +1,1 @@
-"""Assembling and proving a finished checkpoint."""
+"""Finished files from solved experts and original bytes, and the audit of them against their source."""

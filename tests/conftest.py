@@ -115,8 +115,9 @@ def finished(
     """The pipeline run once, in this process, on a small set."""
     import torch
 
-    from quantizers.pipeline import Options, run
-    from quantizers.session import prepare
+    from quantizers.plan.job import prepare
+    from quantizers.run.options import Options
+    from quantizers.run.pipeline import run
 
     folder = tmp_path_factory.mktemp("finished")
     recipe = write_recipe(folder)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from quantizers.checkpoint import open_folder, side_files
-from quantizers.weights import read_weight
+from quantizers.checkpoint.reader import open_folder, side_files
+from quantizers.forward.weights import read_weight
 
 # Runs in a process of its own: llm-compressor changes loguru, tqdm and global state for good.
 CHILD = """

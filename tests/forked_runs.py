@@ -22,7 +22,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HU
 
 import torch
 
-from quantizers import cli
+from quantizers.cli import main as cli
 
 
 def quantize(recipe: str, output: Path) -> int:

@@ -10,7 +10,9 @@ import os
 import signal
 from typing import Any
 
-from quantizers import cli, devices, layer_loop
+from quantizers.cli import main as cli
+from quantizers.device import devices
+from quantizers.run import layer_loop
 
 devices.SMALL_LAYER = 0
 real, last = layer_loop.write_json, int(os.environ.get("STOP_AFTER_LAYER", "-1"))

@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
-from ..errors import CalibrationError
-from .cache import recall, remember
+from quantizers.calibration.sources.cache import recall, remember
+from quantizers.calibration.sources.lock import read_lock, version
+from quantizers.calibration.sources.parallel import for_each_source
+from quantizers.calibration.sources.rows import SourceError
+from quantizers.system.errors import CalibrationError
+
 from .data import CalibrationData, digest_of, missing_languages
-from .lock import read_lock, version
-from .parallel import for_each_source
 from .set import KINDS, CalibrationSet, DataSource, read_set
-from .sources import SourceError
 from .take import Taken, Taker
 from .tokens import Renderer
 
@@ -130,6 +131,6 @@ def _load(
 def _quiet(calibration: CalibrationSet) -> AbstractContextManager[None]:
     if all(source.is_local for source in calibration.sources):
         return nullcontext()
-    from .hub import quiet
+    from quantizers.calibration.sources.hub import quiet
 
     return quiet()

@@ -15,9 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ..errors import CalibrationError
-from ..recipe import Strict
-from ..strict_yaml import load, parse
+from quantizers.system.errors import CalibrationError
+from quantizers.system.strict_yaml import Strict, load, parse
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".parquet")
 Kind = Literal["programming", "spoken"]

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantizers.calibration.sources.read import read_rows
+from quantizers.calibration.sources.rows import Row, SourceError
+
 from .data import Dropped, Sample
 from .set import FAMILY, KINDS, CalibrationSet, DataSource, FromColumn, Kind, fill, seeded, slug
 from .shapes import Rejected, instruct, read_row
-from .sources import Row, SourceError, read_rows
 from .tokens import Renderer
 
 # A source is given up after so many rows for each sample, so that a template that refuses

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CalibrationError
+from quantizers.system.errors import CalibrationError
+
 from .shapes import Content, Rejected
 
 

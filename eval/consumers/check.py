@@ -1,0 +1,325 @@
+"""What each serving engine would make of a checkpoint, from its config.json and headers alone.
+
+consumer_rules.py says which scheme an engine gives a module, consumer_tensors.py what the module is;
+here the two are held together, and the shapes against what tensor parallelism leaves on each rank.
+Most of these mistakes give no error when the checkpoint is loaded, or one that names something else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quantizers.architectures.architecture import Architecture, Sizes
+from quantizers.architectures.matrices import MATRICES
+from quantizers.system.text_table import plain
+
+from .parallel import tensor_parallel
+from .readings import TRANSFORMERS, Reading, module_of, names_experts, server_readings, transformers_readings
+from .rules import ATTENTION, EXPERTS, KINDS, SERVERS, VLLM, Refused, Rules, read_rules
+from .tensors import (
+    Mistake,
+    Module,
+    Parts,
+    Stored,
+    by_module,
+    describe,
+    expected_modules,
+    expected_vectors,
+    misnamed_experts,
+    mistakes,
+)
+
+STORED = "stored as"
+SECTION = "quantization_config"
+SERVER_NAMES = tuple(engine.name for engine in SERVERS)
+ENGINES = (*SERVER_NAMES, TRANSFORMERS)
+FAMILIES = ("vLLM", "SGLang", "transformers")
+PARALLEL = (1, 2, 4, 8)
+KEYS = {
+    "quant_method", "quantization_status", "format", "config_groups", "ignore", "kv_cache_scheme",
+    "global_compression_ratio", "sparsity_config", "transform_config", "version",
+}  # fmt: skip
+Severity = Literal["error", "warning"]
+
+# What becomes of each mistake, by the engine's first word.
+CONSEQUENCES: dict[Mistake, dict[str, str]] = {
+    "no weight": dict.fromkeys(FAMILIES, "loading fails, or it keeps what happened to be in memory"),
+    "scale not renamed": {
+        "vLLM": "loading fails: there is no parameter weight_scale_inv",
+        "SGLang": "loads without an error and produces garbage: the unknown name is passed over, the scale never set",
+        "transformers": "loads unscaled with only a warning: every weight is off by the scale of its block",
+    },
+    "no scale": {
+        "vLLM": "loads without an error and keeps the scale's initial value: zeros in older releases, then NaN",
+        "SGLang": "loads without an error and keeps the scale's initial value: garbage",
+        "transformers": "weights cannot be paired with their scales: loading fails, or they are misscaled",
+    },
+    "not quantized": {
+        "vLLM": "loading fails on a missing parameter: a plain layer has none for packed weights or scales",
+        "SGLang": "loads without an error and produces garbage: names it has no parameter for are passed over",
+        "transformers": "the packed or unscaled numbers are taken as weights, with only a warning",
+    },
+    "not plain": {
+        "vLLM": "loading fails on a missing parameter, or plain weights are cast without a scale: garbage",
+        "SGLang": "the parameters of the scheme are never set: garbage",
+        "transformers": "the parameters of the scheme are never set, with only a warning",
+    },
+    "another scheme": {
+        "vLLM": "loading fails: the parameters have other names or shapes than the tensors",
+        "SGLang": "loading fails, or the parameters are never set: garbage",
+        "transformers": "loading fails, or the parameters keep random numbers with only a warning",
+    },
+    "extra": {
+        "vLLM": "loading fails with an AttributeError: there is no parameter for it",
+        "SGLang": "passed over without a word",
+        "transformers": "passed over with a warning",
+    },
+    "scale dtype": dict.fromkeys(FAMILIES, "the scale is silently rounded on load, and codes no longer fit it"),
+}
+STOPS = "stops before it loads a tensor"
+WARNINGS: tuple[Mistake, ...] = ("scale dtype",)
+GARBAGE = (
+    "loads without an error and produces garbage: unknown names are passed over, and the experts keep what happened "
+    "to be in memory"
+)
+
+
+ONE_SCHEME = "it has one scheme for the experts of all layers, so loading fails; servers read each layer's own"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake.
+
+    Attributes:
+        severity: `error` where an engine stops, or computes something else than what is stored.
+        engine: the engines it concerns.
+        where: a tensor, a module or a key of config.json; the first of `count`.
+        problem: what is wrong.
+        consequence: what these engines then do.
+    """
+
+    severity: Severity
+    engine: str
+    where: str
+    problem: str
+    consequence: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        more = f" (and {self.count - 1:,} more)" if self.count > 1 else ""
+        return f"{self.severity}: {self.where}{more}: {self.problem}; {self.engine}: {self.consequence}"
+
+
+@dataclass(frozen=True)
+class Consumers:
+    """What `check` found.
+
+    Attributes:
+        schemes: text by engine and kind of tensor; the row STORED says what the tensors are.
+        findings: mistakes, errors first.
+        tensor_parallel: by number of ranks `ok`, or why vLLM cannot divide the model by it.
+    """
+
+    schemes: dict[str, dict[str, str]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    tensor_parallel: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings for which `verify` fails."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For report.json."""
+        return {
+            "schemes": self.schemes,
+            "findings": [dict(vars(finding)) for finding in self.findings],
+            "tensor_parallel": {str(ranks): text for ranks, text in self.tensor_parallel.items()},
+        }
+
+
+class Findings:
+    """Counts equal mistakes, and joins the engines that make the same of one."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[Severity, str, str, str], tuple[str, int]] = {}
+
+    def add(self, severity: Severity, engines: Iterable[str], where: str, problem: str, consequence: str) -> None:
+        """One mistake, as several engines see it."""
+        for engine in engines:
+            first, count = self._seen.get((severity, engine, problem, consequence), (where, 0))
+            self._seen[severity, engine, problem, consequence] = first, count + 1
+
+    def all(self) -> list[Finding]:
+        """Each mistake once, errors first."""
+        joined: dict[tuple[Severity, str, str, str, int], list[str]] = {}
+        for (severity, engine, problem, consequence), (where, count) in self._seen.items():
+            joined.setdefault((severity, where, problem, consequence, count), []).append(engine)
+        findings = [
+            Finding(severity, ", ".join(engines), where, problem, consequence, count)
+            for (severity, where, problem, consequence, count), engines in joined.items()
+        ]
+        return sorted(findings, key=lambda finding: finding.severity != "error")
+
+
+def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> Consumers:
+    """Apply the engines' rules to a checkpoint.
+
+    Args:
+        config: config.json.
+        tensors: every tensor's dtype (safetensors' spelling) and shape, by name.
+        facts, sizes: of its architecture.
+    """
+    findings = Findings()
+    modules, expected = by_module(tensors), expected_modules(facts, sizes)
+    _check_names(tensors, modules, expected, facts, sizes, findings)
+    stored = (
+        (module.kind, describe(modules[name], module.shape)) for name, module in expected.items() if name in modules
+    )
+    table = {STORED: _by_kind(stored)}
+    rules = _read_section(config.get(SECTION), any("weight_packed" in parts for parts in modules.values()), findings)
+    if rules is None:
+        return Consumers(table, findings.all())
+    layers = sizes["layers"]
+    readings = {engine.name: list(server_readings(engine, facts, layers, rules)) for engine in SERVERS}
+    readings[TRANSFORMERS] = list(transformers_readings(facts, layers, rules))
+    differ = len({r.scheme for r in readings[VLLM.name] if r.kind == EXPERTS} - {None}) > 1
+    if differ:
+        problem = "the experts' schemes differ between layers"
+        findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, ONE_SCHEME)
+    for engine, answers in readings.items():
+        table[engine] = _by_kind((reading.kind, _text(reading)) for reading in answers)
+        for reading in answers:
+            if not (differ and engine == TRANSFORMERS and reading.kind == EXPERTS):  # said above, once
+                _compare(engine, reading, modules, expected, facts, sizes, findings)
+    experts = {reading.scheme for reading in readings[TRANSFORMERS] if reading.kind == EXPERTS}
+    beside = [targets for targets, s in rules.groups if s not in experts and not names_experts(targets)]
+    if len(beside) > 1:
+        problem = f"{len(beside)} groups beside that of the experts"
+        findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, "at most one of them is honoured")
+    attention, routed = ([r.scheme for r in readings[VLLM.name] if r.kind == kind] for kind in (ATTENTION, EXPERTS))
+    parallel = {ranks: tensor_parallel(ranks, sizes, attention, routed) for ranks in PARALLEL}
+    return Consumers(table, findings.all(), parallel)
+
+
+def _text(reading: Reading) -> str:
+    return "refused" if reading.refused is not None else str(reading.scheme or "plain")
+
+
+def _by_kind(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """One text per kind; where members differ, each with its number."""
+    counts: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    for kind, text in pairs:
+        counts[kind][text] += 1
+    return {
+        kind: next(iter(texts)) if len(texts) == 1 else ", ".join(f"{text} ({n:,})" for text, n in texts.items()) or "-"
+        for kind, texts in counts.items()
+    }
+
+
+def _compare(
+    engine: str,
+    reading: Reading,
+    modules: Mapping[str, Parts],
+    expected: Mapping[str, Module],
+    facts: Architecture,
+    sizes: Sizes,
+    findings: Findings,
+) -> None:
+    """Hold what an engine makes of a module against the tensors that it will load into it."""
+    family = engine.split(maxsplit=1)[0]
+    if reading.refused is not None:
+        findings.add("error", [engine], reading.asked, f"{reading.kind}: {reading.refused}", STOPS)
+        return
+    members: Iterable[str] = reading.members
+    if reading.kind == EXPERTS and reading.layer is not None:
+        members = (facts.expert(reading.layer, e, matrix) for e in range(sizes["experts"]) for matrix in MATRICES)
+    for name in members:
+        if name not in modules:
+            continue  # named as missing
+        for mistake, problem in mistakes(reading.scheme, modules[name], expected[name].shape):
+            severity: Severity = "warning" if mistake in WARNINGS else "error"
+            findings.add(severity, [engine], name, f"{reading.kind}: {problem}", CONSEQUENCES[mistake][family])
+
+
+def _check_names(
+    tensors: Mapping[str, Stored],
+    modules: Mapping[str, Parts],
+    expected: Mapping[str, Module],
+    facts: Architecture,
+    sizes: Sizes,
+    findings: Findings,
+) -> None:
+    renamed = misnamed_experts(modules, facts, sizes)
+    own = "/".join(facts.expert_linears[matrix].name for matrix in MATRICES)
+    names = "/".join(dict.fromkeys(renamed.values()))
+    for module in renamed:
+        problem = f"experts are stored as {names}; this family's names are {own}"
+        findings.add("error", SERVER_NAMES, module, problem, GARBAGE)
+        findings.add("error", [TRANSFORMERS], module, problem, "the experts keep random numbers, with only a warning")
+    missing = [name for name, m in expected.items() if name not in modules and not (renamed and m.kind == EXPERTS)]
+    for name in (*missing, *(name for name in expected_vectors(facts, sizes) if name not in tensors)):
+        problem = f"{module_of(name).rpartition('.')[2]} is missing"
+        findings.add("error", ENGINES, name, problem, "loading fails, or it keeps what happened to be in memory")
+
+
+def _read_section(section: Any, packed: bool, findings: Findings) -> Rules | None:
+    """The rules, or None where there are none to apply; what is wrong with the section itself is found here."""
+    severity: Severity = "error" if packed else "warning"
+    if not isinstance(section, Mapping):
+        if packed:
+            problem = "missing, though there are packed integers"
+            findings.add("error", ENGINES, SECTION, problem, "loading fails: they are taken as not quantized")
+        return None
+    if section.get("quant_method") != "compressed-tensors":
+        problem = f"is {section.get('quant_method')!r}, not 'compressed-tensors'; its rules are not checked here"
+        consequence = "loading fails: packed integers are not understood" if packed else "rules of its own apply"
+        findings.add(severity, ENGINES, f"{SECTION}.quant_method", problem, consequence)
+        return None
+    for name in sorted(section.keys() - KEYS):
+        problem = "no key of compressed-tensors; the source's own section must be replaced as a whole"
+        findings.add("warning", ENGINES, f"{SECTION}.{name}", problem, "passed over or misread")
+    for where, problem in validation_errors(section):
+        # vLLM and SGLang validate the arguments within a group, but not the keys around them.
+        engines = ENGINES if {"weights", "input_activations"} & set(where.split(".")) else (TRANSFORMERS,)
+        findings.add("error", engines, where, problem, "validation error, before a tensor is loaded")
+    try:
+        return read_rules(section)
+    except Refused as refused:
+        findings.add("error", ENGINES, SECTION, str(refused), STOPS)
+        return None
+
+
+def validation_errors(section: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Key and message of everything that compressed-tensors' own QuantizationConfig refuses."""
+    from compressed_tensors.quantization import QuantizationConfig
+    from pydantic import ValidationError
+
+    try:
+        QuantizationConfig.model_validate(copy.deepcopy(dict(section)))
+    except ValidationError as failure:
+        found = []
+        for error in failure.errors():
+            # A group may also be a list of targets, for a preset; that branch's message would only mislead.
+            if "list[str]" not in error["loc"]:
+                path = [str(part) for part in error["loc"] if not str(part).startswith("function-")]
+                found.append((".".join([SECTION, *path]), error["msg"]))
+        return found
+    except (KeyError, TypeError, ValueError) as failure:
+        return [(SECTION, str(failure).strip("'\""))]
+    return []
+
+
+def render(consumers: Consumers) -> str:
+    """A short plain table: schemes, then mistakes, then tensor parallelism."""
+    rows = [(engine, *(kinds[kind] for kind in KINDS)) for engine, kinds in consumers.schemes.items()]
+    lines = [plain(("", *KINDS), rows), ""]
+    lines += [str(finding) for finding in consumers.findings] or ["every engine reads it as it is stored"]
+    if consumers.tensor_parallel:
+        lines += ["", plain(("tensor parallel", "vLLM"), list(consumers.tensor_parallel.items()))]
+    return "\n".join(lines)

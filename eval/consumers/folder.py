@@ -1,0 +1,22 @@
+"""The check of consumers.py on a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.checkpoint.reader import CONFIG, open_folder
+from quantizers.system.errors import InputError
+
+from .check import Consumers, check
+
+
+def check_folder(folder: Path) -> Consumers | None:
+    """What each serving engine would read; None where the folder cannot be opened, which the audit has said."""
+    try:
+        candidate = open_folder(folder)
+        facts = architecture_for(candidate.config, str(folder / CONFIG))
+        sizes = sizes_of(facts, candidate.config, str(folder / CONFIG))
+    except InputError:
+        return None
+    return check(candidate.config, candidate.tensors, facts, sizes)

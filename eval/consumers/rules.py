@@ -1,0 +1,307 @@
+"""Which scheme a serving engine gives a module: the engines' matching rules, as functions of names.
+
+A `target` of a config group is `re:` and a regular expression (matched from the start), a module's
+name, or the name of a class such as "Linear". The engines differ in the names that they ask for and
+in the order in which they try the three:
+
+    vLLM          name, then the parts of a fused layer, then the class; no match: not quantized
+    SGLang        name, class, parts; no match: an error. Router, head and embedding are never asked for
+    transformers  name, then class, q, k and v apart; for experts the first group with a `re:` target
+                  that has "experts" in it, whatever it matches
+
+Both servers ask for expert 0 only, and all three of its matrices must get the same answer. vLLM calls
+them w1/w3/w2 since 0.32 and gate_proj/up_proj/down_proj before, below `mlp.experts`; SGLang the latter
+below `block_sparse_moe.experts`. Read from vLLM 0.15 to 0.33 (before about 0.23 it tried the class
+before the parts), SGLang 0.5.23 and transformers 5.17; eval/consumer_vllm.py asks vLLM itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.matrices import MATRICES
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+ATTENTION, OUTPUT, EXPERTS, ROUTER, HEAD, EMBEDDINGS = KINDS = (
+    "attention q,k,v",
+    "attention o",
+    "experts",
+    "router",
+    "lm_head",
+    "embeddings",
+)
+# Formats under which servers take a scheme to quantize activations too, FP8 among them.
+ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
+PACKED = "pack-quantized"
+
+
+class Refused(Exception):
+    """The engine stops at this module. The message says where and why; it is no error of this program."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a config group says about a weight. Equal means equal to the engines, whatever group it came from."""
+
+    type: str
+    bits: int
+    strategy: str
+    group_size: int | None
+    block: tuple[int, int] | None
+    symmetric: bool
+    dynamic: bool
+    activations: str | None
+    format: str
+    group: str = field(compare=False)
+    target: str = field(compare=False)
+
+    def __str__(self) -> str:
+        name = {"int": "INT", "float": "FP"}.get(self.type, self.type) + str(self.bits)
+        if self.strategy == "block" and self.block:
+            return f"{name} block {self.block[0]}x{self.block[1]}"
+        return f"{name} group {self.group_size}" if self.strategy == "group" else f"{name} per {self.strategy}"
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, for messages."""
+        return f"group {self.group!r}, target {self.target!r}"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A quantization_config as the matching needs it.
+
+    Attributes:
+        targets: scheme by target, in the order of the file; a target named twice keeps its place and
+            takes the later group's scheme.
+        groups: the groups' targets and schemes, in order.
+        ignore: names and expressions that are not quantized.
+        format: the format of the whole checkpoint.
+    """
+
+    targets: Mapping[str, Scheme]
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    ignore: tuple[str, ...]
+    format: str
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A server: what it asks for, and how it matches.
+
+    Attributes:
+        name: with the versions it stands for.
+        expert_class: the class that holds a layer's experts.
+        own_names: it asks for experts' matrices by the family's names (w1/w3/w2), else by PROJECTIONS.
+        below_mlp: it calls the experts as transformers does (`mlp.experts`), else as published.
+        plain_kinds: what it builds without looking at the rules.
+        class_before_parts: it tries the class before the parts of a fused layer.
+        unmatched_is_error: no match stops it; else the module is not quantized.
+        ignores_fused_name: an expression in `ignore` is also tried on the fused layer's own name.
+        ignores_by_suffix: an entry of `ignore` also covers names that end in it.
+        packed_only: integer experts need `pack-quantized` as the format of the whole checkpoint.
+    """
+
+    name: str
+    expert_class: str
+    own_names: bool
+    below_mlp: bool
+    plain_kinds: tuple[str, ...]
+    class_before_parts: bool = False
+    unmatched_is_error: bool = False
+    ignores_fused_name: bool = False
+    ignores_by_suffix: bool = False
+    packed_only: bool = False
+
+    def expert_parts(self, facts: Architecture) -> tuple[str, ...]:
+        """gate, up and down as it asks for them."""
+        return tuple(facts.expert_linears[m].name for m in MATRICES) if self.own_names else PROJECTIONS
+
+    def expert_prefix(self, facts: Architecture, layer: int) -> str:
+        """The module that holds a layer's experts, as it calls it."""
+        own = facts.expert_prefix.partition(".{expert}")[0]
+        return facts.layer(layer, facts.modules.experts if self.below_mlp else own)
+
+
+VLLM = Engine(
+    "vLLM 0.32+", "RoutedExperts", own_names=True, below_mlp=True, plain_kinds=(ROUTER,), ignores_fused_name=True
+)
+VLLM_BEFORE = Engine("vLLM 0.14-0.31", "RoutedExperts", own_names=False, below_mlp=True, plain_kinds=(ROUTER,))
+SGLANG = Engine(
+    "SGLang",
+    "FusedMoE",
+    own_names=False,
+    below_mlp=False,
+    plain_kinds=(ROUTER, HEAD, EMBEDDINGS),
+    class_before_parts=True,
+    unmatched_is_error=True,
+    ignores_by_suffix=True,
+    packed_only=True,
+)
+SERVERS = (VLLM, VLLM_BEFORE, SGLANG)
+
+
+def read_rules(section: Mapping[str, Any]) -> Rules:
+    """The rules of a quantization_config.
+
+    Raises:
+        Refused: it is not shaped as the engines need it.
+    """
+    try:
+        whole = str(section.get("format"))
+        targets: dict[str, Scheme] = {}
+        groups: list[tuple[tuple[str, ...], Scheme]] = []
+        for name, group in section["config_groups"].items():
+            scheme = scheme_of(name, group, whole)
+            for target in group["targets"]:
+                targets[target] = replace(scheme, target=target)
+            groups.append((tuple(group["targets"]), scheme))
+        ignore = tuple(section.get("ignore") or ())
+        for pattern in (*targets, *ignore):
+            if pattern.startswith("re:"):
+                re.compile(pattern[3:])
+    except re.error as failure:
+        raise Refused(f"{failure.pattern!r} is not a regular expression ({failure.msg})") from None
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as failure:
+        raise Refused(f"config_groups is not shaped as the engines need it ({failure!r})") from None
+    return Rules(targets, tuple(groups), ignore, whole)
+
+
+def scheme_of(name: str, group: Mapping[str, Any], whole: str) -> Scheme:
+    """The scheme of a config group; `whole` is the format that it takes where it has none of its own."""
+    weights = group["weights"]
+    size, block = weights.get("group_size"), weights.get("block_structure")
+    strategy = weights.get("strategy") or ("tensor" if size is None else "group" if size > 0 else "channel")
+    activations = group.get("input_activations")
+    return Scheme(
+        type=weights.get("type", "int"),
+        bits=int(weights.get("num_bits", 8)),
+        strategy=strategy,
+        group_size=size,
+        block=(int(block[0]), int(block[1])) if block else None,
+        symmetric=bool(weights.get("symmetric", True)),
+        dynamic=bool(weights.get("dynamic", False)),
+        activations=json.dumps(activations, sort_keys=True) if activations else None,
+        format=group.get("format") or whole,
+        group=name,
+        target="",
+    )
+
+
+def matches(name: str, target: str) -> bool:
+    """Whether a target is this name, or an expression that matches from its start."""
+    return re.match(target[3:], name) is not None if target.startswith("re:") else target == name
+
+
+def first(name: str, targets: Iterable[str]) -> str | None:
+    """The first target that matches a name."""
+    return next((target for target in targets if matches(name, target)), None)
+
+
+def _first_class(name: str, targets: Iterable[str]) -> str | None:
+    # The servers take a target anywhere in the class name, in any case: "Linear" is in QKVParallelLinear.
+    for target in targets:
+        if matches(name, target) if target.startswith("re:") else target.lower() in name.lower():
+            return target
+    return None
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    parent, _, last = name.rpartition(".")
+    return tuple(f"{parent}.{part}" for part in FUSED.get(last, ()))
+
+
+def _first_of_parts(name: str, targets: Iterable[str]) -> str | None:
+    found = [first(part, targets) for part in _parts(name)]
+    return found[0] if found and all(found) else None
+
+
+def is_ignored(engine: Engine, name: str, ignore: Sequence[str]) -> bool:
+    """Whether `ignore` covers a module.
+
+    Raises:
+        Refused: it covers some of a fused layer's parts only.
+    """
+
+    def one(module: str) -> bool:
+        return any(
+            matches(module, entry) or (engine.ignores_by_suffix and module.endswith(f".{entry}")) for entry in ignore
+        )
+
+    if not _parts(name):
+        return one(name)
+    if name in ignore or (engine.ignores_fused_name and one(name)):
+        return True
+    covered = [one(part) for part in _parts(name)]
+    if any(covered) and not all(covered):
+        raise Refused(
+            "`ignore` covers only some of " + ", ".join(FUSED[name.rpartition(".")[2]]) + ", which are one layer"
+        )
+    return all(covered)
+
+
+def find(engine: Engine, name: str, class_name: str, rules: Rules, targets: Mapping[str, Scheme]) -> Scheme | None:
+    """The scheme that a server gives a module; None where it is not quantized.
+
+    Raises:
+        Refused: the server stops here.
+    """
+    if is_ignored(engine, name, rules.ignore):
+        return None
+    by_name, by_class = first(name, targets), _first_class(class_name, targets)
+    by_parts = _first_of_parts(name, targets)
+    order = (by_name, by_class, by_parts) if engine.class_before_parts else (by_name, by_parts, by_class)
+    chosen = next((target for target in order if target), None)
+    if chosen is None and engine.unmatched_is_error:
+        raise Refused(f"no group matches {name.rpartition('.')[2]}")
+    return targets[chosen] if chosen else None
+
+
+def find_experts(engine: Engine, facts: Architecture, layer: int, rules: Rules) -> Scheme | None:
+    """The scheme of a layer's experts: expert 0's, under the engine's own names.
+
+    Raises:
+        Refused: its three matrices get different answers, or the server stops earlier.
+    """
+    targets = dict(rules.targets)
+    if "Linear" in targets:  # experts are made of linear layers, so that this target reaches them too
+        targets.setdefault(engine.expert_class, targets["Linear"])
+    prefix = f"{engine.expert_prefix(facts, layer)}.0"
+    parts = engine.expert_parts(facts)
+    found = [find(engine, f"{prefix}.{part}", engine.expert_class, rules, targets) for part in parts]
+    if any(one != found[0] for one in found):
+        answers = ", ".join(f"{part} {one or 'not quantized'}" for part, one in zip(parts, found, strict=True))
+        raise Refused(f"multiple schemes for the matrices of an expert: {answers}")
+    return found[0]
+
+
+def require_kernel(engine: Engine, scheme: Scheme | None, kind: str, rules: Rules) -> None:
+    """Check that a server has a kernel for the scheme it matched.
+
+    Raises:
+        Refused: it has none.
+    """
+    if scheme is None:
+        return
+    if scheme.dynamic:
+        raise Refused(f"weights that are quantized dynamically ({scheme.origin}) are not supported")
+    if kind == EMBEDDINGS and (scheme.type != "int" or scheme.activations):
+        raise Refused(f"an embedding as {scheme} ({scheme.origin}) is not supported")
+    if scheme.type == "int" and scheme.strategy in ("group", "channel") and not scheme.activations:
+        if scheme.format != PACKED or scheme.bits not in (4, 8):
+            raise Refused(f"{scheme} ({scheme.origin}) in format {scheme.format}: only {PACKED}, 4 or 8 bits, is taken")
+        if engine.packed_only and kind == EXPERTS and rules.format != PACKED:
+            raise Refused(
+                f"the format of the whole checkpoint is {rules.format}; for integer experts it must be {PACKED}"
+            )
+    if scheme.type == "float" and scheme.bits == 8 and scheme.strategy in ("block", "channel", "tensor"):
+        if not scheme.symmetric:
+            raise Refused(f"{scheme} ({scheme.origin}) must be symmetric")
+        if scheme.format not in ACTIVATION_FORMATS:
+            raise Refused(f"{scheme} ({scheme.origin}) in format {scheme.format}: float-quantized is needed")

@@ -1,0 +1,197 @@
+"""What a checkpoint's tensors are, against the scheme under which an engine would read them.
+
+All of it from headers: a matrix of known shape is packed integers (`weight_packed`, `weight_scale`),
+FP8 (`weight`, `weight_scale`), or plain (`weight`); bits, group and block follow from the shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from quantizers.architectures.architecture import Architecture, Sizes
+from quantizers.architectures.matrices import MATRICES
+
+from .readings import kind_of, module_of
+from .rules import EMBEDDINGS, EXPERTS, HEAD, ROUTER, Scheme
+
+FLOATING = ("BF16", "F16", "F32")
+ASYMMETRIC = ("weight_zero_point", "weight_g_idx")
+Mistake = Literal[
+    "no weight",
+    "scale not renamed",
+    "no scale",
+    "not quantized",
+    "not plain",
+    "another scheme",
+    "extra",
+    "scale dtype",
+]
+
+
+class Stored(Protocol):
+    """A tensor's header entry: `TensorInfo` of a file, or `Spec` of a plan."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Parts = Mapping[str, Stored]  # a module's tensors by what follows its name
+
+
+@dataclass(frozen=True)
+class Module:
+    """A published module that an engine may quantize: what kind it is, and its shape (outputs, inputs)."""
+
+    kind: str
+    shape: tuple[int, ...]
+
+
+def by_module(tensors: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
+    """Tensors by module and the last part of their names."""
+    modules: dict[str, dict[str, Stored]] = {}
+    for name, info in tensors.items():
+        module, _, part = name.rpartition(".")
+        modules.setdefault(module, {})[part] = info
+    return modules
+
+
+def expected_modules(facts: Architecture, sizes: Sizes) -> dict[str, Module]:
+    """Every matrix that an engine may quantize, by its published name."""
+    modules: dict[str, Module] = {}
+    for layer in range(sizes["layers"]):
+        for name, terms in facts.linears.items():
+            modules[facts.layer(layer, name)] = Module(kind_of(name), sizes.shape(terms))
+        router = facts.fold.router
+        modules[module_of(facts.layer(layer, router))] = Module(ROUTER, sizes.shape(facts.in_layer[router].shape))
+        for matrix in MATRICES:
+            shape = sizes.shape(facts.expert_linears[matrix].shape)
+            for expert in range(sizes["experts"]):
+                modules[facts.expert(layer, expert, matrix)] = Module(EXPERTS, shape)
+    for kind, tensor in ((HEAD, facts.head), (EMBEDDINGS, facts.embedding)):
+        modules[module_of(tensor)] = Module(kind, sizes.shape(facts.outside[tensor].shape))
+    return modules
+
+
+def expected_vectors(facts: Architecture, sizes: Sizes) -> list[str]:
+    """The other tensors that must be there: norms and the router's correction."""
+    names = [facts.layer(layer, name) for layer in range(sizes["layers"]) for name in facts.in_layer]
+    matrices = {facts.head, facts.embedding, *(facts.layer(n, facts.fold.router) for n in range(sizes["layers"]))}
+    return [name for name in (*names, *facts.outside) if name not in matrices]
+
+
+def misnamed_experts(modules: Mapping[str, Parts], facts: Architecture, sizes: Sizes) -> dict[str, str]:
+    """Modules of experts under other names than the family's: that name by module."""
+    own = {linear.name for linear in facts.expert_linears.values()}
+    found: dict[str, str] = {}
+    for layer in range(sizes["layers"]):
+        for expert in range(sizes["experts"]):
+            prefix = facts.layer(layer, facts.expert_prefix.format(expert=expert))
+            for other in ("gate_proj", "up_proj", "down_proj", "w1", "w3", "w2"):
+                if other not in own and prefix + other in modules:
+                    found[prefix + other] = other
+    return found
+
+
+def describe(parts: Parts, shape: tuple[int, ...]) -> str:
+    """What a module's tensors are, in the words of `Scheme`."""
+    scale = parts.get("weight_scale")
+    if "weight_packed" in parts:
+        bits = parts["weight_packed"].shape[-1] * 32 / shape[-1]
+        name = f"INT{bits:g}"
+        if scale is None:
+            return f"{name} without a scale"
+        if len(scale.shape) < 2 or not scale.shape[-1]:
+            return f"{name} with a scale of shape {list(scale.shape)}"
+        return f"{name} group {shape[-1] // scale.shape[-1]}"
+    if "weight" not in parts:
+        return "no weight"
+    dtype = parts["weight"].dtype
+    if dtype != "F8_E4M3":
+        return dtype if scale is None else f"{dtype} with a scale"
+    if scale is None:
+        return "FP8 with weight_scale_inv" if "weight_scale_inv" in parts else "FP8 without a scale"
+    if math.prod(scale.shape) == 1 and math.prod(shape) > 128 * 128:
+        return "FP8 per tensor"
+    if scale.shape[0] == shape[0]:
+        return "FP8 per channel"
+    return f"FP8 block {'x'.join(str(_block(n, count)) for n, count in zip(shape, scale.shape, strict=False))}"
+
+
+def _block(size: int, count: int) -> int:
+    """The block's edge: 128 where that gives `count` blocks, else the smallest that does."""
+    return 128 if math.ceil(size / 128) == count else math.ceil(size / max(count, 1))
+
+
+def mistakes(scheme: Scheme | None, parts: Parts, shape: tuple[int, ...]) -> list[tuple[Mistake, str]]:
+    """What is wrong when these tensors are read under this scheme (None: as not quantized).
+
+    Returns:
+        Kind of mistake and one sentence. A scheme that this program never writes is not judged.
+    """
+    found: list[tuple[Mistake, str]] = []
+    if scheme is None or scheme.symmetric:
+        found += [("extra", f"{part} belongs to no symmetric scheme") for part in ASYMMETRIC if part in parts]
+    if "weight_packed" in parts and "weight" in parts:
+        found.append(("extra", "weight lies beside weight_packed"))
+    if "weight_packed" not in parts and "weight" not in parts:
+        return [*found, ("no weight", "neither weight nor weight_packed is there")]
+    if "weight_scale_inv" in parts and "weight_scale" not in parts:
+        return [*found, ("scale not renamed", "the FP8 scale is called weight_scale_inv; it must be weight_scale")]
+    quantized = "weight_packed" in parts or "weight_scale" in parts or parts["weight"].dtype not in FLOATING
+    if scheme is None:
+        if quantized:
+            text = f"no group matches: it is taken as not quantized, but is stored as {describe(parts, shape)}"
+            found.append(("not quantized", text))
+        return found
+    mistake: Mistake | None = "another scheme"
+    needed = required(scheme, shape)
+    if not quantized:
+        mistake = "not plain"
+    elif needed is None:
+        mistake = None
+    elif needed.keys() <= parts.keys() and _fit(parts, needed):
+        mistake = None
+        if "weight_packed" in parts and parts["weight_scale"].dtype != "BF16":
+            found.append(("scale dtype", f"the scale is {parts['weight_scale'].dtype}, not BF16"))
+    elif "weight_scale" not in parts and next(iter(needed)) in parts and _fit(parts, needed):
+        return [*found, ("no scale", f"weight_scale is missing: stored as {describe(parts, shape)}")]
+    if mistake:
+        takes = f"takes the scheme {scheme} ({scheme.origin}), but is stored as {describe(parts, shape)}"
+        found.append((mistake, takes))
+    return found
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Dtypes and shape that a tensor must have."""
+
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def holds(self, info: Stored) -> bool:
+        """Whether it has."""
+        return info.dtype in self.dtypes and tuple(info.shape) == self.shape
+
+
+def _fit(parts: Parts, needed: Mapping[str, Needed]) -> bool:
+    return all(wanted.holds(parts[part]) for part, wanted in needed.items() if part in parts)
+
+
+def required(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, Needed] | None:
+    """The tensors that a scheme needs for a matrix, the weight first; None for schemes that are not written here."""
+    rows, columns = shape
+    if scheme.type == "int" and scheme.strategy == "group" and scheme.group_size and not scheme.activations:
+        return {
+            "weight_packed": Needed(("I32",), (rows, math.ceil(columns * scheme.bits / 32))),
+            "weight_scale": Needed(FLOATING, (rows, columns // scheme.group_size)),
+        }
+    if scheme.type == "float" and scheme.bits == 8 and scheme.strategy == "block" and scheme.block:
+        blocks = (math.ceil(rows / scheme.block[0]), math.ceil(columns / scheme.block[1]))
+        return {"weight": Needed(("F8_E4M3",), shape), "weight_scale": Needed(FLOATING, blocks)}
+    return None

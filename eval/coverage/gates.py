@@ -1,0 +1,138 @@
+"""How many tokens the router sent to each expert, by category of text; gates on it.
+
+While calibrating, every expert sees every token by construction, so the forced counts prove only
+that the mechanism works. What tells a well-calibrated expert from a guessed one is what the router
+sent to it: these are the counts below.
+
+Legend: L layers, C categories, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from quantizers.recipe.schema import CoverageGate
+from quantizers.system.errors import InputError
+
+NAMED = 20  # uncovered pairs that a message names
+
+
+def summarise(counts: Sequence[np.ndarray], categories: Sequence[str], minimum: int) -> dict[str, Any]:
+    """Routed tokens over all layers.
+
+    Args:
+        counts: for each layer (C, E) int64.
+        categories: names of the rows.
+        minimum: routed tokens from which an expert counts as covered.
+
+    Returns:
+        min, median, uncovered (pairs), pairs, min_entropy, and per layer min, median, uncovered, the worst
+        expert and the entropy of the load.
+    """
+    totals = np.stack([layer.sum(0) for layer in counts])  # (L, E)
+    layers = [
+        {
+            "layer": number,
+            "min": int(row.min()),
+            "median": float(np.median(row)),
+            "uncovered": int((row < minimum).sum()),
+            "worst_expert": int(row.argmin()),
+            "entropy": entropy(row),
+            "routed_tokens": row.tolist(),
+        }
+        for number, row in enumerate(totals)
+    ]
+    uncovered = [[int(a), int(b)] for a, b in np.argwhere(totals < minimum)]
+    by_category = {name: int(sum(layer[i].sum() for layer in counts)) for i, name in enumerate(categories)}
+    return {
+        "min_routed_tokens": minimum,
+        "min": int(totals.min()),
+        "median": float(np.median(totals)),
+        "pairs": int(totals.size),
+        "uncovered": len(uncovered),
+        "uncovered_pairs": uncovered,
+        "min_entropy": min(float(layer["entropy"]) for layer in layers),
+        "per_layer": layers,
+        "routed_by_category": by_category,
+    }
+
+
+def entropy(load: np.ndarray) -> float:
+    """Entropy of a load (E,) over that of an even one: 1 where all experts get the same, 0 where one gets all."""
+    share = load[load > 0] / max(load.sum(), 1)
+    return float(-(share * np.log(share)).sum() / math.log(len(load))) + 0.0 if len(load) > 1 else 1.0
+
+
+def members(floor: str, categories: Sequence[str]) -> list[int]:
+    """Rows of the categories that a floor names: itself, or what lies below it (`code` for `code/rust`)."""
+    return [i for i, name in enumerate(categories) if name == floor or name.startswith(f"{floor}/")]
+
+
+def check_floors(rule: CoverageGate, categories: Iterable[str], where: str) -> None:
+    """Refuse a floor for a category that the set does not have, before anything long starts.
+
+    Raises:
+        InputError: with the categories there are.
+    """
+    known = sorted(set(categories))
+    for floor in rule.categories:
+        if not members(floor, known):
+            raise InputError(
+                f"{where}: verify.coverage.categories.{floor}: the calibration set has no such category; it has "
+                f"{', '.join(known)}"
+            )
+
+
+def gates(
+    summary: dict[str, Any], counts: Sequence[np.ndarray], categories: Sequence[str], rule: CoverageGate
+) -> list[dict[str, Any]]:
+    """The recipe's gates: the share of pairs below the minimum, below each category's floor, and the entropy.
+
+    Args:
+        summary: of the same counts.
+        counts: for each layer (C, E) int64.
+    """
+    share = summary["uncovered"] / summary["pairs"]
+    found = [
+        {
+            "name": "coverage",
+            "passed": share <= rule.max_uncovered,
+            "value": share,
+            "limit": rule.max_uncovered,
+            "meaning": f"share of experts with fewer than {rule.min_routed_tokens} routed tokens",
+        }
+    ]
+    for floor, minimum in rule.categories.items():
+        rows = members(floor, categories)
+        below = float(np.mean([layer[rows].sum(0) < minimum for layer in counts]))
+        found.append(
+            {
+                "name": f"coverage {floor}",
+                "passed": below <= rule.max_uncovered,
+                "value": below,
+                "limit": rule.max_uncovered,
+                "meaning": f"share of experts with fewer than {minimum} routed tokens of {floor}",
+            }
+        )
+    if rule.min_entropy is not None:
+        found.append(
+            {
+                "name": "entropy",
+                "passed": summary["min_entropy"] >= rule.min_entropy,
+                "value": summary["min_entropy"],
+                "limit": rule.min_entropy,
+                "at_least": True,
+                "meaning": "entropy of the load in the most uneven layer; 1 is even",
+            }
+        )
+    return found
+
+
+def named(pairs: Sequence[Sequence[int]]) -> str:
+    """`layer 1 expert 3, layer 2 expert 0`, with the number of those left out."""
+    text = ", ".join(f"layer {layer} expert {expert}" for layer, expert in pairs[:NAMED])
+    return text + (f" and {len(pairs) - NAMED:,} more" if len(pairs) > NAMED else "")

@@ -1,0 +1,128 @@
+"""What `quantize coverage` is asked, and its answer: a model streamed over one calibration set or two."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantizers.plan.job import given_folder
+from quantizers.recipe.schema import CoverageGate, read_recipe, set_location, source_location
+from quantizers.system.errors import InputError
+from quantizers.system.shipped import find
+from quantizers.team.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    import torch
+
+    from .routing import Routed
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model, the sets to stream over it, and the gates."""
+
+    model: str
+    revision: str
+    trust_remote_code: bool
+    sets: tuple[Path, ...]
+    rule: CoverageGate
+    where: str
+
+
+def asked(
+    recipe: str | None,
+    model: str | None,
+    data: str | None,
+    compare: tuple[str, str] | None,
+    min_routed_tokens: int | None,
+    max_uncovered: float | None,
+    source: Path | None = None,
+) -> Asked:
+    """Put the arguments together; what a recipe says comes first, and `model` and `data` may replace parts of it.
+
+    Args:
+        source: where the recipe's model lies on this machine.
+
+    Raises:
+        InputError: something is missing, or given twice.
+    """
+    rule, found, path = CoverageGate(), None, None
+    if recipe is not None:
+        found, path = read_recipe(recipe)
+        if min_routed_tokens is not None or max_uncovered is not None:
+            raise InputError(f"{path}: holds the gates (verify.coverage); leave --min-routed-tokens and the like away")
+        rule = (found.verify and found.verify.coverage) or rule
+    else:
+        given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}
+        rule = rule.model_copy(update={key: value for key, value in given.items() if value is not None})
+    if source is not None and (model is not None or recipe is None):
+        raise InputError("--source says where a recipe's model lies; give a recipe and no --model with it")
+    if compare and data:
+        raise InputError("--compare names both sets; leave --data away")
+    if model is None and found is None:
+        raise InputError("give a recipe, or --model with --data")
+    sets = [find(name, "calibration") for name in (compare or ([data] if data else []))]
+    if not sets:
+        if found is None or path is None:
+            raise InputError("--data is missing; name a calibration set, such as embedded")
+        sets = [set_location(found.calibration, path)]
+    for file in sets:
+        if not file.is_file():
+            raise InputError(f"{file}: no such set; give a file, or the name of a shipped set such as embedded")
+    if model is not None or found is None or path is None:
+        return Asked(str(model), "main", False, tuple(sets), rule, str(path or model))
+    place = source_location(found, path) if source is None else given_folder(source)
+    return Asked(place, found.source.revision, found.source.trust_remote_code, tuple(sets), rule, str(path))
+
+
+def measured(question: Asked, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
+    """The report on one set; see `eval.coverage_report.report`."""
+    from .tables import report
+
+    routed, (name,) = _stream(question, device, work, ranks)
+    return {"model": question.model, "set": name} | report(routed.part("0:"), question.rule)
+
+
+def compared(question: Asked, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
+    """What the second set wins and loses against the first; see `eval.coverage_report.compare`."""
+    from .tables import compare
+
+    routed, names = _stream(question, device, work, ranks)
+    found = compare(routed.part("0:"), routed.part("1:"), question.rule)
+    for side, name in zip(("before", "after"), names, strict=True):
+        found[side]["name"] = name
+    return {"model": question.model} | found
+
+
+def _stream(question: Asked, device: torch.device, work: Path, ranks: Ranks) -> tuple[Routed, list[str]]:
+    """All sets in one pass; the categories of set n begin with `n:`."""
+    from quantizers.architectures.architecture import architecture_for, sizes_of
+    from quantizers.calibration.samples import samples
+    from quantizers.calibration.texts import token_tensors
+    from quantizers.checkpoint.formats import readable
+    from quantizers.checkpoint.reader import open_checkpoint
+    from quantizers.device.devices import forward_dtype, use_threads
+    from quantizers.forward.layered_model import LayeredModel
+    from quantizers.system.progress import progress
+
+    from .gates import check_floors
+    from .routing import count_routes
+
+    checkpoint = ranks.after_first(lambda: open_checkpoint(question.model, question.revision))
+    where = str(checkpoint.folder / "config.json")
+    facts = architecture_for(checkpoint.config, where)
+    sizes = sizes_of(facts, checkpoint.config, where)
+    trusted = question.trust_remote_code
+    loaded = ranks.after_first(lambda: [samples(file, checkpoint.folder, trusted) for file in question.sets])
+    for data in loaded:
+        check_floors(question.rule, [sample.category for sample in data.samples], question.where)
+    sequences = [tokens for data in loaded for tokens in token_tensors(data, sizes["vocabulary"])]
+    categories = [f"{n}:{sample.category}" for n, data in enumerate(loaded) for sample in data.samples]
+    use_threads(sizes)
+    model = LayeredModel(readable(checkpoint, facts), facts, sizes, device, forward_dtype(device))
+    ranks = ranks.at(work / "ranks", ranks.check)
+    shown = progress("streaming", sizes["layers"]) if ranks.leads else nullcontext(lambda _: None)
+    with shown as step:
+        return count_routes(model, sequences, categories, work, step, ranks), [data.name for data in loaded]

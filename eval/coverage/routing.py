@@ -1,0 +1,139 @@
+"""Where a model's router sends the tokens of texts: the model streamed layer by layer, nothing quantized.
+
+One sequence at a time and without padding, so a padding token cannot count. Two rows of numbers go
+beside the counts: tokens whose choice hangs on a margin below TIE, which another machine may choose
+otherwise; and tokens that rank an expert among the first 2 K, which tells what would help an expert
+that no token chooses.
+
+Legend: L layers, C categories, E experts, T tokens of a sequence, K experts chosen per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.forward.recorded import route_counts
+from quantizers.forward.states import Rows
+from quantizers.system.errors import QuantizeError
+from quantizers.team.ranks import ALONE, Ranks
+
+TIE = 1e-6  # difference of the scores that experts K and K + 1 are chosen by
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What the router did.
+
+    Attributes:
+        categories: names of the rows, C of them.
+        tokens: (C,) int64.
+        counts: (L, C, E) int64, tokens sent to each expert.
+        close: (L, C, E) int64, how many of these hang on a margin below TIE.
+        near: (L, C, E) int64, tokens that rank the expert among the first 2 K.
+    """
+
+    categories: tuple[str, ...]
+    tokens: np.ndarray
+    counts: np.ndarray
+    close: np.ndarray
+    near: np.ndarray
+
+    def part(self, prefix: str) -> Routed:
+        """The categories that begin with `prefix`, which is taken off their names."""
+        rows = [i for i, name in enumerate(self.categories) if name.startswith(prefix)]
+        names = tuple(self.categories[i].removeprefix(prefix) for i in rows)
+        return Routed(names, self.tokens[rows], self.counts[:, rows], self.close[:, rows], self.near[:, rows])
+
+
+def count_routes(
+    model: LayeredModel,
+    sequences: Sequence[torch.Tensor],
+    categories: Sequence[str],
+    work: Path,
+    step: Callable[[str], None] = lambda _: None,
+    ranks: Ranks = ALONE,
+) -> Routed:
+    """Run texts through a model with natural routing.
+
+    Args:
+        sequences: (T,) int64 each.
+        categories: of each sequence.
+        work: an empty folder for the hidden states.
+        step: called after each layer.
+        ranks: who does it together, each its share of the sequences; all of them get the result.
+
+    Raises:
+        QuantizeError: a layer's output is not finite.
+    """
+    sizes, device = model.sizes, model.device
+    lengths = [len(sequence) for sequence in sequences]
+    names = tuple(sorted(set(categories)))
+    rows = [names.index(category) for category in categories]
+    tokens = np.bincount(rows, weights=lengths, minlength=len(names)).astype(np.int64)
+    states = ranks.after_first(lambda: Rows(work / "states.bin", lengths, sizes["hidden"], model.dtype))
+    table = model.embedding()
+    for i in ranks.dealt(len(sequences)):
+        states[i] = table[sequences[i].to(device)]
+    del table
+    shape = (sizes["layers"], len(names), sizes["experts"])
+    counts, close, near = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    for number in range(sizes["layers"]):
+        with model.layer(number) as layer:
+            router = _RouterScores(layer, model)
+            for i in ranks.dealt(len(rows)):
+                row = rows[i]
+                output, chosen = model.run(layer, states[i])
+                if not bool(torch.isfinite(output).all()):
+                    raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
+                states[i] = output
+                scores = router.taken()  # (T, E)
+                best, order = scores.topk(min(2 * sizes["chosen"], sizes["experts"]), dim=-1)
+                k = sizes["chosen"]
+                tie = (
+                    best[:, k - 1] - best[:, k] < TIE if best.shape[1] > k else torch.zeros(len(best), dtype=torch.bool)
+                )
+                counts[number, row] += route_counts(chosen, sizes["experts"]).cpu()
+                close[number, row] += route_counts(chosen[tie.to(chosen.device)], sizes["experts"]).cpu()
+                near[number, row] += route_counts(order, sizes["experts"]).cpu()
+            router.remove()
+        step(f"layer {number}")
+    each = {"counts": counts.unsqueeze(0), "close": close.unsqueeze(0), "near": near.unsqueeze(0)}
+    whole = {name: table.sum(0).numpy() for name, table in ranks.gather(each, torch.device("cpu")).items()}
+    if ranks.leads:
+        states.path.unlink()
+    return Routed(names, tokens, **whole)
+
+
+class _RouterScores:
+    """Overhears the scores (T, E) that a layer's router chooses by.
+
+    transformers' routers return their logits first, and are called with the correction bias where the
+    family has one; with a sigmoid the bias is added to the probabilities.
+    """
+
+    def __init__(self, layer: torch.nn.Module, model: LayeredModel) -> None:
+        self._sigmoid = model.facts.asserts.get("scoring_func") == "sigmoid"
+        self._scores: torch.Tensor | None = None
+        self._hook = layer.get_submodule(model.facts.modules.router).register_forward_hook(self._overhear)
+
+    def _overhear(self, _module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        logits = (output[0] if isinstance(output, tuple) else output).float()
+        self._scores = logits.sigmoid() if self._sigmoid else logits
+        for extra in inputs[1:]:
+            if isinstance(extra, torch.Tensor) and extra.shape == logits.shape[-1:]:
+                self._scores = self._scores + extra
+
+    def taken(self) -> torch.Tensor:
+        """The scores of the sequence that ran last."""
+        assert self._scores is not None
+        return self._scores
+
+    def remove(self) -> None:
+        self._hook.remove()

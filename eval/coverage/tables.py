@@ -1,0 +1,161 @@
+"""Coverage as a table and as JSON: the worst experts, what would help them, and what a change of set does.
+
+Legend: L layers, C categories, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quantizers.recipe.schema import CoverageGate
+from quantizers.system.text_table import plain
+
+from .gates import gates, named, summarise
+from .routing import Routed
+
+WORST = 15
+HELPFUL = 3
+
+
+def report(routed: Routed, rule: CoverageGate) -> dict[str, Any]:
+    """Everything that `quantize coverage` says of one model and one set, gates included."""
+    summary = summarise(list(routed.counts), routed.categories, rule.min_routed_tokens)
+    return summary | {
+        "tokens": dict(zip(routed.categories, routed.tokens.tolist(), strict=True)),
+        "tied_choices": int(routed.close.sum()),
+        "worst": worst(routed),
+        "counts": dict(zip(routed.categories, routed.counts.swapaxes(0, 1).tolist(), strict=True)),
+        "gates": gates(summary, list(routed.counts), routed.categories, rule),
+    }
+
+
+def worst(routed: Routed) -> list[dict[str, Any]]:
+    """The experts with the fewest tokens, and the categories that send them, or nearly send them, the most."""
+    totals = routed.counts.sum(1)  # (L, E)
+    even = totals.sum(1) / totals.shape[1]  # (L,)
+    rows = []
+    for pair in np.argsort(totals, axis=None, kind="stable")[:WORST]:
+        layer, expert = (int(i) for i in np.unravel_index(pair, totals.shape))
+        chosen = _rates(routed, routed.counts[layer, :, expert])
+        near = _rates(routed, routed.near[layer, :, expert])
+        rows.append(
+            {
+                "layer": layer,
+                "expert": expert,
+                "tokens": int(totals[layer, expert]),
+                "share_of_even": float(totals[layer, expert] / even[layer]) if even[layer] else 0.0,
+                "sent_by": chosen,
+                "nearly_sent_by": near,
+            }
+        )
+    return rows
+
+
+def _rates(routed: Routed, counts: np.ndarray) -> dict[str, float]:
+    """The categories with most tokens in a thousand of their own, from (C,) counts; none with 0."""
+    rates = 1000 * counts / np.maximum(routed.tokens, 1)
+    order = np.argsort(-rates, kind="stable")[:HELPFUL]
+    return {routed.categories[i]: float(rates[i]) for i in order if rates[i] > 0}
+
+
+def coverage_table(found: dict[str, Any]) -> str:
+    """What `quantize coverage` prints."""
+    rows = [
+        (row["layer"], row["expert"], f"{row['tokens']:,}", f"{row['share_of_even']:.1%}", _help(row))
+        for row in found["worst"]
+    ]
+    tokens = sum(found["tokens"].values())
+    lines = [
+        f"{tokens:,} tokens in {len(found['tokens'])} categories; routed tokens per expert: min {found['min']:,}, "
+        f"median {found['median']:,.0f}; {found['uncovered']:,} of {found['pairs']:,} below "
+        f"{found['min_routed_tokens']:,}; load entropy at least {found['min_entropy']:.3f}",
+        "",
+        plain(("layer", "expert", "tokens", "of even", "what would help (of 1,000 tokens of the category)"), rows),
+        "",
+    ]
+    if found["uncovered"]:
+        lines += [f"uncovered: {named(found['uncovered_pairs'])}", ""]
+    if found["tied_choices"]:
+        lines += [f"{found['tied_choices']:,} choices hang on a margin below 1e-6", ""]
+    return "\n".join([*lines, gate_table(found["gates"])])
+
+
+def _help(row: dict[str, Any]) -> str:
+    if row["sent_by"]:
+        return ", ".join(f"{name} {rate:.1f}" for name, rate in row["sent_by"].items())
+    if row["nearly_sent_by"]:
+        return ", ".join(f"{name} nearly ({rate:.1f})" for name, rate in row["nearly_sent_by"].items())
+    return "no category of this set comes near it"
+
+
+def gate_table(found: list[dict[str, Any]]) -> str:
+    """Gates with their limits, as `quantize run` prints them."""
+    rows = [
+        (
+            gate["name"],
+            f"{gate['value']:.4g}",
+            f"{'>=' if gate.get('at_least') else '<='} {gate['limit']:.4g}",
+            "passed" if gate["passed"] else "FAILED",
+            gate["meaning"],
+        )
+        for gate in found
+    ]
+    return plain(("gate", "value", "limit", "", "what it is"), rows)
+
+
+def compare(before: Routed, after: Routed, rule: CoverageGate) -> dict[str, Any]:
+    """What a change from one set to another wins and loses.
+
+    Returns:
+        won: pairs (layer, expert) that only the second set covers; lost: those that only the first covers;
+        more, fewer: the pairs whose tokens change most, with both numbers.
+    """
+    old, new = (routed.counts.sum(1) for routed in (before, after))  # (L, E)
+    minimum = rule.min_routed_tokens
+    ratio = np.log((new + 1) / (old + 1))
+    order = np.argsort(ratio, axis=None, kind="stable")
+
+    def listed(pairs: np.ndarray) -> list[dict[str, int]]:
+        places = [(int(a), int(b)) for a, b in zip(*np.unravel_index(pairs, old.shape), strict=True)]
+        return [{"layer": a, "expert": b, "before": int(old[a, b]), "after": int(new[a, b])} for a, b in places]
+
+    changed = [pair for pair in order if old.flat[pair] != new.flat[pair]]
+    return {
+        "won": np.argwhere((old < minimum) & (new >= minimum)).tolist(),
+        "lost": np.argwhere((old >= minimum) & (new < minimum)).tolist(),
+        "fewer": listed(np.array([p for p in changed if ratio.flat[p] < 0][:WORST], dtype=int)),
+        "more": listed(np.array([p for p in reversed(changed) if ratio.flat[p] > 0][:WORST], dtype=int)),
+        "min_routed_tokens": minimum,
+        "before": _short(before, rule),
+        "after": _short(after, rule),
+    }
+
+
+def _short(routed: Routed, rule: CoverageGate) -> dict[str, Any]:
+    found = report(routed, rule)
+    keys = ("min", "median", "uncovered", "pairs", "min_entropy", "tokens", "gates")
+    return {key: found[key] for key in keys}
+
+
+def compare_table(found: dict[str, Any]) -> str:
+    """What `quantize coverage --compare` prints."""
+    sides = [
+        (
+            found[side]["name"], f"{sum(found[side]['tokens'].values()):,}", f"{found[side]['min']:,}",
+            f"{found[side]['median']:,.0f}", f"{found[side]['uncovered']:,}", f"{found[side]['min_entropy']:.3f}",
+        )
+        for side in ("before", "after")
+    ]  # fmt: skip
+    lines = [
+        plain(("set", "tokens", "min", "median", f"below {found['min_routed_tokens']:,}", "entropy"), sides),
+        "",
+        f"won:  {named(found['won']) or 'none'}",
+        f"lost: {named(found['lost']) or 'none'}",
+    ]
+    for word in ("more", "fewer"):
+        rows = [(row["layer"], row["expert"], f"{row['before']:,}", f"{row['after']:,}") for row in found[word]]
+        if rows:
+            lines += ["", plain(("layer", "expert", "before", f"after ({word} tokens)"), rows)]
+    return "\n".join(lines)

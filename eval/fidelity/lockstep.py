@@ -1,0 +1,288 @@
+"""Source and candidates layer by layer in lock-step: the numbers that perplexity.py makes figures of.
+
+Each model keeps hidden states of its own for every sequence, in files. Layer by layer the source's
+weights are materialised, run over all sequences and freed, then each candidate's; so one layer is in
+memory at a time, and the source is computed once however many candidates there are. A model's step
+reads one file of states and writes another, and is journaled when both are on disk: an evaluation
+that is cut off goes on at the step it was in. Several processes deal the sequences among them; what
+is added over sequences is added by rank 0, in their order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.forward.states import Rows
+from quantizers.system.atomic import write_json
+from quantizers.system.errors import QuantizeError
+from quantizers.system.plain_json import finite
+from quantizers.team.ranks import ALONE, Ranks
+
+from .figures import Measured, Text, parts
+from .logits import log_probabilities
+from .weight_error import weight_errors
+
+CHUNK = 256  # positions whose logits exist at a time: 0.2 GB at 200,064 words
+Step = Callable[[str], None]
+Stage = Callable[[str, int, int], AbstractContextManager[Step]]  # its name, its steps, how many an earlier call did
+Pair = tuple[torch.Tensor, torch.Tensor]  # of one text: the source's rows, the candidate's
+Scores = tuple[np.ndarray, np.ndarray, np.ndarray]  # nll, kl, same: (T - 1,) each
+
+
+def evaluate(
+    source: LayeredModel,
+    candidates: Sequence[LayeredModel],
+    texts: Sequence[Text],
+    work: Path,
+    stage: Stage = lambda *_: nullcontext(lambda _: None),
+    *,
+    weights: bool = False,
+    resumable: bool = False,
+    ranks: Ranks = ALONE,
+) -> list[Measured]:
+    """Run all models over the texts.
+
+    Args:
+        source, candidates: models of one architecture and vocabulary.
+        texts: at least one, of two tokens or more.
+        work: an existing folder for states and journal: empty, or that of the same evaluation cut off.
+        stage: entered twice, for layers ("evaluating") and for chunks of scored positions ("scoring"), since these
+            take far less time than a layer; what it gives is called after each of them.
+        weights: also compare the weights, layer by layer.
+        resumable: keep a journal in `work`, so that the same call goes on there.
+        ranks: who does it together; each of them calls this. Only what rank 0 gets holds agreement and errors.
+
+    Raises:
+        QuantizeError: a model's hidden states are not finite.
+    """
+    journal = _Journal(work, resumable, ranks)
+    lengths = [len(text.tokens) for text in texts]
+    lanes = [_Lane(model, number, lengths, work) for number, model in enumerate([source, *candidates])]
+    ranks.after_first(lambda: _open(lanes, texts, journal))
+    top, long = parts(texts)
+    entries: list[list[dict[str, Any]]] = [[] for _ in candidates]
+    compared: list[list[dict[str, float]]] = [[] for _ in candidates]
+    steps = [(number, lane) for number in range(source.sizes["layers"]) for lane in lanes]
+    before = sum(journal.holds(_name(*one)) for one in steps)
+    with stage("evaluating", len(steps), before) as step:
+        for position, (number, lane) in enumerate(steps):
+            entry = journal.once(
+                _name(number, lane),
+                partial(_layer, lanes, lane, number, top, long, weights, ranks),
+            )
+            ranks.meet()  # what this step has written, the next one overwrites
+            if not ranks.leads:
+                continue
+            if lane.number:
+                entries[lane.number - 1].append(entry)
+            elif weights:
+                for found, error in zip(compared, entry["weight_error"], strict=True):
+                    found.append(error)
+            if position >= before:
+                step(f"layer {number}, " + (f"candidate {lane.number}" if lane.number else "source"))
+    scores = _score(lanes, texts, journal, stage, ranks)
+    return [
+        Measured(
+            scores[0][0], nll, kl, same, [n - 1 for n in lengths],
+            [entry["agreement"] for entry in found], [entry["hidden_error"] for entry in found], weights_of,
+            [entry["long"]["agreement"] for entry in found if "long" in entry],
+            [entry["long"]["hidden_error"] for entry in found if "long" in entry],
+        )
+        for (nll, kl, same), found, weights_of in zip(scores[1:], entries, compared, strict=True)
+    ]  # fmt: skip
+
+
+def _name(number: int, lane: _Lane) -> str:
+    """What the journal calls one layer of one model."""
+    return f"layer-{number:05d}-{lane.number}"
+
+
+class _Journal:
+    """What is done, each with its result, in a file of its own. Kept in memory only where not resumable.
+
+    All ranks look for a step's file before any can have done the step, so they agree on what is done.
+    """
+
+    def __init__(self, work: Path, resumable: bool, ranks: Ranks) -> None:
+        self.work, self.resumable, self.ranks = work, resumable, ranks
+
+    def holds(self, name: str) -> bool:
+        """Whether an earlier call has done it, or this one."""
+        return self.resumable and (self.work / f"{name}.json").exists()
+
+    def once(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        path = self.work / f"{name}.json"
+        if self.holds(name):
+            found: dict[str, Any] = json.loads(path.read_text())
+            return found
+        result = compute()
+        if self.resumable and self.ranks.leads:
+            for states in self.work.glob("*.bin"):
+                _sync(states)
+            write_json(path, finite(result))
+        return result
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _Lane:
+    """One model with its hidden states: two files, read and written in turn; and its router's choices."""
+
+    def __init__(self, model: LayeredModel, number: int, lengths: Sequence[int], work: Path) -> None:
+        self.model, self.number, self._lengths, self._work = model, number, lengths, work
+
+    def states(self, layer: int) -> Rows:
+        """The states that enter a layer; `layers` for those that leave the last."""
+        path = self._work / f"states-{self.number}-{layer % 2}.bin"
+        return Rows(path, self._lengths, self.model.sizes["hidden"], self.model.dtype)
+
+    def chosen(self) -> Rows:
+        """The choices of the layer that ran last."""
+        path = self._work / f"chosen-{self.number}.bin"
+        return Rows(path, self._lengths, self.model.sizes["chosen"], torch.int32)
+
+
+def _open(lanes: Sequence[_Lane], texts: Sequence[Text], journal: _Journal) -> None:
+    """Make all files, by rank 0, or see that they are there."""
+    if journal.ranks.leads:
+        journal.once("embedded", lambda: _embed(lanes, texts))
+    for lane in lanes:
+        for number in (0, 1):
+            lane.states(number)
+        lane.chosen()
+
+
+def _embed(lanes: Sequence[_Lane], texts: Sequence[Text]) -> dict[str, Any]:
+    for lane in lanes:
+        table, rows = lane.model.embedding(), lane.states(0)
+        for i, text in enumerate(texts):
+            rows[i] = table[text.tokens.to(table.device)]
+    return {}
+
+
+def _layer(
+    lanes: Sequence[_Lane], lane: _Lane, number: int, top: list[int], long: list[int], weights: bool, ranks: Ranks
+) -> dict[str, Any]:
+    """One layer of one model; a candidate is compared, by rank 0, with the source, which has just run it.
+
+    Short and long texts are compared apart: `top` and `long` are the numbers that `parts` gives.
+    """
+    model, before, after, chosen = lane.model, lane.states(number), lane.states(number + 1), lane.chosen()
+    with model.layer(number) as layer:
+        for i in ranks.dealt(len(before)):
+            output, choices = model.run(layer, before[i])
+            if not bool(torch.isfinite(output).all()):
+                raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
+            after[i], chosen[i] = output, choices.to(torch.int32)
+    ranks.meet()
+    if not ranks.leads:
+        return {}
+    if lane.number:
+        reference, states = lanes[0].chosen(), lanes[0].states(number + 1)
+        found = [
+            {
+                "agreement": _agreement([(reference[i], chosen[i]) for i in part]),
+                "hidden_error": _relative_error([(states[i], after[i]) for i in part]),
+            }
+            for part in (top, long)
+            if part
+        ]
+        return found[0] | ({"long": found[1]} if long else {})
+    if not weights:
+        return {}
+    candidates = [other.model.checkpoint for other in lanes[1:]]
+    return {"weight_error": weight_errors(model.checkpoint, candidates, model.facts, model.sizes, number, model.device)}
+
+
+def _agreement(pairs: Sequence[Pair]) -> float:
+    """The share of the source's choices that the candidate makes too."""
+    same = sum(int((a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1).sum()) for a, b in pairs)
+    return same / sum(a.numel() for a, _ in pairs)
+
+
+def _relative_error(pairs: Sequence[Pair]) -> float:
+    """‖candidate − source‖ / ‖source‖ over all states."""
+    difference = sum(float((a.float() - b.float()).double().square().sum()) for a, b in pairs)
+    return math.sqrt(difference / sum(float(a.double().square().sum()) for a, _ in pairs))
+
+
+def _score(
+    lanes: Sequence[_Lane], texts: Sequence[Text], journal: _Journal, stage: Stage, ranks: Ranks
+) -> list[Scores]:
+    layers = lanes[0].model.sizes["layers"]
+    heads: list[torch.Tensor] = []
+    tables: dict[str, torch.Tensor] = {}
+    # A step is a chunk of positions, since a long text takes as long as many short ones. With each text of this
+    # process, each of the others scores one: they count too.
+    steps = [math.ceil((len(text.tokens) - 1) / CHUNK) for text in texts]
+    own = {i: sum(steps[i : i + ranks.count]) for i in ranks.dealt(len(texts))}
+    paths = {i: journal.work / f"scores-{i:05d}.npy" for i in own}
+    before = {i for i, path in paths.items() if journal.resumable and path.exists()}
+    with stage("scoring", sum(steps), sum(own[i] for i in before)) as step:
+        for i, scored in own.items():
+            if i in before:
+                tables[str(i)] = torch.from_numpy(np.load(paths[i]))
+                continue
+            heads = heads or [lane.model.head() for lane in lanes]
+            table = _score_text(lanes, heads, texts[i], [lane.states(layers)[i] for lane in lanes])
+            if journal.resumable:
+                temporary = paths[i].with_name(paths[i].name + ".tmp")
+                with temporary.open("wb") as stream:
+                    np.save(stream, table)
+                os.replace(temporary, paths[i])
+            tables[str(i)] = torch.from_numpy(table)
+            for _ in range(scored):
+                step(f"text {i + 1} of {len(texts)}")
+    tables = ranks.gather(tables, torch.device("cpu"))
+    parts: list[list[Scores]] = [[] for _ in lanes]
+    for i in range(len(texts)):
+        for part, (nll, kl, same) in zip(parts, tables[str(i)].numpy(), strict=True):
+            part.append((nll, kl, same.astype(bool)))
+    return [
+        (
+            np.concatenate([p[0] for p in part]),
+            np.concatenate([p[1] for p in part]),
+            np.concatenate([p[2] for p in part]),
+        )
+        for part in parts
+    ]
+
+
+@torch.no_grad()
+def _score_text(
+    lanes: Sequence[_Lane], heads: Sequence[torch.Tensor], text: Text, states: Sequence[torch.Tensor]
+) -> np.ndarray:
+    """(models, 3, T - 1) float64: nll, KL from the source, 1 where the most likely token is the source's."""
+    device = lanes[0].model.device
+    targets = text.tokens[1:].to(device)
+    final = [lane.model.final(rows[:-1]) for lane, rows in zip(lanes, states, strict=True)]
+    chunks = []
+    for start in range(0, len(targets), CHUNK):
+        wanted = targets[start : start + CHUNK, None]
+        logs = [log_probabilities(x[start : start + CHUNK], head) for x, head in zip(final, heads, strict=True)]
+        p, best = logs[0].exp(), logs[0].argmax(-1)
+        rows = []
+        for q in logs:
+            # A source equal to itself gives exactly 0: the difference of equal logarithms is 0.
+            kl = (p * (logs[0] - q)).sum(-1, dtype=torch.float64)
+            same = (q.argmax(-1) == best).double()
+            rows.append(torch.stack([-q.gather(1, wanted)[:, 0].double(), kl, same]).cpu())
+        chunks.append(torch.stack(rows).numpy())
+    return np.concatenate(chunks, axis=-1)

@@ -1,0 +1,166 @@
+"""What `quantize eval` prints: one row a candidate, then by category, then by depth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quantizers.system.text_table import number, plain
+
+MOST, WORST = 24, 5
+
+
+def eval_table(report: dict[str, Any]) -> str:
+    """All tables of one evaluation.
+
+    Args:
+        report: source, candidates (each with its figures and `model`), notes.
+    """
+    results = [(one["model"], one) for one in report["candidates"]]
+    first = report["candidates"][0]
+    parts = [
+        fidelity_table(results),
+        f"{first['samples']} samples, {first['tokens']:,} scored tokens of {first['evaluated_on']['name']}"
+        f"{_long(first)}; KL(source || candidate) in nats; router: share of equal choices in the worst layer; "
+        "[95 % interval]",
+    ]
+    for name, one in results:
+        parts += [
+            f"{name}, by category{_left_out(one)}",
+            _categories(one),
+            f"{name}, by depth{', short texts' if 'long' in one else ''}",
+            _depth(one),
+        ]
+        if len(one["positions"]) > 1:
+            parts += [f"{name}, by position in {'its long' if 'long' in one else 'all'} texts", positions_table(one)]
+    return "\n\n".join([*parts, *past_the_model(first), *report["notes"]])
+
+
+def _long(one: dict[str, Any]) -> str:
+    return f", and {one['long']['samples']} long ones, {one['long']['tokens']:,} tokens" if "long" in one else ""
+
+
+def by_part(one: dict[str, Any]) -> dict[str, Any]:
+    """What has figures over many categories, by its name: all texts, or the short and the long ones apart."""
+    return {"short texts": one, "long texts": one["long"]} if "long" in one else {"all": one}
+
+
+def shown_categories(one: dict[str, Any]) -> dict[str, Any]:
+    """All categories where they are few; else their families, and the categories that lose most.
+
+    Of one part: where there are long texts beside short ones, `one["long"]` has categories of its own.
+    """
+    if len(one["categories"]) <= MOST:
+        return dict(one["categories"])
+    worst = sorted(one["categories"].items(), key=lambda item: -item[1]["kl"]["mean"])[:WORST]
+    return {**one["families"], **dict(worst)}
+
+
+def _categories(one: dict[str, Any]) -> str:
+    rows = [
+        (
+            name,
+            table["samples"],
+            f"{table['tokens']:,}",
+            f"{table['perplexity']['source']:.3f}",
+            f"{table['perplexity']['increase']:+.2%}",
+            f"{table['kl']['mean']:.5f}",
+            _interval(table, "kl", ".5f"),
+            f"{table['kl']['p99']:.4f}",
+            f"{table['top1']:.2%}",
+            _interval(table, "top1", ".2%"),
+        )
+        for label, part in by_part(one).items()
+        for name, table in [*shown_categories(part).items(), (label, part)]
+    ]
+    header = (
+        "category",
+        "samples",
+        "tokens",
+        "ppl source",
+        "change",
+        "KL mean",
+        "interval",
+        "p99",
+        "top-1",
+        "interval",
+    )
+    return plain(header, rows)
+
+
+def _left_out(one: dict[str, Any]) -> str:
+    count = len(one["categories"])
+    return f" ({count}: by family, then the {WORST} that lose most; all of them with --json)" if count > MOST else ""
+
+
+def _interval(table: dict[str, Any], key: str, form: str) -> str:
+    interval = table["interval"]
+    return f"[{interval[key][0]:{form}}, {interval[key][1]:{form}}]" if interval else "one sample"
+
+
+def _depth(one: dict[str, Any]) -> str:
+    rows = []
+    for layer, (hidden, agreement) in enumerate(zip(one["hidden_error"], one["router"]["agreement"], strict=True)):
+        weights = one["weight_error"][layer] if "weight_error" in one else None
+        rows.append(
+            (
+                layer,
+                f"{hidden:.4f}",
+                f"{agreement:.2%}",
+                f"{weights['experts']:.4f}" if weights else "",
+                f"{weights['attention']:.4f}" if weights else "",
+            )
+        )
+    return plain(("layer", "hidden states", "router", "experts' weights", "attention's weights"), rows)
+
+
+def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """One row a candidate, and where it was measured on long texts too, another one for these."""
+    parts = [(label, part) for name, r in results for label, part in ((name, r), ("long", r.get("long"))) if part]
+    rows = [
+        (
+            name,
+            f"{r['perplexity']['source']:.4f}",
+            f"{r['perplexity']['candidate']:.4f}",
+            f"{r['perplexity']['increase']:+.2%}",
+            number(r["bits_per_byte"]["candidate"], ".4f"),
+            f"{r['kl']['mean']:.5f}",
+            f"{r['kl']['median']:.5f}",
+            f"{r['kl']['p99']:.4f}",
+            f"{r['top1']:.2%}",
+            f"{r['router']['min']:.2%}",
+        )
+        for name, r in parts
+    ]
+    header = ("", "ppl source", "ppl", "change", "bits/byte", "KL mean", "median", "p99", "top-1", "router")
+    return plain(header, rows)
+
+
+def positions_table(report: dict[str, Any]) -> str:
+    """A row for each band of positions, of the long texts where there are such."""
+    rows = [
+        (
+            row["name"],
+            row["samples"],
+            f"{row['tokens']:,}",
+            f"{row['perplexity']['source']:.4f}",
+            f"{row['perplexity']['candidate']:.4f}",
+            f"{row['perplexity']['increase']:+.2%}",
+            f"{row['kl']['mean']:.5f}",
+            f"{row['top1']:.2%}",
+        )
+        for row in report["positions"]
+    ]
+    first = "position, long" if "long" in report else "position"
+    return plain((first, "texts", "tokens", "ppl source", "ppl", "change", "KL mean", "top-1"), rows)
+
+
+def past_the_model(report: dict[str, Any]) -> list[str]:
+    """A line where texts were cut at the last position that the model was made for; else nothing."""
+    lost = report.get("evaluated_on", {}).get("past_the_model", {"texts": 0})
+    if not lost["texts"]:
+        return []
+    return [
+        f"{lost['texts']} texts were cut at {lost['positions']:,} tokens, the model's max_position_embeddings; "
+        f"{lost['tokens']:,} tokens were not measured"
+    ]

@@ -1,0 +1,106 @@
+"""What is shown of a budget: the candidates, the choice, and what it rests on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantizers.system.text_table import plain, size
+
+NAMES = {"gate": "w1 (gate)", "up": "w3 (up)", "down": "w2 (down)"}
+
+
+def limit_text(schemes: dict[str, Any]) -> str:
+    """The recipe's budget in words."""
+    if schemes["unit"] == "bytes":
+        return f"{size(schemes['limit'])} of shards ({schemes['limit']:,} bytes)"
+    return f"{schemes['limit']:.6g} bits per expert weight"
+
+
+def candidate_lines(schemes: dict[str, Any]) -> list[str]:
+    """What there is to choose from, and the bounds."""
+    rows = []
+    for row in schemes["candidates"]:
+        least, most = row["layer_bytes"]
+        layer = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        cards = " ".join(map(str, row["tensor_parallel"]))
+        rows.append((row["scheme"], f"{row['bits_per_weight']:g}", layer, f"{row['output_bytes']:,}", cards))
+    least, most = schemes["candidates"][0], schemes["candidates"][-1]
+    bounds = (
+        f"{least['output_bytes']:,} to {most['output_bytes']:,} bytes"
+        if schemes["unit"] == "bytes"
+        else f"{least['bits_per_weight']:g} to {most['bits_per_weight']:g} bits per weight"
+    )
+    above = "; above all of them, so every layer gets the best" if schemes["above_the_largest"] else ""
+    return [
+        f"budget {limit_text(schemes)}; possible are {bounds}{above}",
+        plain(
+            ("for each layer", "bits per weight", "bytes of a layer", "shards, if everywhere", "tensor parallel"), rows
+        ),
+    ]
+
+
+def choice_lines(schemes: dict[str, Any]) -> list[str]:
+    """What was chosen, in a few lines."""
+    shares, coarsest = schemes["by_matrix"], schemes["coarsest"]
+    harm = [row["loss"][coarsest] for row in schemes["layers"]]
+    worst, least = harm.index(max(harm)), harm.index(min(harm))
+    parts = ", ".join(f"{NAMES[matrix]} {share:.0%}" for matrix, share in sorted(shares.items(), key=lambda p: -p[1]))
+    above = "; the budget is above the largest possible" if schemes["above_the_largest"] else ""
+    halved = [str(row["layer"]) for row in schemes["layers"] if row.get("at_half")]
+    less = [
+        f"KL did not grow with the square of the disturbance in {len(halved)} of {len(harm)} layers "
+        f"({', '.join(halved)}), which were measured with half of it"
+    ]
+    return [
+        f"{schemes['chosen']}: {size(schemes['output_bytes'])} of shards, {schemes['bits_per_weight']:.4g} bits per "
+        f"weight, within {limit_text(schemes)}{above}",
+        f"predicted KL of a layer as {coarsest}: most {harm[worst]:.2g} (layer {worst}), least {harm[least]:.2g} "
+        f"(layer {least}), first {harm[0]:.2g}; of it {parts}",
+        *(less if halved else []),
+    ]
+
+
+def layer_rows(schemes: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows: each layer's scheme with what was measured of it."""
+    coarsest = schemes["coarsest"]
+    header = ("layer", "scheme", "bytes", "predicted KL", f"as {coarsest}", *(f"error of {m}" for m in NAMES))
+    rows = [
+        (
+            str(row["layer"]),
+            row["scheme"],
+            f"{row['bytes']:,}",
+            f"{row['loss'][row['scheme']]:.5f}",
+            f"{row['loss'][coarsest]:.5f}",
+            *(f"{row['by_matrix'][coarsest][matrix] ** 0.5:.2%}" for matrix in NAMES),
+        )
+        for row in schemes["layers"]
+    ]
+    return header, rows
+
+
+def layers_table(schemes: dict[str, Any]) -> str:
+    """`layer_rows` as text."""
+    return plain(*layer_rows(schemes))
+
+
+def leaning_line(report: dict[str, Any]) -> str:
+    """How many experts got too few routed tokens for these to count fully; empty where none did.
+
+    Args:
+        report: of a run with either engine, of a stitch, or of an older version: what it lacks is not said.
+    """
+    found = [layer["leaning"] for layer in report["layers"] if layer.get("leaning")]
+    few = sum(one["experts"] for one in found)
+    if not few:
+        return ""
+    experts, asked = report["plan"]["experts_per_layer"], report["settings"]["recipe"]["experts"]["routed_weight"]
+    return (
+        f"{few:,} of {experts * len(found):,} experts got fewer than {found[0]['full_share_at']:,} routed tokens and "
+        f"lean on all tokens in part (smallest share {min(one['smallest_share'] for one in found):.2f} of {asked:g})"
+    )
+
+
+def scheme_lines(report: dict[str, Any]) -> list[str]:
+    """What a budget chose; nothing where the recipe has none."""
+
+    return choice_lines(report["schemes"]) if "schemes" in report else []

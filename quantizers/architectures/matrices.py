@@ -1,0 +1,10 @@
+"""The three matrices of a routed expert, by the names that this program gives them in every family."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Matrix = Literal["gate", "up", "down"]
+
+
+MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")  # w1, w3, w2 in MiniMax's names

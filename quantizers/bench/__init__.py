@@ -1,0 +1,1 @@
+"""Benchmarks: methods, engines, layers and sizes measured against each other. No other room needs them."""

@@ -1,0 +1,239 @@
+"""Ours against llm-compressor's, in one run: one layer by either engine, and the whole route on a model.
+
+The layer is random, with MiniMax's proportions; both engines get the same weights and hidden states, and
+attention is part of both times. The whole route begins with the FP8 files and ends with a checkpoint of
+FP8 attention and INT4 experts on the disk; imports are done before, verifying is left out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.calibration.data import CalibrationData
+from quantizers.calibration.samples import samples
+from quantizers.calibration.texts import token_tensors
+from quantizers.checkpoint.reader import CONFIG, open_folder
+from quantizers.device.devices import forward_dtype, machine, versions
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.output import journal
+from quantizers.plan.job import Job
+from quantizers.recipe.schema import Experts, set_location
+from quantizers.run.layer_loop import quantize_layers
+from quantizers.run.measure import measure
+from quantizers.run.pipeline import assemble
+from quantizers.solve.layer import LayerStores, solve_layer
+
+from .library_route import folder_bytes, library_route
+from .random_model import published, resized, write_random
+
+LENGTH = 512  # tokens of a sequence of the layer comparison
+OURS, LIBRARY = Experts(), Experts(engine="llmcompressor", scales="minmax", rounding="nearest", routed_weight=0.0)
+
+
+def layer_sizes(experts: int, hidden: int, width: int) -> dict[str, int]:
+    """One layer with about the proportions of MiniMax-M2: heads of 128 for twice the hidden size."""
+    heads = max(1, 2 * hidden // 128)
+    return {
+        "layers": 1,
+        "experts": experts,
+        "chosen": max(1, experts // 4),
+        "hidden": hidden,
+        "width": width,
+        "heads": heads,
+        "kv_heads": max(n for n in (1, 2, 4, 8) if heads % n == 0 and n <= max(1, heads // 6)),
+        "vocabulary": 256,
+    }
+
+
+def compare_layer(
+    sizes: dict[str, int], tokens: int, repeats: int, device: torch.device, work: Path | None = None
+) -> dict[str, Any]:
+    """One random layer solved by both engines.
+
+    Args:
+        sizes: see `layer_sizes`.
+        tokens: about; whole sequences of at most `LENGTH`.
+
+    Returns:
+        For either engine seconds (median, and each; of the processor too), and memory beyond what was held
+        before, in bytes.
+    """
+    length = min(LENGTH, tokens)
+    config = resized(published("minimax-m2.1"), **sizes) | {"bos_token_id": 0, "eos_token_id": 1}
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        checkpoint = write_random(Path(folder) / "model", config, torch.device("cpu"))
+        facts = architecture_for(config, CONFIG)
+        dtype = forward_dtype(device)
+        model = LayeredModel(checkpoint, facts, sizes_of(facts, config, CONFIG), device, dtype)
+        generator = torch.Generator().manual_seed(1)
+        count = max(1, tokens // length)
+        states = [torch.randn(length, sizes["hidden"], generator=generator).to(dtype) for _ in range(count)]
+
+        def solve(settings: Experts) -> None:
+            stores = LayerStores(*([None] * count for _ in range(3)))
+            with model.layer(0) as layer:
+                solve_layer(model, layer, 0, states, stores, settings, sizes["experts"])
+
+        with torch.no_grad():
+            _warm_up(model, solve, states)
+            ours, library = (_measured(partial(solve, one), repeats, device) for one in (OURS, LIBRARY))
+    return {
+        "sizes": sizes,
+        "tokens": count * length,
+        "ours": ours,
+        "library": library,
+        "faster": library["seconds"] / ours["seconds"],
+    }
+
+
+def _warm_up(model: LayeredModel, solve: Callable[[Experts], None], states: list[torch.Tensor]) -> None:
+    """Imports and first calls, on few tokens."""
+    kept = states[:]
+    states[:] = [states[0][:16]] * len(states)
+    for settings in (OURS, LIBRARY):
+        solve(settings)
+    states[:] = kept
+
+
+def _measured(work: Callable[[], object], repeats: int, device: torch.device) -> dict[str, Any]:
+    seconds, processor, memory = [], [], []
+    for _ in range(repeats):
+        gc.collect()
+        before = _reset_peak(device)
+        started, busy = time.perf_counter(), time.process_time()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+        processor.append(time.process_time() - busy)
+        memory.append(_peak(device) - before)
+    return {
+        "seconds": statistics.median(seconds),
+        "each": seconds,
+        "cpu_seconds": statistics.median(processor),  # on a machine that others use too, the steadier figure
+        "memory_bytes": max(memory),
+    }
+
+
+def _reset_peak(device: torch.device) -> int:
+    """Bytes held now; the peak starts from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier work freed is given back, or it would hide this one's need
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def compare_route(
+    job: Job, data: CalibrationData, repeats: int, device: torch.device, work: Path | None = None
+) -> dict[str, Any]:
+    """The whole route on a recipe's source, and both results measured on its held-out set's short texts.
+
+    Args:
+        data: the calibration samples, see `bench.spread`.
+
+    Returns:
+        For either route seconds (median, and by step), memory, bytes written, and KL.
+    """
+    source = job.source
+    assert source is not None
+    assert job.recipe.verify is not None
+    assert job.recipe.verify.perplexity is not None
+    tokens = token_tensors(data, job.sizes["vocabulary"])
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        own = replace(job, recipe=job.recipe.model_copy(update={"experts": OURS}))
+        steps: dict[str, list[dict[str, float]]] = {"ours": [], "library": []}
+        written: dict[str, dict[str, int]] = {}
+
+        def ours(place: Path) -> None:
+            for name in ("layers", "output"):
+                (place / name).mkdir(parents=True)
+            quantize_layers(own, source, data, tokens, place, device, job.sizes["experts"])
+            layered = time.perf_counter()
+            assemble(own, source, place / "output")
+            entries = journal.done_layers(place, job.sizes["layers"])
+            phases = {p: sum(e["seconds"].get(p, 0.0) for e in entries) for p in entries[0]["seconds"]}
+            steps["ours"].append(phases | {"assemble": time.perf_counter() - layered})
+            states = _states_bytes(job, tokens, device)
+            written["ours"] = {"output": folder_bytes(place / "output"), "states, removed": states}
+
+        def library(place: Path, sequences: Sequence[torch.Tensor] = tokens) -> None:
+            place.mkdir()
+            result = library_route(source, job.facts, sequences, OURS, place)
+            steps["library"].append(result["seconds"])
+            written["library"] = result["bytes"]
+
+        results: dict[str, Any] = {}
+        warm = Path(folder) / "warm"
+        library(warm, tokens[:2])  # imports and first calls
+        shutil.rmtree(warm)
+        # Ours last: it sets how the allocator keeps memory, which the library is not measured under.
+        for name, route, place in (("library", library, "stitched"), ("ours", ours, "output")):
+            steps[name].clear()
+            runs = map(route, [Path(folder) / f"{name}-{n}" for n in range(repeats)])
+            results[name] = _measured(partial(next, runs), repeats, device)
+            results[name]["steps"] = {
+                step: statistics.median(one[step] for one in steps[name]) for step in steps[name][0]
+            }
+            results[name]["bytes"] = written[name]
+            results[name]["folder"] = Path(folder) / f"{name}-0" / place
+        held_out = set_location(job.recipe.verify.perplexity.data, job.path)
+        opened = [open_folder(results[name].pop("folder")) for name in ("ours", "library")]
+        measured = measure(source, opened, held_out, device, Path(folder) / "eval", long=False)
+    for name, figures in zip(("ours", "library"), measured, strict=True):
+        results[name]["kl"] = figures["kl"]["mean"]
+        results[name]["top1"] = figures["top1"]
+    return results | {
+        "tokens": sum(len(t) for t in tokens),
+        "faster": results["library"]["seconds"] / results["ours"]["seconds"],
+        "kl_ratio": results["ours"]["kl"] / results["library"]["kl"],
+    }
+
+
+def _states_bytes(job: Job, tokens: Sequence[torch.Tensor], device: torch.device) -> int:
+    """Hidden states before and after a layer and at its experts, with the router's choices, when they are most."""
+    row = 3 * forward_dtype(device).itemsize * job.sizes["hidden"] + 8 * job.sizes["chosen"]
+    return row * sum(len(t) for t in tokens)
+
+
+def compare(
+    job: Job, sizes: dict[str, int], layer_tokens: int, route_tokens: int, repeats: int, device: torch.device
+) -> dict[str, Any]:
+    """Both comparisons; see `compare_layer` and `compare_route`."""
+    from .methods import spread
+
+    source = job.source
+    assert source is not None
+    data = samples(set_location(job.recipe.calibration, job.path), source.folder)
+    return {
+        "layer": compare_layer(sizes, layer_tokens, repeats, device),
+        "route": compare_route(job, spread(data, route_tokens), repeats, device),
+        "repeats": repeats,
+        "machine": machine(device),
+        "versions": versions(),
+    }

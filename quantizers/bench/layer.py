@@ -1,0 +1,235 @@
+"""One layer of real size through every phase: seconds, the share of what the device can do, and the whole model.
+
+The rates to compare with are measured on the same device in the same run. What is timed is the program's
+own code; random FP8 weights are written to a temporary folder first, and dropped from the page cache.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantizers.architectures.architecture import Sizes, architecture_for, sizes_of
+from quantizers.checkpoint.reader import CONFIG, Checkpoint
+from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.device.devices import device_limit, forward_dtype, machine
+from quantizers.device.timing import Clock, listening
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.forward.states import Rows
+from quantizers.plan.plan import make_plan
+from quantizers.plan.solve_memory import device_memory
+from quantizers.recipe.schema import Experts
+from quantizers.solve.awq import row_step
+from quantizers.solve.layer import LayerStores, install, solve_layer
+from quantizers.solve.symmetric import blocks
+from quantizers.system.progress import peak_memory
+from stitch.write.shard import layer_tensors, write_shard
+
+from .random_model import BLOCK, published, resized, write_random
+
+PHASES = (
+    "read", "dequantize", "observe", "forced pass", "sums", "changes", "search", "rounding", "pack", "write",
+    "propagate",
+)  # fmt: skip
+PER_EXPERT = {"read", "dequantize", "forced pass", "sums", "changes", "search", "rounding", "pack", "write"}
+OVERLAPPED = {"read", "write"}  # done by a thread while a layer is computed
+
+
+def measure_layer(
+    like: str,
+    tokens: int,
+    experts: int | None,
+    device: torch.device,
+    *,
+    length: int = 8192,
+    limit: int | None = None,
+    work: Path | None = None,
+    **sizes: int,
+) -> dict[str, Any]:
+    """Take one random layer through all phases.
+
+    Args:
+        like: a model whose facts are kept here, see `random_model.published`.
+        tokens: calibration tokens, in sequences of `length`.
+        experts: fewer than the model has, for small machines; the phases that grow with them are extrapolated.
+        limit: bytes of device memory that may be used, see `memory.device_memory`.
+        sizes: other sizes, by our words for them.
+
+    Returns:
+        Seconds by phase; operations and bytes a second, and their share of the measured rates; peak
+        memory; what the whole model would take.
+    """
+    config = published(like)
+    facts = architecture_for(config, CONFIG)
+    whole = sizes_of(facts, config, CONFIG)
+    small = resized(config, layers=1, vocabulary=256, **(sizes | ({"experts": experts} if experts else {})))
+    small |= {"bos_token_id": 0, "eos_token_id": 1}
+    size = sizes_of(facts, small, CONFIG)
+    dtype, settings = forward_dtype(device), Experts()
+    length = min(length, tokens)
+    clock = Clock(device)
+    host: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(dir=work) as name:
+        folder = Path(name)
+        source = write_random(folder / "model", small, device)
+        specs = {key: Spec(info.dtype, info.shape) for key, info in source.tensors.items()}
+        plan = make_plan(facts, size, specs, settings, "random", BLOCK)
+        memory = device_memory(plan, size, length, dtype.itemsize, limit or device_limit(device))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        model = LayeredModel(source, facts, size, device, dtype)
+        states, following, stores = _stores(folder, size, tokens, length, dtype)
+        host["read"], source_bytes = _read_cold(source)
+        with clock.block("dequantize"):
+            context = model.layer(0)
+            layer = context.__enter__()
+        with listening(device) as inside:
+            solved, seconds = solve_layer(model, layer, 0, states, stores, settings, memory.chunk)
+        packed, host["pack"] = _timed(device, lambda: layer_tensors(plan, 0, source, solved))
+        _, host["write"] = _timed(device, lambda: write_shard(packed, folder / "shard.safetensors"))
+        with clock.block("propagate"), torch.no_grad():
+            install(model, layer, solved)
+            for i in range(len(states)):
+                following[i] = model.run(layer, states[i])[0]
+        context.__exit__(None, None, None)
+        written = (folder / "shard.safetensors").stat().st_size
+        peak = peak_memory(device)
+    measured = clock.seconds() | inside.seconds() | host | {"observe": seconds["observe"]}
+    measured = {phase: measured[phase] for phase in PHASES}
+    rates = device_rates(device, dtype)
+    total = sum(len(rows) for rows in states)
+    return {
+        "like": like,
+        "sizes": dict(size),
+        "tokens": total,
+        "chunk": memory.chunk,
+        "seconds": measured,
+        "rates": rates,
+        "shares": shares(measured, size, total, settings, rates, source_bytes, written),
+        "peak_memory_bytes": peak,
+        "source_bytes": source_bytes,
+        "written_bytes": written,
+        "whole_model": extrapolate(measured, size, whole),
+        "machine": machine(device),
+    }
+
+
+def _stores(folder: Path, size: Sizes, tokens: int, length: int, dtype: torch.dtype) -> tuple[Rows, Rows, LayerStores]:
+    lengths = [length] * max(1, tokens // length)
+
+    def rows(name: str, width: int, kind: torch.dtype) -> Rows:
+        return Rows(folder / f"{name}.bin", lengths, width, kind)
+
+    states = rows("states", size["hidden"], dtype)
+    generator = torch.Generator().manual_seed(1)
+    for i in range(len(states)):
+        states[i] = torch.randn(length, size["hidden"], generator=generator)
+    stores = LayerStores(
+        rows("x", size["hidden"], dtype),
+        rows("chosen", size["chosen"], torch.int32),
+        rows("weight", size["chosen"], torch.float32),
+    )
+    return states, rows("following", size["hidden"], dtype), stores
+
+
+def _timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
+    """The result of some work, and its seconds."""
+    _wait(device)
+    started = time.perf_counter()
+    result = work()
+    _wait(device)
+    return result, time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _read_cold(source: Checkpoint) -> tuple[float, int]:
+    """Seconds to read all the checkpoint's files from the disk, as far as the system lets go of them, and bytes."""
+    files = {info.file for info in source.tensors.values()}
+    for file in files:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    buffer, total, started = bytearray(4 * 2**20), 0, time.perf_counter()
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            while got := stream.readinto(buffer):
+                total += got
+    return time.perf_counter() - started, total
+
+
+def device_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """What this device reaches: operations a second of matmuls in `dtype` and float32, bytes a second of a copy."""
+    size = 8192 if device.type == "cuda" else 2048
+
+    def rate(kind: torch.dtype) -> float:
+        a = torch.randn(size, size, device=device).to(kind)
+        return 2.0 * size**3 / _best(device, lambda: a @ a)
+
+    block = torch.empty(2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
+    target = torch.empty_like(block)
+    copy = 2.0 * block.numel() / _best(device, lambda: target.copy_(block))
+    return {"matmul": rate(dtype), "matmul_float32": rate(torch.float32), "copy": copy}
+
+
+def _best(device: torch.device, work: Callable[[], Any], repeats: int = 5) -> float:
+    _timed(device, work)
+    return min(_timed(device, work)[1] for _ in range(repeats))
+
+
+def shares(
+    seconds: dict[str, float],
+    size: Sizes,
+    tokens: int,
+    settings: Experts,
+    rates: dict[str, float],
+    source_bytes: int,
+    written: int,
+) -> dict[str, float]:
+    """The share of the measured rate that a phase reaches, by the operations or bytes that it needs at least.
+
+    Additions and multiplications of matmuls only, and of symmetric products the half that is computed;
+    rounding is more than matmuls and has none.
+    """
+    experts, hidden, width = size["experts"], size["hidden"], size["width"]
+    narrow, square = _half(width) * width, _half(hidden) * hidden
+    grid = settings.awq.grid if settings.awq else 0
+    forced = 2.0 * tokens * experts * 2 * width * hidden
+    sums = 2.0 * tokens * (experts * narrow + size["chosen"] * square + hidden**2)
+    search = 2.0 * grid * experts * (2 * width * square / row_step(experts, 2 * width) + hidden * narrow)
+    return {
+        "forced pass": forced / seconds["forced pass"] / rates["matmul"],
+        "sums": sums / seconds["sums"] / rates["matmul"],
+        "search": search / seconds["search"] / rates["matmul_float32"],
+        "dequantize": 5.0 * source_bytes / seconds["dequantize"] / rates["copy"],  # a byte in, a float32 out
+        "pack": 1.5 * 3 * experts * hidden * width / seconds["pack"] / rates["copy"],  # a code in, half a byte out
+        "write": 1.0 * written / seconds["write"] / rates["copy"],
+    }
+
+
+def _half(columns: int) -> float:
+    """Columns of the other side that are multiplied with each column of a symmetric product, on average."""
+    return sum((columns - start) * (end - start) for start, end in blocks(columns)) / columns
+
+
+def extrapolate(seconds: dict[str, float], size: Sizes, whole: Sizes) -> dict[str, float]:
+    """The whole model's layers for as many tokens: seconds in all, and with reading and writing done meanwhile."""
+    factor = {phase: whole["experts"] / size["experts"] if phase in PER_EXPERT else 1.0 for phase in seconds}
+    layer = {phase: seconds[phase] * factor[phase] for phase in seconds}
+    beside = sum(layer[phase] for phase in OVERLAPPED)
+    computed = sum(layer.values()) - beside
+    layers = whole["layers"]
+    return {
+        "layers": layers,
+        "seconds": layers * sum(layer.values()),
+        "seconds_overlapped": layers * max(computed, beside),
+    }

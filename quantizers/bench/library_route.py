@@ -1,0 +1,139 @@
+"""llm-compressor's own whole route, step by step as one takes it today, for comparison.
+
+FP8 source ─► BF16 copy on disk ─► loaded ─► `oneshot` ─► saved ─► stitched with the source's FP8 attention.
+
+The router is in the AWQ mapping (without it the result is another, worse model). On a CPU the copy is
+loaded as float32, in which matmuls are faster there than in bfloat16.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from quantizers.architectures.architecture import Architecture, rotary_factor
+from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder
+from quantizers.device.devices import versions
+from quantizers.recipe.schema import Awq, Experts
+from quantizers.solve.llmcompressor_engine import quiet_library
+
+STEPS = ("convert to BF16", "load", "oneshot", "save", "stitch")
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+@quiet_library()
+def library_route(
+    source: Checkpoint, facts: Architecture, tokens: Sequence[torch.Tensor], experts: Experts, work: Path
+) -> dict[str, Any]:
+    """Take the whole route.
+
+    Args:
+        tokens: one sequence of token numbers (T,) int64 a batch.
+        experts: `bits`, `group_size` and `awq` are used.
+        work: an empty folder; what each step writes stays there, the stitched checkpoint in `stitched`.
+
+    Returns:
+        seconds by step, bytes written by step, and the folder of the result.
+    """
+    from stitch.mix.mix import mix
+
+    folders = {name: work / name for name in ("bf16", "saved", "stitched")}
+    seconds: dict[str, float] = {}
+    started = time.perf_counter()
+
+    def lap(step: str) -> None:
+        nonlocal started
+        now = time.perf_counter()
+        seconds[step], started = now - started, now
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's own use of torch and transformers
+        _convert(source, folders["bf16"])
+        lap(STEPS[0])
+        model = _load(folders["bf16"], facts)
+        lap(STEPS[1])
+        _oneshot(model, tokens, experts)
+        lap(STEPS[2])
+        model.save_pretrained(folders["saved"], save_compressed=True)
+        lap(STEPS[3])
+        mix(
+            source,
+            open_folder(folders["saved"]),
+            folders["stitched"],
+            torch.device("cpu"),
+            repair_router=True,
+            versions=versions(),
+            check=lambda: None,
+        )
+        lap(STEPS[4])
+    return {
+        "seconds": seconds,
+        "bytes": {name: folder_bytes(folder) for name, folder in folders.items()},
+        "folder": folders["stitched"],
+    }
+
+
+def _convert(source: Checkpoint, folder: Path) -> None:
+    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
+
+    class Dequantizer(FP8BlockDequantizer):  # type: ignore[misc]  # untyped
+        """Where a weight is no multiple of the block, 0.19 returns a view, which it then cannot save."""
+
+        def process(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: tensor.contiguous() for name, tensor in super().process(tensors).items()}
+
+    modules = sorted(
+        {name.removesuffix(".weight_scale_inv") for name in source.tensors if name.endswith(".weight_scale_inv")}
+    )
+    converter = Dequantizer(targets=modules, weight_block_size=block_size(source), dtype=torch.bfloat16)
+    convert_checkpoint(source.folder, folder, converter)
+
+
+def _load(folder: Path, facts: Architecture) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    factor = rotary_factor(facts, open_folder(folder).config)
+    if factor is not None:  # transformers 5.17 does not take it from config.json
+        config.rope_parameters["partial_rotary_factor"] = factor
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+
+
+def _oneshot(model: Any, tokens: Sequence[torch.Tensor], experts: Experts) -> None:
+    from llmcompressor import oneshot
+    from llmcompressor.core import create_session
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+    from torch.utils.data import DataLoader
+
+    assert isinstance(experts.awq, Awq)
+    weights = {"num_bits": experts.bits, "type": "int", "symmetric": True, "strategy": "group"}
+    scheme = {"targets": ["re:.*experts.*_proj$"], "weights": weights | {"group_size": experts.group_size}}
+    modifiers = [
+        AWQModifier(
+            mappings=[
+                AWQMapping(
+                    "re:.*post_attention_layernorm$",
+                    ["re:.*mlp.gate$", "re:.*experts.*gate_proj$", "re:.*experts.*up_proj$"],
+                ),
+                AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
+            ],
+            n_grid=experts.awq.grid,
+            duo_scaling=experts.awq.duo_scaling,
+        ),
+        QuantizationModifier(config_groups={"experts": scheme}),
+    ]
+    rows: Any = [{"input_ids": sequence} for sequence in tokens]
+    with create_session(), patch.object(IntermediatesCache, "pin_memory", lambda *_arguments: None):  # as in the engine
+        oneshot(model=model, processor=object(), dataset=DataLoader(rows, batch_size=1), recipe=modifiers)

@@ -1,0 +1,130 @@
+"""Measuring methods against each other: same source, same tokens, one process, one table.
+
+Seconds are observe + solve, summed over the layers: reading, writing, propagation and evaluation are
+the same for all methods and left out, as are imports. The library's engine gathers its own
+activations, so for it observing for the coverage counts is left out too.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantizers.calibration.data import CalibrationData
+from quantizers.calibration.samples import samples
+from quantizers.calibration.texts import token_tensors
+from quantizers.checkpoint.reader import open_folder
+from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.device.devices import machine, versions
+from quantizers.output import journal
+from quantizers.plan.job import Job
+from quantizers.plan.plan import make_plan
+from quantizers.recipe.schema import Awq, Experts, set_location
+from quantizers.run.layer_loop import quantize_layers
+from quantizers.run.measure import measure
+from quantizers.run.pipeline import assemble
+from quantizers.system.errors import InputError
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table."""
+
+    name: str
+    experts: Experts
+    compensate_router: bool = True
+
+
+def methods(base: Experts) -> list[Method]:
+    """Round to nearest, the library's AWQ with and without the router, ours step by step.
+
+    Args:
+        base: bits and group size, which all rows share.
+    """
+
+    def experts(**changes: Any) -> Experts:
+        return base.model_copy(update={"awq": Awq(), "engine": "gram"} | changes)
+
+    plain = {"scales": "minmax", "rounding": "nearest", "routed_weight": 0.0}
+    library = experts(engine="llmcompressor", **plain)
+    return [
+        Method("round to nearest", experts(awq=False, **plain)),
+        Method("llm-compressor AWQ, router left out", library, compensate_router=False),
+        Method("llm-compressor AWQ, router compensated", library),
+        Method("gram AWQ, minmax, nearest, a = 0", experts(**plain)),
+        Method("gram AWQ, mse, nearest, a = 0.9", experts(scales="mse", rounding="nearest", routed_weight=0.9)),
+        Method("gram AWQ, mse, gptq, a = 0", experts(scales="mse", rounding="gptq", routed_weight=0.0)),
+        Method("gram AWQ, mse, gptq, a = 0.9 (default)", experts(scales="mse", rounding="gptq", routed_weight=0.9)),
+    ]
+
+
+def spread(data: CalibrationData, most: int) -> CalibrationData:
+    """About `most` tokens of a set: every n-th sample, so that all its parts stay represented."""
+    total = sum(len(sample.tokens) for sample in data.samples)
+    step = max(1, round(total / most))
+    return replace(data, samples=data.samples[::step])
+
+
+def compare(job: Job, device: torch.device, repeats: int, most_tokens: int, work: Path | None = None) -> dict[str, Any]:
+    """Run every method on the recipe's source and calibration set, and measure all on its held-out set's short texts.
+
+    Args:
+        most_tokens: of the calibration set, about; see `spread`.
+        repeats: how often each method is run; seconds are the median. The bytes are the same each time.
+        work: where the outputs are kept meanwhile; a temporary folder by default.
+
+    Returns:
+        rows (name, seconds, kl, top1, perplexity increase, router), and what they were measured on.
+    """
+    source = job.source
+    if job.allocation:
+        raise InputError(f"{job.path}: the methods share one scheme; give a recipe with bits and group_size")
+    assert source is not None
+    assert job.recipe.verify is not None
+    assert job.recipe.verify.perplexity is not None
+    data = spread(samples(set_location(job.recipe.calibration, job.path), source.folder), most_tokens)
+    tokens = token_tensors(data, job.sizes["vocabulary"])
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        outputs = []
+        for number, method in enumerate(methods(job.recipe.experts)):
+            recipe = job.recipe.model_copy(update={"experts": method.experts})
+            specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
+            plan = make_plan(job.facts, job.sizes, specs, method.experts, str(source.folder), job.block or (128, 128))
+            variant = replace(job, recipe=recipe, plan=plan)
+            seconds = []
+            for repeat in range(repeats):
+                place = Path(folder) / f"{number}-{repeat}"
+                for name in ("layers", "output"):
+                    (place / name).mkdir(parents=True)
+                quantize_layers(
+                    variant, source, data, tokens, place, device, job.sizes["experts"],
+                    compensate_router=method.compensate_router,
+                )  # fmt: skip
+                counted = ("solve",) if method.experts.engine == "llmcompressor" else ("observe", "solve")
+                entries = journal.done_layers(place, job.sizes["layers"])
+                seconds.append(sum(entry["seconds"][phase] for entry in entries for phase in counted))
+            assemble(variant, source, place / "output")
+            outputs.append(open_folder(place / "output"))
+            rows.append({"method": method.name, "seconds": sorted(seconds)[len(seconds) // 2]})
+        held_out = set_location(job.recipe.verify.perplexity.data, job.path)
+        results = measure(source, outputs, held_out, device, Path(folder) / "eval", long=False)
+    for row, result in zip(rows, results, strict=True):
+        row |= {
+            "kl": result["kl"]["mean"],
+            "top1": result["top1"],
+            "increase": result["perplexity"]["increase"],
+            "router": result["router"]["min"],
+        }
+    return {
+        "rows": rows,
+        "repeats": repeats,
+        "calibration": data.summary(),
+        "held_out_tokens": results[0]["tokens"],
+        "machine": machine(device),
+        "versions": versions(),
+    }

@@ -1,0 +1,142 @@
+"""From a budget to each layer's scheme: measure, choose, fix the choice, and say what was chosen and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantizers.architectures.matrices import MATRICES
+from quantizers.output import journal
+from quantizers.plan.allocation import Allocation
+from quantizers.recipe.scheme import Scheme, counted
+from quantizers.system.errors import InputError
+from quantizers.team.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantizers.checkpoint.reader import Checkpoint
+    from quantizers.plan.job import Job
+
+CHOICE = "choice.json"
+Entries = Sequence[Mapping[str, Any]]
+
+
+def decide(
+    job: Job,
+    source: Checkpoint,
+    tokens: Sequence[torch.Tensor],
+    work: Path,
+    device: torch.device,
+    chunk: int,
+    output: Path,
+    check: Callable[[], None],
+    ranks: Ranks = ALONE,
+) -> Job:
+    """The job with the plan of the chosen schemes; measured first where that has not been done.
+
+    Raises:
+        InputError: nothing is measured yet, and there are several processes.
+        OutputError: an unfinished run has chosen otherwise.
+    """
+    from .measure import measure_schemes, refuse_processes
+
+    assert job.allocation is not None
+    refuse_processes(ranks.count, work, job.sizes["layers"])
+    entries = measure_schemes(job, source, tokens, work, device, chunk, check)
+    schemes = job.allocation.spell(chosen(job.allocation, entries))
+    journal.refuse_changes(work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
+    return replace(job, plan=job.plan.with_schemes(schemes))
+
+
+def chosen(allocation: Allocation, entries: Entries) -> list[int]:
+    """The candidate's number for each layer, from what was measured."""
+    return allocation.choose([entry["loss"] for entry in entries])
+
+
+def choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
+    """For report.json and `quantize plan`: candidates, bounds, and each layer's scheme with what was measured."""
+    picked = chosen(allocation, entries)
+    schemes = allocation.spell(picked)
+    layers = [
+        {
+            "layer": number,
+            "scheme": str(scheme),
+            "bits": scheme.bits,
+            "group_size": scheme.group_size,
+            "bytes": allocation.shard_bytes[number][index],
+            **{
+                key: entry[key]
+                for key in ("kl", "disturbance", "growth", "at_half", "loss", "error", "by_matrix", "experts")
+            },
+        }
+        for number, (scheme, index, entry) in enumerate(zip(schemes, picked, entries, strict=True))
+    ]
+    coarsest = str(allocation.candidates[0])
+    return allocation.as_dict() | {
+        "chosen": counted(schemes),
+        "output_bytes": allocation.output_bytes(picked),
+        "bits_per_weight": allocation.bits_per_weight(picked),
+        "predicted_kl": sum(entry["loss"][str(scheme)] for entry, scheme in zip(entries, schemes, strict=True)),
+        "coarsest": coarsest,
+        "by_matrix": matrix_shares(entries, coarsest),
+        "layers": layers,
+    }
+
+
+def matrix_shares(entries: Entries, scheme: str) -> dict[str, float]:
+    """How much of the loss under one scheme each matrix makes when it alone is rounded; layers by their KL."""
+    totals = dict.fromkeys(MATRICES, 0.0)
+    for entry in entries:
+        error = entry["error"][scheme]
+        for matrix in MATRICES:
+            totals[matrix] += entry["loss"][scheme] * entry["by_matrix"][scheme][matrix] / error if error > 0 else 0.0
+    whole = sum(totals.values())
+    return {matrix: value / whole if whole > 0 else 0.0 for matrix, value in totals.items()}
+
+
+def with_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | None]:
+    """For `quantize plan`: a job with the schemes that a run in `output` has chosen, and what to show of them.
+
+    Returns:
+        Of a recipe without a budget the job alone; before anything is chosen the candidates and bounds.
+
+    Raises:
+        InputError: the folder holds no choice of this recipe.
+    """
+    if job.allocation is None:
+        if output is not None:
+            raise InputError(f"{job.path}: has no budget, so nothing is chosen in {output}; leave --output out")
+        return job, None
+    if output is None:
+        return job, job.allocation.as_dict() | {"planned": str(job.plan.schemes[0])}
+    found = choice_of(job, output)
+    if found is None:
+        raise InputError(f"{output}: no run of this recipe has measured its layers there; leave --output out")
+    schemes = [Scheme(row["bits"], row["group_size"]) for row in found["layers"]]
+    return replace(job, plan=job.plan.with_schemes(schemes)), found
+
+
+def choice_of(job: Job, output: Path) -> dict[str, Any] | None:
+    """What a finished or unfinished run in `output` has chosen; None where it has not, or ran another recipe."""
+    from quantizers.output.folder import finished_report
+    from quantizers.recipe.portable import settings_hash
+
+    from .measure import measured
+
+    assert job.allocation is not None
+    report = finished_report(output)
+    if report is not None:
+        settings = report.get("settings")
+        same = isinstance(settings, dict) and settings.get("hash") == settings_hash(job.recipe, job.path)
+        return report.get("schemes") if same else None
+    work = journal.work_folder(output)
+    entries = measured(work, job.sizes["layers"])
+    try:
+        settings = json.loads((work / "run.json").read_text())["experts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return choice(job.allocation, entries) if entries and settings == job.recipe.settings()["experts"] else None

@@ -1,0 +1,194 @@
+"""What a scheme would do to one layer: the error of its experts' output, before anything is decided.
+
+For every candidate the scale search runs on the layer's sums, and the layer is scaled, folded and rounded in the
+run's order, to the numbers that would be stored. Two things differ from the run: codes are the nearest ones, since
+GPTQ's would cost as much as the run itself and rank the candidates alike; and w2's sums are of what the source's w1
+and w3 give it, gathered once for all candidates, where the run gathers them again from the rounded ones.
+Then, of some sequences, the tokens that the router sent to an expert go through it as it is and as it would be:
+
+    error = Σ_e Σ_t r² ‖f̂_e(x_t) − f_e(x_t)‖² / Σ_t ‖y_t‖²        (r: routing weight, y: states leaving the layer)
+
+so that layers compare; errors of different experts on one token are taken as independent. The same with one
+matrix rounded and the others as they are says which matrix matters.
+
+Legend: E experts, c experts of a chunk, H hidden, I expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.forward.codes import dequantize
+from quantizers.forward.recorded import Recorded, route_counts
+from quantizers.recipe.schema import Experts
+from quantizers.recipe.scheme import Scheme
+from quantizers.solve.awq import (
+    divided,
+    divided_first,
+    fold_gram,
+    fold_norm,
+    grid_scales,
+    row_step,
+    scale_losses,
+    weight_means,
+)
+from quantizers.solve.expert_sums import Activation, WidthSums, input_grams, width_sums
+from quantizers.solve.rounding import minmax_scales, mse_scales, nearest
+from quantizers.solve.token_weights import batches, blend, input_sums, routed_rows
+
+Weights = Mapping[Matrix, torch.Tensor]  # gate and up (c, I, H), down (c, H, I), float32, in the source's basis
+ALL_THREE = "all"
+
+
+@dataclass(frozen=True)
+class SchemeErrors:
+    """What was measured on some experts of one layer.
+
+    Attributes:
+        lost: Σ r² ‖error‖² by scheme, and by which matrix alone was rounded (or all of them).
+        coarsest: gate_up (E', 2I, H) and down (E', H, I) of these experts as the first scheme leaves them, on
+            the CPU in the dtype of the forward pass.
+    """
+
+    lost: dict[Scheme, dict[str, float]]
+    coarsest: tuple[torch.Tensor, torch.Tensor]
+
+
+def scheme_errors(
+    recorded: Sequence[Recorded],
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    norm: torch.Tensor,
+    activation: Activation,
+    settings: Experts,
+    schemes: Sequence[Scheme],
+    experts: int,
+    chunk: int,
+    compared: Sequence[int],
+) -> SchemeErrors:
+    """Measure the first `experts` experts of a layer; their numbers mean nothing, so they stand for all.
+
+    Args:
+        recorded: what the MoE block saw, see `engines.solve`.
+        gate_up, down: (E, 2I, H) and (E, H, I), all experts, in the dtype of the forward pass.
+        norm: (H,) as stored, in the source's dtype.
+        schemes: the candidates.
+        chunk: experts worked on at a time.
+        compared: numbers of the sequences on which outputs are compared; the sums are of all.
+    """
+    everyone, _, hidden = gate_up.shape
+    chunks = [(first, min(first + chunk, experts)) for first in range(0, experts, chunk)]
+    inputs = input_sums(recorded)
+    blended = blend(recorded, everyone, settings.routed_weight, full_share_at=hidden)
+    together = batches(recorded, everyone)
+    counts = torch.stack([route_counts(recorded[i].chosen, everyone).amax() for i in compared])
+    most = [int(n) for n in counts.tolist()]
+    of_scheme = {s: settings.model_copy(update={"bits": s.bits, "group_size": s.group_size}) for s in schemes}
+    pieces = [gate_up[a:b] for a, b in chunks]
+    smooth = {s: _smooth(pieces, inputs.gram, inputs.mean, norm, own) for s, own in of_scheme.items()}
+    lost = {scheme: dict.fromkeys((ALL_THREE, *MATRICES), 0.0) for scheme in schemes}
+    coarsest = []
+    for first, last in chunks:
+        input_gram = input_grams(recorded, together, blended, inputs.gram, first, last)
+        sums = width_sums(recorded, together, gate_up[first:last], activation, blended, first)
+        gate, up = gate_up[first:last].float().chunk(2, dim=1)
+        source: Weights = {"gate": gate, "up": up, "down": down[first:last].float()}
+        for scheme, own in of_scheme.items():
+            stored = _as_stored(source, smooth[scheme], input_gram, sums, own)
+            variants = {ALL_THREE: stored} | {m: {**source, m: stored[m]} for m in MATRICES}
+            tokens = ((recorded[i], n) for i, n in zip(compared, most, strict=True))
+            found = _output_errors(tokens, source, variants, activation, first)
+            for name, value in found.items():
+                lost[scheme][name] += value
+            if scheme == schemes[0]:
+                both = torch.cat([stored["gate"], stored["up"]], dim=1), stored["down"]
+                coarsest.append([matrix.to(gate_up.dtype).cpu() for matrix in both])
+    gate_ups, downs = zip(*coarsest, strict=True)
+    return SchemeErrors(lost, (torch.cat(gate_ups), torch.cat(downs)))
+
+
+def _smooth(
+    pieces: Sequence[torch.Tensor], gram: torch.Tensor, mean: torch.Tensor, norm: torch.Tensor, own: Experts
+) -> torch.Tensor:
+    """What the norm would be divided by for a scheme, (H,), exactly as the rounded norm says; ones without AWQ."""
+    if not own.awq:
+        return torch.ones_like(mean)
+    group, bits = own.group_size, own.bits
+    means = torch.cat([weight_means(piece.float(), group) for piece in pieces]).mean(0, keepdim=True)
+    grid = grid_scales(mean.unsqueeze(0), means, own.awq.grid, own.awq.duo_scaling)
+    step = row_step(sum(len(piece) for piece in pieces), pieces[0].shape[1])
+    losses = [scale_losses(piece[:, ::step].float(), gram.unsqueeze(0), grid, group, bits) for piece in pieces]
+    best = int(torch.cat(losses, dim=1).double().sum(1).argmin())
+    return fold_norm(norm, grid[best, 0])[1]
+
+
+def _as_stored(
+    source: Weights,
+    smooth: torch.Tensor,
+    input_gram: torch.Tensor,
+    sums: WidthSums,
+    own: Experts,
+) -> Weights:
+    """The matrices after scaling and rounding, in the run's order, and scaling back."""
+    s = torch.ones_like(sums.mean)  # (c, I): w3's rows over it, w2's columns times it
+    if own.awq:
+        grid = grid_scales(sums.mean, weight_means(source["down"], own.group_size), own.awq.grid, own.awq.duo_scaling)
+        best = scale_losses(source["down"], sums.gram, grid, own.group_size, own.bits).argmin(0)
+        s = grid[best, torch.arange(len(best), device=best.device)]
+    importance = fold_gram(input_gram, smooth.unsqueeze(0)).diagonal(dim1=-2, dim2=-1)
+    gate = dequantize(*_rounded(source["gate"] * smooth, importance, own))
+    rows = s.unsqueeze(-1)
+    if divided_first(own.bits):
+        codes, scale = _rounded(source["up"] * smooth / rows, importance, own)
+    else:
+        codes, scale = _rounded(source["up"] * smooth, importance, own)
+        scale = divided(scale, codes, s)
+    up = dequantize(codes, scale) * rows
+    importance = fold_gram(sums.gram, s).diagonal(dim1=-2, dim2=-1)
+    down = dequantize(*_rounded(source["down"] * s.unsqueeze(1), importance, own))
+    return {"gate": gate / smooth, "up": up / smooth, "down": down / s.unsqueeze(1)}
+
+
+def _rounded(weight: torch.Tensor, importance: torch.Tensor, own: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nearest codes and scales of (c, R, C); importance (c, C)."""
+    if own.scales == "mse":
+        scale = mse_scales(weight, importance, own.group_size, own.bits)
+    else:
+        scale = minmax_scales(weight, own.group_size, own.bits)
+    return nearest(weight, scale, own.bits), scale
+
+
+def _output_errors(
+    sequences: Iterable[tuple[Recorded, int]],
+    source: Weights,
+    variants: Mapping[str, Weights],
+    activation: Activation,
+    first: int,
+) -> dict[str, float]:
+    """Σ r² ‖error of an expert's output‖² over the tokens routed to this chunk's experts, for each variant.
+
+    Args:
+        sequences: each with the most tokens that one expert gets of it.
+    """
+    last = first + len(source["down"])
+    lost = {name: torch.zeros((), dtype=torch.float64, device=source["down"].device) for name in variants}
+    for sequence, most in sequences:
+        if not most:
+            continue
+        rows, squared = routed_rows(sequence, first, last, most)
+        x = sequence.x[rows].float()  # (c, most, H)
+        wanted = _forward(x, source, activation)
+        for name, weights in variants.items():
+            error = (_forward(x, weights, activation) - wanted).square().sum(-1) * squared
+            lost[name] += torch.where(torch.isfinite(error), error, torch.zeros_like(error)).double().sum()
+    return {name: float(value) for name, value in lost.items()}
+
+
+def _forward(x: torch.Tensor, weights: Weights, activation: Activation) -> torch.Tensor:
+    """(c, T, H) from (c, T, H)."""
+    return (activation(x @ weights["gate"].mT) * (x @ weights["up"].mT)) @ weights["down"].mT

@@ -1,0 +1,207 @@
+"""What a calibration set really holds, and whether that is what it claims."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from quantizers.calibration.data import CalibrationData, Sample, language_counts, missing_languages
+from quantizers.calibration.loading import Progress, load_samples
+from quantizers.calibration.set import KINDS, CalibrationSet, Kind, read_set
+
+from .duplicates import Duplicate, find_duplicates
+from .spoken import CODES, identify
+
+HELD_OUT = "held-out.yaml"  # beside a set: the texts that it must not contain
+
+
+@dataclass(frozen=True)
+class CategoryRow:
+    """One line of the table: lengths in tokens; `truncated` samples lost `cut` tokens together."""
+
+    category: str
+    samples: int
+    tokens: int
+    median: int
+    maximum: int
+    truncated: int
+    cut: int
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Twins:
+    """Two samples that are equal (similarity 1) or nearly so, by where their rows are found."""
+
+    first: str
+    second: str
+    similarity: float
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A sample whose text is not in the language that its category claims."""
+
+    place: str
+    claimed: str
+    identified: str
+
+
+@dataclass(frozen=True)
+class SetReport:
+    """A set as it was found.
+
+    Attributes:
+        summary: see `CalibrationData.summary`.
+        languages: samples by language, in the order of the set's lists.
+        duplicates: pairs within the set.
+        held_out: the set it was compared with; None where there is none.
+        shared: pairs of a sample and one of the held-out set.
+        identified: how many local samples of spoken languages were confirmed or not.
+        findings: what contradicts the set's claims, a line each; empty when all is well.
+    """
+
+    path: str
+    tokenizer: str
+    summary: dict[str, Any]
+    categories: tuple[CategoryRow, ...]
+    languages: dict[Kind, dict[str, int]]
+    missing: dict[Kind, list[str]]
+    duplicates: tuple[Twins, ...]
+    held_out: str | None
+    shared: tuple[Twins, ...]
+    identified: int
+    mismatches: tuple[Mismatch, ...]
+    findings: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing contradicts the set's claims; if not, the command ends with 3."""
+        return not self.findings
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as one JSON object."""
+        return asdict(self) | {"ok": self.ok}
+
+
+def check_set(
+    path: Path,
+    tokenizer: str,
+    held_out: Path | None = None,
+    *,
+    revision: str = "main",
+    trust_remote_code: bool = False,
+    workers: int = 1,
+    progress: Progress | None = None,
+    cache: Path | None = None,
+) -> SetReport:
+    """Load a set and look at it.
+
+    Args:
+        path: the set.
+        tokenizer: a model's folder or Hub id.
+        held_out: a set with which it must share no text; `held-out.yaml` beside it when None.
+        revision, trust_remote_code, workers, progress, cache: see `load_samples`.
+
+    Raises:
+        CalibrationError: as `load_samples`, but a missing language is a finding here.
+    """
+    load = partial(
+        load_samples,
+        tokenizer_source=tokenizer,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        workers=workers,
+        cache=cache,
+        require_languages=False,
+    )
+    calibration = read_set(path)
+    data = load(path, progress=progress)
+    if held_out is None and path.name != HELD_OUT and (path.parent / HELD_OUT).is_file():
+        held_out = path.parent / HELD_OUT
+    other = load(held_out) if held_out else None
+    duplicates, shared = _twins(data, other)
+    identified, mismatches = _identification(calibration, data.samples)
+    missing = missing_languages(calibration, data.samples)
+    return SetReport(
+        path=str(path),
+        tokenizer=tokenizer,
+        summary=data.summary(),
+        categories=_table(data.samples),
+        languages=language_counts(calibration, data.samples),
+        missing=missing,
+        duplicates=duplicates,
+        held_out=str(held_out) if held_out else None,
+        shared=shared,
+        identified=identified,
+        mismatches=mismatches,
+        findings=_findings(missing, duplicates, shared, mismatches),
+    )
+
+
+def _table(samples: tuple[Sample, ...]) -> tuple[CategoryRow, ...]:
+    groups: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.category].append(sample)
+    rows = []
+    for category, members in sorted(groups.items()):
+        lengths = [len(sample.tokens) for sample in members]
+        rows.append(
+            CategoryRow(
+                category=category,
+                samples=len(members),
+                tokens=sum(lengths),
+                median=int(median(lengths)),
+                maximum=max(lengths),
+                truncated=sum(sample.truncated > 0 for sample in members),
+                cut=sum(sample.truncated for sample in members),
+                sources=tuple(dict.fromkeys(sample.source for sample in members)),
+            )
+        )
+    return tuple(rows)
+
+
+def _twins(data: CalibrationData, other: CalibrationData | None) -> tuple[tuple[Twins, ...], tuple[Twins, ...]]:
+    """Pairs within the set, and pairs of the set and the other."""
+    own = len(data.samples)
+    samples = data.samples + (other.samples if other else ())
+
+    def named(pair: Duplicate) -> Twins:
+        return Twins(samples[pair.first].place, samples[pair.second].place, round(pair.similarity, 3))
+
+    pairs = find_duplicates([sample.text for sample in samples])
+    within = tuple(named(pair) for pair in pairs if pair.second < own)
+    across = tuple(named(pair) for pair in pairs if pair.first < own <= pair.second)
+    return within, across
+
+
+def _identification(calibration: CalibrationSet, samples: tuple[Sample, ...]) -> tuple[int, tuple[Mismatch, ...]]:
+    """Ask for every local text of a spoken language; one that was dealt a language is a task, not a text."""
+    local = {source.dataset for source in calibration.sources if source.is_local}
+    spoken = set(calibration.languages.spoken) & CODES.keys()
+    claims = [
+        (sample, name)
+        for sample in samples
+        if sample.source in local and not sample.dealt
+        for name in sample.languages
+        if name in spoken
+    ]
+    answers = [(sample.place, name, identify(sample.text)) for sample, name in claims]
+    return len(claims), tuple(Mismatch(*answer) for answer in answers if answer[1] != answer[2])
+
+
+def _findings(
+    missing: dict[Kind, list[str]],
+    duplicates: tuple[Twins, ...],
+    shared: tuple[Twins, ...],
+    mismatches: tuple[Mismatch, ...],
+) -> tuple[str, ...]:
+    found = [f"no sample shows {', '.join(missing[kind])} ({kind})" for kind in KINDS if missing[kind]]
+    found += [f"{pair.second} repeats {pair.first} (similarity {pair.similarity})" for pair in duplicates]
+    found += [f"{pair.first} is also held out: {pair.second} ({pair.similarity})" for pair in shared]
+    found += [f"{m.place} claims {m.claimed}, but reads like {m.identified}" for m in mismatches]
+    return tuple(found)

@@ -1,0 +1,104 @@
+"""What changed between two calibration sets, read from their files alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quantizers.calibration.set import KINDS, CalibrationSet, DataSource, FromColumn, Kind, read_set
+
+Change = tuple[Any, Any]  # before, after
+
+
+@dataclass(frozen=True)
+class SetDiff:
+    """The changes from one set to another; empty parts did not change.
+
+    Attributes:
+        settings: name, sequence_length, seed and languages.required, by key.
+        languages: added and removed names, by kind.
+        added, removed: sources as `dataset subset split`, with their samples.
+        changed: of a source in both, the keys that differ.
+        samples: number of samples by category; `all` of a file counts under that word.
+    """
+
+    settings: dict[str, Change]
+    languages: dict[Kind, tuple[list[str], list[str]]]
+    added: dict[str, int | str]
+    removed: dict[str, int | str]
+    changed: dict[str, dict[str, Change]]
+    samples: dict[str, Change]
+
+    def __bool__(self) -> bool:
+        return any(asdict(self).values())
+
+    def as_json(self) -> dict[str, Any]:
+        """The difference as one JSON object."""
+        return asdict(self)
+
+
+def diff_sets(before: Path, after: Path) -> SetDiff:
+    """Compare two sets. A source is the same one if dataset, subset and split are.
+
+    Raises:
+        CalibrationError: one of them is wrong.
+    """
+    old, new = read_set(before), read_set(after)
+    old_sources, new_sources = _by_name(old), _by_name(new)
+    return SetDiff(
+        settings=_changes(_settings(old), _settings(new)),
+        languages=_languages(old, new),
+        added={name: s.samples for name, s in new_sources.items() if name not in old_sources},
+        removed={name: s.samples for name, s in old_sources.items() if name not in new_sources},
+        changed={
+            name: changes
+            for name in old_sources
+            if name in new_sources
+            and (changes := _changes(old_sources[name].model_dump(), new_sources[name].model_dump()))
+        },
+        samples=_changes(_by_category(old), _by_category(new)),
+    )
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Change]:
+    keys = dict.fromkeys([*old, *new])
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def _settings(calibration: CalibrationSet) -> dict[str, Any]:
+    plain = calibration.model_dump(exclude={"sources", "languages"})
+    return plain | {"languages.required": calibration.languages.required}
+
+
+def _languages(old: CalibrationSet, new: CalibrationSet) -> dict[Kind, tuple[list[str], list[str]]]:
+    found = {}
+    for kind in KINDS:
+        was, now = old.languages.of(kind), new.languages.of(kind)
+        added, removed = [n for n in now if n not in was], [n for n in was if n not in now]
+        if added or removed:
+            found[kind] = (added, removed)
+    return found
+
+
+def _by_name(calibration: CalibrationSet) -> dict[str, DataSource]:
+    """Sources by what they read; the second one that reads the same is `… (2)`."""
+    seen: Counter[str] = Counter()
+    named = {}
+    for source in calibration.sources:
+        name = " ".join(part for part in (source.dataset, source.subset, source.split) if part)
+        seen[name] += 1
+        named[name if seen[name] == 1 else f"{name} ({seen[name]})"] = source
+    return named
+
+
+def _by_category(calibration: CalibrationSet) -> dict[str, Any]:
+    totals: dict[str, Any] = {}
+    for source in calibration.sources:
+        named = source.category
+        category = f"column {named.column}" if isinstance(named, FromColumn) else named
+        before = totals.get(category, 0)
+        both = isinstance(before, int) and isinstance(source.samples, int)
+        totals[category] = before + source.samples if both else "all"
+    return totals

@@ -1,0 +1,138 @@
+"""Pins: the exact commit and the file hashes of every source, in `NAME.lock.json` beside the set.
+
+A run uses the lock where there is one. A commit of the Hub pins its files by content; a local file
+is compared with its hash.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from quantizers.calibration.set import CalibrationSet, DataSource, read_set
+from quantizers.system.errors import CalibrationError
+from quantizers.system.own_files import file_sha256
+from quantizers.system.strict_yaml import Strict
+
+from .parallel import for_each_source
+from .rows import SourceError, local_file
+
+
+class Pin(Strict):
+    """One source as it was locked.
+
+    Attributes:
+        dataset, subset, split, revision: as the set wrote them; they must still agree.
+        commit: of a Hub dataset.
+        files: path to content hash (`sha256:…`, or `git:…` for small files of the Hub).
+    """
+
+    dataset: str
+    subset: str | None
+    split: str
+    revision: str | None
+    commit: str | None
+    files: dict[str, str]
+
+
+class Lock(Strict):
+    """The lock file of a set."""
+
+    format: Literal[1]
+    sources: list[Pin]
+
+
+def lock_path(path: Path) -> Path:
+    """Where the lock of a set lies."""
+    return path.with_suffix(".lock.json")
+
+
+def lock_set(path: Path, workers: int = 8) -> Path:
+    """Write the lock of a set, asking the Hub for every source; returns where it was written.
+
+    Raises:
+        CalibrationError: the set is wrong, or sources cannot be reached (all of them are named).
+    """
+    from .hub import file_hashes, quiet, resolve
+
+    def pin(_: int, source: DataSource) -> Pin:
+        if source.is_local:
+            commit, files = None, {source.dataset: file_hash(local_file(source, path.parent))}
+        else:
+            commit = resolve(source)
+            files = file_hashes(source, commit)
+        return Pin(
+            dataset=source.dataset,
+            subset=source.subset,
+            split=source.split,
+            revision=source.revision,
+            commit=commit,
+            files=files,
+        )
+
+    calibration = read_set(path)
+    with quiet():
+        pins = for_each_source(calibration, path, pin, workers)
+    target = lock_path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    lock = Lock(format=1, sources=pins)
+    temporary.write_text(json.dumps(lock.model_dump(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, target)
+    return target
+
+
+def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
+    """The pins of a set, one for each source in order; None where there is no lock.
+
+    Raises:
+        CalibrationError: the lock is damaged, or the set's sources were changed since.
+    """
+    locked = lock_path(path)
+    again = f"run `quantize calibration lock {path}` again, or remove it"
+    try:
+        lock = Lock.model_validate_json(locked.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as failure:
+        raise CalibrationError(f"{locked}: not a readable lock ({type(failure).__name__}); {again}") from None
+    if len(lock.sources) != len(calibration.sources):
+        counts = f"{len(lock.sources)} sources, the set {len(calibration.sources)}"
+        raise CalibrationError(f"{locked}: has {counts}; {again}")
+    for pin, source in zip(lock.sources, calibration.sources, strict=True):
+        for key in ("dataset", "subset", "split", "revision"):
+            if getattr(pin, key) != getattr(source, key):
+                change = f"{key} was {getattr(pin, key)}, the set now says {getattr(source, key)}"
+                raise CalibrationError(f"{locked}: {pin.dataset}: {change}; {again}")
+    return lock.sources
+
+
+def version(source: DataSource, folder: Path, pin: Pin | None) -> str:
+    """What identifies a source's data: a local file's hash, a Hub dataset's commit.
+
+    Raises:
+        Unreachable: the Hub cannot be asked, and no lock tells.
+        SourceError: a local file is missing, or is not the one that was locked.
+    """
+    if source.is_local:
+        found = file_hash(local_file(source, folder))
+        if pin is not None and pin.files.get(source.dataset) != found:
+            raise SourceError(source.dataset, "changed since it was locked", "restore it, or lock the set again")
+        return found
+    if pin is not None and pin.commit:
+        return pin.commit
+    from .hub import resolve
+
+    return resolve(source)
+
+
+def file_hash(path: Path) -> str:
+    """`sha256:…` of a file's bytes."""
+    try:
+        return f"sha256:{file_sha256(path)}"
+    except OSError as failure:
+        problem = failure.strerror or str(failure)
+        raise SourceError(str(path), f"cannot be read ({problem})", "give an existing file") from None

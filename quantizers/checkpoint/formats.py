@@ -1,0 +1,201 @@
+"""Checkpoints that others made: their names for a module, and their ways to store its weight.
+
+    integers with a scale per tensor, row or group      weight int8, weight_scale (, weight_zero_point int8)
+    FP8 with a scale per tensor, row, group or block    weight, weight_scale
+    packed integers with zero points                    weight_packed, weight_scale, weight_shape, weight_zero_point
+
+What compressed-tensors calls pack-quantized, int-quantized, float-quantized and naive-quantized is one of
+these or of those in weights.py. Other formats are refused by name: read as something else, they would give
+figures of a model that nobody has.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.system.errors import CheckpointError
+
+from .reader import Checkpoint, block_size
+
+if TYPE_CHECKING:
+    import torch
+
+    from .safetensors_header import TensorInfo
+
+# R rows, C columns, n groups of a row
+
+READ = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
+PROJECTIONS: dict[Matrix, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
+    """The checkpoint under the family's published names, whoever saved it.
+
+    Experts called gate_proj, up_proj and down_proj (as llm-compressor saves them) and layers spelled as
+    transformers does (`mlp.` for `block_sparse_moe.`) are read under the names of `facts`.
+
+    Raises:
+        CheckpointError: its format is none that can be read, or two of its tensors have one name.
+    """
+    where = f"{checkpoint.folder}/config.json"
+    section = checkpoint.config.get("quantization_config")
+    if isinstance(section, dict):
+        for problem in _refused(section):
+            raise CheckpointError(f"{where}: quantization_config: {problem}; such weights cannot be read here")
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in checkpoint.tensors.items():
+        published = _published(name, facts)
+        if published in tensors:
+            raise CheckpointError(f"{info.file}: {name} and {tensors[published].name} are one tensor; keep one")
+        tensors[published] = info
+    fused = next((name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))), None)
+    if fused:
+        raise CheckpointError(
+            f"{tensors[fused].file}: {fused} holds all experts in one tensor; save the model with transformers' "
+            "save_pretrained, which takes them apart"
+        )
+    return replace(checkpoint, tensors={name: replace(info, name=name) for name, info in tensors.items()})
+
+
+def _refused(section: dict[str, Any]) -> Iterator[str]:
+    """What of a quantization_config would be read wrongly."""
+    method = section.get("quant_method", "compressed-tensors")
+    if method not in ("fp8", "compressed-tensors"):
+        yield f"quant_method is {method!r}, not 'fp8' or 'compressed-tensors'"
+    groups = section.get("config_groups")
+    used = [section.get("format"), *(g.get("format") for g in groups.values())] if isinstance(groups, dict) else []
+    for name in used:
+        if name is not None and name not in READ:
+            yield f"format {name!r} is none of {', '.join(sorted(READ))}"
+    if section.get("transform_config"):
+        yield "transform_config rotates activations while the model runs"
+    sparsity = section.get("sparsity_config") or {}
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        yield f"sparsity_config has format {sparsity['format']!r}"
+
+
+def _published(name: str, facts: Architecture) -> str:
+    for published, module in facts.modules.rename.items():
+        name = name.replace(f".{module}.", f".{published}.", 1)
+    name = re.sub(r"\.gate\.(e_score_correction_bias)$", r".\1", name)
+    found = re.search(r"\.experts\.\d+\.(\w+)\.", name)
+    if found:
+        for matrix in MATRICES:
+            if found[1] == PROJECTIONS[matrix]:
+                at, end = found.span(1)
+                name = name[:at] + facts.expert_linears[matrix].name + name[end:]
+    return name
+
+
+def foreign_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor | None:
+    """A module's weight (R, C) in float32 on `device`, where it is stored in one of the ways above.
+
+    Returns:
+        None where it is stored in one of the ways of weights.py.
+
+    Raises:
+        CheckpointError: the module's tensors do not belong together.
+    """
+    parts = {part: checkpoint.tensors.get(f"{module}.{part}") for part in _PARTS}
+    scale, weight = parts["weight_scale"], parts["weight"]
+    if parts["weight_packed"] is not None:
+        asymmetric = parts["weight_zero_point"] is not None and not _all_symmetric(checkpoint)
+        return _asymmetric(checkpoint, module, device) if asymmetric else None
+    if weight is None or scale is None or len(weight.shape) != 2:
+        return None
+    if weight.dtype != "I8" and (
+        weight.dtype != "F8_E4M3" or scale.shape == _blocks(weight.shape, block_size(checkpoint))
+    ):
+        return None
+    codes = checkpoint.tensor(weight.name).to(device).float()
+    zero = parts["weight_zero_point"]
+    if zero is not None:
+        codes -= _spread(checkpoint, zero, weight, device)
+    return codes.mul_(_spread(checkpoint, scale, weight, device))
+
+
+_PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point")
+
+
+def _blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(math.ceil(n / b) for n, b in zip(shape, block, strict=True))
+
+
+def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, device: torch.device) -> torch.Tensor:
+    """A scale or zero point as it applies to each element: broadcastable to the weight's (R, C), float32."""
+    rows, columns = weight.shape
+    values = checkpoint.tensor(scale.name).to(device).float()
+    if values.numel() == 1:
+        return values.view(1, 1)
+    if scale.shape in ((rows,), (rows, 1)):
+        return values.view(rows, 1)
+    if len(scale.shape) == 2 and scale.shape[0] == rows and columns % scale.shape[1] == 0:
+        return values.repeat_interleave(columns // scale.shape[1], dim=1)
+    block = _declared_block(checkpoint)
+    if block is not None and scale.shape == _blocks(weight.shape, block):
+        return values.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
+    raise CheckpointError(
+        f"{scale.file}: {scale.name} has shape {list(scale.shape)}, which is neither one number, nor one for each row, "
+        f"group or declared block of {list(weight.shape)}"
+    )
+
+
+def _weight_schemes(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """`weights` of every config group."""
+    section = checkpoint.config.get("quantization_config")
+    groups = section.get("config_groups") if isinstance(section, dict) else None
+    found = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    return [weights for weights in found if isinstance(weights, dict)]
+
+
+def _all_symmetric(checkpoint: Checkpoint) -> bool:
+    return all(weights.get("symmetric", True) for weights in _weight_schemes(checkpoint))
+
+
+def _declared_block(checkpoint: Checkpoint) -> tuple[int, int] | None:
+    """`block_structure` of the first config group that has one."""
+    for weights in _weight_schemes(checkpoint):
+        block = weights.get("block_structure")
+        if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+            return block[0], block[1]
+    return None
+
+
+def _asymmetric(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
+    """(code - zero) * scale; the zero points (R, n) are packed along the rows."""
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+    packed, scale, shape, zero = (
+        checkpoint.tensor(checkpoint.require(f"{module}.{name}", "a packed weight with zero points").name)
+        for name in names
+    )
+    rows, columns = [int(n) for n in shape.flatten().tolist()] if shape.numel() == 2 else (0, 0)
+    bits = packed.shape[-1] * 32 // columns if packed.dim() == 2 and columns > 0 else 0
+    groups = scale.shape[-1] if scale.dim() == 2 else 0
+    if (
+        bits not in (4, 8)
+        or packed.shape != (rows, columns * bits // 32)
+        or not groups
+        or scale.shape != (rows, groups)
+        or columns % groups
+        or zero.shape != (math.ceil(rows * bits / 32), groups)
+        or zero.dtype != packed.dtype
+        or f"{module}.weight_g_idx" in checkpoint.tensors
+    ):
+        raise CheckpointError(
+            f"{checkpoint.folder}: {module}: packed {list(packed.shape)}, scale {list(scale.shape)}, zero point "
+            f"{list(zero.shape)} and weight_shape {[rows, columns]} do not belong together"
+        )
+    codes = unpack_from_int32(packed.to(device), bits, torch.Size((rows, columns))).float()
+    zeros = unpack_from_int32(zero.to(device), bits, torch.Size((rows, groups)), packed_dim=0).float()
+    spread = codes.view(rows, groups, -1) - zeros.unsqueeze(-1)
+    weight: torch.Tensor = (spread * scale.to(device).float().unsqueeze(-1)).view(rows, columns)
+    return weight

@@ -1,0 +1,45 @@
+"""A checkpoint on the Hub seen through its headers: config.json and a few kilobytes of every shard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quantizers.system.errors import CheckpointError
+
+from .reader import CONFIG, read_json
+from .safetensors_header import DTYPE_BYTES, Spec
+
+
+def read_hub(model: str, revision: str) -> tuple[dict[str, Any], dict[str, Spec], str]:
+    """Ask the Hub for config.json and for the header of every shard; no shard is downloaded.
+
+    Returns:
+        config.json, dtype and shape of every tensor, and the commit.
+
+    Raises:
+        CheckpointError: the Hub cannot be reached, has no such model, or it is no safetensors checkpoint.
+    """
+    from httpx import HTTPError  # the Hub's own errors are among them
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError
+
+    failures = (HTTPError, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError, OSError, ValueError)
+    try:
+        api = HfApi()
+        commit = api.model_info(model, revision=revision).sha or revision
+        config = read_json(Path(hf_hub_download(model, CONFIG, revision=commit)))
+        files = api.get_safetensors_metadata(model, revision=commit).files_metadata
+    except failures as failure:
+        reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
+        raise CheckpointError(
+            f"{model}: the Hub did not give its headers ({reason}); check the name and the network, or name a folder"
+        ) from None
+    specs: dict[str, Spec] = {}
+    for file, metadata in sorted(files.items()):
+        for name, info in metadata.tensors.items():
+            if info.dtype not in DTYPE_BYTES or name in specs:
+                what = "is in two shards" if name in specs else f"has the unknown dtype {info.dtype}"
+                raise CheckpointError(f"{model}: {file}: {name} {what}; give another revision")
+            specs[name] = Spec(info.dtype, tuple(info.shape))
+    return config, specs, commit

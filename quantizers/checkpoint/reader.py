@@ -1,0 +1,259 @@
+"""Reading a checkpoint: a header index over its shards, tensors and raw bytes on demand.
+
+Files are opened for each read and closed again: an open safetensors handle keeps its mapped pages
+resident, which over 130 shards is the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantizers.system.errors import CheckpointError
+from quantizers.system.own_files import is_own
+
+from .safetensors_header import TensorInfo, printed, read_header
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CONFIG = "config.json"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder whose headers have been read and checked.
+
+    Attributes:
+        folder: where it lies.
+        name: what the user called it: a Hub id or a folder.
+        config: config.json.
+        tensors: every tensor of every shard by name.
+        revision: on the Hub; None where it is not from there.
+    """
+
+    folder: Path
+    name: str
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo] = field(repr=False)
+    revision: str | None = None
+
+    def raw(self, name: str) -> bytearray:
+        """The bytes of one tensor, as they are in the file."""
+        return read_bytes(self.tensors[name])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor in its stored dtype, in memory of its own."""
+        return as_tensor(self.tensors[name], self.raw(name))
+
+    def require(self, name: str, why: str) -> TensorInfo:
+        """The header entry of a tensor that must be there."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.folder}: {name} is missing ({why}); the checkpoint is incomplete")
+        return self.tensors[name]
+
+
+def read_bytes(info: TensorInfo) -> bytearray:
+    """The bytes of one tensor.
+
+    Raises:
+        CheckpointError: the file vanished or shrank since its header was read.
+    """
+    buffer = bytearray(info.size)
+    try:
+        with info.file.open("rb") as stream:
+            stream.seek(info.start)
+            got = stream.readinto(buffer)
+    except OSError as failure:
+        raise CheckpointError(f"{info.file}: {info.name}: cannot be read ({failure.strerror})") from None
+    if got != info.size:
+        raise CheckpointError(f"{info.file}: {info.name}: the file is truncated; download this shard again")
+    return buffer
+
+
+def as_tensor(info: TensorInfo, raw: bytearray) -> torch.Tensor:
+    """Bytes as a tensor of the dtype and shape that the header says, without a copy."""
+    import torch
+
+    dtypes = {
+        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+        "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    }  # fmt: skip
+    if info.dtype not in dtypes:
+        raise CheckpointError(f"{info.file}: {info.name}: dtype {info.dtype} cannot be read")
+    if info.size == 0:
+        return torch.empty(info.shape, dtype=dtypes[info.dtype])
+    return torch.frombuffer(raw, dtype=dtypes[info.dtype]).view(info.shape)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: it cannot be read, is not JSON, or is not an object.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise CheckpointError(f"{path}: cannot be read ({failure.strerror or failure}); check the folder") from None
+    except (ValueError, RecursionError) as failure:
+        line = getattr(failure, "lineno", 1)
+        raise CheckpointError(f"{path}:{line}: not valid JSON; download this file again") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}:1: must be a JSON object; download this file again")
+    return data
+
+
+def open_folder(folder: Path, name: str | None = None, revision: str | None = None) -> Checkpoint:
+    """Read config.json, the index and every shard's header.
+
+    Args:
+        folder: a checkpoint in the Hugging Face layout.
+        name: what to call it; the folder's path when None.
+
+    Raises:
+        CheckpointError: one line naming the file or tensor at fault.
+    """
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder}: no such folder; give a checkpoint folder or a Hub id")
+    for path in (folder / CONFIG, folder / INDEX, folder / SINGLE, *side_files(folder)):
+        _refuse_link_out(path)
+    config = read_json(folder / CONFIG)
+    tensors: dict[str, TensorInfo] = {}
+    index = folder / INDEX
+    if not os.path.isfile(index):
+        if not os.path.isfile(folder / SINGLE):
+            raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
+        tensors = read_header(folder / SINGLE)
+        return Checkpoint(folder, name or str(folder), config, tensors, revision)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map is missing or empty; download this file again")
+    for file in sorted({_shard_name(index, shard) for shard in weight_map.values()}):
+        if not os.path.isfile(folder / file):
+            raise CheckpointError(f"{index}: names {file}, which is not in the folder; download it")
+        for tensor, info in read_header(folder / file).items():
+            if tensor in tensors:
+                raise CheckpointError(f"{folder / file}: {tensor} is also in {tensors[tensor].file.name}; keep one")
+            tensors[tensor] = info
+    _check_index(index, weight_map, tensors)
+    return Checkpoint(folder, name or str(folder), config, tensors, revision)
+
+
+def _shard_name(index: Path, shard: object) -> str:
+    # A shard lies beside its index. `../x` and absolute paths would read files the user never named.
+    if not isinstance(shard, str) or shard in ("", "..") or Path(shard).name != shard or not shard.isprintable():
+        raise CheckpointError(
+            f"{index}: names the shard {reprlib.repr(shard)}, which is not a plain file name, and is refused; "
+            "download this file again"
+        )
+    _refuse_link_out(index.parent / shard)
+    return shard
+
+
+def _refuse_link_out(path: Path) -> None:
+    # The Hub's cache links each file into a folder `blobs` beside `snapshots`; any other way out is refused.
+    if os.path.islink(path):
+        target, home = Path(os.path.realpath(path)), path.parent.resolve()
+        cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+        if target.parent not in (home, cache):
+            raise CheckpointError(f"{path}: is a link that leads out of the checkpoint; put the file itself there")
+
+
+def _check_index(index: Path, weight_map: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
+    for tensor, shard in weight_map.items():
+        if tensor not in tensors or tensors[tensor].file.name != shard:
+            raise CheckpointError(
+                f"{index}: {printed(tensor)} should be in {shard}, which has no such tensor; download it again"
+            )
+    for tensor, info in tensors.items():
+        if tensor not in weight_map:
+            raise CheckpointError(
+                f"{info.file}: {tensor} is not in {index.name}; index and shards do not belong together, download both"
+            )
+
+
+def block_size(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Rows and columns of an FP8 block: config.json's weight_block_size, 128x128 where it has none."""
+    return declared_block(checkpoint.config, str(checkpoint.folder / CONFIG))
+
+
+def declared_block(config: dict[str, Any], where: str) -> tuple[int, int]:
+    """`block_size` from a config.json alone; `where` is its path, for the message."""
+    section = config.get("quantization_config") or {}
+    if not isinstance(section, dict):
+        raise CheckpointError(f"{where}: quantization_config is {reprlib.repr(section)}; an object is needed")
+    declared = section.get("weight_block_size") or [128, 128]
+    if not isinstance(declared, list) or len(declared) != 2 or not all(type(n) is int and n > 0 for n in declared):
+        raise CheckpointError(
+            f"{where}: quantization_config.weight_block_size is {reprlib.repr(declared)}; "
+            "two positive numbers are needed"
+        )
+    return declared[0], declared[1]
+
+
+def side_files(folder: Path) -> list[Path]:
+    """Everything beside weights and config that a checkpoint is used with: tokenizer, template, licence, code.
+
+    What a run of this program adds of its own is none of it.
+    """
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file()
+        and path.name not in (CONFIG, INDEX)
+        and not is_own(path.name)
+        and path.suffix not in WEIGHTS
+        and not path.name.endswith(".index.json")
+        and not path.name.startswith(".")
+    )
+
+
+def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None = None) -> Path:
+    """The folder of a checkpoint: the one given, or the Hub's cache after downloading what is missing.
+
+    Args:
+        model: a folder, or a Hub id.
+        revision: branch, tag or commit on the Hub.
+        patterns: which files to fetch; all of the checkpoint when None.
+
+    Raises:
+        CheckpointError: the id is unknown or the Hub cannot be reached, and the cache does not have it.
+    """
+    folder = os.path.expanduser(model)
+    if os.path.isdir(folder):
+        return Path(folder)
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise CheckpointError(f"{model}: no such folder, and not a Hub id (owner/name); correct it")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    ignored = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "original/*"]
+    try:
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                ignore_patterns=ignored,
+                allow_patterns=list(patterns) if patterns else None,
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failure:
+        reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+        raise CheckpointError(
+            f"{model}: not a folder, and the Hub did not give it ({reason}); download it and name the folder"
+        ) from None
+
+
+def open_checkpoint(model: str, revision: str = "main") -> Checkpoint:
+    """`resolve` and `open_folder` in one."""
+    return open_folder(resolve(model, revision), model, revision)

@@ -1,0 +1,123 @@
+"""The header of a safetensors file: names, dtypes, shapes and byte ranges, read without the data.
+
+The library maps whole files and keeps their pages resident; the plan, the audit and one-layer
+reading need byte ranges only. Everything is validated here, because a header is the user's input.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantizers.system.errors import CheckpointError
+
+MAX_HEADER = 100_000_000  # the format's own limit
+# In the library's order, by which it also sorts the tensors of a file (from the last to the first).
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor in a file.
+
+    Attributes:
+        name: full name.
+        dtype: as safetensors spells it, e.g. F8_E4M3.
+        shape: dimensions.
+        file: where it lies.
+        start, end: byte range from the start of the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of data."""
+        return self.end - self.start
+
+
+def printed(name: str) -> str:
+    """A name out of a file as it may stand in an error, which is one line."""
+    return name if name.isprintable() else repr(name)
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a safetensors file, in the order of its bytes.
+
+    Raises:
+        CheckpointError: one line naming the file, and the tensor where one is at fault: truncated,
+            overlapping, of unknown dtype, or of a size that its shape contradicts.
+    """
+    try:
+        length = file.stat().st_size
+        with file.open("rb") as stream:
+            start = int.from_bytes(stream.read(8), "little")
+            if length < 8 or start > MAX_HEADER or 8 + start > length:
+                raise CheckpointError(f"{file}: the header is cut off or absurd; download this shard again")
+            raw = stream.read(start)
+    except OSError as failure:
+        raise CheckpointError(f"{file}: cannot be read ({failure.strerror}); check the folder") from None
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{file}: the header is not JSON; download this shard again") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: the header is not a table of tensors; download this shard again")
+    base = 8 + start
+    infos = [_entry(file, name, entry, base, length) for name, entry in header.items() if name != "__metadata__"]
+    infos.sort(key=lambda info: (info.start, info.end))
+    at = base
+    for info in infos:
+        if info.start != at:
+            what = "overlaps another" if info.start < at else "leaves a gap before it"
+            raise CheckpointError(f"{file}: {info.name}: its byte range {what}; download this shard again")
+        at = info.end
+    if at != length:
+        raise CheckpointError(f"{file}: has {length - at:,} bytes after its last tensor; download this shard again")
+    return {info.name: info for info in infos}
+
+
+def _entry(file: Path, name: str, entry: object, base: int, length: int) -> TensorInfo:
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(f"{file}: {printed(name)}: {what}; download this shard again")
+
+    if not name.isprintable():
+        raise wrong("a name with control characters")
+    if not isinstance(entry, dict):
+        raise wrong("its header entry is no table")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise wrong(f"unknown dtype {reprlib.repr(dtype)}")
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise wrong(f"shape {reprlib.repr(shape)} is not a list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
+        raise wrong(f"byte range {reprlib.repr(offsets)} is not two offsets")
+    if base + offsets[1] > length:
+        raise wrong(f"the file is truncated: it has {length:,} bytes and ends before this tensor does")
+    if offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BYTES[dtype]:
+        raise wrong(f"{offsets[1] - offsets[0]} bytes do not hold {dtype} {reprlib.repr(shape)}")
+    return TensorInfo(name, dtype, tuple(shape), file, base + offsets[0], base + offsets[1])
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Dtype (safetensors' spelling) and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of data."""
+        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)

@@ -1,0 +1,91 @@
+"""Whether the source is still what a run began with: size and time of its files always, hashes on request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quantizers.system.atomic import write_json
+from quantizers.system.errors import CheckpointError, OutputError
+from quantizers.system.own_files import file_sha256
+from quantizers.system.progress import progress
+
+from .reader import Checkpoint
+
+SPOTS, PIECE = 32, 4096  # pieces of a shard that tell a source from another, and their bytes
+
+
+def shard_files(source: Checkpoint) -> list[Path]:
+    """The files that hold its tensors."""
+    return sorted({info.file for info in source.tensors.values()})
+
+
+def source_stats(source: Checkpoint) -> dict[str, Any]:
+    """Size and time of last change (nanoseconds) of each shard."""
+    stats: dict[str, Any] = {}
+    for file in shard_files(source):
+        try:
+            stat = file.stat()
+        except OSError as failure:
+            raise CheckpointError(f"{file}: cannot be read ({failure.strerror}); check the folder") from None
+        stats[file.name] = {"bytes": stat.st_size, "changed": stat.st_mtime_ns}
+    return stats
+
+
+def source_digest(source: Checkpoint) -> str:
+    """SHA-256, hexadecimal, by which a source is known again wherever it lies, without reading all of it.
+
+    Over config.json, every tensor's name, dtype and shape, and of each shard its size and SPOTS pieces, evenly
+    spread. A sample: two checkpoints of one layout that differ in none of the pieces are taken for one.
+    """
+    digest = hashlib.sha256(json.dumps(source.config, sort_keys=True).encode())
+    for name, info in sorted(source.tensors.items()):
+        digest.update(f"{name}\0{info.dtype}\0{list(info.shape)}\0".encode())
+    for file in shard_files(source):
+        try:
+            size = file.stat().st_size
+            digest.update(f"{size}\0".encode())
+            with file.open("rb") as stream:
+                for spot in range(SPOTS):
+                    stream.seek(max(0, size - PIECE) * spot // (SPOTS - 1))
+                    digest.update(stream.read(PIECE))
+        except OSError as failure:
+            raise CheckpointError(f"{file}: cannot be read ({failure.strerror}); check the folder") from None
+    return digest.hexdigest()
+
+
+def check_hashes(source: Checkpoint, work: Path, output: Path, check: Callable[[], None]) -> None:
+    """Hash every shard; keep the hashes at first, compare them with those kept when the run goes on.
+
+    Raises:
+        OutputError: a shard's bytes are not those that the run began with.
+    """
+    kept = work / "source.json"
+    hashes = {}
+    files = shard_files(source)
+    with progress("hashing", len(files), unit="shard") as step:
+        for file in files:
+            check()
+            try:
+                hashes[file.name] = file_sha256(file)
+            except OSError as failure:
+                raise CheckpointError(f"{file}: cannot be read ({failure.strerror}); check the folder") from None
+            step(file.name)
+    if not kept.exists():
+        if any((work / "layers").glob("*.json")):
+            print(
+                f"{output}: the layers done so far were made without --paranoid; hashes are kept from now on",
+                file=sys.stderr,
+            )
+        write_json(kept, hashes)
+        return
+    for name, before in json.loads(kept.read_text()).items():
+        if hashes.get(name) != before:
+            raise OutputError(
+                f"{output}: the source's {name} has other bytes than when this run began (SHA-256 {before[:16]}…, now "
+                f"{hashes.get(name, 'gone')[:16]}…); restore it, or start over with --fresh"
+            )

@@ -1,0 +1,78 @@
+"""`quantize eval`: parse, call, print, exit code."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantizers.team.ranks import ALONE, Ranks
+
+from .options import DebugOption, DeviceOption, JsonOption, NoPictureOption, emit, find_set, shared_folder
+
+
+def evaluate(
+    context: typer.Context,
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="a folder or Hub id")],
+    candidate: Annotated[
+        list[str], typer.Argument(metavar="CANDIDATE…", help="one or more checkpoints of the same model")
+    ],
+    data: Annotated[str, typer.Option(metavar="SET", help="a held-out set: a file, or the name of a shipped one")],
+    picture: Annotated[Path, typer.Option(metavar="FILE", help="KL by category, errors by depth")] = Path(
+        "fidelity.png"
+    ),
+    no_picture: NoPictureOption = False,
+    device: DeviceOption = "auto",
+    work: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="keep hidden states and a journal here, and go on from what it holds"),
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Perplexity, bits per byte, KL, top-1, routing and weights of candidates against a source, layer by layer.
+
+    SOURCE and CANDIDATE may be FP8, BF16, an output of this program, or what compressed-tensors calls
+    pack-quantized, int-quantized or float-quantized, made by whatever tool.
+
+    Example: quantize eval models/tiny-minimax-m2 out/tiny --data held-out
+    """
+    from eval.fidelity.tables import eval_table
+    from quantizers.architectures.architecture import architecture_for, sizes_of
+    from quantizers.checkpoint.reader import open_checkpoint
+    from quantizers.device.devices import choose_device, use_threads
+    from quantizers.output.journal import begun_with
+    from quantizers.run.measure import EVALUATION, measure
+    from quantizers.run.proof import NOT_SIMULATED
+    from quantizers.system.interrupts import interruptible
+
+    ranks: Ranks = context.obj or ALONE
+    data_set = find_set(data, "held-out")
+    opened = ranks.after_first(lambda: [open_checkpoint(name) for name in (source, *candidate)])
+    where = str(opened[0].folder / "config.json")
+    sizes = sizes_of(architecture_for(opened[0].config, where), opened[0].config, where)
+    began = begun_with(work / "evaluation", EVALUATION) if work else {}
+    use_threads(sizes, began.get("threads"), ranks)
+    advice = "give the same command again" + (" to go on" if work else "; with --work DIR it would go on")
+    shared = shared_folder(work, ranks) if work is None else contextlib.nullcontext(work)
+    with shared as folder, interruptible(advice) as check:
+        results = measure(
+            opened[0], opened[1:], data_set, choose_device(device, ranks), folder / "evaluation", check,
+            weights=True, resumable=work is not None, ranks=ranks,
+        )  # fmt: skip
+    if not ranks.leads:
+        return
+    report: dict[str, Any] = {
+        "source": source,
+        "candidates": [{"model": c} | r for c, r in zip(candidate, results, strict=True)],
+        "notes": [NOT_SIMULATED],
+    }
+    text = eval_table(report)
+    if not no_picture:
+        from eval.report.pictures import fidelity_picture
+
+        fidelity_picture([(one["model"], one) for one in report["candidates"]], picture)
+        text += f"\n\npicture: {picture}"
+    emit(report, as_json, text)

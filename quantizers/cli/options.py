@@ -1,0 +1,111 @@
+"""What the commands share: their common options, and printing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantizers.system.errors import InputError
+from quantizers.system.plain_json import finite
+from quantizers.team.ranks import Ranks
+
+GATE_FAILED = 3
+
+
+def _recipe_names(begun: str) -> list[str]:
+    """Shipped recipes that begin so, for the shell's completion."""
+    from quantizers.system.shipped import shipped
+
+    return [path.stem for path in sorted(shipped("recipes").glob("*.yaml")) if path.stem.startswith(begun)]
+
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="a recipe's path, or the name of a shipped one", autocompletion=_recipe_names
+    ),
+]
+SourceOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="where the recipe's source lies on this machine, whatever the recipe calls it"),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="one JSON object on standard output, all else on standard error")
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: the first GPU where there is one")]
+DeviceMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="use no more of the device than this, e.g. 20GiB; experts are then solved in smaller chunks",
+    ),
+]
+NoPictureOption = Annotated[bool, typer.Option("--no-picture", help="draw nothing")]
+WorkOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="where hidden states lie meanwhile; a temporary folder by default")
+]
+DebugOption = Annotated[bool, typer.Option("--debug", help="a traceback with every error")]
+
+
+def default_output(name: str, say: bool = True) -> Path:
+    """Where a command writes that was not told where: out/`name` below the current folder.
+
+    Args:
+        say: on standard error; of several processes one does.
+    """
+    output = Path("out") / name
+    if say:
+        print(f"output: {output} (another with --output)", file=sys.stderr, flush=True)
+    return output
+
+
+def emit(data: dict[str, Any], as_json: bool, text: str) -> None:
+    """Print a result: as JSON, or as the text made of it."""
+    print(json.dumps(finite(data), indent=1, sort_keys=True) if as_json else text)
+
+
+def show_rich(data: dict[str, Any], as_json: bool, renderable: Any) -> None:
+    """Print a result: as JSON, or as what rich renders."""
+    from rich.console import Console
+
+    if as_json:
+        emit(data, True, "")
+    else:
+        Console(width=None if sys.stdout.isatty() else 120).print(renderable)
+
+
+def find_set(name: str, such_as: str) -> Path:
+    """A calibration set by its path, or by the name of a shipped one.
+
+    Args:
+        such_as: the shipped set that the error names as an example.
+
+    Raises:
+        InputError: there is none.
+    """
+    from quantizers.system.shipped import find
+
+    path = find(name, "calibration")
+    if not path.is_file():
+        raise InputError(f"{name}: no such set; give a file, or the name of a shipped set such as {such_as}")
+    return path
+
+
+@contextlib.contextmanager
+def shared_folder(folder: Path | None, ranks: Ranks) -> Iterator[Path]:
+    """A temporary folder in `folder`, of rank 0 and for all of them."""
+    if not ranks.leads:
+        yield Path(ranks.hear("work"))
+        return
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as inner:
+        ranks.tell("work", inner)
+        yield Path(inner)

@@ -1,0 +1,81 @@
+"""`quantize plan`: what a run would do and need, and whether its output fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from quantizers.system.byte_size import parse_bytes
+from quantizers.system.errors import InputError
+
+from .options import DebugOption, DeviceMemoryOption, JsonOption, RecipeArgument, SourceOption, emit
+
+
+def plan(
+    recipe: RecipeArgument,
+    vram: Annotated[
+        list[str] | None, typer.Option(metavar="NxSIZE", help="cards to serve it on, such as 2x96GiB; may be repeated")
+    ] = None,
+    source: SourceOption = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="with --vram; the model's longest by default")
+    ] = None,
+    kv: Annotated[
+        Literal["auto", "fp8"], typer.Option(help="with --vram: 16-bit keys and values (auto), or fp8")
+    ] = "auto",
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="with --vram: tensor parallelism; as much as vLLM allows by default")
+    ] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor with its action")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="a run's folder: show what it chose, where the recipe has a budget")
+    ] = None,
+    hub: Annotated[
+        bool, typer.Option("--hub", help="read the headers from the Hub though the model's facts are kept here")
+    ] = False,
+    device_memory: DeviceMemoryOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what a run would do to every kind of tensor and what it needs; with --vram, whether the output fits.
+
+    Reads headers only: of a folder, of the Hub's cache, or of the Hub itself; for models whose facts are
+    kept here no network is needed.
+
+    Example: quantize plan minimax-m2.1-fp8-int4 --vram 2x96GiB --vram 4x24GiB --context 196608
+    """
+    from quantizers.budget.choice import with_choice
+    from quantizers.plan.job import prepare
+
+    if vram is None and (context is not None or tp is not None or kv != "auto"):
+        raise InputError("--context, --kv and --tp go with --vram; say which cards, as --vram 2x96GiB")
+    job = prepare(recipe, offline_facts=True, hub=hub, source_folder=source)
+    job, schemes = with_choice(job, output)
+    where = {"basis": job.basis, "recipe": str(job.path)}
+    if vram is not None:
+        from quantizers.cli.tables.plan import fit_table
+        from quantizers.plan.serving_memory import assumptions, fit, kv_bytes_per_token, parse_cards, serving_model
+
+        model = serving_model(job.plan, job.facts, job.sizes, job.config, job.block)
+        cards = [parse_cards(text) for text in vram]
+        rows = [fit(model, one, context, kv, tp).as_dict() for one in cards]
+        result = where | {
+            "fits": rows,
+            "kv_bytes_per_token": kv_bytes_per_token(model, kv),
+            "assumptions": assumptions(cards),
+        }
+        emit(result, as_json, fit_table(result))
+        return
+    from quantizers.cli.tables.plan import plan_table, tensors_table
+    from quantizers.plan.run_needs import chunk_on_gpu, estimate_run
+    from quantizers.plan.summary import listing, summary
+
+    numbers = summary(job.plan, job.sizes) | ({"schemes": schemes} if schemes else {})
+    numbers |= where | {"needs": estimate_run(job, int(str(numbers["output_bytes"]))).as_dict()}
+    if device_memory:
+        numbers |= {"device_memory": chunk_on_gpu(job, parse_bytes(device_memory, "--device-memory")).as_dict()}
+    if tensors:
+        numbers |= {"tensors": listing(job.plan)}
+    emit(numbers, as_json, tensors_table(numbers) if tensors else plan_table(numbers))

@@ -1,0 +1,35 @@
+"""`quantize report`: parse, call, print, exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import DebugOption, JsonOption, emit
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a finished checkpoint, with its report.json")],
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="the page to write; report.html beside report.json by default")
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write report.json as one page to look at, which needs no network.
+
+    Example: quantize report out/tiny
+    """
+    from eval.report.page import page
+    from quantizers.checkpoint.reader import read_json
+    from quantizers.output.record import add_files, seal_of, write_record
+    from quantizers.system.atomic import write_text
+    from quantizers.system.own_files import PAGE, REPORT
+
+    target, found = output or folder / PAGE, read_json(folder / REPORT)
+    write_text(page(found), target)
+    if target.resolve() == (folder / PAGE).resolve() and found.get("seal") == seal_of(found):
+        write_record(folder, add_files(folder, found, [PAGE]))
+    emit({"page": str(target)}, as_json, f"page: {target}")

@@ -1,0 +1,102 @@
+"""`quantize run`: parse, call, print, exit code."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantizers.plan.job import Job
+from quantizers.system.errors import InputError
+from quantizers.team.ranks import ALONE, Ranks
+
+from .options import (
+    GATE_FAILED,
+    DebugOption,
+    DeviceMemoryOption,
+    DeviceOption,
+    JsonOption,
+    RecipeArgument,
+    SourceOption,
+    default_output,
+    emit,
+)
+
+
+def run(
+    context: typer.Context,
+    recipe: RecipeArgument,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder for the finished checkpoint, new, empty, or an unfinished run; out/<name of RECIPE> by default"
+        ),
+    ] = None,
+    source: SourceOption = None,
+    device: DeviceOption = "auto",
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="discard what the folder holds of an earlier run, after asking")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    device_memory: DeviceMemoryOption = None,
+    paranoid: Annotated[
+        bool,
+        typer.Option("--paranoid", help="hash the source's and the finished shards whenever the run goes on"),
+    ] = False,
+    with_data: Annotated[
+        bool,
+        typer.Option("--with-data", help="copy local data files of the sets beside the checkpoint, to be published"),
+    ] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Quantize a checkpoint, stitch it, verify and measure it. Goes on by itself where it was cut off.
+
+    torchrun --nproc-per-node N -m quantizers run … does it with N processes: the same bytes, sooner.
+
+    Example: quantize run tiny-minimax-m2-fp8-int4 --output out/tiny
+    """
+    from quantizers.output.journal import begun_with, refuse_second_run, work_folder
+    from quantizers.plan.job import prepare
+    from quantizers.recipe.schema import find_recipe
+    from quantizers.system.byte_size import parse_bytes
+
+    ranks: Ranks = context.obj or ALONE
+    if output is None:
+        output = default_output(find_recipe(recipe).stem, say=ranks.leads)
+
+    def begin() -> Job:
+        """All that may refuse, ask, or load; rank 0 goes first."""
+        if ranks.leads:
+            refuse_second_run(output)
+        job = prepare(recipe, source_folder=source)
+        if fresh and ranks.leads:
+            from quantizers.output.journal import discard
+
+            if output.exists() and not yes and not typer.confirm(f"discard the run in {output}?", err=True):
+                raise InputError(f"{output}: left as it is; give --output another folder")
+            discard(output)
+        return job
+
+    limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
+    job = ranks.after_first(begin)
+    from quantizers.device.devices import choose_device, use_threads
+    from quantizers.run.options import Options
+    from quantizers.run.pipeline import assist
+    from quantizers.run.pipeline import run as run_job
+
+    use_threads(job.sizes, begun_with(work_folder(output)).get("threads"), ranks)
+    options = Options(output, choose_device(device, ranks), limit, paranoid, with_data, ranks)
+    if not ranks.leads:
+        assist(job, options)
+        return
+    report = run_job(job, options)
+    from quantizers.cli.tables.run import run_table
+
+    # A Hub id stays what it is.
+    found = os.path.relpath(job.location) if Path(job.location).is_dir() else job.location
+    emit(report, as_json, run_table(report, output, found))
+    if not all(gate["passed"] for gate in report["gates"]):
+        raise typer.Exit(GATE_FAILED)

@@ -1,0 +1,53 @@
+"""`quantize stitch`: parse, call, print, exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import GATE_FAILED, DebugOption, DeviceOption, JsonOption, default_output, emit
+
+
+def stitch(
+    source: Annotated[str, typer.Option(help="the FP8 checkpoint: a folder or Hub id")],
+    experts: Annotated[str, typer.Option(help="a checkpoint with packed experts, made from a BF16 copy of it")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="folder for the mixed checkpoint, new or empty; out/<name of --experts>-stitched by default"),
+    ] = None,
+    repair_router: Annotated[
+        bool,
+        typer.Option("--repair-router", help="compensate the router for the norms that the experts were made with"),
+    ] = False,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Build a mixed checkpoint from an FP8 source and experts that exist; exit 3 when its router does not fit.
+
+    Example: quantize stitch --source models/tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
+    """
+    from quantizers.checkpoint.reader import open_checkpoint
+    from quantizers.device.devices import choose_device, versions
+    from quantizers.recipe.portable import source_name
+    from quantizers.system.interrupts import interruptible
+    from stitch.mix.mix import mix, stitch_table
+
+    if output is None:
+        output = default_output(f"{Path(source_name(experts, Path.cwd())).name}-stitched")
+    opened, packed = open_checkpoint(source), open_checkpoint(experts)
+    with interruptible("give the same command again to go on") as check:
+        report = mix(
+            opened,
+            packed,
+            output,
+            choose_device(device),
+            repair_router=repair_router,
+            versions=versions(),
+            check=check,
+        )
+    emit(report, as_json, f"{stitch_table(report, output)}\noutput    {output}")
+    if report["audit"]["differences"]:
+        raise typer.Exit(GATE_FAILED)

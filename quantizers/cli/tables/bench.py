@@ -1,0 +1,103 @@
+"""What `quantize bench` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantizers.system.progress import duration
+from quantizers.system.text_table import plain, size
+
+
+def compare_table(result: dict[str, Any]) -> str:
+    """Layer and whole route, ours beside the library's."""
+    layer, route = result["layer"], result["route"]
+    header = ("", "ours", "llm-compressor", "ratio")
+
+    def row(name: str, ours: float, library: float, form: str = "{:.2f}") -> tuple[str, ...]:
+        return name, form.format(ours), form.format(library), f"{library / ours:.1f}x" if ours > 0 else ""
+
+    def sized(name: str, ours: int, library: int) -> tuple[str, ...]:
+        return name, size(ours), size(library), f"{library / ours:.1f}x" if ours > 0 else ""
+
+    sizes = layer["sizes"]
+    rows = [
+        row("one layer, seconds", layer["ours"]["seconds"], layer["library"]["seconds"]),
+        row("one layer, CPU seconds", layer["ours"]["cpu_seconds"], layer["library"]["cpu_seconds"]),
+        sized("one layer, memory", layer["ours"]["memory_bytes"], layer["library"]["memory_bytes"]),
+        row("whole route, seconds", route["ours"]["seconds"], route["library"]["seconds"]),
+        row("whole route, CPU seconds", route["ours"]["cpu_seconds"], route["library"]["cpu_seconds"]),
+        sized("whole route, memory", route["ours"]["memory_bytes"], route["library"]["memory_bytes"]),
+        row("KL, nats", route["ours"]["kl"], route["library"]["kl"], "{:.4f}"),
+    ]
+    lines = [
+        plain(header, rows),
+        "",
+        f"layer: {sizes['experts']} experts of {sizes['hidden']} x {sizes['width']}, {layer['tokens']:,} tokens",
+        f"route: {route['tokens']:,} tokens; FP8 files in, a mixed checkpoint out; KL is {route['kl_ratio']:.2f} times "
+        "the library's",
+    ]
+    for who in ("ours", "library"):
+        steps = ", ".join(f"{step} {seconds:.1f}" for step, seconds in route[who]["steps"].items())
+        written = ", ".join(f"{name} {number:,}" for name, number in route[who]["bytes"].items())
+        lines += [f"{who}: seconds: {steps}", f"{who}: bytes written: {written}"]
+    lines.append(f"medians of {result['repeats']}; {result['machine']['threads']} threads; imports left out")
+    return "\n".join(lines)
+
+
+def layer_table(result: dict[str, Any]) -> str:
+    """Phases of one layer, and the whole model."""
+    shares, total = result["shares"], sum(result["seconds"].values())
+    rows = [
+        (phase, f"{seconds:.2f}", f"{seconds / total:.0%}", f"{shares[phase]:.0%}" if phase in shares else "")
+        for phase, seconds in result["seconds"].items()
+    ]
+    rates, sizes, whole = result["rates"], result["sizes"], result["whole_model"]
+    return "\n".join(
+        [
+            plain(("phase", "seconds", "of all", "of peak"), rows),
+            "",
+            f"{sizes['experts']} experts of {sizes['hidden']} x {sizes['width']}, {result['tokens']:,} tokens, "
+            f"{result['chunk']} experts at a time on {result['machine']['device']}",
+            f"peak: matmul {rates['matmul'] / 1e12:.2f}e12 operations a second, in float32 "
+            f"{rates['matmul_float32'] / 1e12:.2f}e12; copy {rates['copy'] / 1e9:.1f} GB/s",
+            f"memory {size(result['peak_memory_bytes'])}; read {size(result['source_bytes'])}, written "
+            f"{size(result['written_bytes'])}",
+            f"all {whole['layers']} layers of {result['like']}, this many tokens: {duration(whole['seconds'])}; "
+            f"{duration(whole['seconds_overlapped'])} with reading and writing meanwhile",
+        ]
+    )
+
+
+def scaling_table(result: dict[str, Any]) -> str:
+    """A table for each size that was varied, the fitted exponents below it."""
+    parts = []
+    for name, part in result["varied"].items():
+        phases = list(part["exponents"])
+        rows = [(f"{row[name]:,}", *(f"{row[phase]:.3f}" for phase in phases)) for row in part["rows"]]
+        rows.append(("exponent", *(f"{part['exponents'][phase]:.2f}" for phase in phases)))
+        parts.append(plain((name, *phases), rows))
+    base = ", ".join(f"{value:,} {name}" for name, value in result["base"].items())
+    return "\n\n".join([*parts, f"seconds; the others are {base}; hidden {result['hidden']}, width {result['width']}"])
+
+
+def methods_table(result: dict[str, Any]) -> str:
+    """What `quantize bench methods` prints; ratios are to the library's AWQ with the router compensated."""
+    base = next(row for row in result["rows"] if row["method"] == "llm-compressor AWQ, router compensated")
+    rows = [
+        (
+            row["method"],
+            f"{row['kl']:.4f}",
+            f"{row['kl'] / base['kl']:.2f}",
+            f"{row['top1']:.1%}",
+            f"{row['router']:.1%}",
+            f"{row['increase']:+.2%}",
+            f"{row['seconds']:.1f}",
+            f"{base['seconds'] / row['seconds']:.1f}x",
+        )
+        for row in result["rows"]
+    ]
+    calibration = result["calibration"]
+    return plain(("method", "KL", "ratio", "top-1", "router", "perplexity", "seconds", "faster"), rows) + (
+        f"\n\n{calibration['tokens']:,} calibration tokens, {result['held_out_tokens']:,} held-out; "
+        f"{result['machine']['threads']} threads; seconds: observe + solve, median of {result['repeats']}"
+    )

@@ -1,0 +1,128 @@
+"""What `quantize plan` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eval.report.schemes import candidate_lines, choice_lines, layers_table
+from quantizers.system.byte_size import gib
+from quantizers.system.progress import duration
+from quantizers.system.text_table import plain, size
+
+
+def plan_table(numbers: dict[str, Any]) -> str:
+    """Every kind of tensor, the output's size, and what a run needs."""
+    rows = [
+        (row["kind"], row["action"], f"{row['tensors']:,}", size(row["bytes_before"]), size(row["bytes_after"]))
+        for row in numbers["kinds"]
+    ]
+    return "\n".join(
+        [
+            f"planned from {numbers['basis']}",
+            "",
+            plain(("tensors (* = a number)", "action", "number", "before", "after"), rows),
+            "",
+            f"{numbers['layers']} layers, {numbers['experts_per_layer']} experts each: "
+            f"{numbers['quantized_matrices']:,} expert matrices quantized, "
+            f"{numbers['kept_attention_tensors']:,} attention tensors keep their bytes",
+            f"output {size(numbers['output_bytes'])} ({numbers['output_bytes']:,} bytes of shards and index) in "
+            f"{len(numbers['shards'])} shards, {size(numbers['expert_bytes'])} of it experts; "
+            f"source {size(numbers['source_bytes'])}",
+            "",
+            *(scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
+            *needs_lines(numbers["needs"]),
+            *([memory_line(numbers)] if "device_memory" in numbers else []),
+        ]
+    )
+
+
+def scheme_lines(schemes: dict[str, Any]) -> list[str]:
+    """A budget: the choice where it is made, else what it will be made from."""
+    if "layers" in schemes:
+        return [*candidate_lines(schemes), "", *choice_lines(schemes), "", layers_table(schemes), ""]
+    assumed = f"the sizes above are those of {schemes['planned']} in every layer"
+    return [*candidate_lines(schemes), f"the run measures and then chooses for each layer; until then {assumed}", ""]
+
+
+def needs_lines(needs: dict[str, Any]) -> list[str]:
+    """Disk, memory and time of a run, with the assumptions."""
+    rows = []
+    for device in ("CPU", "GPU"):
+        states = "?" if needs["states"] is None else size(needs["states"][device])
+        time = "?" if needs["seconds"] is None else _time(needs["seconds"][device])
+        least, most = needs["memory"][device]
+        memory = f"{size(least)} to {size(most)}"
+        rows.append((device, size(needs["output"]), states, memory, time))
+    tokens = "calibration set of unknown size" if needs["tokens"] is None else f"{needs['tokens']:,} tokens at most"
+    if needs["held_out"] != 0:
+        tokens += f" and {'a' if needs['held_out'] is None else format(needs['held_out'], ',')} held-out ones"
+    return [
+        f"a run with its {tokens} needs about",
+        plain(("on a", "disk for the output", "for hidden states", "memory of the device", "time"), rows),
+        f"and {size(needs['host'])} of host memory beside it, {size(needs['source'])} of source on the disk or in the "
+        "Hub's cache; assumed:",
+        *(f"  {line}" for line in needs["assumptions"]),
+    ]
+
+
+def _time(seconds: dict[str, float]) -> str:
+    """Of all, and its parts."""
+    if seconds["all"] < 60:
+        return "under a minute"
+    return f"{duration(seconds['all'])}: layers {duration(seconds['layers'])}, proof {duration(seconds['proof'])}"
+
+
+def memory_line(numbers: dict[str, Any]) -> str:
+    """What a run on a GPU makes of --device-memory."""
+    memory = numbers["device_memory"]
+    return (
+        f"--device-memory: {memory['chunk']} of {numbers['experts_per_layer']} experts at a time, "
+        f"{gib(memory['peak'])} at most: a layer {gib(memory['layer'])}, each expert of the chunk "
+        f"{gib(memory['expert'])}"
+    )
+
+
+def tensors_table(numbers: dict[str, Any]) -> str:
+    """One line for every source tensor."""
+    rows = []
+    for row in numbers["tensors"]:
+        outputs = "; ".join(
+            f"{_short(name, row['source'])} {dtype} {shape}" for name, (dtype, shape) in row["outputs"].items()
+        )
+        rows.append((row["source"], f"{row['dtype']} {row['shape']}", row["action"], outputs))
+    return f"planned from {numbers['basis']}\n\n" + plain(("tensor", "as it is", "action", "what is written"), rows)
+
+
+def _short(name: str, source: str) -> str:
+    module = source.rpartition(".")[0]
+    return name.removeprefix(module) if name != source else "same name,"
+
+
+def fit_table(result: dict[str, Any]) -> str:
+    """One row for each set of cards."""
+    rows = [
+        (
+            row["cards"],
+            f"TP {row['tensor_parallel']}"
+            + (f" x PP {row['pipeline_parallel']}" if row["pipeline_parallel"] > 1 else ""),
+            *(gib(row[key]) for key in ("budget", "weights", "kv_cache", "activations", "runtime", "left")),
+            f"{row['longest']:,}",
+            "fits" if row["fits"] else "does NOT fit",
+        )
+        for row in result["fits"]
+    ]
+    header = ("cards", "split", "usable", "weights", "KV cache", "activations", "runtime", "left", "longest", "")
+    first = result["fits"][0]
+    return "\n".join(
+        [
+            f"planned from {result['basis']}",
+            "",
+            f"memory of the fullest card at {first['context']:,} tokens, KV cache in "
+            f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token over all "
+            "cards); longest: the context that fits",
+            plain(header, rows),
+            "",
+            "assumed:",
+            *(f"  {line}" for line in result["assumptions"]),
+        ]
+    )

@@ -1,0 +1,56 @@
+"""`quantize verify`, `stitch` and `report`: parse, call, print, exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import GATE_FAILED, DebugOption, DeviceOption, JsonOption, emit
+
+
+def verify(
+    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE", help="a finished checkpoint")],
+    source: Annotated[
+        str | None, typer.Option(help="what it was made from: a folder or Hub id; as in report.json by default")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="of the source on the Hub; as in report.json by default")] = None,
+    with_vllm: Annotated[
+        bool, typer.Option("--with-vllm", help="also ask the vLLM of this environment for the scheme of every layer")
+    ] = False,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check a finished checkpoint against its source, and how servers would read it; exit 3 when something differs.
+
+    Reads the files alone: kept bytes by hash, experts, the router's compensation; config.json key by key, index,
+    tokenizer and every other side file; report.json, recipe and card; then the rules by which vLLM, SGLang and
+    transformers give each tensor its scheme.
+
+    Example: quantize verify out/tiny --source models/tiny-minimax-m2
+    """
+    from eval.consumers.check import render
+    from quantizers.cli.tables.verify import audit_table
+    from quantizers.device.devices import choose_device
+    from quantizers.run.verification import source_of, verify_folder
+
+    found = verify_folder(candidate, source_of(candidate, source, revision), choose_device(device))
+    report = found.as_dict()
+    text, failed = audit_table(report), bool(found.differences or found.misread)
+    if found.consumers is not None:
+        text += "\n\n" + render(found.consumers)
+    if with_vllm:
+        from eval.consumers.vllm import ask_vllm
+
+        report["vllm"] = asked = ask_vllm(candidate)
+        text += f"\n\nvLLM {asked['version']}, asked for {asked['asked']:,} modules: " + (
+            "\n".join([f"{len(asked['differences'])} differ", *asked["differences"]])
+            if asked["differences"]
+            else "every scheme is the one above"
+        )
+        failed = failed or bool(asked["differences"])
+    emit(report, as_json, text)
+    if failed:
+        raise typer.Exit(GATE_FAILED)

@@ -1,0 +1,80 @@
+"""Hidden states of many sequences in one memory-mapped file.
+
+Sequences lie one after the other, each (T, width). The page cache holds what is in use; the process
+itself holds nothing, however many tokens there are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from quantizers.system.atomic import disk_errors, sync_folder
+from quantizers.system.errors import QuantizeError
+
+
+class Rows(Sequence[torch.Tensor]):
+    """A list of (T_i, width) tensors that live in a file; item assignment writes through.
+
+    Args:
+        path: the file; created, with all its blocks, when it does not exist.
+        lengths: T_i of each sequence.
+        width: columns.
+        dtype: of the elements.
+    """
+
+    def __init__(self, path: Path, lengths: Sequence[int], width: int, dtype: torch.dtype) -> None:
+        self.path, self.lengths, self.width = path, list(lengths), width
+        self.offsets = [0]
+        for length in lengths:
+            self.offsets.append(self.offsets[-1] + length)
+        count = self.offsets[-1] * width
+        self._size = count * dtype.itemsize
+        if not path.exists():
+            _allocate(path, self._size)
+        elif path.stat().st_size != self._size:
+            raise QuantizeError(f"{path}: has {path.stat().st_size} bytes, not {self._size}; start over with --fresh")
+        self._flat = torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(-1, width)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]  # no slices
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._flat[self.offsets[index] : self.offsets[index + 1]]
+
+    def __setitem__(self, index: int, value: torch.Tensor) -> None:
+        self[index].copy_(value)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def flush(self) -> None:
+        """Everything written so far is on the disk when this returns."""
+        with disk_errors(self.path):
+            handle = os.open(self.path, os.O_RDWR)
+            try:
+                os.fsync(handle)  # Linux writes dirty shared mappings of the file back as well
+            finally:
+                os.close(handle)
+            sync_folder(self.path.parent)
+
+
+def _allocate(path: Path, size: int) -> None:
+    # Blocks are reserved now: a full disk is an error here, not a SIGBUS in the middle of a layer.
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as stream:
+            if size:
+                os.posix_fallocate(stream.fileno(), 0, size)
+        os.replace(temporary, path)
+    except OSError as failure:
+        temporary.unlink(missing_ok=True)
+        raise QuantizeError(
+            f"{path}: no room for {size:,} bytes of hidden states ({failure.strerror}); make room, "
+            "then give the same command again"
+        ) from None

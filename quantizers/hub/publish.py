@@ -1,0 +1,71 @@
+"""A finished checkpoint on the Hub: verified before, uploaded so that it can be resumed, compared after.
+
+The token is the Hub library's own business (its login or environment): it is never read into a message,
+and what the library says is searched for it before it is passed on.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantizers.output.journal import WORK
+from quantizers.output.record import seal_of
+from quantizers.run.card import write_with_card
+from quantizers.system.errors import OutputError
+from quantizers.system.own_files import REPORT
+from quantizers.system.text_table import number
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantizers.checkpoint.reader import Checkpoint
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """The report of a finished run.
+
+    Raises:
+        OutputError: the folder is no finished output of this program.
+    """
+    if (folder / WORK).exists():
+        raise OutputError(f"{folder}: the run is unfinished; give `quantize run` again, then publish")
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        if not isinstance(report, dict) or not {"source", "settings", "gates", "files"} <= set(report):
+            raise ValueError("not a report")
+    except (OSError, ValueError):
+        raise OutputError(f"{folder}: has no {REPORT} of a finished run; give the output of `quantize run`") from None
+    return report
+
+
+def problems_of(folder: Path, report: dict[str, Any], source: Checkpoint, device: torch.device) -> list[str]:
+    """Everything that speaks against publishing: what `quantize verify` finds, and gates that failed."""
+    from quantizers.run.verification import verify_folder
+
+    found = verify_folder(folder, source, device)
+    failed = [
+        f"gate {gate['name']} failed: {number(gate['value'], '.4g')}, limit {gate['limit']:.4g} ({gate['meaning']})"
+        for gate in report["gates"]
+        if not gate["passed"] and gate["name"] not in ("audit", "consumers")
+    ]
+    return [*found.differences, *found.misread, *failed]
+
+
+def state(folder: Path, report: dict[str, Any], reason: str | None, problems: list[str]) -> None:
+    """Let report and card say that a checkpoint was published although it fails; or no longer say so.
+
+    Raises:
+        OutputError: the report itself was changed: no reason makes its figures those that were measured.
+    """
+    if report.get("seal") != seal_of(report):
+        raise OutputError(
+            f"{folder / REPORT}: was changed since the run wrote it, so its figures are not published whatever the "
+            "reason; restore it"
+        )
+    forced = {"reason": reason, "problems": problems} if problems else None
+    if report.get("forced") == forced:
+        return
+    kept = {key: value for key, value in report.items() if key != "forced"}
+    write_with_card(folder, kept | ({"forced": forced} if forced else {}))

@@ -1,0 +1,148 @@
+"""Files sent to the Hub, resumably, and compared with what it then holds.
+
+The token is the Hub library's own business (its login or environment): it is never read into a message,
+and what the library says is searched for it before it is passed on.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from quantizers.system.errors import InputError, QuantizeError
+
+from .local_files import LocalFile, Step
+
+AGAIN = "give the same command again; what has arrived is not sent twice"
+
+
+@dataclass(frozen=True)
+class Published:
+    """What is on the Hub now.
+
+    Attributes:
+        files: what was compared, all equal.
+        strangers: files on the Hub that this folder does not have.
+    """
+
+    url: str
+    commit: str
+    files: tuple[LocalFile, ...]
+    strangers: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return asdict(self) | {"bytes": sum(file.size for file in self.files)}
+
+
+def upload(
+    folder: Path, files: list[LocalFile], repo: str, revision: str, private: bool | None, step: Step = lambda _: None
+) -> Published:
+    """Create the repository where there is none, send the files, and compare what the Hub has.
+
+    Args:
+        files: what `local_files` found.
+        revision: a branch; made where there is none.
+        private: of a new repository; the account's default when None.
+
+    Raises:
+        InputError: no token, or one that may not write there.
+        QuantizeError: the Hub cannot be reached, or holds something else afterwards. The same command
+            again goes on where it stopped.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    if get_token() is None:
+        raise InputError("no Hub token; log in with `hf auth login`, or set HF_TOKEN to one that may write")
+    api = HfApi()
+    with _hub_errors(repo):
+        url = str(api.create_repo(repo, private=private, exist_ok=True))
+        if revision != "main":
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        step("sending")
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            revision=revision,
+            allow_patterns=[glob.escape(file.name) for file in files],
+            commit_message="Upload with moe-quantizers",
+        )
+        step("comparing")
+        commit = api.model_info(repo, revision=revision).sha or revision
+        held = {entry.path: entry for entry in api.list_repo_tree(repo, recursive=True, revision=commit)}
+    different = [file.name for file in files if not _same(file, held.get(file.name))]
+    if different:
+        raise QuantizeError(
+            f"{repo}: the Hub holds something else under {', '.join(different[:5])}"
+            f"{f' and {len(different) - 5} more' if len(different) > 5 else ''}; publish again"
+        )
+    known = {file.name for file in files} | {".gitattributes"}
+    strangers = sorted(path for path, entry in held.items() if path not in known and hasattr(entry, "blob_id"))
+    return Published(url, commit, tuple(files), tuple(strangers))
+
+
+def _same(file: LocalFile, entry: Any) -> bool:
+    """Whether the Hub's entry has this file's content: by SHA-256 where it is stored as LFS or Xet, else by blob."""
+    if entry is None or not hasattr(entry, "blob_id") or entry.size != file.size:
+        return False
+    stored = entry.lfs
+    return bool(stored.sha256 == file.sha256 if stored else entry.blob_id == file.blob)
+
+
+@contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+    """What the Hub's library raises as one line of ours, without a token in it."""
+    from httpx import HTTPError
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        with _ended_at_once(f"quantize: {repo}: interrupted while uploading; {AGAIN}"):
+            yield
+    except HFValidationError as failure:
+        raise InputError(f"--repo {repo}: {_first_line(failure)}; write it as owner/name") from None
+    except HTTPError as failure:
+        status = getattr(getattr(failure, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise InputError(
+                f"{repo}: the Hub refuses this token ({status}); log in with `hf auth login` as someone who may write "
+                "there, or choose another --repo"
+            ) from None
+        raise QuantizeError(f"{repo}: the upload stopped ({_first_line(failure)}); {AGAIN}") from None
+    except (OSError, RuntimeError, ValueError) as failure:
+        raise QuantizeError(f"{repo}: the upload stopped ({_first_line(failure)}); {AGAIN}") from None
+
+
+@contextmanager
+def _ended_at_once(message: str) -> Iterator[None]:
+    """Within the block Ctrl-C and SIGTERM end the process: the library's threads would first finish their
+    shards, and nothing here is left half-written."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        os.write(2, f"{message}\n".encode())
+        os._exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _first_line(failure: BaseException) -> str:
+    from huggingface_hub import get_token
+
+    line = next(iter(str(failure).strip().splitlines()), "") or type(failure).__name__
+    token = get_token()
+    return line.replace(token, "***") if token else line

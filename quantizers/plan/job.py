@@ -1,0 +1,160 @@
+"""What a recipe means on this machine: the source opened, the plan made, what a run of it needs.
+
+Everything here happens before anything long starts, so that whatever is wrong is said at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantizers.architectures.architecture import Architecture, Sizes, architecture_for, published_config, sizes_of
+from quantizers.checkpoint.reader import (
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    block_size,
+    declared_block,
+    open_folder,
+    read_json,
+    resolve,
+)
+from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.recipe.schema import Recipe, read_recipe, set_location, source_location
+from quantizers.system.errors import CheckpointError, InputError
+from quantizers.system.strict_yaml import parse
+
+from .allocation import Allocation, allocation
+from .plan import Plan, expected_tensors, make_plan
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe whose source has been found and whose plan has been made.
+
+    Attributes:
+        source: the opened checkpoint; None where the plan comes from the kept facts.
+        location: where the source lies: a folder, or a Hub id.
+        basis: in words, what the plan was made from.
+        block: rows and columns of the source's FP8 blocks; None where its attention is not FP8.
+        allocation: of a recipe with a budget, what there is to choose from; until it is chosen, the plan is
+            that of the best uniform choice.
+    """
+
+    recipe: Recipe
+    path: Path
+    facts: Architecture
+    sizes: Sizes
+    config: dict[str, Any]
+    plan: Plan
+    source: Checkpoint | None
+    basis: str
+    block: tuple[int, int] | None
+    allocation: Allocation | None = None
+    location: str = ""
+
+
+def prepare(name: str, offline_facts: bool = False, hub: bool = False, source_folder: Path | None = None) -> Job:
+    """Read a recipe, find and check its source, make the plan.
+
+    Args:
+        name: a recipe's path or shipped name.
+        source_folder: where the source lies on this machine, whatever the recipe calls it.
+        offline_facts: plan from a config.json, or from the architecture's kept facts, where the
+            source's shards are not on this machine, or else from the headers on the Hub.
+        hub: then prefer the headers on the Hub to the kept facts.
+
+    Raises:
+        InputError: one line naming what is wrong and where.
+    """
+    recipe, path = read_recipe(name)
+    for named in (recipe.calibration, recipe.verify and recipe.verify.perplexity and recipe.verify.perplexity.data):
+        if named and not set_location(named, path).is_file():
+            raise InputError(f"{path}: {named}: no such calibration set; correct the path")
+    location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)
+    if offline_facts and (found := _without_shards(location, recipe.source.revision, hub)):
+        config, headers, basis = found
+        facts = architecture_for(config, basis)
+        sizes = sizes_of(facts, config, basis)
+        block = declared_block(config, basis)
+        specs = expected_tensors(facts, sizes, block) if headers is None else headers
+        plan = make_plan(facts, sizes, specs, recipe.experts, basis, block)
+        block_or_none = plan.fp8_block(block)
+        return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, block_or_none))
+    folder = resolve(location, recipe.source.revision)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
+    source = open_folder(folder, recipe.source.model, recipe.source.revision)
+    where = str(folder / "config.json")
+    facts = architecture_for(source.config, where)
+    sizes = sizes_of(facts, source.config, where)
+    tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
+    plan = make_plan(facts, sizes, tensors, recipe.experts, str(folder), block_size(source))
+    block_or_none = plan.fp8_block(block_size(source))
+    basis = f"the headers of {folder}"
+    job = Job(recipe, path, facts, sizes, source.config, plan, source, basis, block_or_none, location=location)
+    return _within_budget(job)
+
+
+def given_folder(folder: Path) -> str:
+    """The folder that --source names.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"--source {folder}: no such folder; give the folder in which the source lies")
+    return str(folder.resolve())
+
+
+def _within_budget(job: Job) -> Job:
+    """What a recipe's budget leaves to choose from; any other recipe's job as it is.
+
+    Raises:
+        RecipeError: the budget is too small.
+    """
+    experts = job.recipe.experts
+    if not experts.by_budget:
+        return job
+    key = "budget" if experts.budget is not None else "bits_per_weight"
+    line = parse(job.path)[1].get(("experts", key), 1)
+    found = allocation(job.plan, job.sizes, experts, f"{job.path}:{line}: experts.{key}")
+    return replace(job, plan=job.plan.with_schemes(found.best_uniform()), allocation=found)
+
+
+def _without_shards(
+    location: str, revision: str, hub: bool
+) -> tuple[dict[str, Any], dict[str, Spec] | None, str] | None:
+    """config.json, and headers where the Hub gave them, of a source whose shards are not here."""
+    folder = Path(location)
+    config_file = folder / "config.json"
+    if config_file.is_file() and not any(folder.glob("*.safetensors")):
+        return read_json(config_file), None, f"{config_file} alone, without shards"
+    if folder.is_dir() or (_in_cache(location, revision) and not hub):
+        return None
+    kept = published_config(location)
+    if kept is not None and not hub:
+        return kept[1], None, f"the facts kept for {location} (its files are not on this machine)"
+    if location.startswith((".", "/", "~")) or location.count("/") != 1:
+        return None  # no Hub id; `resolve` says so
+    from quantizers.checkpoint.hub_headers import read_hub
+
+    config, headers, commit = read_hub(location, revision)
+    return config, headers, f"the headers of {location} on the Hub, commit {commit}"
+
+
+def _in_cache(model: str, revision: str) -> bool:
+    """Whether the Hub's cache has a model with all its shards; an index alone may come from planning."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        index = try_to_load_from_cache(model, INDEX, revision=revision)
+        single = try_to_load_from_cache(model, SINGLE, revision=revision)
+    except HFValidationError:
+        return False
+    if not isinstance(index, str):
+        return isinstance(single, str)
+    shards = read_json(Path(index)).get("weight_map")
+    return isinstance(shards, dict) and all((Path(index).parent / str(name)).exists() for name in shards.values())

@@ -1,0 +1,68 @@
+"""A plan as numbers and rows: what `quantize plan` shows and report.json keeps."""
+
+from __future__ import annotations
+
+from quantizers.architectures.architecture import Sizes
+
+from .plan import Action, Plan, file_size, index_json
+
+
+def kind_of_tensor(action: Action) -> str:
+    """A source tensor's name with `*` for the numbers of layer and expert."""
+    return ".".join("*" if part.isdigit() else part for part in action.source.split("."))
+
+
+def kinds(plan: Plan) -> list[dict[str, object]]:
+    """Every kind of tensor with its action, number, and bytes before and after, in the order of a layer."""
+    sums: dict[tuple[str, str], tuple[int, int, int]] = {}
+    for action in plan.actions:
+        key = kind_of_tensor(action), action.kind
+        tensors, before, after = sums.get(key, (0, 0, 0))
+        written = sum(spec.bytes for spec in action.outputs.values())
+        sums[key] = tensors + 1, before + action.spec.bytes, after + written
+    return [
+        {"kind": name, "action": kind, "tensors": tensors, "bytes_before": before, "bytes_after": after}
+        for (name, kind), (tensors, before, after) in sums.items()
+    ]
+
+
+def listing(plan: Plan) -> list[dict[str, object]]:
+    """Every source tensor with its action and what is written for it, in the order of the shards."""
+    return [
+        {
+            "source": action.source,
+            "dtype": action.spec.dtype,
+            "shape": list(action.spec.shape),
+            "action": action.kind,
+            "shard": plan.shard_file(action.layer),
+            "outputs": {name: [spec.dtype, list(spec.shape)] for name, spec in action.outputs.items()},
+        }
+        for action in plan.actions
+    ]
+
+
+def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
+    """The plan in numbers: tensors and bytes by kind of action, output size, size of a layer."""
+    table: dict[str, dict[str, int]] = {}
+    for action in plan.actions:
+        row = table.setdefault(action.kind, {"tensors": 0, "bytes_before": 0, "bytes_after": 0})
+        row["tensors"] += 1
+        row["bytes_before"] += action.spec.bytes
+        row["bytes_after"] += sum(spec.bytes for spec in action.outputs.values())
+    shards = {file: file_size(tensors) for file, tensors in plan.shards().items()}
+    layer_source = sum(action.spec.bytes for action in plan.of_layer(0))
+    index = len(index_json(plan).encode())
+    return {
+        "layers": sizes["layers"],
+        "experts_per_layer": sizes["experts"],
+        "quantized_matrices": plan.counts()["quantize"],
+        "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in ("keep", "rename")),
+        "actions": table,
+        "kinds": kinds(plan),
+        "source_bytes": sum(action.spec.bytes for action in plan.actions),
+        "expert_bytes": table["quantize"]["bytes_after"],
+        "output_bytes": sum(shards.values()) + index,
+        "index_bytes": index,
+        "shards": shards,
+        "layer_source_bytes": layer_source,
+    }

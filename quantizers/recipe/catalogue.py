@@ -1,0 +1,120 @@
+"""The shipped recipes: their table, and a new recipe for a model that is known here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantizers.architectures.architecture import published_models
+from quantizers.system.errors import InputError, OutputError, RecipeError
+from quantizers.system.shipped import shipped
+
+from .schema import Experts, read_recipe
+
+HEADER = """# Recipes
+
+One recipe for each checkpoint that is meant to be made with them. `quantize recipes show NAME` prints one,
+`quantize recipes copy NAME` puts it beside your own files, `quantize new MODEL` writes a commented one.
+This table is kept equal to the files by a test; `python -m quantizers.cli.reference` writes it.
+"""
+
+
+def rows() -> list[dict[str, str]]:
+    """Every shipped recipe in short, by name."""
+    found = []
+    for path in sorted(shipped("recipes").glob("*.yaml")):
+        recipe, _ = read_recipe(str(path))
+        experts = recipe.experts
+        found.append(
+            {
+                "name": path.stem,
+                "source": recipe.source.model,
+                "calibration": Path(recipe.calibration).stem,
+                "experts": f"{_stored(experts)}, {experts.engine}",
+                "about": path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip(),
+            }
+        )
+    return found
+
+
+def _stored(experts: Experts) -> str:
+    if experts.budget is not None:
+        return f"chosen within {experts.budget}"
+    if experts.bits_per_weight is not None:
+        return f"chosen, {experts.bits_per_weight:g} bits per weight"
+    return f"INT{experts.bits}, groups of {experts.group_size}"
+
+
+def catalogue() -> str:
+    """recipes/README.md."""
+    lines = [HEADER, "| recipe | source | calibration | experts | |", "|---|---|---|---|---|"]
+    for row in rows():
+        name = f"[{row['name']}]({row['name']}.yaml)"
+        lines.append(f"| {name} | `{row['source']}` | {row['calibration']} | {row['experts']} | {row['about']} |")
+    return "\n".join(lines) + "\n"
+
+
+def text_of(name: str) -> str:
+    """A shipped recipe as it is written.
+
+    Raises:
+        RecipeError: there is none of this name.
+    """
+    path = shipped("recipes") / f"{name.removesuffix('.yaml')}.yaml"
+    if Path(name).name != name or not path.is_file():
+        raise RecipeError(f"{name}: no such recipe; `quantize recipes` lists them")
+    return path.read_text(encoding="utf-8")
+
+
+def copied(name: str) -> str:
+    """A shipped recipe to be kept elsewhere: paths to shipped files become their bare names or full paths."""
+    text = text_of(name)
+    for folder in ("calibration", "models"):
+        text = text.replace(f"../{folder}/", "" if folder == "calibration" else f"{shipped(folder)}/")
+    return text
+
+
+def new_recipe(model: str) -> str:
+    """A commented recipe for a model on the Hub, or for a checkpoint folder of a known family.
+
+    Raises:
+        InputError: neither.
+    """
+    models = published_models()
+    if not Path(model).is_dir() and model not in models:
+        raise InputError(f"{model}: no facts for this model; give a checkpoint folder, or one of {', '.join(models)}")
+    source = str(Path(model).resolve()) if Path(model).is_dir() else model
+    return f"""\
+# {source}: FP8 as published for everything but the routed experts, which become INT4.
+source:
+  model: {source}
+  revision: main                       # a branch, tag or commit
+  trust_remote_code: false             # nothing from the checkpoint is executed
+calibration: software-engineer         # a shipped set, or a path relative to this file
+experts:
+  bits: 4                              # 4 | 8
+  group_size: 32                       # weights under one scale: 32 | 64 | 128; smaller is better and larger on disk
+  # budget: 125GiB                     # instead of these two: the shards' size; both are then chosen for each layer
+  engine: gram                         # gram | llmcompressor: the library's own AWQ, as a reference
+  awq: {{grid: 20, duo_scaling: true}}   # the scale search; or false
+  routed_weight: 0.9                   # 0: all tokens count alike; 1: only those the router sends
+  scales: mse                          # mse | minmax
+  rounding: gptq                       # gptq | nearest
+verify:                                # exit code 3 when one fails; the output is finished all the same
+  coverage: {{min_routed_tokens: 1, max_uncovered: 0.01}}
+  perplexity: {{data: held-out, max_increase: 0.02, max_kl: 0.05}}   # relative; nats
+"""
+
+
+def write_new(text: str, path: Path) -> None:
+    """Write a recipe where there is none yet.
+
+    Raises:
+        OutputError: the file exists, or cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:
+        raise OutputError(f"{path}: exists; give another name") from None
+    except OSError as failure:
+        raise OutputError(f"{path}: cannot be written ({failure.strerror}); give another place") from None

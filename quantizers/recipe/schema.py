@@ -1,0 +1,187 @@
+"""The schema of a recipe. A recipe decides every byte; flags only say where, and on what device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
+
+from quantizers.system.byte_size import parse_bytes
+from quantizers.system.errors import InputError, RecipeError
+from quantizers.system.shipped import find
+from quantizers.system.strict_yaml import Strict, load
+
+from .scheme import Scheme
+
+
+class Source(Strict):
+    """The checkpoint to read: a Hub id, or a folder (relative to the recipe)."""
+
+    model: Annotated[str, Field(min_length=1)]
+    revision: str = "main"
+    trust_remote_code: bool = False
+
+
+class Awq(Strict):
+    """The grid of the scale search: the identity, then `grid - 1` ratios from 0 to 1."""
+
+    grid: Annotated[int, Field(ge=3, le=200)] = 20
+    duo_scaling: bool = True
+
+
+class Experts(Strict):
+    """How the routed experts' matrices are quantized. Everything else keeps its bytes.
+
+    With `budget` (bytes of all shards, kept tensors included) or `bits_per_weight` (of the experts, scales
+    included) bits and group size are chosen for each layer by what was measured, see allocation.py; the cards
+    that `tensor_parallel` splits an expert over then bound the groups.
+    """
+
+    # First, so that the validators of what they exclude find them. Not part of the settings where not given.
+    budget: str | None = None
+    bits_per_weight: Annotated[float, Field(gt=0.0)] | None = None
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] | None = None
+    bits: Literal[4, 8] = 4
+    group_size: Literal[32, 64, 128] = 32
+    symmetric: Literal[True] = True  # what vLLM's Marlin MoE kernels take without zero points
+    engine: Literal["gram", "llmcompressor"] = "gram"
+    awq: Awq | Literal[False] = Awq()
+    routed_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
+    scales: Literal["mse", "minmax"] = "mse"
+    rounding: Literal["gptq", "nearest"] = "gptq"  # gptq: with one refining sweep, see refine.py
+
+    @property
+    def by_budget(self) -> bool:
+        """Whether each layer's scheme is chosen; `bits` and `group_size` then mean nothing."""
+        return self.budget is not None or self.bits_per_weight is not None
+
+    @property
+    def scheme(self) -> Scheme:
+        """The one scheme of all layers, where it is not chosen."""
+        return Scheme(self.bits, self.group_size)
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _a_size(cls, budget: Any) -> Any:
+        try:
+            parse_bytes(str(budget), "")
+        except InputError:
+            raise ValueError("is not a size; write it as 120GiB or 120GB") from None
+        return budget
+
+    @field_validator("bits_per_weight", "tensor_parallel", "bits", "group_size", "engine")
+    @classmethod
+    def _agree(cls, value: Any, info: ValidationInfo) -> Any:
+        """Called for what the file gives, in the order of the fields."""
+        name = str(info.field_name)
+        given = next((key for key in ("budget", "bits_per_weight") if info.data.get(key) is not None), None)
+        if name == "tensor_parallel":
+            if value is not None and given is None:
+                raise ValueError("bounds what a budget chooses; give experts.budget, or remove it")
+        elif name == "engine":
+            if value != "gram" and given is not None:
+                raise ValueError(f"experts.{given} needs the gram engine; remove one of them")
+        elif value is not None and given is not None:
+            raise ValueError(f"experts.{given} decides this; remove one of them")
+        return value
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        settings: dict[str, Any] = handler(self)
+        absent = [key for key in ("budget", "bits_per_weight", "tensor_parallel") if settings[key] is None]
+        if self.by_budget:
+            absent += ["bits", "group_size"]
+        return {key: value for key, value in settings.items() if key not in absent}
+
+
+class CoverageGate(Strict):
+    """How many tokens of the calibration set the router must send to the experts.
+
+    At most the share `max_uncovered` of (layer, expert) pairs may get fewer than `min_routed_tokens`; the same
+    share, for each category in `categories` (`code/rust`, or `code` for all of its kinds), fewer tokens of it
+    than the floor there; and the load of every layer must have at least the entropy `min_entropy`, from 0 (one
+    expert gets all tokens) to 1 (all get the same).
+    """
+
+    min_routed_tokens: Annotated[int, Field(ge=0)] = 1
+    max_uncovered: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
+    categories: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    min_entropy: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+
+
+class PerplexityGate(Strict):
+    """`max_increase` is relative (0.02 is 2 %); `max_kl` in nats. Left out: measured, not gated."""
+
+    data: str
+    max_increase: Annotated[float, Field(ge=0.0)] | None = None
+    max_kl: Annotated[float, Field(ge=0.0)] | None = None
+
+
+class Verify(Strict):
+    """What is measured after the run, and what must hold for exit code 0 rather than 3."""
+
+    coverage: CoverageGate | None = None
+    perplexity: PerplexityGate | None = None
+
+
+class Recipe(Strict):
+    """One recipe file. `path` is where it was read from; it is not part of the settings."""
+
+    source: Source
+    calibration: str
+    experts: Experts = Experts()
+    keep: Literal["everything-else"] = "everything-else"
+    verify: Verify | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Every key with its value, defaults filled in: what recipe.yaml and report.json hold."""
+        return self.model_dump(mode="json")
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe: a path, or the bare name of a shipped one (`tiny-minimax-m2-fp8-int4`).
+
+    Raises:
+        RecipeError: there is none.
+    """
+    path = find(name, "recipes")
+    if not os.path.isfile(path):
+        raise RecipeError(f"{name}: no such recipe; give a file, or a name that `quantize recipes` lists")
+    return path
+
+
+def read_recipe(name: str) -> tuple[Recipe, Path]:
+    """Read and check a recipe.
+
+    Args:
+        name: see `find_recipe`.
+
+    Returns:
+        The recipe, and its path, from whose folder its relative paths start.
+
+    Raises:
+        RecipeError: one line naming file, line and key.
+    """
+    path = find_recipe(name)
+    return load(path, Recipe, RecipeError), path
+
+
+def source_location(recipe: Recipe, path: Path) -> str:
+    """The source as a folder where the recipe's relative path leads to one, else the Hub id as written."""
+    folder = Path(os.path.expanduser(recipe.source.model))
+    if not folder.is_absolute():
+        folder = path.parent / folder
+    return str(folder.resolve()) if os.path.isdir(folder) else recipe.source.model
+
+
+def set_location(recipe_value: str, path: Path) -> Path:
+    """A calibration set that a recipe names: relative to the recipe, or shipped."""
+    return find(recipe_value, "calibration", beside=path.parent)

@@ -1,0 +1,67 @@
+"""What the card says beyond measurements, gathered for report.json, so that the card needs nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from quantizers.calibration.data import language_counts
+from quantizers.calibration.set import read_set
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.plan.job import Job
+from quantizers.plan.serving_memory import assumptions, common_fits, parse_cards, serving_model
+from quantizers.recipe.schema import set_location
+from quantizers.system.own_files import CARD
+
+from .card import front_matter_of
+
+if TYPE_CHECKING:
+    from quantizers.calibration.data import CalibrationData
+
+LICENSE_KEYS = ("license", "license_name", "license_link")
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def add_card_facts(report: dict[str, Any], job: Job, source: Checkpoint, data: CalibrationData) -> None:
+    """Add to a report: the recipe's file, licence, datasets and languages, and how to serve the output."""
+    calibration = read_set(set_location(job.recipe.calibration, job.path))
+    report["settings"]["file"] = job.path.name
+    report["source"]["license"] = license_of(job, source)
+    report["calibration"]["datasets"] = list(dict.fromkeys(s.dataset for s in calibration.sources if not s.is_local))
+    report["calibration"]["languages"] = language_counts(calibration, data.samples)
+    report["serving"] = serving(job, source)
+
+
+def license_of(job: Job, source: Checkpoint) -> dict[str, str]:
+    """The licence fields of the source's own card; those kept with its facts where it has none."""
+    front = front_matter(source)
+    found = {key: str(front[key]) for key in LICENSE_KEYS if front.get(key)}
+    published = job.facts.published
+    if not found and published and job.recipe.source.model in published.models:
+        return published.license
+    return found
+
+
+def front_matter(source: Checkpoint) -> dict[str, Any]:
+    """The YAML at the head of a checkpoint's README.md; empty where there is none that can be read."""
+    try:
+        return front_matter_of((source.folder / CARD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def serving(job: Job, source: Checkpoint) -> dict[str, Any]:
+    """Parsers, sampling, and the memory of usual cards."""
+    try:
+        generation = json.loads((source.folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        generation = {}
+    model = serving_model(job.plan, job.facts, job.sizes, job.config, job.block)
+    fits = common_fits(model)
+    return {
+        "parsers": job.facts.serving,
+        "sampling": {key: generation[key] for key in SAMPLING_KEYS if key in generation},
+        "longest": model.longest,
+        "fits": [row.as_dict() for row in fits],
+        "assumptions": assumptions([parse_cards(row.cards) for row in fits]) if fits else [],
+    }

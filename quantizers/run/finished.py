@@ -1,0 +1,45 @@
+"""A run whose output is finished already: whether it is this recipe's, and what may still be added to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quantizers.checkpoint.source_files import source_digest
+from quantizers.output import journal
+from quantizers.output.record import add_files, seal_of, write_record
+from quantizers.plan.job import Job
+from quantizers.recipe.portable import Resolved, resolve_recipe, settings_hash
+from quantizers.system.atomic import copy_file
+from quantizers.system.errors import OutputError
+
+from .options import Options
+
+
+def already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[str, Any]:
+    output, settings, source = options.output, finished.get("settings"), finished.get("source")
+    if not isinstance(settings, dict) or settings.get("hash") != settings_hash(job.recipe, job.path):
+        raise OutputError(f"{output}: holds the finished output of another recipe; choose another --output, or --fresh")
+    assert job.source is not None
+    if not isinstance(source, dict) or source.get("digest") != source_digest(job.source):
+        raise OutputError(
+            f"{output}: holds the finished output of another source than {job.location}; choose another --output, or "
+            "--fresh"
+        )
+    if options.with_data:
+        finished = _add_data(output, finished, resolve_recipe(job.recipe, job.path))
+    if journal.work_folder(output).exists():  # a run that was killed while it removed its own traces
+        with journal.locked(output):
+            journal.remove(journal.work_folder(output))
+    return finished | {"already_done": True}
+
+
+def _add_data(output: Path, finished: dict[str, Any], resolved: Resolved) -> dict[str, Any]:
+    """Copy the sets' data into an output that was finished without it; the report as it is then."""
+    if set(resolved.data) <= set(finished["files"]):
+        return finished
+    if finished.get("seal") != seal_of(finished):
+        raise OutputError(f"{output}: its report.json was changed since the run wrote it; nothing is added to it")
+    for name, file in resolved.data.items():
+        copy_file(file, output / name)
+    return write_record(output, add_files(output, finished, resolved.data))

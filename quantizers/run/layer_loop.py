@@ -1,0 +1,267 @@
+"""The loop over decoder layers: materialise, observe, solve, stitch, propagate, journal.
+
+Statistics are forced (every expert sees every token), states are natural (the next layer sees what
+the quantized layer really puts out). While a layer is worked on, the next one's bytes are read; while
+its output is computed, its shard is written. A layer counts as done when shard and next states are on
+the disk: then its journal entry is written, and only then the states before it are removed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantizers.calibration.data import CalibrationData
+from quantizers.checkpoint.background import in_background, read_ahead
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.device.allocator import give_back, settle
+from quantizers.device.devices import forward_dtype
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.forward.recorded import route_counts
+from quantizers.forward.states import Rows
+from quantizers.output import journal
+from quantizers.plan.job import Job
+from quantizers.solve.layer import LayerStores, install, solve_layer
+from quantizers.system.atomic import write_json
+from quantizers.system.errors import QuantizeError
+from quantizers.system.progress import layer_line, peak_memory, progress
+from quantizers.team.ranks import ALONE, Ranks
+from stitch.write.digests import ShardDigest
+from stitch.write.shard import layer_tensors, write_shard
+
+
+def quantize_layers(
+    job: Job,
+    source: Checkpoint,
+    data: CalibrationData,
+    tokens: list[torch.Tensor],
+    work: Path,
+    device: torch.device,
+    chunk: int,
+    check: Callable[[], None] = lambda: None,
+    compensate_router: bool = True,
+    ranks: Ranks = ALONE,
+) -> None:
+    """Write one shard and one journal entry for each decoder layer, under `work`.
+
+    Args:
+        data, tokens: the calibration samples, and their token numbers (T,) int64.
+        work: holds `layers/` and `output/`; layers that have a journal entry there are not done again.
+        chunk: experts solved at a time.
+        check: called between steps; may raise to interrupt.
+        compensate_router: False leaves the published defect in, for comparison (llmcompressor only).
+        ranks: this is rank 0; the others call `assist_layers`.
+
+    Raises:
+        QuantizeError: a layer's output is not finite, or disk or device memory is full.
+    """
+    layers = job.sizes["layers"]
+    done = len(journal.done_layers(work, layers))
+    if done == layers:
+        ranks.tell("layers", None)
+        return
+    settle()
+    model = LayeredModel(source, job.facts, job.sizes, device, forward_dtype(device))
+    model.head()  # only read: a NaN in it would otherwise be found after the last layer
+    lengths = [len(sequence) for sequence in tokens]
+    share = _Share(job, model, work, chunk, lengths, check, compensate_router, ranks)
+    # No name for the states here: a map that is held keeps its pages, and its file's blocks, after the unlink.
+    results = share.layers(done, _entering(work, done, model, tokens))
+    ranks.tell("layers", {"done": done, "chunk": chunk, "lengths": lengths})
+    with progress("quantizing", layers, done, "layer") as step:
+        for entry, stores in results:
+            entry["routed"] = _routed(data, stores.chosen, job.sizes["experts"])
+            entry["peak_memory_bytes"] = peak_memory(device)
+            write_json(journal.layer_file(work, entry["layer"]), entry)
+            journal.log(work, layer_line(entry))
+            rounding = entry["error"].get("down_rounding") or 0.0
+            step(f"{sum(entry['seconds'].values()):.1f} s, rounding error {rounding:.4f}")
+
+
+def assist_layers(
+    job: Job, source: Checkpoint, work: Path, device: torch.device, check: Callable[[], None], ranks: Ranks
+) -> None:
+    """What the other ranks do while rank 0 is in `quantize_layers`: their share of every layer, and no journal."""
+    told = ranks.hear("layers")
+    if told is None:
+        return
+    settle()
+    model = LayeredModel(source, job.facts, job.sizes, device, forward_dtype(device))
+    share = _Share(job, model, work, told["chunk"], told["lengths"], check, True, ranks)
+    for _ in share.layers(told["done"], share.rows(f"states-{told['done']:05d}.bin")):
+        pass
+
+
+@dataclass(frozen=True)
+class _Share:
+    """One process's share of the layers; with one process, all of it."""
+
+    job: Job
+    model: LayeredModel
+    work: Path
+    chunk: int
+    lengths: list[int]
+    check: Callable[[], None]
+    compensate_router: bool
+    ranks: Ranks
+
+    def rows(self, name: str, width: int | None = None, dtype: torch.dtype | None = None) -> Rows:
+        """A file of one row for every token, of hidden states unless something else is said."""
+        return Rows(self.work / name, self.lengths, width or self.job.sizes["hidden"], dtype or self.model.dtype)
+
+    def stores(self) -> LayerStores:
+        """Where the inputs of a layer's experts lie."""
+        chosen = self.job.sizes["chosen"]
+        return LayerStores(
+            self.rows("x.bin"),
+            self.rows("chosen.bin", chosen, torch.int32),
+            self.rows("weight.bin", chosen, torch.float32),
+        )
+
+    def layers(self, done: int, states: Rows) -> Iterator[tuple[dict[str, Any], LayerStores]]:
+        """Work through the layers from number `done` on, which `states` enter.
+
+        Yields each layer's journal entry, but for counts and memory, and what its experts were called with,
+        when everything of the layer is on the disk. Once the next layer is asked for it counts as done.
+        """
+        stores = self.ranks.after_first(self.stores)
+        for number in range(done, self.job.sizes["layers"]):
+            self.check()
+            try:
+                entry, following = self._layer(number, states, stores)
+            except torch.OutOfMemoryError:
+                raise QuantizeError(
+                    f"layer {number}: the device's memory is full; give the same command again with a smaller "
+                    "--device-memory"
+                ) from None
+            yield entry, stores
+            if self.ranks.leads:
+                states.path.unlink()
+            states = following
+            give_back()
+        if self.ranks.leads:
+            for rows in (states, stores.x, stores.chosen, stores.weight):
+                rows.path.unlink()
+
+    def _layer(self, number: int, states: Rows, stores: LayerStores) -> tuple[dict[str, Any], Rows]:
+        job, model, ranks = self.job, self.model, self.ranks
+        source, shard, watch = model.checkpoint, job.plan.shard_file(number), _Watch()
+        later = job.plan.of_layer(number + 1) if ranks.leads and number + 1 < job.sizes["layers"] else []
+        ahead = [source.tensors[action.source] for action in later]
+        with model.layer(number) as layer, read_ahead(ahead):
+            watch.lap("materialise")
+            following = ranks.after_first(lambda: self.rows(f"states-{number + 1:05d}.bin"))
+            solved, seconds = solve_layer(
+                model, layer, number, states, stores, job.plan.settings(number), self.chunk, self.check,
+                self.compensate_router, ranks,
+            )  # fmt: skip
+            watch.skip(seconds)
+            write: Callable[[], ShardDigest | None] = _nothing
+            if ranks.leads:
+                tensors = layer_tensors(job.plan, number, source, solved)
+                write = partial(write_shard, tensors, self.work / "output" / shard)
+            install(model, layer, solved)
+            watch.lap("stitch")
+            with in_background(write) as written:
+                _propagate(model, layer, number, states, following, self.check, ranks)
+                watch.lap("propagate")
+                digest = written()
+            ranks.meet()
+            if ranks.leads:
+                following.flush()
+            watch.lap("write")
+        entry = {
+            "layer": number,
+            "shard": shard,
+            "digest": digest,
+            "seconds": watch.seconds,
+            # JSON has no infinity; an error that large says that an expert's weights or inputs overflow.
+            "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
+            "fallbacks": _by_expert(solved.fallbacks),
+            "leaning": solved.leaning and solved.leaning.as_dict(),
+        }
+        return entry, following
+
+
+def _nothing() -> None:
+    """What all ranks but 0 write."""
+
+
+class _Watch:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        """All the time since the last lap was this phase."""
+        now = time.monotonic()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+    def skip(self, seconds: dict[str, float]) -> None:
+        """The time since the last lap has been measured by someone else."""
+        self.seconds |= seconds
+        self._last = time.monotonic()
+
+
+def _entering(work: Path, done: int, model: LayeredModel, tokens: list[torch.Tensor]) -> Rows:
+    """The hidden states that enter layer `done`."""
+    path = work / f"states-{done:05d}.bin"
+    if done and not path.exists():
+        raise QuantizeError(f"{path}: is gone, and with it what the next layer reads; start over with --fresh")
+    states = Rows(path, [len(t) for t in tokens], model.sizes["hidden"], model.dtype)
+    if done == 0:
+        table = model.embedding()
+        for i, sequence in enumerate(tokens):
+            states[i] = table[sequence.to(model.device)]
+    return states
+
+
+def _propagate(
+    model: LayeredModel,
+    layer: torch.nn.Module,
+    number: int,
+    states: Rows,
+    following: Rows,
+    check: Callable[[], None],
+    ranks: Ranks,
+) -> None:
+    for i in ranks.dealt(len(states)):
+        output = model.run(layer, states[i])[0]
+        if not bool(torch.isfinite(output).all()):
+            raise QuantizeError(
+                f"layer {number}: its output is not finite and would spoil the layers after it; the run stops here"
+            )
+        following[i] = output
+        check()
+
+
+def _by_expert(lines: Sequence[str]) -> list[str]:
+    """Sorted by expert, so that the report does not depend on how many experts were solved at a time."""
+
+    def expert(line: str) -> int:
+        match = re.match(r"expert (\d+)", line)
+        return int(match[1]) if match else -1
+
+    return sorted(lines, key=expert)
+
+
+def _routed(data: CalibrationData, chosen: Rows, experts: int) -> list[list[int]]:
+    """Tokens sent to each expert, a row for each category in the order of their names."""
+    names = sorted({sample.category for sample in data.samples})
+    counts = np.zeros((len(names), experts), dtype=np.int64)
+    for i, sample in enumerate(data.samples):
+        counts[names.index(sample.category)] += route_counts(chosen[i].long(), experts).numpy()
+    rows: list[list[int]] = counts.tolist()
+    return rows

@@ -1,0 +1,157 @@
+"""Perplexity, KL and routing of finished checkpoints against their source, on a held-out set."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.fidelity.figures import Measured, Text, figures
+from eval.fidelity.held_out import cut, past_the_model, positions, texts
+from eval.fidelity.lockstep import evaluate
+from quantizers.calibration.data import CalibrationData, digest_of
+from quantizers.calibration.samples import samples
+from quantizers.calibration.texts import load_tokenizer, token_tensors
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.device.devices import fingerprint, forward_dtype
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.system.atomic import write_json
+from quantizers.system.errors import CheckpointError, OutputError, QuantizeError
+from quantizers.system.progress import progress
+from quantizers.team.ranks import ALONE, Ranks
+
+EVALUATION = "evaluation.json"  # what a resumable evaluation was begun with
+
+
+def checked(step: Callable[[str], None], check: Callable[[], None]) -> Callable[[str], None]:
+    def both(note: str) -> None:
+        check()
+        step(note)
+
+    return both
+
+
+def measure(
+    source: Checkpoint,
+    candidates: list[Checkpoint],
+    data_set: Path,
+    device: torch.device,
+    work: Path,
+    check: Callable[[], None] = lambda: None,
+    *,
+    weights: bool = False,
+    resumable: bool = False,
+    long: bool = True,
+    trust_remote_code: bool = False,
+    ranks: Ranks = ALONE,
+) -> list[dict[str, Any]]:
+    """Perplexity, KL and routing of candidates against their source on a held-out set.
+
+    Args:
+        source, candidates: in any format that formats.py and weights.py read.
+        data_set: a calibration set file; tokenized with the source's tokenizer.
+        work: a folder for hidden states, made and removed here.
+        check: called between steps; may raise to interrupt.
+        weights: also compare the weights, layer by layer.
+        resumable: leave `work` when cut off, and go on from what it holds.
+        long: also measure the set's long texts; where it has no others they are measured in any case.
+        trust_remote_code: whether the tokenizer may bring code of its own.
+        ranks: who does it together; each of them calls this.
+
+    Returns:
+        Figures of each candidate, see `eval.perplexity.figures`, and evaluated_on (name and digest of the
+        set, and what of it lies past the model's positions); nothing in other ranks than 0.
+
+    Raises:
+        CheckpointError: a candidate is another model, or in a format that cannot be read.
+        OutputError: `work` holds another evaluation.
+    """
+    from quantizers.architectures.architecture import architecture_for, sizes_of
+    from quantizers.checkpoint.formats import readable
+
+    ranks = ranks.at(work / "ranks", check)
+    where = str(source.folder / "config.json")
+    facts = architecture_for(source.config, where)
+    sizes = sizes_of(facts, source.config, where)
+    opened = [readable(checkpoint, facts) for checkpoint in (source, *candidates)]
+    for candidate in candidates:
+        place = str(candidate.folder / "config.json")
+        other = sizes_of(architecture_for(candidate.config, place), candidate.config, place)
+        if candidate.config.get("model_type") != facts.model_type or other != sizes:
+            raise CheckpointError(f"{place}: is another model than {source.name}; give checkpoints of one model")
+    data = ranks.after_first(lambda: samples(data_set, source.folder, trust_remote_code))
+    if not long and any(not sample.long for sample in data.samples):
+        short = tuple(sample for sample in data.samples if not sample.long)
+        data = replace(data, samples=short, digest=digest_of(short))
+    most = positions(source.config)
+    tokens = cut(token_tensors(data, sizes["vocabulary"]), most)
+    scored = texts(data.samples, tokens, load_tokenizer(str(source.folder), trust_remote_code))
+    dtype = forward_dtype(device)
+    models = [LayeredModel(checkpoint, facts, sizes, device, dtype) for checkpoint in opened]
+
+    @contextlib.contextmanager
+    def stage(title: str, total: int, done: int) -> Iterator[Callable[[str], None]]:
+        with progress(title, total, done) if ranks.leads else contextlib.nullcontext(lambda _: None) as step:
+            yield checked(step, check)
+
+    if not ranks.leads:
+        ranks.meet()
+        evaluate(models[0], models[1:], scored, work, stage, weights=weights, resumable=resumable, ranks=ranks)
+        return []
+    if not resumable:
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        if resumable:
+            _same_evaluation(work, opened, data, device, weights)
+        ranks.meet()
+        measured = evaluate(
+            models[0], models[1:], scored, work, stage, weights=weights, resumable=resumable, ranks=ranks
+        )
+    except BaseException:
+        if not resumable:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    shutil.rmtree(work, ignore_errors=True)
+    on = {"name": data.name, "digest": data.digest, "past_the_model": past_the_model(data.samples, most)}
+    return [
+        _figures(one, scored, candidate) | {"evaluated_on": on}
+        for one, candidate in zip(measured, candidates, strict=True)
+    ]
+
+
+def _figures(one: Measured, scored: Sequence[Text], candidate: Checkpoint) -> dict[str, Any]:
+    try:
+        return figures(one, scored)
+    except OverflowError as failure:
+        raise QuantizeError(
+            f"{candidate.name}: its perplexity, or its source's, is no number ({failure}): logits overflow, and "
+            "nothing can be compared; without verify.perplexity in its recipe a run ends without these figures"
+        ) from None
+
+
+def _same_evaluation(
+    work: Path, opened: list[Checkpoint], data: CalibrationData, device: torch.device, weights: bool
+) -> None:
+    """Write what decides the figures beside the states, or compare it with what is there."""
+    settings = {
+        "data": data.digest,
+        "checkpoints": [
+            {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in {info.file for info in c.tensors.values()}}
+            | {"folder": str(c.folder)}
+            for c in opened
+        ],
+        "machine": fingerprint(device),
+        "weights": weights,
+    }
+    path = work / EVALUATION
+    if not path.exists():
+        write_json(path, settings)
+    elif json.loads(path.read_text()) != json.loads(json.dumps(settings)):
+        raise OutputError(f"{work}: holds an unfinished evaluation of other models or data; empty it, or name another")

@@ -1,0 +1,253 @@
+"""A run from beginning to end: the loop over layers; then assemble, prove, move.
+
+Nothing in the output folder looks finished before it is: everything is made under DIR/.quantize/ and
+moved into place by renames at the very end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.coverage.gates import check_floors
+from eval.fidelity.held_out import cut, positions
+from quantizers.budget.choice import decide
+from quantizers.budget.measure import lane_rows, measured
+from quantizers.calibration.data import CalibrationData
+from quantizers.calibration.samples import samples
+from quantizers.calibration.texts import token_tensors
+from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
+from quantizers.checkpoint.source_files import check_hashes, source_stats
+from quantizers.device.devices import device_limit, fingerprint, forward_dtype
+from quantizers.output import journal
+from quantizers.output.folder import check_room, finished_report, move_into_place, refuse_strangers
+from quantizers.output.record import describe_files
+from quantizers.plan.job import Job
+from quantizers.plan.plan import index_json
+from quantizers.plan.solve_memory import device_memory
+from quantizers.recipe.portable import Resolved, resolve_recipe
+from quantizers.recipe.schema import set_location
+from quantizers.recipe.scheme import Scheme
+from quantizers.system.atomic import copy_file, sync_folder, write_text
+from quantizers.system.errors import InputError
+from quantizers.system.interrupts import interruptible
+from quantizers.system.own_files import CARD, PAGE
+from quantizers.system.progress import peak_memory
+from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.rendezvous import GO_ON
+from stitch.write.config import output_config
+from stitch.write.digests import ShardDigest
+from stitch.write.shard import layer_tensors, write_shard
+
+from .card import write_with_card
+from .disk import disk_needed, handed_over
+from .finished import already_done
+from .layer_loop import assist_layers, quantize_layers
+from .options import Options
+from .proof import fidelity, prove
+
+METHOD = 3  # changes whenever the same settings would give other bytes
+
+
+def run(job: Job, options: Options) -> dict[str, Any]:
+    """Do the whole job, or what is left of it; of several processes rank 0, while the others `assist`.
+
+    Returns:
+        The report, as report.json holds it.
+
+    Raises:
+        InputError: exit 2. QuantizeError: exit 1. Interrupted: 130 or 143.
+    """
+    finished = finished_report(options.output)
+    if finished is not None:
+        options.ranks.tell("run", None)
+        return already_done(job, options, finished)
+    # Once, and before anything long: the sets may be edited while the run works.
+    resolved = resolve_recipe(job.recipe, job.path)
+    refuse_strangers(options.output)
+    with (
+        journal.locked(options.output, options.ranks),
+        interruptible(GO_ON) as check,
+    ):
+        work = journal.work_folder(options.output)
+        if (work / "moving").exists():
+            options.ranks.tell("run", None)
+        else:
+            _work(job, resolved, options, work, check)
+        return move_into_place(work, options.output)
+
+
+def assist(job: Job, options: Options) -> None:
+    """What all processes but rank 0 do: their share of the layers, and of perplexity and KL. The rest is rank 0's.
+
+    Raises:
+        InputError: this process differs from rank 0 in what decides bytes.
+        QuantizeError, Interrupted: as `run` does.
+    """
+    ranks, source = options.ranks, job.source
+    assert source is not None
+    with interruptible(GO_ON) as check:
+        work = journal.work_folder(options.output)
+        ranks = ranks.at(work / "ranks", check)
+        told = ranks.hear("run")
+        if told is None:
+            return
+        job = replace(job, plan=job.plan.with_schemes([Scheme(**scheme) for scheme in told["schemes"]]))
+        for key, first, own in journal.differences(told["machine"], fingerprint(options.device)):
+            raise InputError(
+                f"process {ranks.rank} has another {key} ({own}) than process 0 ({first}); make them equal"
+            )
+        with journal.locked(options.output, ranks):
+            assist_layers(job, source, work, options.device, check, ranks)
+            if job.recipe.verify and job.recipe.verify.perplexity:
+                fidelity(job, job.recipe.verify.perplexity, options.device, source, work, check, ranks)
+
+
+def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Callable[[], None]) -> None:
+    started = time.monotonic()
+    source, device = job.source, options.device
+    assert source is not None
+    if options.ranks.several and job.recipe.experts.engine != "gram":
+        raise InputError(
+            f"{job.path}: experts.engine: {job.recipe.experts.engine} works in one process; start quantize without "
+            "torchrun, or choose gram"
+        )
+    data = _samples(job, source, job.recipe.calibration)
+    if job.recipe.verify and job.recipe.verify.coverage:
+        check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
+    tokens = token_tensors(data, job.sizes["vocabulary"])
+    itemsize = forward_dtype(device).itemsize
+    limit = options.device_memory or device_limit(device, options.ranks.count)
+    memory = device_memory(job.plan, job.sizes, data.lengths[-1], itemsize, limit)
+    journal.refuse_changes(work, run_fingerprint(job, source, data, device, memory.chunk), options.output)
+    journal.refuse_damaged_shards(work, job.sizes["layers"], options.output, options.paranoid)
+    journal.remove_cut_files(work)
+    if options.paranoid:
+        check_hashes(source, work, options.output, check)
+    shutil.rmtree(work / "ranks", ignore_errors=True)  # what processes that were killed were about to hand over
+    for folder in ("layers", "output"):
+        (work / folder).mkdir(exist_ok=True)
+    sync_folder(work)
+    rows, held_out = sum(len(t) for t in tokens), held_out_tokens(job, source)
+    lanes = lane_rows([len(t) for t in tokens], job.sizes["layers"]) if job.allocation else 0
+    ranks, between = options.ranks.at(work / "ranks", check), 0
+    if ranks.several:
+        between = handed_over(job)
+        if device.type != "cpu" and (chunks := math.ceil(job.sizes["experts"] / memory.chunk)) < ranks.count:
+            print(
+                f"{chunks} chunks of experts for {ranks.count} processes, so some have none to solve; "
+                "a smaller --device-memory makes more, from the beginning of a run on",
+                file=sys.stderr,
+            )
+    copied = resolved.data.values() if options.with_data else ()
+    check_room(work, disk_needed(job, source, rows + lanes, held_out, itemsize, copied) + between)
+    if job.allocation:
+        job = decide(job, source, tokens, work, device, memory.chunk, options.output, check, ranks)
+        check_room(work, disk_needed(job, source, rows, held_out, itemsize, copied) + between)
+    ranks.tell("run", {"machine": fingerprint(device), "schemes": [asdict(scheme) for scheme in job.plan.schemes]})
+    quantize_layers(job, source, data, tokens, work, device, memory.chunk, check, True, ranks)
+    last = assemble(job, source, work / "output")
+    add_recipe(resolved, work / "output", options.with_data)
+    check()
+    write_report(job, resolved, device, source, data, last, work, started, check, ranks)
+
+
+def _samples(job: Job, source: Checkpoint, name: str) -> CalibrationData:
+    """A set that the recipe names."""
+    return samples(set_location(name, job.path), source.folder, job.recipe.source.trust_remote_code)
+
+
+def held_out_tokens(job: Job, source: Checkpoint) -> int:
+    """Tokens of the held-out set that are scored; loaded now, so that what is wrong is not said after hours."""
+    asked = job.recipe.verify and job.recipe.verify.perplexity
+    if not asked:
+        return 0
+    data = _samples(job, source, asked.data)
+    return sum(len(t) for t in cut(token_tensors(data, job.sizes["vocabulary"]), positions(source.config)))
+
+
+def run_fingerprint(
+    job: Job, source: Checkpoint, data: CalibrationData, device: torch.device, chunk: int
+) -> dict[str, Any]:
+    """Every setting that decides bytes; gates and logging do not."""
+    return {
+        "method": METHOD,
+        "experts": job.recipe.settings()["experts"],
+        "source": source_stats(source),
+        "source_config": job.config,
+        "calibration": data.digest,
+        "machine": fingerprint(device) | ({"chunk": chunk} if device.type != "cpu" else {}),
+    }
+
+
+def assemble(job: Job, source: Checkpoint, folder: Path) -> ShardDigest:
+    """What lies outside the layers: the last shard, index, config, and the source's side files.
+
+    Returns:
+        What was written of the last shard.
+    """
+    shards = {job.plan.shard_file(layer) for layer in range(job.plan.layers)}
+    for path in folder.iterdir():  # of an earlier attempt, which may have been told otherwise
+        if path.name not in shards:
+            path.unlink()
+    last = write_shard(layer_tensors(job.plan, None, source, None), folder / job.plan.shard_file(None))
+    for file in side_files(source.folder):
+        copy_file(file, folder / file.name)
+    write_text(index_json(job.plan), folder / INDEX)
+    config = output_config(job.config, job.plan.schemes, job.block)
+    write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
+    return last
+
+
+def add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:
+    """Write the recipe and its sets beside the checkpoint; their local data too, where that was asked for."""
+    for name, text in resolved.texts().items():
+        write_text(text, folder / name)
+    if with_data:
+        for name, file in resolved.data.items():
+            copy_file(file, folder / name)
+
+
+def write_report(
+    job: Job,
+    resolved: Resolved,
+    device: torch.device,
+    source: Checkpoint,
+    data: CalibrationData,
+    last: ShardDigest,
+    work: Path,
+    started: float,
+    check: Callable[[], None],
+    ranks: Ranks = ALONE,
+) -> None:
+    """Audit and evaluate what was assembled, and write report.json, its page and the card.
+
+    Args:
+        last: of the shard that no layer's journal entry has.
+    """
+    from eval.report.card_pictures import draw
+
+    from .card_facts import add_card_facts
+
+    layers = journal.done_layers(work, job.sizes["layers"])
+    written = {entry["shard"]: entry["digest"] for entry in layers} | {job.plan.shard_file(None): last}
+    report = prove(job, resolved, device, source, data, layers, written, work, check, ranks)
+    earlier = sum(sum(entry["seconds"].values()) for entry in layers)
+    report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
+    if job.allocation:
+        report["seconds"]["measuring"] = sum(entry["seconds"] for entry in measured(work, job.sizes["layers"]) or ())
+    report["peak_memory_bytes"] = max([peak_memory(device), *(entry["peak_memory_bytes"] for entry in layers)])
+    add_card_facts(report, job, source, data)
+    folder = work / "output"
+    draw(report, folder)
+    write_with_card(folder, report | describe_files(folder, resolved.texts(), later=(CARD, PAGE)))
+    write_text("", work / "moving")

@@ -1,0 +1,181 @@
+"""After the loop: audit, coverage, perplexity and KL of the assembled files, as one report with gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from eval.consumers.folder import check_folder
+from eval.coverage.gates import gates as coverage_gates
+from eval.coverage.gates import summarise
+from quantizers.budget.choice import choice
+from quantizers.budget.measure import measured
+from quantizers.checkpoint.reader import Checkpoint, open_folder
+from quantizers.checkpoint.source_files import source_digest
+from quantizers.device.devices import machine, versions
+from quantizers.plan.job import Job
+from quantizers.plan.summary import summary
+from quantizers.recipe.schema import PerplexityGate, set_location
+from quantizers.system.errors import CheckpointError, OutputError
+from quantizers.system.progress import progress
+from quantizers.team.ranks import ALONE, Ranks
+from stitch.audit.checkpoint import verify
+from stitch.audit.folder import folders_left_out
+from stitch.write.digests import ShardDigest
+
+from .measure import checked, measure
+
+if TYPE_CHECKING:
+    from quantizers.calibration.data import CalibrationData
+    from quantizers.recipe.portable import Resolved
+
+JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest")  # of a layer's entry; the report has it elsewhere
+NOT_SIMULATED = (
+    "vLLM quantizes activations to FP8 in the attention at run time; that is not simulated in these figures."
+)
+
+
+def prove(
+    job: Job,
+    resolved: Resolved,
+    device: torch.device,
+    source: Checkpoint,
+    data: CalibrationData,
+    layers: list[dict[str, Any]],
+    written: Mapping[str, ShardDigest],
+    work: Path,
+    check: Callable[[], None],
+    ranks: Ranks = ALONE,
+) -> dict[str, Any]:
+    """Measure the files in work/output against the source.
+
+    Args:
+        resolved: the recipe as it travels with the output, which the report names.
+        layers: the journal's entries.
+        written: digests of the shards, from when they were written.
+        ranks: this is rank 0; the others are in `fidelity`.
+
+    Returns:
+        The report but for times, memory and the list of files.
+    """
+    folder = work / "output"
+    recipe = job.recipe
+    with progress("verifying", job.sizes["layers"]) as step:
+        audit = verify(folder, source, device, written, checked(step, check))
+    _refuse_unreadable(folder, audit.differences)
+    names = sorted({sample.category for sample in data.samples})
+    counts = [np.array(entry["routed"], dtype=np.int64) for entry in layers]
+    rule = recipe.verify.coverage if recipe.verify else None
+    coverage = summarise(counts, names, rule.min_routed_tokens if rule else 1)
+    seen = [entry["error"]["expert_tokens"] for entry in layers if entry["error"].get("expert_tokens") is not None]
+    if seen:  # by every expert, whatever the router chose
+        coverage["forced"] = {"min": int(min(seen)), "tokens": sum(len(sample.tokens) for sample in data.samples)}
+    report: dict[str, Any] = {
+        "source": {
+            "model": resolved.recipe.source.model,
+            "revision": recipe.source.revision,
+            "digest": source_digest(source),
+        },
+        "settings": {"recipe": resolved.recipe.settings(), "hash": resolved.hash, "machine": machine(device)},
+        "versions": versions(),
+        "plan": {key: value for key, value in summary(job.plan, job.sizes).items() if key != "shards"},
+        "calibration": describe(data, resolved),
+        "layers": [{k: v for k, v in entry.items() if k not in JOURNAL_ONLY} for entry in layers],
+        "coverage": coverage,
+        "audit": audit.as_dict() | {"digests": dict(written)},
+        "notes": [NOT_SIMULATED, *folders_left_out(source.folder)],
+    }
+    if job.allocation:
+        entries = measured(work, job.sizes["layers"])
+        assert entries is not None
+        report["schemes"] = choice(job.allocation, entries)
+    gates = [
+        {
+            "name": "audit",
+            "passed": not audit.differences,
+            "value": len(audit.differences),
+            "limit": 0,
+            "meaning": "differences from what the plan promises",
+        }
+    ]
+    consumers = check_folder(folder)
+    if consumers is not None:
+        report["consumers"] = consumers.as_dict()
+        gates.append(
+            {
+                "name": "consumers",
+                "passed": not consumers.errors,
+                "value": len(consumers.errors),
+                "limit": 0,
+                "meaning": "ways in which vLLM, SGLang or transformers would misread it",
+            }
+        )
+    if rule:
+        gates += coverage_gates(coverage, counts, names, rule)
+    asked = recipe.verify.perplexity if recipe.verify else None
+    if asked:
+        (result,) = fidelity(job, asked, device, source, work, check, ranks)
+        report |= result
+        gates += fidelity_gates(result, asked)
+    report["gates"] = gates
+    return report
+
+
+def _refuse_unreadable(folder: Path, differences: list[str]) -> None:
+    """Nothing can be measured of files that cannot be opened: the run stops, and goes on once they are restored."""
+    try:
+        open_folder(folder)
+    except CheckpointError:
+        raise OutputError(f"{folder}: {differences[0]}; restore the file, or start over with --fresh") from None
+
+
+def fidelity(
+    job: Job,
+    asked: PerplexityGate,
+    device: torch.device,
+    source: Checkpoint,
+    work: Path,
+    check: Callable[[], None],
+    ranks: Ranks,
+) -> list[dict[str, Any]]:
+    """`measure` of the files in work/output, once rank 0 has made them; all ranks call this."""
+    ranks.meet()
+    candidates = [open_folder(work / "output")]
+    data_set = set_location(asked.data, job.path)
+    trusted = job.recipe.source.trust_remote_code
+    return measure(source, candidates, data_set, device, work / "eval", check, trust_remote_code=trusted, ranks=ranks)
+
+
+def describe(data: CalibrationData, resolved: Resolved) -> dict[str, Any]:
+    """A calibration set in numbers: its own summary, with samples, tokens and cut samples by category.
+
+    Args:
+        resolved: by which names local data files are published.
+    """
+    categories: dict[str, dict[str, int]] = {}
+    for sample in data.samples:
+        row = categories.setdefault(sample.category, {"samples": 0, "tokens": 0, "truncated": 0})
+        row["samples"] += 1
+        row["tokens"] += len(sample.tokens)
+        row["truncated"] += int(sample.truncated > 0)
+    summary = data.summary()
+    for dropped in summary["dropped"]:
+        dropped |= {key: resolved.published(dropped[key]) for key in ("source", "first")}
+    return summary | {"categories": dict(sorted(categories.items()))}
+
+
+def fidelity_gates(result: dict[str, Any], asked: PerplexityGate) -> list[dict[str, Any]]:
+    """The recipe's limits on perplexity and KL."""
+    limits = (
+        ("perplexity", result["perplexity"]["increase"], asked.max_increase, "relative increase of perplexity"),
+        ("kl", result["kl"]["mean"], asked.max_kl, "mean KL(source || output), nats"),
+    )
+    return [
+        {"name": name, "passed": value <= limit, "value": value, "limit": limit, "meaning": meaning}
+        for name, value, limit, meaning in limits
+        if limit is not None
+    ]

@@ -1,0 +1,91 @@
+"""Whether a finished folder is still what its report.json recorded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantizers.output.record import seal_of
+from quantizers.system.own_files import CALIBRATION, CARD, PAGE, RECIPE, REPORT, file_sha256, is_plain
+
+from .card import front_matter_of
+
+# What the front matter may say of the checkpoint itself; whoever publishes may add other keys, and tags.
+CARD_KEYS = (
+    "base_model", "base_model_relation", "pipeline_tag", "library_name", "license", "license_name", "license_link",
+    "tags", "datasets", "language",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Record:
+    """What `check_record` found.
+
+    Attributes:
+        differences: one line each, beginning with the file's name.
+        notes: what is no fault and should be known.
+    """
+
+    differences: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def check_record(folder: Path) -> Record:
+    """Whether report.json is as it was sealed, and everything that it records still what it was; shards apart.
+
+    Args:
+        folder: a finished checkpoint, of this program or another's.
+    """
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        left = [name for name in (PAGE, RECIPE, CALIBRATION) if (folder / name).is_file()]
+        if left:
+            return Record((f"{REPORT}: is gone, though {left[0]} is there; take it from where this was made",), ())
+        return Record((), (f"no {REPORT}, so what its maker wrote cannot be compared",))
+    except (OSError, ValueError, RecursionError) as failure:
+        return Record((f"{REPORT}: cannot be read ({type(failure).__name__})",), ())
+    if not isinstance(report, dict) or ("seal" not in report and "sha256" not in report and "audit" not in report):
+        return Record((), (f"{REPORT} is none of this program's, so what its maker wrote cannot be compared",))
+    if report.get("seal") != seal_of(report):
+        return Record((f"{REPORT}: is not as it was sealed; it was changed since the run wrote it",), ())
+    hashes, names, card = report.get("sha256"), report.get("files"), report.get("card", {"front_matter": {}})
+    if not isinstance(hashes, dict) or not isinstance(names, list) or not isinstance(card, dict):
+        return Record((f"{REPORT}: holds no record of the files beside it; it was changed since the run wrote it",), ())
+    lines = [line for name, before in hashes.items() if (line := _file_change(folder, str(name), before))]
+    missing = [name for name in names if name not in hashes and not (is_plain(name) and (folder / name).is_file())]
+    lines += [f"{name}: named in {REPORT}, not in the folder" for name in missing]
+    changed, notes = _card_changes(folder, card) if "card" in report else ([], [])
+    return Record((*lines, *changed), tuple(notes))
+
+
+def _file_change(folder: Path, name: str, before: object) -> str | None:
+    if not is_plain(name):
+        return f"{REPORT}: records {name!r}, which is no file beside it"
+    try:
+        return None if file_sha256(folder / name) == before else f"{name}: changed since the run wrote it"
+    except OSError as failure:
+        return f"{name}: cannot be read ({failure.strerror})"
+
+
+def _card_changes(folder: Path, written: dict[str, Any]) -> tuple[list[str], list[str]]:
+    try:
+        raw = (folder / CARD).read_bytes()
+        front = front_matter_of(raw.decode())
+    except (OSError, UnicodeDecodeError):
+        return ([f"{CARD}: cannot be read"] if (folder / CARD).exists() else []), []
+    lines = []
+    for key in CARD_KEYS:
+        before, now = dict(written.get("front_matter") or {}).get(key), front.get(key)
+        grown = isinstance(before, list) and isinstance(now, list) and all(item in now for item in before)
+        if now != before and not grown:
+            lines.append(f"{CARD}: front matter: {key} is {_shown(now)}, the run wrote {_shown(before)}")
+    edited = hashlib.sha256(raw).hexdigest() != written.get("sha256")
+    return lines, [f"{CARD}: was edited since the run wrote it"] if edited and not lines else []
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else json.dumps(value, ensure_ascii=False)

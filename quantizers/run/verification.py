@@ -1,0 +1,107 @@
+"""Everything that `quantize verify` and `quantize publish` hold a finished folder against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantizers.checkpoint.reader import Checkpoint, open_checkpoint, read_json
+from quantizers.recipe.portable import is_hub_id
+from quantizers.system.errors import CheckpointError, DamagedRecord, InputError
+from quantizers.system.own_files import REPORT
+from quantizers.system.progress import progress
+from quantizers.system.shipped import shipped
+
+from .record_check import Record, check_record
+
+if TYPE_CHECKING:
+    import torch
+
+    from eval.consumers.check import Consumers
+    from stitch.audit.checkpoint import Audit
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found.
+
+    Attributes:
+        audit: the files against the source.
+        record: the files against report.json, and report.json against its seal.
+        consumers: what servers would read; None where the folder cannot be opened, which the audit says.
+    """
+
+    audit: Audit
+    record: Record
+    consumers: Consumers | None
+
+    @property
+    def differences(self) -> list[str]:
+        """What is not as it should be in the files, one line each."""
+        return [*self.audit.differences, *self.record.differences]
+
+    @property
+    def misread(self) -> list[str]:
+        """What servers would read otherwise than it is stored, one line each."""
+        return [str(finding) for finding in self.consumers.errors] if self.consumers else []
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        found = self.audit.as_dict() | {"differences": self.differences, "notes": list(self.record.notes)}
+        return found | ({"consumers": self.consumers.as_dict()} if self.consumers else {})
+
+
+def verify_folder(folder: Path, source: Checkpoint, device: torch.device) -> Verification:
+    """Compare a finished checkpoint with its source, with its own record, and with the rules of its readers.
+
+    Raises:
+        CheckpointError: the folder does not exist, or the source is broken.
+    """
+    from eval.consumers.folder import check_folder
+    from stitch.audit.checkpoint import verify
+
+    with progress("verifying", int(source.config.get("num_hidden_layers", 1))) as step:
+        audit = verify(folder, source, device, step=step)
+    return Verification(audit, check_record(folder), check_folder(folder))
+
+
+def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoint:
+    """The source of a finished checkpoint: the one given, or what its report.json names.
+
+    Args:
+        given: a folder or Hub id; with None it is the report's Hub id, or a shipped model of the report's name.
+        revision: on the Hub; the report's, or main, when None.
+
+    Raises:
+        InputError: the report names a folder that is not on this machine under any known name, or there is none.
+        DamagedRecord: the report cannot be read.
+        CheckpointError: the source cannot be opened.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
+    model, made_at = _named_source(folder, needed=given is None)
+    if given is not None:
+        return open_checkpoint(given, revision or made_at)
+    if is_hub_id(model):
+        return open_checkpoint(model, revision or made_at)
+    for kept in sorted(shipped("models").iterdir()):
+        if kept.name == model:
+            return open_checkpoint(str(kept))
+    raise InputError(f"{folder}: was made from a folder called {model}; say where that is with --source")
+
+
+def _named_source(folder: Path, needed: bool) -> tuple[str, str]:
+    """What report.json calls the source, and its revision; an empty name and main where it need not be known."""
+    try:
+        source = read_json(folder / REPORT)["source"]
+        return str(source["model"]), str(source["revision"] or "main")
+    except (CheckpointError, KeyError, TypeError) as failure:
+        if not needed:
+            return "", "main"
+        damaged = check_record(folder).differences
+        if damaged:
+            raise DamagedRecord(f"{damaged[0]}; with --source the rest can be verified") from None
+        raise InputError(
+            f"{folder}: has no {REPORT} that names its source; say where that is with --source"
+        ) from failure

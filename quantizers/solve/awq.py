@@ -1,0 +1,136 @@
+"""AWQ's scale search and folding, from sums instead of replayed forward passes.
+
+Legend: E experts, R rows (outputs), C columns (inputs), G (C, C) = Σ x xᵀ, P grid points, B = E for
+a scale per expert, B = 1 for one scale that all experts share.
+
+AWQ (Lin et al., https://arxiv.org/abs/2306.00978) looks for a scale s per column that makes
+‖(Q(W s) / s − W) X‖² small. With D = Q(W s) / s − W this is tr(D G Dᵀ), so the search needs G only:
+it never runs the model again, and its cost does not depend on the number of tokens. The candidates
+are llm-compressor's "duo scaling" grid.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quantizers.forward.codes import grouped
+
+from .rounding import minmax_scales, rounded
+from .symmetric import quadratic_loss
+
+ROWS, SKIPPED = 2048, 8  # rows that are read at least, and at least each of the so manieth
+
+
+def row_step(experts: int, rows: int) -> int:
+    """Of a layer's rows each so manieth is read to choose the one scale that all of them share.
+
+    One of a few points is chosen by a sum over all rows of all experts; of very many rows a share will do.
+    """
+    return min(SKIPPED, max(1, experts * rows // ROWS))
+
+
+def weight_means(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """w̄: each column's mean over rows of |w| / (largest |w| of its group + 1e-6).
+
+    Args:
+        weight: (E, R, C) float32.
+
+    Returns:
+        (E, C) float32.
+    """
+    magnitude = grouped(weight, group).abs()
+    return (magnitude / (magnitude.amax(-1, keepdim=True) + 1e-6)).flatten(-2).mean(-2)
+
+
+def grid_scales(x_mean: torch.Tensor, w_mean: torch.Tensor, grid: int, duo_scaling: bool) -> torch.Tensor:
+    """The candidates of the search.
+
+    Duo scaling: the identity, then x̄^r / (w̄^(1−r) + 1e-4) for r = 0 … 1 in `grid - 1` steps; without
+    it x̄^r in `grid` steps (r = 0 is the identity). Each is normalised so that max s · min s = 1.
+
+    Args:
+        x_mean: (B, C) float32, mean |x| of each column's input.
+        w_mean: (B, C) float32, see `weight_means`.
+
+    Returns:
+        (P, B, C) float32, P = grid, all finite and positive.
+    """
+    points = [torch.ones_like(x_mean)]
+    count = grid - 1
+    for k in range(count) if duo_scaling else range(1, grid):
+        if duo_scaling:
+            ratio = k / (count - 1)
+            s = x_mean.pow(ratio) / (w_mean.pow(1 - ratio) + 1e-4)
+        else:
+            s = x_mean.pow(k / count)
+        s = s.clamp(min=1e-4)
+        s = s / (s.amax(-1, keepdim=True) * s.amin(-1, keepdim=True)).sqrt()
+        points.append(torch.where(torch.isfinite(s) & (s > 0), s, torch.ones_like(s)))
+    return torch.stack(points)
+
+
+def scale_losses(weight: torch.Tensor, gram: torch.Tensor, scales: torch.Tensor, group: int, bits: int) -> torch.Tensor:
+    """The loss of every candidate for every expert, Q with min-max scales as they would be stored.
+
+    Args:
+        weight: (E, R, C) float32.
+        gram: (B, C, C) float32.
+        scales: (P, B, C) float32.
+
+    Returns:
+        (P, E) float32; infinity where a loss is not finite.
+    """
+    losses = []
+    for s in scales:
+        scaled = weight * s.unsqueeze(1)
+        delta = rounded(scaled, minmax_scales(scaled, group, bits), bits).div_(s.unsqueeze(1)).sub_(weight)
+        losses.append(quadratic_loss(delta, gram))
+    table = torch.stack(losses)
+    return torch.where(torch.isfinite(table), table, torch.full_like(table, torch.inf))
+
+
+def fold_norm(norm: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide a stored norm by s, and return the scale that this division really was.
+
+    The file stores the norm in its own dtype, so the quotient is rounded first and s is then taken
+    as norm / norm' exactly; everything that reads the norm is multiplied by that. (With the unrounded
+    s every reader would keep an error of up to 2^-9.)
+
+    Args:
+        norm: (H,) in the source's dtype.
+        s: (H,) float32, positive.
+
+    Returns:
+        norm' (H,) in the same dtype and s (H,) float32; 1 where the norm, or its quotient, is zero or
+        not finite (there the norm is left as it is).
+    """
+    folded = (norm.float() / s).to(norm.dtype)
+    exact = norm.float() / folded.float()
+    usable = torch.isfinite(exact) & (exact != 0) & (folded.float() != 0)
+    return torch.where(usable, folded, norm), torch.where(usable, exact, torch.ones_like(exact))
+
+
+def divided_first(bits: int) -> bool:
+    """Whether w3's rows are divided by s before they are rounded, or their stored scales after; see engines.py."""
+    return bits == 8
+
+
+def divided(scale: torch.Tensor, codes: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """Group scales of rows that are divided by s, codes unchanged.
+
+    Args:
+        scale: (E, R, n) bfloat16.
+        codes: (E, R, C), whole numbers.
+        s: (E, R) float32, positive.
+
+    Returns:
+        (E, R, n) bfloat16; 1 where a group's codes are all zero, or the quotient is.
+    """
+    quotient = (scale.float() / s.unsqueeze(-1)).bfloat16()
+    unread = ~grouped(codes, codes.shape[-1] // scale.shape[-1]).any(-1)
+    return torch.where(unread | (quotient == 0), torch.ones_like(quotient), quotient)
+
+
+def fold_gram(gram: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """The Gram matrix of x / s from that of x: G / (s sᵀ). gram (E, C, C), s (E, C) or (1, C)."""
+    return gram / (s.unsqueeze(-1) * s.unsqueeze(-2))

@@ -1,0 +1,334 @@
+"""The gram engine: one layer's recorded inputs and weights ─► its solved experts.
+
+Order: sums of x ─► one scale for the norm and all its readers ─► chunk by chunk of experts: w1 and w3
+rounded ─► sums of what they then give w2 ─► w2 corrected for that ─► a scale s per expert for w3 → w2 ─► w2
+rounded. All experts of a chunk are solved as batched matrices. The other engine, the library's own, is
+llmcompressor_engine.py.
+
+With 8 bits s comes first. Found afterwards, it would divide w3's stored group scales, which bfloat16 rounds a
+second time: far below the codes' error at 4 bits, 4 to 39 % of it here. So s is searched from what the source's w1
+and w3 give w2 (the rounded ones differ by half a percent), of large sets on a part, and w3 / s is rounded as it is
+stored. INT8 in groups of 32, calibrated on each fifth of the tiny model's set, median KL: 4.58e-6 afterwards; 4.38e-6
+with s rounded to powers of two, whose division is exact, but the search then leaves w2 12 to 25 % more error;
+4.22e-6 so. (Setting w3's codes again after the division keeps half of its harm: group scales were fitted to the codes.)
+
+Legend: E experts, c experts of a chunk, H hidden, I expert width, G Gram matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.device.allocator import give_back
+from quantizers.device.timing import phase
+from quantizers.forward.codes import dequantize
+from quantizers.forward.recorded import Recorded
+from quantizers.recipe.schema import Awq, Experts
+from quantizers.team.ranks import ALONE, Ranks
+
+from .awq import divided, divided_first, fold_gram, fold_norm, grid_scales, row_step, scale_losses, weight_means
+from .correction import corrected
+from .expert_sums import Activation, WidthSums, input_grams, width_sums
+from .refine import refine
+from .rounding import damped, gptq, minmax_scales, mse_scales, nearest
+from .solved import Leaning, Solved
+from .symmetric import quadratic_loss
+from .token_weights import Batch, Blend, batches, blend, input_sums
+
+DAMPING = 0.01
+SWEEPS = 2  # of refine.py after GPTQ; a third wins less than 1 % of the loss
+SEARCHED = 16  # with 8 bits: tokens for each column of w2; of a set with more, s is searched over every n-th batch
+CACHE, MOST = 6 * 2**20, 8  # bytes of weights and experts that a CPU works on at a time, to stay in its cache
+
+
+def solve(
+    recorded: Sequence[Recorded],
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    norm: torch.Tensor,
+    router: torch.Tensor,
+    activation: Activation,
+    settings: Experts,
+    chunk: int,
+    ranks: Ranks = ALONE,
+) -> Solved:
+    """Solve one layer from sums.
+
+    Args:
+        recorded: what the MoE block saw, one entry a calibration sequence, on the weights' device.
+            Read several times, always in order.
+        gate_up: (E, 2I, H), w1 above w3, in the dtype of the forward pass.
+        down: (E, H, I), w2.
+        norm: (H,) as stored, in the source's dtype.
+        router: (E, H) float32.
+        activation: of the gate, usually SiLU.
+        chunk: experts solved at a time; bounds memory. Part of the run's fingerprint on a GPU. On a CPU
+            at most as many as lie in its cache; there the result is the same for any number.
+        ranks: each process solves its share of the chunks, which are those of one process, so that not
+            even the shape of a matmul differs; all of them get the whole result.
+
+    Returns:
+        The solved layer; `error` holds the AWQ objective per token before and after the search, and
+        the rounding errors on the calibration inputs, relative to the output of the matrices that were
+        rounded (with gptq that is the corrected w2, on the inputs that it is served); and
+        `expert_tokens`, the fewest tokens that an expert saw.
+    """
+    experts, _, hidden = gate_up.shape
+    if gate_up.device.type == "cpu":
+        chunk = min(chunk, MOST, max(1, CACHE // (6 * gate_up[0].numel())))  # w1, w3 and w2 in float32
+    chunks = [(first, min(first + chunk, experts)) for first in range(0, experts, chunk)]
+    chunks = [chunks[i] for i in ranks.share(len(chunks))]
+    with phase("sums"):
+        inputs = input_sums(recorded)
+        blended = blend(recorded, experts, settings.routed_weight, full_share_at=hidden)
+        together = batches(recorded, experts)
+        some = together[:: max(1, inputs.tokens // (SEARCHED * down.shape[-1]))]
+    error: dict[str, float] = {}
+    folded, smooth = norm, torch.ones(hidden, device=gate_up.device)
+    if settings.awq:
+        with phase("search"):
+            folded, smooth = _norm_scale(
+                gate_up, inputs.gram, inputs.mean, norm, settings, chunks, inputs.tokens, error, ranks
+            )
+    parts = []
+    for first, last in chunks:
+        give_back()  # or what lies free after one chunk is added to the peak of the next, by no rule
+        with phase("sums"):
+            input_gram = input_grams(recorded, together, blended, inputs.gram, first, last)
+            input_gram = fold_gram(input_gram, smooth.unsqueeze(0))
+        own = gate_up[first:last]
+        serve = partial(_serve, recorded, together, own, smooth, activation, blended, first)
+        offer = partial(width_sums, recorded, some, own, activation, blended, first)
+        parts.append(_solve_chunk(own.float() * smooth, down[first:last].float(), input_gram, offer, serve, settings))
+    # Numbers for the report are fetched once all chunks are under way: a GPU never waits for them.
+    whole = _together(parts, ranks, gate_up.device)
+    error["expert_tokens"] = float(whole.totals["seen"].min())
+    return Solved(
+        folded,
+        smooth,
+        router.float() * smooth if settings.awq else None,
+        {matrix: whole.codes[matrix] for matrix in MATRICES},
+        {matrix: whole.scales[matrix] for matrix in MATRICES},
+        error | _errors(whole.totals),
+        inputs.fallbacks() + _fallbacks(whole, blended, settings),
+        _leaning(blended) if settings.routed_weight else None,
+    )
+
+
+def _norm_scale(
+    gate_up: torch.Tensor,
+    gram: torch.Tensor,
+    mean: torch.Tensor,
+    norm: torch.Tensor,
+    settings: Experts,
+    chunks: Sequence[tuple[int, int]],
+    tokens: int,
+    error: dict[str, float],
+    ranks: Ranks,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale that the norm, the router and every w1 and w3 share: the folded norm, and s (H,)."""
+    assert isinstance(settings.awq, Awq)
+    group, bits, step = settings.group_size, settings.bits, row_step(*gate_up.shape[:2])
+    means = _all_rows([weight_means(gate_up[a:b].float(), group) for a, b in chunks], ranks, gate_up.device)
+    means = means.mean(0, keepdim=True)
+    grid = grid_scales(mean.unsqueeze(0), means, settings.awq.grid, settings.awq.duo_scaling)
+    losses = [scale_losses(gate_up[a:b, ::step].float(), gram.unsqueeze(0), grid, group, bits).T for a, b in chunks]
+    total = _all_rows(losses, ranks, gate_up.device).T.double().sum(1) * step  # (P,), added in the order of experts
+    best = int(total.argmin())
+    error["norm_search_before"], error["norm_search_after"] = (float(total[i]) / tokens for i in (0, best))
+    return fold_norm(norm, grid[best, 0])
+
+
+def _all_rows(parts: Sequence[torch.Tensor], ranks: Ranks, device: torch.device) -> torch.Tensor:
+    """(E, …): the rows of all experts, from those (c, …) of this process's chunks."""
+    return ranks.gather({"rows": torch.cat(list(parts))} if parts else {}, device)["rows"]
+
+
+@dataclass
+class _Chunk:
+    """The solved experts of one chunk, or all of them: codes and scales as in `Solved`, and numbers about them.
+
+    Attributes:
+        damping: per group of matrices that share a factorization, (c,), see `rounding.gptq`.
+        totals: of each expert (c,), losses (`…_lost`) and what they are relative to (`…_whole`), the w2
+            search's objective before and after, and rows `seen` and `dropped`, see `WidthSums`.
+    """
+
+    codes: dict[Matrix, torch.Tensor]
+    scales: dict[Matrix, torch.Tensor]
+    damping: dict[str, torch.Tensor]
+    totals: dict[str, torch.Tensor]
+
+
+def _together(parts: Sequence[_Chunk], ranks: Ranks, device: torch.device) -> _Chunk:
+    """All experts in their order, from this process's chunks."""
+    rows = {
+        f"{field}.{key}": torch.cat([getattr(part, field)[key] for part in parts])
+        for field in _Chunk.__annotations__
+        for key in (getattr(parts[0], field) if parts else ())
+    }
+    whole = _Chunk({}, {}, {}, {})
+    for name, tensor in ranks.gather(rows, device).items():
+        field, key = name.split(".")
+        getattr(whole, field)[key] = tensor
+    return whole
+
+
+def _serve(
+    recorded: Sequence[Recorded],
+    together: Sequence[Batch],
+    gate_up: torch.Tensor,
+    smooth: torch.Tensor,
+    activation: Activation,
+    blended: Blend,
+    first: int,
+    served: torch.Tensor,
+    compare: bool,
+) -> WidthSums:
+    """Sums of what w2 is served by the rounded w1 and w3 (c, 2I, H), which read x / smooth."""
+    # One rounding of the weights to the dtype of the forward pass, as a server does it.
+    rounded = (served / smooth).to(gate_up.dtype)
+    return width_sums(recorded, together, rounded, activation, blended, first, gate_up if compare else None)
+
+
+def _solve_chunk(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    input_gram: torch.Tensor,
+    offer: Callable[[], WidthSums],
+    serve: Callable[[torch.Tensor, bool], WidthSums],
+    settings: Experts,
+) -> _Chunk:
+    """Scale and round the experts of one chunk.
+
+    Args:
+        gate_up, down: (c, 2I, H) and (c, H, I) in float32; gate_up multiplied by the norm's scale. Changed.
+        input_gram: (c, H, H) float32, of what that reads.
+        offer: the sums of what the source's w1 and w3 give w2.
+        serve: from rounded w1 and w3 (c, 2I, H) to the sums of w2's inputs, with `changes` if asked for.
+    """
+    # What w2's columns are multiplied by, w3's rows are divided by: s (c, I).
+    rows, searched = torch.ones_like(gate_up[:, :, :1]), dict[str, torch.Tensor]()
+    s = torch.ones_like(down[:, 0])
+    early = bool(settings.awq) and divided_first(settings.bits)
+    if early:
+        s, searched = _width_scale(down, offer(), settings)
+        rows[:, s.shape[1] :] = s.unsqueeze(-1)
+        gate_up.div_(rows)
+    # gate and up read the same inputs, so they share one factorization.
+    with phase("rounding"):
+        codes, scales, first_damping, totals = _round(gate_up, input_gram, settings, "gate_up", rows)
+    sums = serve(dequantize(codes, scales).mul_(rows), settings.rounding == "gptq")
+    if sums.changes is not None:
+        with phase("rounding"):
+            down = corrected(down, sums.gram, sums.changes, DAMPING)
+    gate_codes, up_codes = codes.chunk(2, dim=1)
+    gate_scales, up_scales = scales.chunk(2, dim=1)
+    if settings.awq and not early:
+        s, searched = _width_scale(down, sums, settings)
+        # w3's codes stay as they are. (Its scales are rounded to bfloat16 once more, by far less than the codes were.)
+        up_scales = divided(up_scales, up_codes, s)
+    width_gram = sums.gram
+    if settings.awq:
+        down, width_gram = down * s.unsqueeze(1), fold_gram(width_gram, s)
+    with phase("rounding"):
+        down_codes, down_scales, damping, lost = _round(down, width_gram, settings, "down")
+    return _Chunk(
+        {"gate": gate_codes, "up": up_codes, "down": down_codes},
+        {"gate": gate_scales, "up": up_scales, "down": down_scales},
+        first_damping | damping,
+        totals | searched | lost | {"seen": sums.seen, "dropped": sums.dropped},
+    )
+
+
+def _width_scale(
+    down: torch.Tensor, sums: WidthSums, settings: Experts
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A scale (c, I) for each expert between w3 and w2, and its objective (c,) before and after, as `_Chunk.totals`."""
+    assert isinstance(settings.awq, Awq)
+    with phase("search"):
+        means = weight_means(down, settings.group_size)
+        grid = grid_scales(sums.mean, means, settings.awq.grid, settings.awq.duo_scaling)
+        losses = scale_losses(down, sums.gram, grid, settings.group_size, settings.bits)  # (P, c)
+        best = losses.argmin(0)
+        chosen = grid[best, torch.arange(len(best), device=best.device)]
+        after = losses.gather(0, best.unsqueeze(0))[0].double()
+        return chosen, {"down_search_before": losses[0].double(), "down_search_after": after}
+
+
+def _round(
+    weight: torch.Tensor, gram: torch.Tensor, settings: Experts, name: str, rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Gram matrix (c, C, C).
+
+    Args:
+        rows: (c, R, 1), what the rows were divided by; losses are those of the rows as they were.
+
+    Returns:
+        Codes, scales, and under `name` what `_Chunk` keeps as damping and as totals.
+    """
+    damping: dict[str, torch.Tensor] = {}
+    if settings.scales == "mse":
+        scale = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), settings.group_size, settings.bits)
+    else:
+        scale = minmax_scales(weight, settings.group_size, settings.bits)
+    if settings.rounding == "gptq":
+        codes, used = gptq(weight, gram, scale, settings.bits, DAMPING)
+        damping[name] = used
+        solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
+        finer = codes, scale
+        for _ in range(SWEEPS):
+            finer = refine(weight, damped(gram, used), *finer, settings.bits)
+        codes, scale = torch.where(solvable, finer[0], codes), torch.where(solvable, finer[1], scale)
+    else:
+        codes = nearest(weight, scale, settings.bits)
+    lost, whole = dequantize(codes, scale).sub_(weight), weight
+    if rows is not None:
+        lost, whole = lost.mul_(rows), whole * rows
+    totals = {
+        f"{name}_lost": quadratic_loss(lost, gram).double(),
+        f"{name}_whole": quadratic_loss(whole, gram).double(),
+    }
+    return codes.to(torch.int8), scale, damping, totals
+
+
+def _errors(totals: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Means and ratios over all experts, added in their order whatever chunks they were solved in."""
+    sums = {key: float(value.sum()) for key, value in totals.items()}
+    experts = len(totals["seen"])
+    errors = {key: value / experts for key, value in sums.items() if key.startswith("down_search")}
+    for name in ("gate_up", "down"):
+        whole = sums[f"{name}_whole"]
+        errors[f"{name}_rounding"] = math.sqrt(sums[f"{name}_lost"] / whole) if whole > 0 else 0.0
+    return errors
+
+
+def _leaning(blended: Blend) -> Leaning:
+    fewer = int((blended.routed_tokens < blended.full_share_at).sum())
+    return Leaning(blended.full_share_at, fewer, float(blended.share.min()))
+
+
+def _fallbacks(whole: _Chunk, blended: Blend, settings: Experts) -> list[str]:
+    """One line for every expert that did not get what the recipe asks for; a smaller share is part of the method."""
+    lines = []
+    columns = (whole.totals["seen"], whole.totals["dropped"], blended.routed_tokens, blended.share)
+    for expert, (rows, left_out, count, share) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        name = f"expert {expert}"
+        if left_out:
+            lines.append(f"{name}: {left_out} of {rows + left_out} rows not finite or too large, left out of the sums")
+        if settings.routed_weight and not share:
+            lines.append(f"{name}: {count} routed tokens, so it is solved from all tokens alike")
+    for matrix, damping in whole.damping.items():
+        for expert, used in enumerate(damping.tolist()):
+            if math.isinf(used):
+                lines.append(f"expert {expert}: {matrix}: rounded to nearest, for want of a usable Gram matrix")
+            elif used > 1.5 * DAMPING:
+                lines.append(f"expert {expert}: {matrix}: damping raised to {used:g}")
+    return lines

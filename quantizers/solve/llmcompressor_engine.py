@@ -1,0 +1,330 @@
+"""The reference engine: llm-compressor's own AWQ and quantization modifiers on one decoder layer.
+
+The library gets a one-layer model, a session of its own and one sequence a batch, and does what its `oneshot`
+would do with that layer: a grid of scales, each scored by replaying the MoE block (norm → router, w1, w3) or
+the one matrix (w3 → w2) on every calibration token; min-max group scales; nearest rounding.
+
+Three things are not the library's, all on purpose:
+
+- The layer is float32, and so are the library's group scales, but a checkpoint holds bfloat16 scales. They
+  are rounded first, and the smoothed weights are then rounded to codes *with the rounded scale*, by the
+  library's own `quantize`. (A bfloat16 model would have rounded the smoothed weights as well, before its
+  scales were taken; here they stay float32.)
+- The library divides the norm by its s and multiplies the router and the experts by the same s. A checkpoint
+  holds norm' = bf16(norm / s), so `smooth` is norm / norm', and the router is the source's times that: exact.
+  The experts keep the unrounded s, hence a relative error of at most 2^-9 in each input.
+- `BasicPipeline` of 0.14 turns fake quantization on again before AWQ starts its search, which then measures
+  weights that are quantized twice, at first by scales not yet set. So the events are sent here, in the order
+  of the library's `SequentialPipeline` (what `oneshot` uses) and with quantization off as there.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import partial
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+
+from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.recipe.schema import Experts
+from quantizers.system.errors import QuantizeError
+
+from .solved import Solved
+
+if TYPE_CHECKING:
+    from loguru import Message
+
+# E experts, H hidden, I expert width, g group size, T tokens of a sequence
+
+PROJECTIONS: dict[Matrix, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+# Warnings about what is meant here: a layer has no embeddings and no lm_head, a router has no scheme, and the
+# device is the caller's choice.
+EXPECTED_WARNINGS = (
+    "Attempted to disable lm_head",
+    "Cannot check embeddings",
+    "No accelerator available",
+    "Unable to find quantization scheme for targeted layer",
+)
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """No progress bars, and no log but warnings, which go to Python's `logging`; then all is as it was.
+
+    llm-compressor logs through loguru; importing it removes whatever sinks there are and adds one on standard
+    output. loguru has no public way to set its sinks aside, hence `_core`.
+    """
+    from loguru import logger
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    shown = tqdm.__init__
+
+    def hidden(bar: Any, *args: Any, **options: Any) -> None:
+        shown(bar, *args, **options | {"disable": True})
+
+    core: Any = logger._core  # type: ignore[attr-defined]
+    with core.lock:
+        sinks = core.handlers, core.min_level
+        core.handlers, core.min_level = {}, float("inf")
+    try:
+        with redirect_stdout(StringIO()):
+            import llmcompressor  # noqa: F401  # its sink is added now, and removed by the next line
+        logger.remove()
+        logger.add(_forward, level="WARNING", format="{message}")
+        with patch.object(tqdm, "__init__", hidden):
+            yield
+    finally:
+        logger.remove()
+        with core.lock:
+            core.handlers, core.min_level = sinks
+
+
+def _forward(message: Message) -> None:
+    """A loguru sink: one record to the standard logger of the module that wrote it."""
+    record = message.record
+    if not record["message"].startswith(EXPECTED_WARNINGS):
+        logging.getLogger(record["name"]).log(record["level"].no, "%s", record["message"])
+
+
+@quiet_library()
+def solve_with_llmcompressor(
+    layer: torch.nn.Module,
+    inputs: Sequence[Mapping[str, Any]],
+    settings: Experts,
+    *,
+    norm: str,
+    router: str,
+    experts: str,
+    compensate_router: bool = True,
+    norm_dtype: torch.dtype = torch.bfloat16,
+) -> Solved:
+    """Smooth and quantize one layer's routed experts as llm-compressor does.
+
+    The layer is used up: its fused experts are replaced by three nn.Linear each, and weights are changed in
+    place. While they are replaced, the experts' weights are held twice.
+
+    Args:
+        layer: a materialised transformers decoder layer whose experts carry `use_experts_implementation`.
+            Its attention must be causal by itself where the mask is None (sdpa is, eager is not).
+        inputs: the keyword arguments of `layer(**kwargs)`, one mapping a calibration sequence, on the layer's
+            device. Not looked at where `settings.awq` is False: min-max scales need no data.
+        settings: `bits`, `group_size` and `awq` are used; `scales`, `rounding` and `routed_weight` have no
+            counterpart in the library.
+        norm: path of the norm that the MoE block reads, within the layer (`post_attention_layernorm`).
+        router: path of the module with the router's weight (`mlp.gate`). It is never quantized.
+        experts: path of the fused experts (`mlp.experts`).
+        compensate_router: False leaves the router as it is although the norm is folded: the defect of the
+            published recipe, for the benchmark.
+        norm_dtype: dtype of the norm in the source.
+
+    Returns:
+        The solved layer, on the layer's device. `router` is None where `awq` or `compensate_router` is False.
+        `error` holds mean squared errors of an output element as the library measures them, `search_before`
+        and `search_after` of the MoE block for the shared scale, `search_down_before` and `search_down_after`
+        of w2 averaged over the experts; and `expert_tokens`, the fewest tokens that an expert saw.
+
+    Raises:
+        QuantizeError: an expert did not see every token, or a group scale is not finite.
+    """
+    assert inputs or settings.awq is False, "AWQ needs calibration data"
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from llmcompressor.core import create_session
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+
+    norm_module = layer.get_submodule(norm)
+    source_norm = _weight(norm_module).to(torch.float32, copy=True)  # (H,)
+    assert torch.equal(source_norm.to(norm_dtype).float(), source_norm), f"the norm is not from {norm_dtype}"
+    source_router = _weight(layer.get_submodule(router)).to(torch.float32, copy=True)  # (E, H)
+
+    linear = _linearize(layer, experts)
+    model = _OneLayer(layer)
+    names = [f"{experts}.{e}" for e in range(linear.num_experts)]
+    args = QuantizationArgs(
+        num_bits=settings.bits, type="int", symmetric=True, strategy="group", group_size=settings.group_size
+    )
+    every = rf"re:layer\.{re.escape(experts)}\.\d+\."
+    scheme = QuantizationScheme(targets=[f"{every}(gate|up|down)_proj$"], weights=args)
+    modifiers: list[Any] = [QuantizationModifier(config_groups={"experts": scheme})]
+    awq = None
+    if settings.awq is not False:
+        readers = [f"{every}gate_proj$", f"{every}up_proj$"]
+        if compensate_router:
+            readers.insert(0, f"layer.{router}")
+        awq = AWQModifier(
+            mappings=[
+                AWQMapping(f"layer.{norm}", readers),
+                AWQMapping(f"{every}up_proj$", [f"{every}down_proj$"]),
+            ],
+            offload_device=torch.device("cpu"),  # the library's default for a mixture of experts
+            n_grid=settings.awq.grid,
+            duo_scaling=settings.awq.duo_scaling,
+        )
+        modifiers.insert(0, awq)
+
+    error: dict[str, float] = {}
+    fallbacks: list[str] = []
+    with create_session() as session, torch.no_grad():
+        session.initialize(model=model, recipe=modifiers, start=-1)
+        seen = _calibrate(model, linear, inputs if awq is not None else ())
+        if awq is not None:
+            error, fallbacks = _report(awq._error_metrics, norm, names)
+            error["expert_tokens"] = float(min(seen))
+        session.finalize()
+
+    folded = _weight(norm_module).to(norm_dtype)  # (H,)
+    smooth = torch.where(folded == 0, 1.0, source_norm / folded.float())
+    codes, scales = _codes(linear, args)
+    return Solved(
+        norm=folded,
+        smooth=smooth,
+        router=source_router * smooth if awq is not None and compensate_router else None,
+        codes=codes,
+        scales=scales,
+        error=error,
+        fallbacks=fallbacks,
+    )
+
+
+class _OneLayer(torch.nn.Module):
+    """The library's `model`: a decoder layer under the name `layer`, called with keyword arguments."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.layer(**kwargs)
+
+
+def _weight(module: torch.nn.Module) -> torch.Tensor:
+    """The weight's present values, without a gradient; shares memory with the module."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.detach()
+
+
+def _linearize(layer: torch.nn.Module, experts: str) -> Any:
+    """Replace the fused experts by the library's: a module list of experts, each of three nn.Linear.
+
+    The library makes them in the config's dtype, which is that of the checkpoint, not of the layer: a
+    float32 layer of a bfloat16 model would be rounded. So it gets a config with the layer's dtype.
+    """
+    from copy import copy
+
+    from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
+
+    fused: Any = layer.get_submodule(experts)
+    config = copy(fused.config)
+    config.dtype = fused.down_proj.dtype
+    linear = LinearExperts2D.get_linear_experts_cls(type(fused)).from_experts_module(fused, config)
+    layer.set_submodule(experts, linear)
+    return linear
+
+
+def _calibrate(model: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Send the calibration's events, with one forward pass a sequence, every expert on every token.
+
+    Returns:
+        For each expert the number of tokens that it saw in the forward passes.
+
+    Raises:
+        QuantizeError: not every expert saw every token.
+    """
+    from llmcompressor.core import LifecycleCallbacks
+    from llmcompressor.modeling.moe.context import moe_calibration_context
+    from llmcompressor.pipelines.cache import IntermediatesCache
+    from llmcompressor.utils.helpers import DisableQuantization, eval_context
+
+    seen = [0] * linear.num_experts
+
+    def count(expert: int, _module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        seen[expert] += args[0].shape[:-1].numel()
+
+    with ExitStack() as stack:
+        stack.enter_context(moe_calibration_context())
+        if not torch.accelerator.is_available():  # 0.14 pins without asking, and torch raises
+            stack.enter_context(patch.object(IntermediatesCache, "pin_memory", _leave_unpinned))
+
+        LifecycleCallbacks.calibration_start()
+        stack.enter_context(eval_context(model))
+        stack.enter_context(DisableQuantization(model))  # until the search is over, too
+        hooks = [linear[e].register_forward_pre_hook(partial(count, e)) for e in range(linear.num_experts)]
+        for batch in inputs:
+            model(**batch)
+        for hook in hooks:
+            hook.remove()
+        tokens = sum(batch["hidden_states"].shape[:-1].numel() for batch in inputs)
+        for expert, number in enumerate(seen):
+            if number != tokens:
+                raise QuantizeError(
+                    f"expert {expert} saw {number} of {tokens} calibration tokens: "
+                    "llm-compressor's all-experts calibration had no effect"
+                )
+        LifecycleCallbacks.sequential_epoch_end(list(model.modules()))
+        LifecycleCallbacks.calibration_end()
+    return seen
+
+
+def _leave_unpinned(cache: Any, batch_index: int, input_names: list[str] | None = None) -> None:
+    """Stands in for `IntermediatesCache.pin_memory` where there is no accelerator to pin for."""
+
+
+def _report(
+    metrics: Sequence[Mapping[str, Any]], norm: str, experts: Sequence[str]
+) -> tuple[dict[str, float], list[str]]:
+    """The search's errors, and a line for each scale that the library did not search (it only logs that)."""
+    searched = {entry["layer_name"]: entry for entry in metrics}
+    error: dict[str, float] = {}
+    fallbacks: list[str] = []
+    shared = searched.get(f"layer.{norm}")
+    if shared is None:
+        fallbacks.append(f"all experts: no scale for {norm}, the MoE block's output is not finite")
+    else:
+        error |= {"search_before": shared["initial_error"], "search_after": shared["best_error"]}
+    down = []
+    for expert, name in enumerate(experts):
+        entry = searched.get(f"layer.{name}.up_proj")
+        if entry is None:
+            fallbacks.append(f"expert {expert}: no scale for w2, its output is not finite")
+        else:
+            down.append(entry)
+    if down:
+        error["search_down_before"] = sum(entry["initial_error"] for entry in down) / len(down)
+        error["search_down_after"] = sum(entry["best_error"] for entry in down) / len(down)
+    return error, fallbacks
+
+
+def _codes(linear: Any, args: Any) -> tuple[dict[Matrix, torch.Tensor], dict[Matrix, torch.Tensor]]:
+    """The library's group scales in bfloat16, and the smoothed weights rounded with those scales.
+
+    Returns:
+        codes int8 (E, rows, columns), scales bfloat16 (E, rows, columns / g), for each matrix.
+
+    Raises:
+        QuantizeError: a scale is not finite.
+    """
+    from compressed_tensors.quantization import quantize
+
+    codes: dict[Matrix, torch.Tensor] = {}
+    scales: dict[Matrix, torch.Tensor] = {}
+    for matrix in MATRICES:
+        modules = [getattr(linear[e], PROJECTIONS[matrix]) for e in range(linear.num_experts)]
+        scales[matrix] = torch.stack([module.weight_scale.detach().to(torch.bfloat16) for module in modules])
+        for expert, finite in enumerate(scales[matrix].isfinite().flatten(1).all(1).tolist()):
+            if not finite:
+                raise QuantizeError(f"expert {expert}: a group scale of {PROJECTIONS[matrix]} is not finite")
+        codes[matrix] = torch.stack(
+            [
+                quantize(_weight(module), scale.to(module.weight.dtype), None, args, dtype=torch.int8)
+                for module, scale in zip(modules, scales[matrix], strict=True)
+            ]
+        )
+    return codes, scales

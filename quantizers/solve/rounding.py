@@ -1,0 +1,161 @@
+"""Group scales and integer codes: min-max or weighted-MSE scales, nearest or GPTQ rounding.
+
+Legend: E experts, R rows (outputs), C columns (inputs), g group size, n = C / g groups.
+All functions are pure, batched over experts, and run on whatever device their tensors are on.
+Scales are bfloat16 because that is what the file stores and what a server reads: a code rounded
+against a finer scale would be a different weight there.
+
+GPTQ: Frantar et al., https://arxiv.org/abs/2210.17323. Columns in the order of falling diagonal:
+its "act-order", here with the groups' scales fixed beforehand, so that no g_idx is needed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quantizers.forward.codes import code_range, grouped
+
+MSE_FACTORS = tuple(1.05 - 0.02 * k for k in range(20))
+BLOCK = 64  # GPTQ columns handled before the rest of the matrix is updated with one matmul
+
+
+def minmax_scales(weight: torch.Tensor, group: int, bits: int) -> torch.Tensor:
+    """Scale per group from the largest magnitude: max|w| / 7.5 for 4 bits, as compressed-tensors does.
+
+    Args:
+        weight: (…, R, C) float32, C a multiple of `group`.
+
+    Returns:
+        (…, R, n) bfloat16; 1 where a group is all zero.
+    """
+    low, high = code_range(bits)
+    scale = (grouped(weight, group).abs().amax(-1) / ((high - low) / 2)).bfloat16()
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def nearest(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes nearest to weight / scale.
+
+    Args:
+        weight: (…, R, C) float32.
+        scale: (…, R, n) bfloat16.
+
+    Returns:
+        (…, R, C) float32 holding whole numbers within the code range.
+    """
+    view = grouped(weight, weight.shape[-1] // scale.shape[-1])
+    return (view / scale.float().unsqueeze(-1)).round_().clamp_(*code_range(bits)).flatten(-2)
+
+
+def rounded(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
+    """`dequantize` of the `nearest` codes, (…, R, C) float32, without an array for the codes."""
+    view = grouped(weight, weight.shape[-1] // scale.shape[-1])
+    step = scale.float().unsqueeze(-1)
+    return (view / step).round_().clamp_(*code_range(bits)).mul_(step).flatten(-2)
+
+
+def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
+    """The best of the min-max scale and 20 multiples of it, by squared error weighted per column.
+
+    Args:
+        weight: (E, R, C) float32.
+        importance: (E, C) float32, not negative: the diagonal of the columns' Gram matrix.
+
+    Returns:
+        (E, R, n) bfloat16; min-max where nothing is smaller, as where the importance is all zero.
+    """
+    chosen = minmax_scales(weight, group, bits)
+    base = chosen.float()
+    column = grouped(importance, group).unsqueeze(1)  # (E, 1, n, g)
+
+    def loss_of(scale: torch.Tensor) -> torch.Tensor:
+        error = grouped(rounded(weight, scale, bits).sub_(weight), group)
+        return error.square_().mul_(column).sum(-1)
+
+    best = loss_of(chosen)
+    for factor in MSE_FACTORS:
+        scale = (base * factor).bfloat16()
+        loss = loss_of(scale)
+        better = loss < best
+        best = torch.where(better, loss, best)
+        chosen = torch.where(better, scale, chosen)
+    return chosen
+
+
+def damped(gram: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
+    """gram (E, C, C) + damping (E,) times its mean diagonal on the diagonal; 1 where that is not finite or zero."""
+    added = damping * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+    added = torch.where(torch.isfinite(added) & (added > 0), added, torch.ones_like(added))
+    return gram + added[:, None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+
+
+def inverse_factor(gram: torch.Tensor, damping: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = gram + d I.
+
+    With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H
+    with rows and columns reversed. One factorization and one triangular solve, where inverting H
+    first and factoring the inverse would need three.
+
+    Args:
+        gram: (E, C, C) float32, symmetric, positive semi-definite.
+        damping: share of the mean diagonal that is added to the diagonal.
+
+    Returns:
+        U (E, C, C) and the damping used (E,): ten times as much, again and again, for an expert
+        whose H is not positive definite; infinity where nothing helped, and U is the identity.
+    """
+    size = gram.shape[-1]
+    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)  # (E,)
+    used = torch.full_like(mean, damping)
+    eye = torch.eye(size, dtype=gram.dtype, device=gram.device)
+    flipped = gram.flip(-1, -2)
+    for _ in range(4):
+        lower, info = torch.linalg.cholesky_ex(flipped + (used * mean)[:, None, None] * eye)
+        failed = (info != 0) | ~torch.isfinite(mean) | (mean <= 0)
+        if not bool(failed.any()):
+            break
+        used = torch.where(failed, used * 10, used)
+    lower = torch.where(failed[:, None, None], eye, lower)
+    used = torch.where(failed, torch.full_like(used, torch.inf), used)
+    inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+    return inverse.flip(-1, -2), used
+
+
+def gptq(
+    weight: torch.Tensor, gram: torch.Tensor, scale: torch.Tensor, bits: int, damping: float = 0.01
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round column by column, each column's error spread over those not yet rounded.
+
+    Args:
+        weight: (E, R, C) float32.
+        gram: (E, C, C) float32: Σ x xᵀ of what multiplies the columns.
+        scale: (E, R, n) bfloat16, fixed beforehand.
+        damping: share of the mean diagonal added to the diagonal.
+
+    Returns:
+        Codes (E, R, C) float32 holding whole numbers, and the damping used (E,), see `inverse_factor`.
+        Where that is infinite the codes are those of `nearest`.
+    """
+    experts, rows, columns = weight.shape
+    order = gram.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
+    square = order[:, None, :].expand(experts, columns, columns)
+    factor, used = inverse_factor(gram.gather(1, square.mT).gather(2, square), damping)
+    factor = factor / factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # an error's share in each later column
+    # Transposed, (E, C, R): a column then lies in one piece, and so do all later ones.
+    by_column = order[:, :, None].expand(experts, columns, rows)
+    work = weight.mT.gather(1, by_column)
+    steps = scale.float().mT.gather(1, by_column // (columns // scale.shape[-1]))
+    codes = torch.empty_like(work)
+    errors = torch.empty(experts, min(BLOCK, columns), rows, dtype=work.dtype, device=work.device)
+    for start in range(0, columns, BLOCK):
+        end = min(start + BLOCK, columns)
+        for j in range(start, end):
+            code = torch.div(work[:, j], steps[:, j], out=codes[:, j]).round_().clamp_(*code_range(bits))
+            error = torch.addcmul(work[:, j], code, steps[:, j], value=-1, out=errors[:, j - start])
+            work[:, j + 1 : end].addcmul_(factor[:, j, j + 1 : end, None], error.unsqueeze(1), value=-1)
+        if end < columns:
+            work[:, end:] -= factor[:, start:end, end:].mT @ errors[:, : end - start]
+    # Gathered by the inverse order. To scatter by the order gives the same, but where algorithms must be deterministic,
+    # torch does that on a GPU by sorting all elements, with several int64 for each of them in memory.
+    back = order.argsort(dim=-1)[:, None, :].expand(experts, rows, columns)
+    return codes.mT.gather(2, back), used

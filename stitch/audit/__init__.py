@@ -1,0 +1,1 @@
+"""A finished checkpoint against its source, from the files alone. Nothing here writes."""

@@ -1,0 +1,34 @@
+"""The integer scheme of packed experts, read off their tensors."""
+
+from __future__ import annotations
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.recipe.scheme import BITS, GROUPS, Scheme
+from quantizers.system.errors import CheckpointError
+
+
+def scheme_of(experts: Checkpoint, facts: Architecture, layer: int) -> Scheme:
+    """The integer scheme of a layer in an experts-only checkpoint, read off its tensors (under published names).
+
+    Raises:
+        CheckpointError: its experts are not packed symmetric integers with a bfloat16-able scale per group.
+    """
+    module = facts.expert(layer, 0, "gate")
+    where = f"{experts.folder}: {module}"
+    for part in ("weight_zero_point", "weight_g_idx"):
+        if f"{module}.{part}" in experts.tensors:
+            raise CheckpointError(f"{where}.{part}: asymmetric or reordered integers cannot be stitched")
+    packed = experts.require(f"{module}.weight_packed", "its experts must be packed integers")
+    scale = experts.require(f"{module}.weight_scale", "the scales of packed integers")
+    shape = experts.tensor(experts.require(f"{module}.weight_shape", "the shape of packed integers").name).tolist()
+    if len(packed.shape) != 2 or len(scale.shape) != 2 or len(shape) != 2 or not scale.shape[1] or not shape[1]:
+        raise CheckpointError(
+            f"{where}: packed {list(packed.shape)} and scale {list(scale.shape)} do not belong together"
+        )
+    bits, group = packed.shape[1] * 32 // shape[1], shape[1] // scale.shape[1]
+    if bits not in BITS or group not in GROUPS:
+        raise CheckpointError(
+            f"{where}: INT{bits} in groups of {group}; 4 or 8 bits in groups of 32, 64 or 128 are needed"
+        )
+    return Scheme(bits, group)

@@ -1,0 +1,153 @@
+"""`quantize stitch`: examine, assemble, audit, move. See mixed.py for what is done to a layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.checkpoint.formats import readable
+from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, block_size, side_files
+from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.checkpoint.source_files import source_digest
+from quantizers.output import journal
+from quantizers.output.folder import finished_report, move_into_place, refuse_strangers
+from quantizers.output.record import describe_files, write_record
+from quantizers.plan.plan import index_json, make_plan
+from quantizers.recipe.portable import source_name
+from quantizers.recipe.schema import Experts
+from quantizers.system.atomic import copy_file, write_text
+from quantizers.system.errors import CheckpointError, OutputError
+from quantizers.system.progress import Step, progress
+from stitch.audit.checkpoint import verify
+from stitch.audit.folder import folders_left_out
+from stitch.audit.packed_scheme import scheme_of
+from stitch.write.config import output_config
+from stitch.write.shard import layer_tensors, write_shard
+
+from .layers import as_rows, describe, examine, write_layers
+
+
+def mix(
+    source: Checkpoint,
+    experts: Checkpoint,
+    output: Path,
+    device: torch.device,
+    *,
+    repair_router: bool = False,
+    versions: dict[str, str] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Build the mixed checkpoint, and check it against its source as `verify` does.
+
+    Args:
+        source: the FP8 checkpoint.
+        experts: an experts-only checkpoint made from a BF16 copy of it, by whatever tool.
+        output: a new or empty folder, or that of the same call cut off.
+        repair_router: multiply the source's router by the ratio of the norms.
+        versions: for report.json.
+        check: called between steps; may raise to interrupt.
+
+    Returns:
+        The report, as report.json holds it.
+
+    Raises:
+        CheckpointError: the two do not belong together, or in a format that cannot be stitched.
+        OutputError: the folder holds something else.
+    """
+    digests = {"source": source_digest(source), "experts": source_digest(experts)}
+    settings = {
+        "source": source_name(source.name, Path.cwd()),
+        "experts": source_name(experts.name, Path.cwd()),
+        "digests": digests,
+        "repair_router": repair_router,
+    }
+    finished = finished_report(output)
+    if finished is not None:
+        if finished.get("stitched") != settings:
+            raise OutputError(f"{output}: holds another finished output; choose another --output")
+        return finished | {"already_done": True}
+    where = str(source.folder / CONFIG)
+    facts = architecture_for(source.config, where)
+    sizes = sizes_of(facts, source.config, where)
+    other = str(experts.folder / CONFIG)
+    if sizes_of(architecture_for(experts.config, other), experts.config, other) != sizes:
+        raise CheckpointError(f"{other}: is another model than {source.name}; give one made from a copy of it")
+    named = readable(experts, facts)
+    schemes = [scheme_of(named, facts, layer) for layer in range(sizes["layers"])]
+    found = examine(source, named, facts, sizes, device)
+    # Where nothing was folded every norm and router is kept.
+    experts_settings = Experts() if any(layer.folded for layer in found) else Experts(awq=False)
+    specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
+    plan = make_plan(facts, sizes, specs, experts_settings, str(source.folder), block_size(source))
+    plan = plan.with_schemes(schemes)
+    refuse_strangers(output)
+    with journal.locked(output):
+        work = journal.work_folder(output)
+        if (work / "moving").exists():
+            return move_into_place(work, output)
+        journal.refuse_changes(work, settings, output)
+        journal.refuse_damaged_shards(work, sizes["layers"], output, hashes=False)
+        journal.remove_cut_files(work)
+        for name in ("layers", "output"):
+            (work / name).mkdir(exist_ok=True)
+        folder = work / "output"
+        with progress("stitching", sizes["layers"]) as step:
+            write_layers(plan, source, named, repair_router, work, _checked(step, check))
+        last = write_shard(layer_tensors(plan, None, source, None), folder / plan.shard_file(None))
+        for file in side_files(source.folder):
+            copy_file(file, folder / file.name)
+        write_text(index_json(plan), folder / INDEX)
+        config = output_config(source.config, schemes, plan.fp8_block(block_size(source)))
+        write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
+        entries = journal.done_layers(work, sizes["layers"])
+        written = {entry["shard"]: entry["digest"] for entry in entries} | {plan.shard_file(None): last}
+        with progress("verifying", sizes["layers"]) as step:
+            audit = verify(folder, source, device, written, _checked(step, check))
+        report = {
+            "stitched": settings,
+            "source": {
+                "model": settings["source"],
+                "revision": source.revision,
+                "digest": digests["source"],
+            },
+            "versions": versions or {},
+            "notes": [*describe(found), *folders_left_out(source.folder)],
+            "layers": as_rows(found),
+            "audit": audit.as_dict() | {"digests": written},
+        }
+        write_record(folder, report | describe_files(folder, {}))
+        write_text("", work / "moving")
+        return move_into_place(work, output)
+
+
+def _checked(step: Step, check: Callable[[], None]) -> Step:
+    def both(note: str) -> None:
+        check()
+        step(note)
+
+    return both
+
+
+def stitch_table(report: dict[str, Any], output: Path) -> str:
+    """What `quantize stitch` prints."""
+    bare = [line for line in report["audit"]["differences"] if "not compensated" in line]
+    lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
+    lines += report["notes"]
+    if report["stitched"]["repair_router"]:
+        lines.append("the router of every smoothed layer was compensated: router * norm / norm', in float32")
+    elif bare:
+        lines.append(
+            f"the source's router reads a smoothed norm in {len(bare)} layers, and sends tokens to other experts than "
+            "the source does; write the compensated router with --repair-router"
+        )
+    audit = report["audit"]
+    lines.append(
+        f"{audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for byte, "
+        f"{len(audit['differences'])} differences"
+    )
+    return "\n".join([*lines, *(f"  {line}" for line in audit["differences"][:10])])

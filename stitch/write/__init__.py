@@ -1,0 +1,1 @@
+"""One shard and the config: what is written, and the digests taken while it is."""

@@ -1,0 +1,78 @@
+"""config.json's quantization_config for FP8 attention beside integer experts.
+
+Validated against what compressed-tensors 0.17 to 0.20, vLLM and transformers read: only old fields,
+no null options in a scheme. Three rules that are easy to get wrong, and load silently when wrong:
+experts must match under both of vLLM's naming generations (w1/w2/w3 and gate/up/down_proj, below
+`mlp.experts`); the attention regex names the fused qkv_proj for SGLang; and no group may target a
+class name such as "Linear".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quantizers.recipe.scheme import Scheme
+
+EXPERT = r"\.experts\.\d+\.(w1|w2|w3|gate_proj|up_proj|down_proj)$"
+EXPERTS = rf"re:.*{EXPERT}"
+ATTENTION = r"re:.*self_attn\.(q|k|v|o|qkv)_proj$"
+IGNORE = ["lm_head", r"re:.*\.gate$", "model.embed_tokens"]
+
+
+def quantization_config(schemes: Sequence[Scheme], fp8_block: tuple[int, int] | None) -> dict[str, Any]:
+    """The whole section; it replaces the source's own.
+
+    Args:
+        schemes: of each layer's experts. Where they differ, each has a group whose regex names its layers.
+        fp8_block: rows and columns of the kept FP8 attention's blocks; None where it is not FP8.
+    """
+    groups: dict[str, Any] = {}
+    if fp8_block is not None:
+        groups["attention_fp8_block"] = {
+            "targets": [ATTENTION],
+            "format": "float-quantized",
+            "weights": _scheme(8, "float", "block", block_structure=list(fp8_block)),
+            "input_activations": _scheme(8, "float", "group", dynamic=True, group_size=fp8_block[1]),
+        }
+    alike = len(set(schemes)) == 1
+    for scheme in sorted(set(schemes), key=schemes.index):
+        layers = "|".join(str(layer) for layer, own in enumerate(schemes) if own == scheme)
+        name = "routed_experts" if alike else f"routed_experts_int{scheme.bits}_group{scheme.group_size}"
+        groups[name] = {
+            "targets": [EXPERTS if alike else rf"re:.*\.layers\.({layers})\..*{EXPERT}"],
+            "format": "pack-quantized",
+            "weights": _scheme(scheme.bits, "int", "group", group_size=scheme.group_size),
+            "input_activations": None,
+        }
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "pack-quantized",  # the one that vLLM, transformers and SGLang's INT4 MoE all accept
+        "config_groups": groups,
+        "ignore": IGNORE if fp8_block is not None else [*IGNORE, r"re:.*self_attn.*"],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.17.0",
+    }
+
+
+def _scheme(bits: int, kind: str, strategy: str, dynamic: bool = False, **extra: Any) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "type": kind,
+        "strategy": strategy,
+        "symmetric": True,
+        "dynamic": dynamic,
+        **extra,
+    }
+
+
+def output_config(
+    source: dict[str, Any], schemes: Sequence[Scheme], fp8_block: tuple[int, int] | None
+) -> dict[str, Any]:
+    """config.json of the output: the source's fields as published, the quantization section replaced."""
+    kept = {key: value for key, value in source.items() if key != "quantization_config"}
+    return kept | {"quantization_config": quantization_config(schemes, fp8_block)}

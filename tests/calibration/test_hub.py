@@ -1,0 +1,249 @@
+"""Datasets of the Hub, served by a stand-in on the loopback interface to the real client libraries.
+
+The libraries read HF_ENDPOINT and HF_HOME when they are imported, so a machine with caches of its
+own is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calibration_tokenizer import write_tokenizer
+from hub_datasets import hub_datasets
+from hub_stand_in import HubStandIn
+
+from quantizers.calibration.set import read_set
+from quantizers.system.shipped import shipped
+
+SETS = shipped("calibration")
+SOFTWARE = SETS / "software-engineer.yaml"
+LARGE = "HuggingFaceH4/ultrachat_200k"
+MACHINE = """
+import json, sys
+from pathlib import Path
+from quantizers.calibration import load_samples
+from quantizers.calibration.data import language_counts
+from quantizers.calibration.lock import lock_set
+from quantizers.calibration.set import read_set
+from quantizers.errors import CalibrationError
+
+for line in sys.stdin:
+    path, tokenizer, workers, cache, lock = json.loads(line)
+    try:
+        if lock:
+            lock_set(Path(path))
+        data = load_samples(Path(path), tokenizer, workers=workers, cache=Path(cache) if cache else None)
+        counts = language_counts(read_set(Path(path)), data.samples)
+        answer = data.summary() | {"languages": counts}
+    except CalibrationError as failure:
+        answer = {"error": str(failure)}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A computer with caches in `folder`, which answers a line for every line it gets."""
+
+    folder: Path
+    tokenizer: str
+    process: subprocess.Popen[str]
+
+    def load(self, path: Path, *, workers: int = 4, cache: bool = True, lock: bool = False) -> dict[str, Any]:
+        """The summary of a set as loaded there; `{"error": …}` where it is refused."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        kept = str(self.folder / "cache") if cache else ""
+        self.process.stdin.write(json.dumps([str(path), self.tokenizer, workers, kept, lock]) + "\n")
+        self.process.stdin.flush()
+        summary: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return summary
+
+    def downloaded(self) -> set[str]:
+        """The ids of the datasets whose data files were downloaded rather than streamed."""
+        hub = self.folder / "hf" / "hub"
+        files = [file.relative_to(hub) for file in hub.glob("datasets--*/snapshots/*/**/part-*")]
+        return {file.parts[0].removeprefix("datasets--").replace("--", "/") for file in files}
+
+
+@contextmanager
+def switched_on(folder: Path, endpoint: str, seed: int) -> Iterator[Machine]:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = str(write_tokenizer(folder / "tokenizer"))
+    home = {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "hf"), "PYTHONHASHSEED": str(seed)}
+    with (
+        (folder / "stderr").open("w+") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", MACHINE],
+            env={"PATH": os.environ["PATH"], **home},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
+        yield Machine(folder, tokenizer, process)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait() == 0
+        errors.seek(0)
+        assert errors.read() == ""  # the libraries are silent
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[HubStandIn]:
+    with HubStandIn({}) as stand_in:
+        yield stand_in
+
+
+@pytest.fixture(scope="module")
+def machine(hub: HubStandIn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    with switched_on(tmp_path_factory.mktemp("one"), hub.endpoint, seed=1) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def other_machine(hub: HubStandIn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    with switched_on(tmp_path_factory.mktemp("two"), hub.endpoint, seed=2) as two:
+        yield two
+
+
+@pytest.fixture(scope="module")
+def offline(machine: Machine) -> Iterator[Machine]:
+    """The first machine after a restart, without a network."""
+    with switched_on(machine.folder, "http://127.0.0.1:9", seed=3) as same:
+        yield same
+
+
+def rows(name: str, count: int = 12) -> bytes:
+    return "".join(json.dumps({"text": f"{name}, row {number}"}) + "\n" for number in range(count)).encode()
+
+
+SMALL = """\
+name: small
+sequence_length: 64
+sources:
+  - {dataset: org/plain, columns: [text], shape: text, samples: 8, category: x}
+  - {dataset: org/streamed, streaming: true, columns: [text], shape: text, samples: 8, category: x}
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, hub: HubStandIn) -> Path:
+    """A set of two datasets in four files each, which the stand-in serves."""
+    files = {f"train-{number}.jsonl": rows(f"file {number}") for number in range(4)}
+    hub.datasets = {"org/plain": files, "org/streamed": dict(files)}
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    return path
+
+
+@pytest.mark.slow
+def test_the_whole_software_engineer_set_loads_and_again_offline(
+    hub: HubStandIn, machine: Machine, offline: Machine
+) -> None:
+    calibration = read_set(SOFTWARE)
+    hub.datasets = hub_datasets(calibration, LARGE)
+    loaded = machine.load(SOFTWARE)
+    assert loaded["samples"] == 590
+    assert loaded["categories"]["tool-use"] == 100
+    assert min(loaded["languages"]["programming"].values()) >= 2
+    assert min(loaded["languages"]["spoken"].values()) >= 2
+    assert [item["source"] for item in loaded["dropped"]] == ["interstellarninja/hermes_reasoning_tool_use"]
+    assert loaded["dropped"][0]["reason"] == "the chat template refuses it: a tool turn without a call"
+    assert machine.downloaded() == {source.dataset for source in calibration.sources if not source.streaming}
+    large = {path: raw for path, raw in hub.datasets[LARGE].items() if path.endswith(".jsonl")}
+    assert all(0 < hub.reached[f"{LARGE}/{path}"] < len(raw) for path, raw in large.items())
+    again = offline.load(SOFTWARE)
+    refused = offline.load(SOFTWARE, cache=False)["error"]
+    assert again["digest"] == loaded["digest"]
+    assert again["notes"] == ["from the cache; 50 sources could not be reached"]
+    assert refused.startswith(f"{SOFTWARE}:")
+    assert "HuggingFaceH4/ultrachat_200k, databricks/databricks-dolly-15k (line " in refused
+    assert "the Hub cannot be reached (ConnectError: [Errno 111] Connection refused); go online once" in refused
+    assert "\n" not in refused
+
+
+def test_order_of_files_workers_and_hash_seed_make_no_difference(
+    small: Path, hub: HubStandIn, machine: Machine, other_machine: Machine
+) -> None:
+    one = machine.load(small, workers=1)
+    hub.backwards = True
+    other = other_machine.load(small, workers=4)
+    hub.backwards = False
+    assert one["digest"] == other["digest"]
+
+
+def test_the_embedded_set_is_the_same_in_three_processes(
+    tmp_path: Path, machine: Machine, other_machine: Machine, offline: Machine
+) -> None:
+    """With different hash seeds and workers, and in a folder whose files were made in another order."""
+    copy = tmp_path / "elsewhere"
+    (copy / "embedded").mkdir(parents=True)
+    for file in sorted((SETS / "embedded").iterdir(), reverse=True):
+        shutil.copy(file, copy / "embedded")
+    shutil.copy(SETS / "embedded.yaml", copy)
+    summaries = [
+        machine.load(SETS / "embedded.yaml", workers=1, cache=False),
+        other_machine.load(copy / "embedded.yaml", workers=4, cache=False),
+        offline.load(SETS / "embedded.yaml", workers=4, cache=False),
+    ]
+    assert [summary["samples"] for summary in summaries] == [299] * 3
+    assert len({summary["digest"] for summary in summaries}) == 1
+
+
+def test_a_moved_revision_is_loaded_anew(small: Path, hub: HubStandIn, machine: Machine) -> None:
+    before = machine.load(small)
+    hub.datasets["org/plain"] = {"train.jsonl": rows("changed")}
+    after = machine.load(small)
+    assert after["notes"] == []
+    assert after["digest"] != before["digest"]
+    assert after["versions"] == [hub.commit("org/plain"), before["versions"][1]]
+
+
+def test_a_lock_holds_the_revision(small: Path, hub: HubStandIn, machine: Machine, other_machine: Machine) -> None:
+    locked = machine.load(small, lock=True)
+    commits = [hub.commit("org/plain"), hub.commit("org/streamed")]
+    assert locked["lock"]
+    assert locked["versions"] == commits
+    pins = json.loads((small.parent / "small.lock.json").read_text())["sources"]
+    assert [pin["commit"] for pin in pins] == commits
+    assert sorted(pins[0]["files"]) == [f"train-{number}.jsonl" for number in range(4)]
+    assert all(value.startswith("git:") for value in pins[0]["files"].values())
+    hub.datasets["org/streamed"] = {"train.jsonl": rows("changed")}
+    refused = other_machine.load(small, cache=False)["error"]
+    assert f"org/streamed: no revision {commits[1]}; correct the source's revision, or lock" in refused
+
+
+def test_sources_that_fail_are_told_together(small: Path, machine: Machine) -> None:
+    source = "columns: [text], shape: text, samples: 1, category: x}\n"
+
+    def told(*starts: str) -> list[str]:
+        extra = "".join(f"  - {{{start}, {source}" for start in starts)
+        small.write_text(SMALL.replace("[text]", "[txt]") + extra)
+        error: str = machine.load(small)["error"]
+        return error.splitlines()
+
+    assert told("dataset: org/none", "dataset: org/plain, revision: v9", "dataset: missing.jsonl") == [
+        f"{small}:6: org/none: no such dataset on the Hub; correct the id, or `hf auth login` if it is private",
+        f"{small}:7: org/plain: no revision v9; correct the source's revision, or lock the set again",
+        f"{small}:8: {small.parent}/missing.jsonl: cannot be read (No such file or directory); give an existing file",
+    ]
+    assert told("dataset: org/plain, split: test", "dataset: org/plain, subset: other") == [
+        f"{small}:4: org/plain, org/streamed (line 5): no column 'txt' (it has text); "
+        "correct the source's columns or category",
+        f'{small}:6: org/plain: cannot be loaded (ValueError: Unknown split "test". '
+        "Should be one of ['train'].); correct the source's subset, split or revision",
+        f"{small}:7: org/plain: cannot be loaded (ValueError: BuilderConfig 'other' not found. "
+        "Available: ['default']); correct the source's subset, split or revision",
+    ]

@@ -1,0 +1,341 @@
+"""Checkpoint folders: what is read, what is refused, and that a damaged index never does anything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from quantizers.checkpoint.reader import (
+    as_tensor,
+    block_size,
+    declared_block,
+    open_checkpoint,
+    open_folder,
+    read_bytes,
+    read_json,
+    resolve,
+    side_files,
+)
+from quantizers.checkpoint.safetensors_header import TensorInfo
+from quantizers.system.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SHARDS = [f"part-{number}.safetensors" for number in (1, 2)]
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16), "c": torch.tensor(3)}
+
+
+def make(folder: Path) -> Path:
+    """Three tensors in two shards."""
+    folder.mkdir()
+    save_file({"a": TENSORS["a"]}, folder / SHARDS[0])
+    save_file({"b": TENSORS["b"], "c": TENSORS["c"]}, folder / SHARDS[1])
+    (folder / "config.json").write_text("{}")
+    write_map(folder, {"a": SHARDS[0], "b": SHARDS[1], "c": SHARDS[1]})
+    return folder
+
+
+def write_map(folder: Path, weight_map: object) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make(tmp_path / "model")
+
+
+def test_tensors_of_all_shards(folder: Path) -> None:
+    checkpoint = open_folder(folder, "mine", "main")
+    assert (checkpoint.name, checkpoint.revision, checkpoint.config) == ("mine", "main", {})
+    assert set(checkpoint.tensors) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(checkpoint.tensor(name), tensor)
+        assert bytes(checkpoint.raw(name)) == tensor.view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_one_file_without_index(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    assert set(open_folder(tmp_path).tensors) == set(TENSORS)
+
+
+def test_a_read_tensor_has_memory_of_its_own(folder: Path) -> None:
+    checkpoint = open_folder(folder)
+    checkpoint.tensor("a").zero_()
+    assert torch.equal(checkpoint.tensor("a"), TENSORS["a"])
+
+
+def test_a_file_that_shrinks_or_vanishes_after_its_header_was_read(folder: Path) -> None:
+    checkpoint = open_folder(folder)
+    os.truncate(folder / SHARDS[0], (folder / SHARDS[0]).stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"part-1.safetensors: a: the file is truncated; download this shard"):
+        checkpoint.tensor("a")
+    (folder / SHARDS[0]).unlink()
+    with pytest.raises(CheckpointError, match=r"part-1.safetensors: a: cannot be read \(No such file"):
+        checkpoint.tensor("a")
+
+
+def test_a_required_tensor(folder: Path) -> None:
+    assert open_folder(folder).require("a", "a test").shape == (2, 3)
+    with pytest.raises(CheckpointError, match=r"x is missing \(a test\); the checkpoint is incomplete"):
+        open_folder(folder).require("x", "a test")
+
+
+def test_a_dtype_that_torch_cannot_compute_with() -> None:
+    with pytest.raises(CheckpointError, match=r"x: a: dtype U16 cannot be read"):
+        as_tensor(TensorInfo("a", "U16", (1,), Path("x"), 0, 2), bytearray(2))
+
+
+# The index and what it names.
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "said"),
+    [
+        ({"a": "../other.safetensors"}, "names the shard '../other.safetensors', which is not a plain file name"),
+        ({"a": "sub/x.safetensors"}, "which is not a plain file name, and is refused; download this file again"),
+        ({"a": "/etc/passwd"}, "which is not a plain file name"),
+        ({"a": ".."}, "which is not a plain file name"),
+        ({"a": "."}, "which is not a plain file name"),
+        ({"a": ""}, "which is not a plain file name"),
+        ({"a": None}, "names the shard None, which is not a plain file name"),
+        ({"a": {}}, "names the shard {}, which is not a plain file name"),
+        ({"a": "x\ny"}, "which is not a plain file name"),
+        ({"a": "\ud800"}, "which is not a plain file name"),
+        ({"a": "x\0"}, "which is not a plain file name"),
+        ({"a": "n" * 5000}, "which is not in the folder; download it"),
+        ({"a": "absent.safetensors"}, "names absent.safetensors, which is not in the folder; download it"),
+        ({"a": "config.json"}, "config.json: the header is cut off or absurd"),
+        ({"a": SHARDS[0], "b": SHARDS[0], "c": SHARDS[1]}, "b should be in part-1.safetensors, which has no such"),
+        ({"a": SHARDS[0], "b": SHARDS[1]}, "c is not in model.safetensors.index.json; index and shards"),
+        ({"a": SHARDS[0], "x": SHARDS[0]}, "x should be in part-1.safetensors"),
+        ({}, "weight_map is missing or empty; download this file again"),
+        ([], "weight_map is missing or empty"),
+        (None, "weight_map is missing or empty"),
+    ],
+)
+def test_a_wrong_index(folder: Path, weight_map: object, said: str) -> None:
+    write_map(folder, weight_map)
+    with pytest.raises(CheckpointError) as failure:
+        open_folder(folder)
+    assert said in str(failure.value)
+    assert str(folder) in str(failure.value)
+    assert "\n" not in str(failure.value)
+    str(failure.value).encode()
+
+
+def test_one_tensor_in_two_shards(folder: Path) -> None:
+    save_file(TENSORS, folder / SHARDS[1])
+    with pytest.raises(CheckpointError, match=r"part-2.safetensors: a is also in part-1.safetensors; keep one"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, SHARDS[0], "tokenizer.json", "licence.txt"])
+@pytest.mark.parametrize("target", ["../outside", "/etc/hostname"])
+def test_a_link_out_of_the_folder_is_refused(folder: Path, name: str, target: str) -> None:
+    (folder.parent / "outside").write_text("private")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target)
+    with pytest.raises(CheckpointError, match=f"{name}: is a link that leads out of the checkpoint; put the file"):
+        open_folder(folder)
+
+
+def test_a_linked_single_file_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file(TENSORS, tmp_path / "x.safetensors")
+    (folder / "model.safetensors").symlink_to("../x.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.safetensors: is a link that leads out of the checkpoint"):
+        open_folder(folder)
+
+
+def test_links_within_the_folder_and_to_it(folder: Path, tmp_path: Path) -> None:
+    (folder / SHARDS[0]).rename(folder / "real.bin")
+    (folder / SHARDS[0]).symlink_to("real.bin")
+    (tmp_path / "link").symlink_to(folder)
+    assert set(open_folder(folder).tensors) == set(open_folder(tmp_path / "link").tensors) == set(TENSORS)
+
+
+def test_the_hubs_cache_links_into_its_blobs(tmp_path: Path, folder: Path) -> None:
+    cache = tmp_path / "models--a--b"
+    snapshot, blobs = cache / "snapshots" / "0123", cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert set(open_folder(snapshot).tensors) == set(TENSORS)
+
+
+def test_a_link_in_a_circle(folder: Path) -> None:
+    (folder / SHARDS[0]).unlink()
+    (folder / SHARDS[0]).symlink_to(SHARDS[0])
+    with pytest.raises(CheckpointError, match=r"part-1"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read (No such file or directory)"),
+        (lambda folder: (folder / INDEX).unlink(), f"neither {INDEX} nor model.safetensors; give a safetensors"),
+        (lambda folder: (folder / SHARDS[0]).unlink(), "names part-1.safetensors, which is not in the folder"),
+        (shutil.rmtree, "model: no such folder; give a checkpoint folder or a Hub id"),
+        (lambda folder: (folder / INDEX).write_bytes(b"\xff"), f"{INDEX}:1: not valid JSON; download this file again"),
+        (lambda folder: (folder / INDEX).write_text("{\n\n"), f"{INDEX}:3: not valid JSON"),
+        (lambda folder: (folder / INDEX).write_text("[]"), f"{INDEX}:1: must be a JSON object"),
+        (lambda folder: (folder / INDEX).write_text("{}"), "weight_map is missing or empty"),
+        (lambda folder: (folder / INDEX).write_text('{"a":' * 10**5), "not valid JSON"),
+        (lambda folder: (folder / INDEX).write_text('{"a":' + "9" * 5000 + "}"), "not valid JSON"),
+    ],
+)
+def test_a_wrong_folder(folder: Path, spoil: Callable[[Path], object], said: str) -> None:
+    spoil(folder)
+    with pytest.raises(CheckpointError) as failure:
+        open_folder(folder)
+    assert said in str(failure.value)
+
+
+def test_json_must_be_an_object(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"a": 1}')
+    assert read_json(tmp_path / "x.json") == {"a": 1}
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory\); check the folder"):
+        read_json(tmp_path)
+
+
+def test_side_files(folder: Path) -> None:
+    wanted = ["LICENSE", "chat_template.jinja", "modeling.py", "tokenizer.json"]
+    for name in [*wanted, "README.md", "report.json", "recipe.yaml", "x.bin", "x.gguf", ".hidden", "y.index.json"]:
+        (folder / name).touch()
+    (folder / "sub").mkdir()
+    assert [path.name for path in side_files(folder)] == wanted
+
+
+# FP8 blocks.
+
+
+@pytest.mark.parametrize(
+    ("config", "block"),
+    [
+        ({}, (128, 128)),
+        ({"quantization_config": None}, (128, 128)),
+        ({"quantization_config": {}}, (128, 128)),
+        ({"quantization_config": {"weight_block_size": None}}, (128, 128)),
+        ({"quantization_config": {"weight_block_size": [64, 32]}}, (64, 32)),
+    ],
+)
+def test_block_sizes(config: dict[str, Any], block: tuple[int, int]) -> None:
+    assert declared_block(config, "config.json") == block
+
+
+@pytest.mark.parametrize("declared", [[0, 1], [1], [1, 2, 3], [-1, 1], [True, 1], [1.0, 1], "ab", 5, {"a": 1}])
+def test_wrong_block_sizes(folder: Path, declared: object) -> None:
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": declared}}))
+    with pytest.raises(CheckpointError, match=r"config.json: quantization_config.weight_block_size is .* are needed"):
+        block_size(open_folder(folder))
+
+
+@pytest.mark.parametrize("section", [[1], "fp8", 5, True])
+def test_a_wrong_quantization_section(section: object) -> None:
+    with pytest.raises(CheckpointError, match=r"^config.json: quantization_config is .*; an object is needed$"):
+        declared_block({"quantization_config": section}, "config.json")
+
+
+# Where a checkpoint is found.
+
+
+def test_a_folder_is_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert resolve(str(folder)) == resolve("~/model") == folder
+
+
+@pytest.mark.parametrize(
+    "name", ["", "model", "./a/b", "../b", "/a/b", "~/b", "~nobody/b", "a/b/c", "m" * 5000, "a\0b"]
+)
+def test_what_is_neither_folder_nor_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # names are relative to it, and nothing of the kind lies near
+    with pytest.raises(CheckpointError, match=r"no such folder, and not a Hub id \(owner/name\); correct it"):
+        open_checkpoint(name)
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "a b/c", "-a/b", "a/b..c"])
+def test_an_id_that_the_hub_does_not_give(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match=rf"^{name}: .*; download it and name the folder$"):
+        open_checkpoint(name)
+
+
+# Anything at all.
+
+PROPERTY = settings(
+    derandomize=True, deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+NAMES = st.sampled_from([*SHARDS, "a", "b", "c", "..", "", "/", "\0", "a\nb", "config.json", "weight_map"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | NAMES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=6,
+)
+
+
+def opens_or_refuses(folder: Path) -> None:
+    said = ""
+    try:
+        checkpoint = open_folder(folder)
+    except CheckpointError as failure:
+        said = str(failure)
+    if said:
+        assert str(folder) in said
+        assert "\n" not in said
+    else:
+        assert len(checkpoint.tensors) == len(TENSORS)
+
+
+@PROPERTY
+@given(weight_map=st.dictionaries(NAMES, JSON, max_size=4))
+def test_any_weight_map_opens_or_is_refused(folder: Path, weight_map: dict[str, Any]) -> None:
+    write_map(folder, {"a": SHARDS[0], "b": SHARDS[1], "c": SHARDS[1]} | weight_map)
+    opens_or_refuses(folder)
+
+
+@PROPERTY
+@given(body=JSON)
+def test_any_index_opens_or_is_refused(folder: Path, body: object) -> None:
+    (folder / INDEX).write_text(json.dumps(body))
+    opens_or_refuses(folder)
+
+
+@PROPERTY
+@given(data=st.data(), name=st.sampled_from([INDEX, "config.json", *SHARDS]))
+def test_any_byte_may_be_wrong(folder: Path, data: st.DataObject, name: str) -> None:
+    before = (folder / name).read_bytes()
+    raw = bytearray(before)
+    at = data.draw(st.integers(0, len(raw)))
+    raw[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
+    try:
+        (folder / name).write_bytes(raw)
+        opens_or_refuses(folder)
+    finally:
+        (folder / name).write_bytes(before)
+
+
+def test_a_whole_random_checkpoint(tmp_path: Path) -> None:
+    config = tiny.config(num_hidden_layers=1)
+    weights = tiny.tensors(config)
+    checkpoint = open_folder(tiny.write(tmp_path / "model", config, weights, shards=3))
+    assert checkpoint.config == config
+    assert {name: info.shape for name, info in checkpoint.tensors.items()} == {n: t.shape for n, t in weights.items()}
+    info = checkpoint.tensors["lm_head.weight"]
+    assert torch.equal(as_tensor(info, read_bytes(info)), weights["lm_head.weight"])

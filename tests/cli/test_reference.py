@@ -1,0 +1,102 @@
+"""The docs that are made from the program, the shipped recipes, and what every command says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+from quantizers.cli import main as cli
+from quantizers.cli.reference import _commands, reference
+from quantizers.recipe.catalogue import catalogue, copied, new_recipe, rows, text_of
+from quantizers.recipe.schema import read_recipe, set_location, source_location
+from quantizers.system.errors import InputError, OutputError, RecipeError
+from quantizers.system.shipped import shipped
+
+COMMANDS = list(_commands(cli.app))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["quantize", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_the_command_reference_is_up_to_date() -> None:
+    assert (REPOSITORY / "docs" / "commands.md").read_text() == reference(), "run python -m quantizers.cli.reference"
+
+
+def test_the_catalogue_is_up_to_date() -> None:
+    assert (REPOSITORY / "recipes" / "README.md").read_text() == catalogue(), "run python -m quantizers.cli.reference"
+
+
+@pytest.mark.parametrize("words", [words for words, _ in COMMANDS])
+def test_every_command_has_an_example_of_itself(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *words.split(), "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"Example: quantize {words}" in text
+
+
+def test_every_option_is_in_the_reference() -> None:
+    text = reference()
+    for option in (
+        "--vram",
+        "--context",
+        "--kv auto or fp8",
+        "--tp N",
+        "--force REASON",
+        "--dry-run",
+        "--device-memory",
+    ):
+        assert f"`{option}" in text
+
+
+@pytest.mark.parametrize("name", [row["name"] for row in rows()])
+def test_a_copied_recipe_means_the_same(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(copied(name))
+    mine, _ = read_recipe(str(path))
+    theirs, their_path = read_recipe(name)
+    assert mine.experts == theirs.experts
+    assert source_location(mine, path) == source_location(theirs, their_path)
+    assert set_location(mine.calibration, path).samefile(set_location(theirs.calibration, their_path))
+
+
+def test_a_new_recipe_means_what_the_shipped_one_does(tmp_path: Path) -> None:
+    path = tmp_path / "new.yaml"
+    path.write_text(new_recipe("MiniMaxAI/MiniMax-M2.1"))
+    new, _ = read_recipe(str(path))
+    theirs, _ = read_recipe("minimax-m2.1-fp8-int4")
+    assert new.experts == theirs.experts
+    assert new.source == theirs.source
+    assert set_location(new.calibration, path) == shipped("calibration") / "software-engineer.yaml"
+
+
+def test_what_is_not_known() -> None:
+    with pytest.raises(InputError, match=r"foo/bar: no facts for this model; .*MiniMaxAI/MiniMax-M2\.1"):
+        new_recipe("foo/bar")
+    for name in ("nothing", "../recipes/minimax-m2-fp8-int4"):
+        with pytest.raises(RecipeError, match="no such recipe"):
+            text_of(name)
+
+
+def test_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    name = "tiny-minimax-m2-fp8-int4"
+    assert run(monkeypatch, "recipes") == 0
+    listed = capsys.readouterr().out
+    assert name in listed
+    assert run(monkeypatch, "recipes", "list") == 0
+    assert capsys.readouterr().out == listed
+    assert run(monkeypatch, "recipes", "show", name) == 0
+    assert capsys.readouterr().out == text_of(name)
+    target = tmp_path / "copy.yaml"
+    assert run(monkeypatch, "recipes", "copy", name, str(target)) == 0
+    assert run(monkeypatch, "plan", str(target)) == 0
+    assert run(monkeypatch, "recipes", "copy", name, str(target)) == OutputError.exit_code
+    assert f"{target}: exists" in capsys.readouterr().err
+    assert run(monkeypatch, "new", "MiniMaxAI/MiniMax-M2.1", str(tmp_path / "new.yaml")) == 0

@@ -1,0 +1,323 @@
+"""The same bytes on a GPU: what is set where one is chosen, what is refused, and which operations the program uses."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from one_layer import GROUP, make_layer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eval.fidelity.figures import Text
+from eval.fidelity.lockstep import _score_text
+from quantizers.budget.measure import _Walk
+from quantizers.budget.output_errors import scheme_errors
+from quantizers.cli import main as cli
+from quantizers.device import devices
+from quantizers.device.determinism import WORKSPACE, ordered
+from quantizers.forward.recorded import Recorded
+from quantizers.recipe.schema import Awq, Experts
+from quantizers.recipe.scheme import Scheme
+from quantizers.solve.gram_engine import solve
+from quantizers.solve.token_weights import blend, routed_rows, squared_weights
+from quantizers.system.errors import InputError, QuantizeError
+
+aten = torch.ops.aten
+silu = torch.nn.functional.silu
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A stand-in for a GPU, on which nothing is set yet; the process's flags are given back afterwards."""
+    for name in (WORKSPACE, "NVIDIA_TF32_OVERRIDE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch, "zeros", lambda *_, **named: None)
+    matmul, memory = torch.backends.cuda.matmul, torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        memory.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+    )
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    memory.fill_uninitialized_memory = before[1]  # type: ignore[attr-defined]
+    torch.set_float32_matmul_precision(before[2])
+    torch.backends.cudnn.allow_tf32 = before[3]
+    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before[4:]
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda", "cuda:1"])
+def test_choosing_a_gpu_settles_how_it_computes(name: str, gpu: None) -> None:
+    torch.set_float32_matmul_precision("high")  # as with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
+    assert torch.backends.cuda.matmul.allow_tf32
+    assert devices.choose_device(name).type == "cuda"
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    assert os.environ[WORKSPACE] == ":4096:8"
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert not torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+
+
+def test_choosing_the_cpu_sets_nothing(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert devices.choose_device("cpu").type == "cpu"
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert WORKSPACE not in os.environ
+    assert "cublas_workspace" not in devices.fingerprint(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("NVIDIA_TF32_OVERRIDE", "1", "NVIDIA_TF32_OVERRIDE=1: float32 products would keep 11 bits; unset it"),
+        (
+            WORKSPACE,
+            ":2048:8",
+            "CUBLAS_WORKSPACE_CONFIG=:2048:8: cuBLAS does not promise the same bytes with it; unset",
+        ),
+        (WORKSPACE, "", "CUBLAS_WORKSPACE_CONFIG=: cuBLAS does not promise"),
+    ],
+)
+def test_an_environment_without_the_same_bytes_is_refused(
+    name: str, value: str, said: str, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InputError) as refused:
+        devices.choose_device("cuda")
+    assert str(refused.value).startswith(said)
+    assert "\n" not in str(refused.value)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_gpu_that_is_not_there_sets_nothing(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch, "zeros", missing)
+    with pytest.raises(InputError, match=r"^--device cuda:99: no such device; give cpu"):
+        devices.choose_device("cuda:99")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_an_environment_that_is_as_good_is_kept_and_part_of_the_fingerprint(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another workspace may mean another algorithm, so a run does not go on under it."""
+    devices.choose_device("cuda")
+    usual = devices.fingerprint(torch.device("cuda"))
+    monkeypatch.setenv(WORKSPACE, ":16:8")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    devices.choose_device("cuda")
+    assert os.environ[WORKSPACE] == ":16:8"
+    assert devices.fingerprint(torch.device("cuda")) == usual | {"cublas_workspace": ":16:8"}
+
+
+def test_an_image_that_switches_tf32_on() -> None:
+    """In a process of its own: torch reads this variable once, when it starts."""
+    script = (
+        "import warnings; warnings.simplefilter('error')\n"
+        "import torch; from quantizers.determinism import settle_gpu\n"
+        "matmul = torch.backends.cuda.matmul; print(matmul.allow_tf32)\n"
+        "settle_gpu(); print(matmul.allow_tf32, matmul.fp32_precision, torch.backends.cudnn.allow_tf32)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != WORKSPACE} | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
+    assert (done.stdout, done.stderr) == ("True\nFalse ieee False\n", "")
+
+
+REFUSAL = (
+    "cumsum_cuda_kernel does not have a deterministic implementation, but you set "
+    "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation"
+)
+
+
+def test_an_operation_without_a_fixed_order_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the function as of the command; every other RuntimeError stays what it is."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(REFUSAL)
+
+    with pytest.raises(QuantizeError, match=r"^cumsum_cuda_kernel: torch cannot do this in a fixed order"), ordered():
+        refuse()
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), ordered():
+        raise RuntimeError("out of memory")
+    monkeypatch.setattr(cli, "app", refuse)
+    monkeypatch.setattr("sys.argv", ["quantize", "run"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("quantize: cumsum_cuda_kernel: torch cannot do this in a fixed order on a GPU")
+    assert "--device cpu" in line
+
+
+def test_torch_says_it_in_these_words() -> None:
+    """Of an operation that has no order on a CPU either."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(QuantizeError, match=r"^put_: "), ordered():
+            torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def recorded(seed: int, lengths: tuple[int, ...], experts: int, chosen: int) -> list[Recorded]:
+    """Sequences of which some rows cannot be used, with weights of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = []
+    for length in lengths:
+        x = torch.randn(length, 8, generator=generator)
+        x[::7] = torch.inf
+        weight = 10 ** (6 * torch.rand(length, chosen, generator=generator) - 3)
+        chosen_by = torch.rand(length, experts, generator=generator).topk(chosen).indices
+        sequences.append(Recorded(x, chosen_by, weight))
+    return sequences
+
+
+def test_the_routing_mass_is_the_exact_sum() -> None:
+    """Against math.fsum of Python's numbers, expert by expert; and counts, which are whole."""
+    sequences = recorded(0, (1, 50, 333), 6, 2)
+    found = blend(sequences, 6, 0.9, 8)
+    for expert in range(6):
+        squares = [
+            weight * weight
+            for sequence in sequences
+            for row, (chosen, weights) in enumerate(
+                zip(sequence.chosen.tolist(), sequence.weight.tolist(), strict=True)
+            )
+            for number, weight in zip(chosen, weights, strict=True)
+            if number == expert and row % 7
+        ]
+        assert len(squares) > 20
+        assert int(found.routed_tokens[expert]) == len(squares)
+        assert float(found.routed_mass[expert]) == pytest.approx(math.fsum(squares), rel=1e-15)
+    assert found.tokens == sum(int(torch.isfinite(s.x).all(-1).sum()) for s in sequences)
+
+
+@pytest.mark.parametrize("most", [1, 3, 400])
+def test_routed_rows_one_by_one(most: int) -> None:
+    """Each expert's tokens in their order, at most so many, then zeros; tokens of weight 0 left out."""
+    (sequence,) = recorded(1, (60,), 6, 2)
+    sequence.weight[10:20] = 0
+    squared = squared_weights(sequence, 1, 5)
+    rows, weights = routed_rows(sequence, 1, 5, most)
+    width = min(most, 60)
+    for expert in range(1, 5):
+        mine = [t for t in range(60) if expert in sequence.chosen[t].tolist() and squared[expert - 1, t] > 0][:width]
+        padding = [0] * (width - len(mine))
+        assert rows[expert - 1].tolist() == mine + padding
+        assert weights[expert - 1].tolist() == [float(squared[expert - 1, t]) for t in mine] + padding
+
+
+class InOrder(TorchDispatchMode):
+    """Refuses what a GPU would do in no fixed order, or torch by other and larger means once it must be fixed."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__()
+        self.places, self.seen = places, set[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = function.overloadpacket.__name__.removesuffix("_")
+        self.seen.add(name)
+        result = function(*args, **kwargs)
+        first = next((a for a in args if isinstance(a, torch.Tensor)), result)
+        real = isinstance(first, torch.Tensor) and first.is_floating_point()
+        # See torch.use_deterministic_algorithms: what it lists, and what is added up in floating point.
+        assert name not in ("put", "median", "nanmedian", "nll_loss_forward", "kthvalue", "index_copy"), name
+        if real:
+            assert name not in ("scatter_add", "index_add", "scatter_reduce", "index_reduce", "histc"), name
+            assert name not in ("cumsum", "cumprod", "logcumsumexp", "_index_put_impl", "index_put"), name
+        assert name != "bincount" or len(args) < 2 or args[1] is None, name
+        if name == "scatter":
+            # Done by sorting int64 numbers of every element: well enough for a table of the router's choices.
+            assert args[2].numel() <= self.places, f"scatter of {args[2].numel()} elements"
+        return result
+
+
+@pytest.mark.parametrize(
+    "change", ["histc", "cumsum", "index_add", "scatter_add", "index_put", "median", "put", "scatter", "bincount"]
+)
+def test_the_watch_refuses(change: str) -> None:
+    places, ones = torch.tensor([0, 0, 1]), torch.ones(3)
+    unordered = {
+        "histc": lambda: ones.histc(2),
+        "cumsum": lambda: ones.cumsum(0),
+        "index_add": lambda: torch.zeros(2).index_add_(0, places, ones),
+        "scatter_add": lambda: torch.zeros(2).scatter_add_(0, places, ones),
+        "index_put": lambda: torch.zeros(2).index_put_((places,), ones, accumulate=True),
+        "median": lambda: ones.median(0),
+        "put": lambda: torch.zeros(2).put_(places, ones),
+        "scatter": lambda: torch.zeros(2).scatter_(0, places, ones),
+        "bincount": lambda: places.bincount(ones),
+    }
+    with pytest.raises(AssertionError, match=change), InOrder(2):
+        unordered[change]()
+
+
+def test_the_watch_lets_whole_numbers_pass() -> None:
+    """Exact in any order."""
+    places = torch.tensor([0, 0, 1])
+    with InOrder(0) as watch:
+        torch.zeros(2, dtype=torch.int64).scatter_add_(0, places, places)
+        (places > 0).cumsum(0)
+        places.bincount()
+    assert {"scatter_add", "cumsum", "bincount"} <= watch.seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rounding", ["gptq", "nearest"])
+def test_a_layer_is_solved_without_operations_that_have_no_order(rounding: Any, dtype: torch.dtype) -> None:
+    """Search, rounding, and what a budget is measured by."""
+    layer = make_layer(5, tokens=200)
+    seen = [Recorded(r.x.to(dtype), r.chosen, r.weight) for r in layer.recorded()]
+    gate_up, down = layer.gate_up.to(dtype), layer.down.to(dtype)
+    settings = Experts(group_size=GROUP, awq=Awq(grid=4), rounding=rounding)
+    choices = max(1024, *(len(r.x) for r in seen)) * seen[0].chosen.shape[1]  # of sequences joined
+    with InOrder(choices) as watch:
+        solve(
+            seen, gate_up, down,
+            norm=layer.norm, router=layer.router, activation=silu, settings=settings, chunk=2,
+        )  # fmt: skip
+        scheme_errors(
+            seen, gate_up, down,
+            norm=layer.norm, activation=silu, settings=settings, schemes=[Scheme(4, GROUP)], experts=3, chunk=2,
+            compared=[0],
+        )  # fmt: skip
+    assert {"scatter_add", "cumsum", "sum", "bmm"} <= watch.seen, "the watch saw the work"
+
+
+def test_figures_without_operations_that_have_no_order() -> None:
+    """Perplexity and KL of the evaluation, and of the lanes that a budget is measured by."""
+    generator = torch.Generator().manual_seed(0)
+    states, head = (torch.randn(n, 16, generator=generator).bfloat16() for n in (40, 50))
+    model: Any = SimpleNamespace(device=states.device, final=lambda rows: rows, head=lambda: head)
+    walk: Any = object.__new__(_Walk)
+    walk.model, walk.job = model, SimpleNamespace(sizes={"layers": 1})
+    walk.lengths, walk.probes, walk.halved, walk.lane_lengths = [], [0], range(1), [40]
+    walk.states = [states, states + 1, states]
+    lane: Any = SimpleNamespace(model=model)
+    with InOrder(0) as watch:
+        _score_text([lane, lane], [head, head], Text(torch.arange(40), "a", 40), [states, states + 1])
+        assert walk.divergences(lambda: None)[0]["all"] > 0
+    assert {"_log_softmax", "gather", "mm"} <= watch.seen, "the watch saw the work"

@@ -1,0 +1,162 @@
+"""On a CPU the number of threads decides bits: what was begun with one goes on with it, however it is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import quantize
+from conftest import REPOSITORY, Finished
+from runs import assert_same, write_job
+
+from quantizers.architectures.architecture import Sizes, architecture_for, sizes_of
+from quantizers.checkpoint.reader import open_folder
+from quantizers.device import devices
+from quantizers.device.devices import fingerprint, use_threads
+from quantizers.output import journal
+from quantizers.run import layer_loop
+from quantizers.system.errors import OutputError
+from quantizers.team.ranks import Ranks
+
+
+@pytest.fixture
+def kept_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's threads are as before afterwards; OMP_NUM_THREADS is not set."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def sizes(finished: Finished) -> Sizes:
+    config = open_folder(finished.source).config
+    return sizes_of(architecture_for(config, ""), config, "")
+
+
+@pytest.mark.usefixtures("kept_threads")
+@pytest.mark.parametrize(
+    ("begun_with", "given", "processes", "wanted"),
+    [
+        (3, None, 1, 3),
+        (3, "3", 1, 3),
+        (3, "1", 2, 3),  # torchrun sets 1 where nothing is set
+        (1, "1", 2, 1),
+        (3, "1", 1, "OMP_NUM_THREADS is 1, .* begun with 3, .* unset it, or set OMP_NUM_THREADS=3"),
+        (3, "2", 2, "OMP_NUM_THREADS is 2, .* begun with 3, .* unset it, or set OMP_NUM_THREADS=3"),
+    ],
+)
+def test_another_number_of_processes_keeps_the_threads(
+    begun_with: int, given: str | None, processes: int, wanted: int | str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the run was refused for another machine.threads at default settings."""
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    torch.set_num_threads(int(given or 2))
+    if isinstance(wanted, str):
+        with pytest.raises(OutputError, match=wanted):
+            use_threads(sizes, begun_with, Ranks(0, processes))
+        return
+    use_threads(sizes, begun_with, Ranks(0, processes))
+    assert torch.get_num_threads() == wanted
+
+
+@pytest.mark.usefixtures("kept_threads")
+def test_a_run_begun_with_other_threads_goes_on_with_them(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one process: begun with 2, the rule says 1; then an explicit number is refused in one line."""
+    output = tmp_path / "output"
+    words = ("run", finished.recipe, "--output", output, "--device", "cpu")
+    real = layer_loop.write_json
+
+    def cut(path: Path, entry: Any) -> None:
+        real(path, entry)
+        if entry["layer"] == 0:
+            raise OutputError("cut here")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(devices, "SMALL_LAYER", 0)
+        patched.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+        patched.setattr(layer_loop, "write_json", cut)
+        assert quantize(patched, *words) == 2
+    assert torch.get_num_threads() == 2
+    assert journal.begun_with(output / ".quantize")["threads"] == 2
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OMP_NUM_THREADS", "1")
+        assert quantize(patched, *words) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "quantize: OMP_NUM_THREADS is 1, and what goes on here was begun with 2, which decides bits; unset it, or set "
+        "OMP_NUM_THREADS=2"
+    )
+    assert quantize(monkeypatch, *words) == 0
+    assert json.loads((output / "report.json").read_text())["settings"]["machine"]["threads"] == 2
+
+
+@pytest.mark.usefixtures("kept_threads")
+def test_an_evaluation_goes_on_with_its_threads(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: «holds an unfinished evaluation of other models or data»."""
+    from eval.fidelity import lockstep
+
+    words = ("eval", finished.source, finished.folder, "--data", finished.held_out, "--no-picture", "--device", "cpu")
+    words += ("--work", tmp_path / "work", "--json")
+    assert quantize(monkeypatch, *words) == 0
+    wanted = json.loads(capsys.readouterr().out)
+    real = lockstep._score_text
+
+    def cut(*_: Any) -> Any:
+        raise OutputError("cut here")
+
+    monkeypatch.setattr(lockstep, "_score_text", cut)
+    assert quantize(monkeypatch, *words) == 2
+    monkeypatch.setattr(lockstep, "_score_text", real)
+    capsys.readouterr()
+    monkeypatch.setattr(devices, "SMALL_LAYER", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert quantize(monkeypatch, *words) == 0
+    assert json.loads(capsys.readouterr().out) == wanted
+
+
+def test_on_a_gpu_threads_are_no_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the CPU's capability; the versions of transformers and CUDA are, on every device that has them."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    card, cpu = fingerprint(torch.device("cuda")), fingerprint(torch.device("cpu"))
+    assert card.keys() == {"device", "cuda", "cublas_workspace", "torch", "transformers"}
+    assert (card["device"], card["cuda"]) == ("a card", "13.0")
+    assert cpu.keys() == {"device", "threads", "cpu_capability", "torch", "transformers"}
+
+
+@pytest.mark.usefixtures("kept_threads")
+@pytest.mark.slow
+def test_two_processes_then_one_and_back(tmp_path: Path) -> None:
+    """OMP_NUM_THREADS unset: torchrun means 1 thread, one process as many as cores; a run keeps what it began with."""
+    recipe = write_job(tmp_path, layers=4, samples=3)
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+
+    def start(processes: int, name: str, stop: int | None = None) -> None:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+        words = [sys.executable, *launcher, str(REPOSITORY / "tests" / "stopping.py")]
+        words += ["run", str(recipe), "--output", str(tmp_path / name), "--device", "cpu"]
+        extra = {} if stop is None else {"STOP_AFTER_LAYER": str(stop)}
+        done = subprocess.run(words, env=environment | extra, capture_output=True, text=True, check=False)
+        wanted = 0 if stop is None else 1 if processes > 1 else 143  # torchrun ends with 1 whatever the code was
+        assert done.returncode == wanted, done.stderr
+        assert stop is None or not (tmp_path / name / "config.json").exists()
+
+    start(2, "whole")
+    start(2, "cut", stop=0)
+    start(1, "cut", stop=1)
+    start(2, "cut")
+    assert_same(tmp_path / "cut", tmp_path / "whole")
+    assert json.loads((tmp_path / "cut" / "report.json").read_text())["settings"]["machine"]["threads"] == 1

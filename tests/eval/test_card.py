@@ -1,0 +1,159 @@
+"""The card: everything in it comes from the report, and the Hub's own classes take its front matter."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Finished
+from huggingface_hub import ModelCard
+
+from eval.report.card import card, front_matter
+from eval.report.card_pictures import draw
+from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
+
+Report = dict[str, Any]
+
+
+@pytest.fixture
+def report(finished: Finished) -> Report:
+    return copy.deepcopy(finished.report)
+
+
+@pytest.fixture
+def published(report: Report) -> Report:
+    """As it would be for a model of the Hub with a set of Hub datasets."""
+    report["source"] = {
+        "model": "MiniMaxAI/MiniMax-M2.1",
+        "revision": "main",
+        "license": {"license": "other", "license_name": "modified-mit"},
+    }
+    report["calibration"]["datasets"] = ["HuggingFaceH4/ultrachat_200k", "nvidia/HelpSteer"]
+    report["calibration"]["languages"]["spoken"] = {"Chinese": 3, "Hindi": 0, "French": 1}
+    return report
+
+
+def test_the_card_of_a_run_is_that_of_its_report(finished: Finished) -> None:
+    from_file = json.loads((finished.folder / "report.json").read_text())
+    assert card(from_file) == card(finished.report) == (finished.folder / "README.md").read_text()
+
+
+def test_front_matter(published: Report) -> None:
+    data = ModelCard(card(published)).data
+    assert ModelCard(card(published)).data.to_dict() == {
+        "base_model": "MiniMaxAI/MiniMax-M2.1",
+        "base_model_relation": "quantized",
+        "pipeline_tag": "text-generation",
+        "library_name": "transformers",
+        "license": "other",
+        "license_name": "modified-mit",
+        "tags": ["compressed-tensors", "awq", "fp8", "int4", "w4a16", "moe", "vllm"],
+        "datasets": ["HuggingFaceH4/ultrachat_200k", "nvidia/HelpSteer"],
+        "language": ["en", "fr", "zh"],
+    }
+    assert data.base_model == "MiniMaxAI/MiniMax-M2.1"
+    assert "base_model" not in front_matter(published | {"source": published["source"] | {"model": "../models/x"}})
+
+
+def change(path: str, value: Any) -> Callable[[Report], None]:
+    def apply(report: Report) -> None:
+        *parents, last = path.split("/")
+        for key in parents:
+            report = report[int(key)] if isinstance(report, list) else report[key]
+        assert last in report
+        report[last] = value
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "shown"),
+    [
+        ("plan/source_bytes", 7 * 2**30, "7.0 GiB"),
+        ("plan/output_bytes", 5 * 2**30, "checkpoint of 5.0 GiB"),
+        ("plan/quantized_matrices", 98_765, "The 98,765 matrices"),
+        ("plan/actions/keep/tensors", 77_771, "| keep | 77,771 |"),
+        ("plan/kinds/0/bytes_after", 66_661, "66,661"),
+        ("calibration/samples", 55_551, "55,551 samples"),
+        ("calibration/tokens", 44_441, "44,441 tokens"),
+        ("calibration/digest", "abc" * 20, "abcabcabcabcabca"),
+        ("calibration/truncated_samples", 33_331, "33,331 samples were cut"),
+        ("settings/recipe/experts/routed_weight", 0.37, "count for 37% of it"),
+        ("settings/recipe/experts/group_size", 64, "one bfloat16 scale per 64 weights"),
+        ("settings/recipe/experts/rounding", "nearest", "nearest rounding"),
+        ("coverage/min", 22_221, "at least 22,221 tokens"),
+        ("coverage/median", 11_112.0, "11,112 in the median"),
+        ("coverage/uncovered", 9_876, "9,876 of "),
+        ("perplexity/source", 12.3456, "| 12.3456 |"),
+        ("perplexity/candidate", 65.4321, "| 65.4321"),
+        ("perplexity/increase", 0.4321, "+43.21%"),
+        ("bits_per_byte/candidate", 9.8765, "9.8765"),
+        ("kl/mean", 0.98765, "0.98765"),
+        ("kl/p99", 8.7654, "8.7654"),
+        ("top1", 0.4567, "45.67%"),
+        ("router/min", 0.3456, "chooses the same experts for 34.56%"),
+        ("tokens", 87_654, "87,654 scored tokens"),
+        ("audit/tensors", 76_543, "76,543 source tensors"),
+        ("audit/kept_tensors", 65_432, "65,432 kept tensors"),
+        ("audit/kept_bytes_equal", False, "**not all equal**"),
+        ("audit/differences", ["x"], "**1 differences**"),
+        ("gates/0/value", 4321, "| 4321 |"),
+        ("gates/0/passed", False, "**Gates of the recipe that failed: audit.**"),
+        ("serving/parsers", {"tool-call-parser": "mine"}, "--tool-call-parser mine"),
+        ("serving/sampling", {"temperature": 0.123}, '{"temperature": 0.123}'),
+        ("serving/fits/0/weights", 99 * 2**30, "99.0 GiB"),
+        ("serving/fits/0/utilisation", 0.5, "--gpu-memory-utilization 0.5"),
+        ("seconds/layers", 54_321.0, "54,321 s for the layers"),
+        ("peak_memory_bytes", 123_400_000_000, "123.4 GB of memory at most"),
+        ("settings/hash", "f" * 64, "hash `ffffffffffffffff`"),
+        ("versions/torch", "99.1", "torch 99.1"),
+        ("notes", ["a note"], "- a note"),
+    ],
+)
+def test_every_number_comes_from_the_report(report: Report, path: str, value: Any, shown: str) -> None:
+    assert shown not in card(report)
+    change(path, value)(report)
+    assert shown in card(report)
+
+
+def test_hashes_of_all_shards_are_stated(report: Report) -> None:
+    text = card(report)
+    for file, digest in report["audit"]["digests"].items():
+        assert f"| `{file}` | `{digest['sha256']}` |" in text
+
+
+def test_what_was_not_measured_is_said(report: Report) -> None:
+    for key in ("kl", "perplexity", "categories"):
+        del report[key]
+    text = card(report)
+    assert "## Measured" not in text
+    assert "were not measured" in text
+
+
+def test_a_forced_publication_is_said_first(report: Report) -> None:
+    report["forced"] = {"reason": "because", "problems": [f"tensor {i}: bytes differ" for i in range(30)]}
+    text = card(report)
+    assert text.index("Reason given: because") < text.index("## What was kept")
+    assert "and 10 more" in text
+
+
+def test_tables_are_whole(report: Report) -> None:
+    """Each row of a table has as many cells as its head: a pipe in a text would break it."""
+    rows = [line.replace("\\|", "") for line in card(report).splitlines()]
+    width = 0
+    for line in rows:
+        width = line.count("|") if line.startswith("|") and not width else width if line.startswith("|") else 0
+        assert not line.startswith("|") or line.count("|") == width, line
+
+
+def test_pictures_have_the_same_bytes_twice(report: Report, finished: Finished, tmp_path: Path) -> None:
+    draw(report, tmp_path)
+    for name in (CALIBRATION_PICTURE, COVERAGE_PICTURE):
+        raw = (tmp_path / name).read_bytes()
+        assert raw.startswith(b"\x89PNG")
+        assert raw == (finished.folder / name).read_bytes()
+        assert f"]({name})" in card(report)

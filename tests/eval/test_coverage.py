@@ -1,0 +1,264 @@
+"""Coverage: counts against transformers' own model with padding, gates, comparison of sets, and the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from commands import quantize
+from conftest import Finished
+from safetensors.torch import load_file, save_file
+from whole_models import finished_weights, source_weights
+
+from eval.coverage.gates import check_floors, entropy, gates, summarise
+from eval.coverage.measure import Asked, measured
+from eval.coverage.routing import TIE, Routed
+from eval.coverage.tables import compare, coverage_table, report
+from quantizers.calibration.loading import load_samples
+from quantizers.checkpoint.reader import open_folder
+from quantizers.plan.job import prepare
+from quantizers.recipe.schema import CoverageGate, read_recipe
+from quantizers.run.options import Options
+from quantizers.run.pipeline import run
+from quantizers.system.errors import InputError, RecipeError
+
+CPU = torch.device("cpu")
+WholeModel = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
+
+
+@torch.no_grad()
+def oracle(model: Any, samples: list[tuple[str, torch.Tensor]]) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Hooks on the whole model, all texts in one padded batch: counts, and those within TIE, (L, C, E)."""
+    names = sorted({category for category, _ in samples})
+    longest = max(len(tokens) for _, tokens in samples)
+    ids = torch.zeros(len(samples), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, (_, tokens) in enumerate(samples):
+        ids[i, : len(tokens)], mask[i, : len(tokens)] = tokens, 1
+    layers, experts = model.config.num_hidden_layers, model.config.num_local_experts
+    counts, close = (np.zeros((layers, len(names), experts), dtype=np.int64) for _ in range(2))
+    hooks = []
+    for number, layer in enumerate(model.model.layers):
+
+        def count(module: Any, inputs: Any, output: Any, number: int = number) -> None:
+            scores = (output[0].float().sigmoid() + inputs[1]).view(len(samples), longest, experts)
+            ranked = scores.sort(-1, descending=True)
+            for i, (category, tokens) in enumerate(samples):
+                for t in range(len(tokens)):
+                    tie = float(ranked.values[i, t, 1] - ranked.values[i, t, 2]) < TIE
+                    for expert in output[2].view(len(samples), longest, 2)[i, t].tolist():
+                        counts[number, names.index(category), expert] += 1
+                        close[number, names.index(category), expert] += tie
+
+        hooks.append(layer.mlp.gate.register_forward_hook(count))
+    model(ids, attention_mask=mask)
+    for hook in hooks:
+        hook.remove()
+    return names, counts, close
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A set of texts of many lengths in three categories."""
+    folder = tmp_path_factory.mktemp("uneven")
+    words = "def add ( a , b ) return the sum of two numbers die Summe zweier Zahlen"
+    rows = [{"text": (words * 4)[7 * n : 7 * n + 13 * n + 20], "kind": f"kind/{n % 3}"} for n in range(20)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"dataset": "texts.jsonl", "columns": ["text"], "shape": "text", "samples": "all"}
+    body = {"name": "uneven", "sequence_length": 128, "seed": 1, "sources": [source | {"category": {"column": "kind"}}]}
+    (folder / "set.yaml").write_text(yaml.safe_dump(body))
+    return folder / "set.yaml"
+
+
+@pytest.mark.parametrize("which", ["FP8 source", "finished output"])
+def test_counts_equal_the_whole_models(
+    which: str, finished: Finished, uneven: Path, whole_model: WholeModel, tmp_path: Path
+) -> None:
+    """Exactly, per layer, expert and category, but for choices within 1e-6, which are counted apart."""
+    folder = finished.source if which == "FP8 source" else finished.folder
+    weights = source_weights(folder) if which == "FP8 source" else finished_weights(folder)
+    data = load_samples(uneven, str(finished.source))
+    samples = [(s.category, torch.from_numpy(s.tokens).long()) for s in data.samples]
+    assert len({len(tokens) for _, tokens in samples}) > 5, "without padding, padding is not tested"
+    names, counts, close = oracle(whole_model(*weights), samples)
+    found = measured(Asked(str(folder), "main", False, (uneven,), CoverageGate(), "x"), CPU, tmp_path)
+    assert list(found["counts"]) == names
+    ours = np.array([found["counts"][name] for name in names]).swapaxes(0, 1)
+    tied = max(int(close.sum()), found["tied_choices"])
+    print(f"{which}: {ours.sum():,} choices, {tied} of them within {TIE:g}, {(ours != counts).sum()} counts differ")
+    assert tied < 10
+    assert np.abs(ours - counts).sum() <= 2 * tied
+    assert sum(found["tokens"].values()) == sum(len(tokens) for _, tokens in samples)
+    assert ours.sum() == 4 * 2 * sum(found["tokens"].values())
+
+
+def test_a_bf16_copy_is_streamed_too(finished: Finished, tmp_path: Path) -> None:
+    """The same weights in bfloat16 are nearly the same model, so it routes nearly alike."""
+    from foreign import bf16_copy
+
+    copy = bf16_copy(finished.source, tmp_path / "copy")
+    counts = []
+    for n, folder in enumerate((finished.source, copy)):
+        (tmp_path / str(n)).mkdir()
+        found = measured(
+            Asked(str(folder), "main", False, (finished.calibration,), CoverageGate(), "x"), CPU, tmp_path / str(n)
+        )
+        counts.append(np.array([layer["routed_tokens"] for layer in found["per_layer"]]))
+    assert np.abs(counts[0] - counts[1]).sum() < 0.02 * counts[0].sum()
+
+
+@pytest.fixture(scope="module")
+def unreachable(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with expert 5 of layer 2 made unreachable by its bias."""
+    folder = tmp_path_factory.mktemp("unreachable") / "model"
+    folder.mkdir()
+    for file in tiny_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    name = "model.layers.2.block_sparse_moe.e_score_correction_bias"
+    shard = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
+    tensors = load_file(shard)
+    tensors[name][5] = -1e3
+    save_file(tensors, shard, metadata={"format": "pt"})
+    return folder
+
+
+def test_an_unreachable_expert_exits_3_and_is_named(
+    unreachable: Path,
+    write_recipe: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = write_recipe(tmp_path, unreachable)
+    picture = tmp_path / "coverage.png"
+    assert quantize(monkeypatch, "coverage", recipe, "--picture", picture) == 3
+    out = capsys.readouterr().out
+    assert "uncovered: layer 2 expert 5" in out
+    assert "no category of this set comes near it" in out
+    assert "FAILED" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert quantize(monkeypatch, "coverage", recipe, "--no-picture", "--json") == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["uncovered_pairs"] == [[2, 5]]
+    assert found["worst"][0] | {"sent_by": {}, "nearly_sent_by": {}, "tokens": 0} == found["worst"][0]
+
+
+def test_a_run_records_the_fallback_and_writes_finite_values(
+    unreachable: Path, write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    done = run(prepare(str(write_recipe(tmp_path, unreachable))), Options(tmp_path / "output", CPU))
+    assert any("expert 5: 0 routed tokens" in line for line in done["layers"][2]["fallbacks"])
+    assert [gate["passed"] for gate in done["gates"] if gate["name"] == "coverage"] == [False]
+    assert done["coverage"]["uncovered_pairs"] == [[2, 5]]
+    assert done["coverage"]["forced"]["min"] == done["coverage"]["forced"]["tokens"] == done["calibration"]["tokens"]
+    output = open_folder(tmp_path / "output")
+    for name in output.tensors:
+        tensor = output.tensor(name)
+        if tensor.is_floating_point():
+            assert bool(torch.isfinite(tensor.float()).all()), name
+
+
+def routed(counts: list[list[list[int]]], tokens: list[int], names: tuple[str, ...] = ("code/c", "math")) -> Routed:
+    array = np.array(counts)
+    return Routed(names, np.array(tokens), array, np.zeros_like(array), array * 2)
+
+
+def test_gates() -> None:
+    counts = [np.array([[4, 0, 0, 0], [2, 2, 0, 4]]), np.array([[1, 1, 1, 1], [1, 1, 1, 1]])]
+    names = ("code/c", "math")
+    rule = CoverageGate(min_routed_tokens=2, max_uncovered=0.2, categories={"code": 1, "math": 5}, min_entropy=0.7)
+    found = {g["name"]: g for g in gates(summarise(counts, names, 2), counts, names, rule)}
+    assert (found["coverage"]["value"], found["coverage"]["passed"]) == (1 / 8, True)
+    assert (found["coverage code"]["value"], found["coverage code"]["passed"]) == (3 / 8, False)
+    assert (found["coverage math"]["value"], found["coverage math"]["passed"]) == (1.0, False)
+    load = np.array([6, 2, 4]) / 12
+    assert found["entropy"]["value"] == pytest.approx(-(load * np.log(load)).sum() / np.log(4))
+    assert found["entropy"]["passed"]
+    assert not gates(summarise(counts, names, 2), counts, names, CoverageGate(min_entropy=0.99))[-1]["passed"]
+
+
+def test_entropy() -> None:
+    assert entropy(np.array([5, 5, 5])) == pytest.approx(1)
+    assert entropy(np.array([0, 7, 0])) == entropy(np.array([0, 0])) == 0
+    assert entropy(np.array([7])) == 1
+
+
+def test_a_floor_for_a_category_that_is_not_there() -> None:
+    with pytest.raises(InputError, match="the calibration set has no such category; it has code/c, math"):
+        check_floors(CoverageGate(categories={"cod": 1}), ["math", "code/c"], "r.yaml")
+    check_floors(CoverageGate(categories={"code": 1, "code/c": 2}), ["math", "code/c"], "r.yaml")
+
+
+def test_the_recipe_reads_the_gates(tmp_path: Path) -> None:
+    body: dict[str, Any] = {"source": {"model": "x"}, "calibration": "y.yaml"}
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(body | {"verify": {"coverage": {"categories": {"code": 5}, "min_entropy": 0.5}}}))
+    recipe, _ = read_recipe(str(path))
+    assert recipe.verify is not None
+    assert recipe.verify.coverage == CoverageGate(categories={"code": 5}, min_entropy=0.5)
+    path.write_text(yaml.safe_dump(body | {"verify": {"coverage": {"min_entropy": 1.5}}}))
+    with pytest.raises(RecipeError, match="min_entropy"):
+        read_recipe(str(path))
+
+
+def test_what_would_help_an_expert() -> None:
+    one = routed([[[90, 8, 2, 0], [40, 10, 0, 0]]], [50, 25])
+    text = coverage_table(report(one, CoverageGate()))
+    row = next(line for line in text.splitlines() if line.startswith("0      2 "))
+    assert "code/c 40.0" in row
+    assert "math" not in row
+    assert "uncovered: layer 0 expert 3" in text
+
+
+def test_compare() -> None:
+    before, after = routed([[[9, 0, 1, 2]] * 2], [10, 10]), routed([[[9, 1, 0, 2]] * 2], [10, 10])
+    found = compare(before, after, CoverageGate())
+    assert (found["won"], found["lost"]) == ([[0, 1]], [[0, 2]])
+    assert found["more"] == [{"layer": 0, "expert": 1, "before": 0, "after": 2}]
+    assert found["fewer"] == [{"layer": 0, "expert": 2, "before": 2, "after": 0}]
+
+
+def test_compare_two_sets(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each side's numbers are those of the set alone."""
+    sides = (finished.calibration, finished.held_out)
+    assert quantize(monkeypatch, "coverage", finished.recipe, "--compare", *sides, "--json") == 0
+    both = json.loads(capsys.readouterr().out)
+    for side, path in zip(("before", "after"), sides, strict=True):
+        words = ("coverage", "--model", finished.source, "--data", path, "--max-uncovered", 1, "--no-picture", "--json")
+        assert quantize(monkeypatch, *words) == 0
+        alone = json.loads(capsys.readouterr().out)
+        assert {key: alone[key] for key in ("min", "median", "tokens")} == {
+            key: both[side][key] for key in ("min", "median", "tokens")
+        }
+    assert quantize(monkeypatch, "coverage", finished.recipe, "--compare", *sides) == 0
+    assert "won:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "give a recipe, or --model with --data"),
+        (("--model", "MODEL"), "--data is missing"),
+        (("--model", "MODEL", "--data", "nowhere.yaml"), "nowhere.yaml: no such set"),
+        (("RECIPE", "--min-routed-tokens", "3"), "holds the gates"),
+        (("RECIPE", "--compare", "SET", "SET", "--data", "SET"), "--compare names both sets"),
+    ],
+)
+def test_wrong_questions(
+    words: tuple[str, ...],
+    said: str,
+    finished: Finished,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = {"MODEL": finished.source, "RECIPE": finished.recipe, "SET": finished.calibration}
+    assert quantize(monkeypatch, "coverage", *(given.get(word, word) for word in words)) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,287 @@
+"""`quantize eval`: checkpoints made by others, several at once, resume, intervals, and its tables."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import quantize
+from conftest import Finished
+from foreign import FORMATS, bf16_copy, oneshot
+from safetensors.torch import load_file, save_file
+from whole_models import run_whole, source_weights
+
+from eval.fidelity.figures import Measured, Text, figures
+from quantizers.architectures.architecture import architecture_for
+from quantizers.calibration.loading import load_samples
+from quantizers.checkpoint.formats import readable
+from quantizers.checkpoint.reader import Checkpoint, open_folder
+from quantizers.forward import layered_model as layers
+from quantizers.forward.weights import read_weight
+from quantizers.run.measure import measure
+from quantizers.system.errors import CheckpointError, Interrupted, OutputError
+
+CPU = torch.device("cpu")
+WholeModel = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
+NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+@pytest.fixture(scope="module")
+def copy(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bf16_copy(tiny_model, tmp_path_factory.mktemp("copy") / "bf16")
+
+
+def library_weights(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """config.json, and every parameter as compressed-tensors decompresses it, under published names."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = json.loads((folder / "config.json").read_text())
+    section = QuantizationConfig.model_validate(config["quantization_config"])
+    (scheme,) = section.config_groups.values()
+    stored: dict[str, torch.Tensor] = {}
+    for shard in folder.glob("*.safetensors"):
+        stored |= load_file(shard)
+    weights, used = {}, set()
+    for module in {name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")}:
+        parts = {n.removeprefix(f"{module}."): t for n, t in stored.items() if n.startswith(f"{module}.")}
+        used |= {f"{module}.{part}" for part in parts}
+        codec = BaseCompressor.get_value_from_registry(scheme.format)
+        weights[f"{module}.weight"] = codec.decompress(parts | {"weight_scale": parts["weight_scale"].float()}, scheme)[
+            "weight"
+        ].float()
+    weights |= {name: tensor for name, tensor in stored.items() if name not in used}
+    for ours, theirs in NAMES.items():
+        weights = {name.replace(f".{theirs}.", f".{ours}."): tensor for name, tensor in weights.items()}
+    return config, weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_stock_checkpoint_measures_as_the_whole_model_does(
+    name: str, copy: Path, finished: Finished, whole_model: WholeModel, tmp_path: Path
+) -> None:
+    """Figures equal those of transformers with both models in memory, weights decompressed by the library."""
+    folder = oneshot(copy, tmp_path / "made", FORMATS[name])
+    config, weights = library_weights(folder)
+    opened = open_folder(folder)
+    named = readable(opened, architecture_for(opened.config, "x"))
+    for module in ("block_sparse_moe.experts.3.w1", "block_sparse_moe.experts.9.w2", "self_attn.q_proj"):
+        full = f"model.layers.2.{module}"
+        assert torch.equal(read_weight(named, full, CPU), weights[f"{full}.weight"])
+    found = measure(open_folder(finished.source), [opened], finished.held_out, CPU, tmp_path / "work", weights=True)[0]
+    data = load_samples(finished.held_out, str(finished.source))
+    texts = [torch.from_numpy(sample.tokens).long() for sample in data.samples]
+    config["rope_theta"] = 10000
+    source = run_whole(whole_model(*source_weights(finished.source)), texts)
+    candidate = run_whole(whole_model(config, weights), texts)
+    pairs = list(zip(source.logs, candidate.logs, strict=True))
+    kl = torch.cat([(p[:-1].exp() * (p[:-1] - q[:-1])).sum(-1) for p, q in pairs])
+    nll = torch.cat([-q[:-1].gather(1, t[1:, None])[:, 0] for q, t in zip(candidate.logs, texts, strict=True)])
+    same = torch.cat([p[:-1].argmax(-1) == q[:-1].argmax(-1) for p, q in pairs])
+    print(
+        f"{name}: KL {found['kl']['mean']:.6f} (whole models {float(kl.mean()):.6f}), "
+        f"perplexity {found['perplexity']['candidate']:.5f} ({float(nll.mean().exp()):.5f}), top-1 {found['top1']:.4f}"
+    )
+    assert found["kl"]["mean"] == pytest.approx(float(kl.mean()), abs=1e-4)
+    assert found["kl"]["p99"] == pytest.approx(float(kl.quantile(0.99)), abs=1e-4)
+    assert found["perplexity"]["candidate"] == pytest.approx(float(nll.mean().exp()), rel=1e-4)
+    assert found["top1"] == pytest.approx(float(same.double().mean()), abs=1e-4)
+    assert all(0 < layer["experts"] < 0.3 for layer in found["weight_error"])
+    assert kl.mean() > 1e-4
+
+
+def test_against_itself(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("eval", finished.source, finished.source, "--data", finished.held_out, "--no-picture", "--json")
+    assert quantize(monkeypatch, *words) == 0
+    (found,) = json.loads(capsys.readouterr().out)["candidates"]
+    assert found["kl"] == {"mean": 0.0, "median": 0.0, "p99": 0.0, "max": 0.0}
+    assert found["top1"] == 1.0
+    assert found["interval"] == {"kl": [0.0, 0.0], "top1": [1.0, 1.0], "increase": [0.0, 0.0]}
+    assert found["weight_error"] == [{"experts": 0.0, "attention": 0.0}] * 4
+
+
+@pytest.fixture
+def materialised(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
+    """How often each model's layers are materialised; and that one is at a time."""
+    counts: Counter[tuple[str, int]] = Counter()
+    alive = 0
+    original = layers.layer_weights
+
+    def counted(checkpoint: Checkpoint, facts: Any, sizes: Any, layer: int, *rest: Any) -> Any:
+        nonlocal alive
+        counts[checkpoint.name, layer] += 1
+        return original(checkpoint, facts, sizes, layer, *rest)
+
+    context = layers.LayeredModel.layer
+
+    @contextlib.contextmanager
+    def alone(model: Any, number: int) -> Iterator[Any]:
+        nonlocal alive
+        alive += 1
+        assert alive == 1, "two layers in memory"
+        with context(model, number) as layer:
+            yield layer
+        alive -= 1
+
+    monkeypatch.setattr(layers, "layer_weights", counted)
+    monkeypatch.setattr(layers.LayeredModel, "layer", alone)
+    return counts
+
+
+def three(finished: Finished, folder: Path) -> list[Checkpoint]:
+    """Three copies of the finished output under names of their own."""
+    opened = []
+    for n in range(3):
+        place = folder / f"candidate-{n}"
+        place.mkdir()
+        for file in finished.folder.iterdir():
+            (place / file.name).hardlink_to(file)
+        opened.append(open_folder(place))
+    return opened
+
+
+def test_the_source_is_computed_once(
+    finished: Finished, materialised: Counter[tuple[str, int]], tmp_path: Path
+) -> None:
+    source, candidates = open_folder(finished.source), three(finished, tmp_path)
+    results = measure(source, candidates, finished.held_out, CPU, tmp_path / "work")
+    assert results[0] == results[1] == results[2]
+    assert materialised == {(c.name, n): 1 for c in (source, *candidates) for n in range(4)}
+
+
+def test_a_long_evaluation_goes_on_where_it_was_cut(
+    finished: Finished, materialised: Counter[tuple[str, int]], tmp_path: Path
+) -> None:
+    """Cut off at every third step that is new: the same figures, and no layer done twice."""
+    source, candidate = open_folder(finished.source), open_folder(finished.folder)
+    whole = measure(source, [candidate], finished.held_out, CPU, tmp_path / "whole", weights=True)
+    materialised.clear()
+    steps, cuts, again = 0, 0, None
+
+    def cut() -> None:
+        nonlocal steps, cuts
+        steps += 1
+        if steps == 3:
+            cuts += 1
+            raise Interrupted("cut", 2)
+
+    while again is None:
+        steps = 0
+        with contextlib.suppress(Interrupted):
+            again = measure(
+                source, [candidate], finished.held_out, CPU, tmp_path / "work", cut, weights=True, resumable=True
+            )
+    assert cuts >= 6
+    assert again == whole
+    assert set(materialised.values()) == {1}
+    assert not (tmp_path / "work").exists()
+
+
+def test_another_evaluations_work_folder_is_refused(finished: Finished, tmp_path: Path) -> None:
+    source, candidate = open_folder(finished.source), open_folder(finished.folder)
+
+    def cut() -> None:
+        raise Interrupted("cut", 2)
+
+    for data, expected in ((finished.held_out, Interrupted), (finished.calibration, OutputError)):
+        with pytest.raises(expected):
+            measure(source, [candidate], data, CPU, tmp_path / "work", cut, resumable=True)
+
+
+def test_intervals_are_seeded_and_hold_the_mean() -> None:
+    rng = np.random.default_rng(3)
+    lengths = [50, 80, 20, 60, 90, 40]
+    kl = rng.exponential(0.1, sum(lengths))
+    loss = rng.normal(3, 1, sum(lengths))
+    measured = Measured(loss, loss + 0.1, kl, kl < 0.2, lengths, [1.0], [0.0])
+    texts = [Text(torch.zeros(n + 1, dtype=torch.int64), f"a/{i % 2}", 4 * n) for i, n in enumerate(lengths)]
+    one, two = figures(measured, texts), figures(measured, texts)
+    assert one == two
+    low, high = one["interval"]["kl"]
+    assert low < one["kl"]["mean"] < high
+    # Against the textbook: the standard error of a mean over samples of unequal length.
+    means = np.array([part.mean() for part in np.split(kl, np.cumsum(lengths)[:-1])])
+    weights = np.array(lengths) / sum(lengths)
+    error = np.sqrt((weights**2 * (means - one["kl"]["mean"]) ** 2).sum())
+    assert (high - low) / 2 == pytest.approx(1.96 * error, rel=0.25)
+    assert one["interval"]["increase"] == pytest.approx([np.expm1(0.1)] * 2)
+    assert set(one["families"]) == {"a"}
+    assert one["families"]["a"]["kl"] == one["kl"]
+    assert (
+        figures(Measured(loss[:50], loss[:50], kl[:50], kl[:50] < 1, [50], [1.0], [0.0]), texts[:1])["interval"] is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quant_method is 'awq'"),
+        ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
+        ({"format": "nvfp4-pack-quantized", "config_groups": {}}, "format 'nvfp4-pack-quantized' is none of"),
+        ({"config_groups": {"g": {"format": "mxfp4-pack-quantized"}}}, "format 'mxfp4-pack-quantized'"),
+        ({"transform_config": {"config_groups": {}}}, "transform_config rotates activations"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config has format 'sparse-24-bitmask'"),
+    ],
+)
+def test_a_format_that_would_be_read_wrongly_is_refused(section: dict[str, Any], said: str, copy: Path) -> None:
+    opened = open_folder(copy)
+    facts = architecture_for(opened.config, "x")
+    spoilt = Checkpoint(opened.folder, "x", opened.config | {"quantization_config": section}, opened.tensors)
+    with pytest.raises(CheckpointError) as failure:
+        readable(spoilt, facts)
+    assert said in str(failure.value)
+
+
+def test_other_spellings_are_read_and_doubles_are_refused(finished: Finished, copy: Path, tmp_path: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    renamed = {}
+    for name, tensor in tensors.items():
+        other = name.replace(".block_sparse_moe.", ".mlp.")
+        for ours, theirs in NAMES.items():
+            other = other.replace(f".{ours}.", f".{theirs}.")
+        renamed[other] = tensor
+    for file in copy.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file(renamed, tmp_path / "model.safetensors")
+    opened = open_folder(tmp_path)
+    facts = architecture_for(opened.config, "x")
+    assert set(readable(opened, facts).tensors) == set(tensors)
+    found = measure(open_folder(copy), [opened], finished.held_out, CPU, tmp_path / "work")[0]
+    assert found["kl"]["max"] == 0.0
+    double = "model.layers.0.block_sparse_moe.gate.weight"
+    save_file(renamed | {double: tensors[double].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="are one tensor; keep one"):
+        readable(open_folder(tmp_path), facts)
+
+
+def test_another_model_is_refused(finished: Finished, tmp_path: Path) -> None:
+    import tiny
+
+    other = open_folder(tiny.make(tmp_path / "other"))
+    with pytest.raises(CheckpointError, match="is another model than"):
+        measure(open_folder(finished.source), [other], finished.held_out, CPU, tmp_path / "work")
+
+
+def test_the_command_draws_and_prints(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "fidelity.png"
+    words = (finished.source, finished.folder, finished.source, "--data", finished.held_out, "--picture", picture)
+    assert quantize(monkeypatch, "eval", *words, "--work", tmp_path / "work") == 0
+    out = capsys.readouterr().out
+    assert "by category" in out
+    assert "by depth" in out
+    assert "one sample" in out
+    assert "at run time; that is not simulated" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "work").iterdir()) == []

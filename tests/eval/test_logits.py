@@ -1,0 +1,159 @@
+"""Logits in float32, whatever dtype the forward pass has: figures in bfloat16 against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eval.fidelity import logits
+from eval.fidelity.figures import Text
+from eval.fidelity.lockstep import _score_text
+from quantizers.budget.measure import _Walk
+
+POSITIONS, HIDDEN, WORDS = 300, 256, 2000
+Model = tuple[torch.Tensor, torch.Tensor]  # states after the final norm (T, H), head (V, H)
+
+
+@pytest.fixture(scope="module")
+def source() -> Model:
+    """Random logits up to some 42, from numbers that bfloat16 holds."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(POSITIONS, HIDDEN, generator=generator)
+    head = torch.randn(WORDS, HIDDEN, generator=generator) * 8.7 / HIDDEN**0.5
+    return states.bfloat16(), head.bfloat16()
+
+
+@pytest.fixture(scope="module")
+def candidate(source: Model) -> Model:
+    """The source but for its states, which are off by so much that KL is some 2e-4."""
+    states, head = source
+    generator = torch.Generator().manual_seed(1)
+    return (states.float() + torch.randn(states.shape, generator=generator) * 4e-3).bfloat16(), head
+
+
+def kl(source: Model, candidate: Model, way: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """(T,) float64: KL(source || candidate), logits (T, V) as `way` makes them of states and head."""
+    p, q = (torch.log_softmax(way(*model).double(), dim=-1) for model in (source, candidate))
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def exact(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    return states.double() @ head.double().T
+
+
+def rounded(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """The way that had the hole: the product itself comes out in bfloat16."""
+    return (states @ head.T).float()
+
+
+def test_the_case_is_one_that_rounded_logits_get_wrong(source: Model, candidate: Model) -> None:
+    assert 40 < float(exact(*source).abs().max()) < 50
+    truth = float(kl(source, candidate, exact).mean())
+    assert 1.5e-4 < truth < 3e-4
+    assert float(kl(source, candidate, rounded).mean()) > 2.5 * truth
+
+
+def test_kl_of_the_evaluation_in_bfloat16(source: Model, candidate: Model) -> None:
+    """Against float64 on the same numbers, position by position; and a model against itself is exactly 0."""
+    states = source[0]
+    models: list[Any] = [SimpleNamespace(model=SimpleNamespace(device=states.device, final=lambda rows: rows))] * 3
+    text = Text(torch.arange(POSITIONS) % WORDS, "a", POSITIONS)
+    heads = [source[1], candidate[1], source[1].clone()]
+    found = _score_text(models, heads, text, [states, candidate[0], states.clone()])
+    wanted = kl(source, candidate, exact)[:-1].numpy()
+    print(f"KL {found[1, 1].mean():.6f}, in float64 {wanted.mean():.6f}")
+    assert found[1, 1].mean() == pytest.approx(wanted.mean(), rel=0.01)
+    assert np.abs(found[1, 1] - wanted).max() < 2e-5
+    log = torch.log_softmax(exact(*candidate), dim=-1)[:-1]
+    assert found[1, 0] == pytest.approx(-log.gather(1, text.tokens[1:, None])[:, 0].numpy(), abs=1e-4)
+    assert not found[2, 1].any()
+    assert found[2, 2].all()
+
+
+def test_kl_of_the_lanes_in_bfloat16(source: Model, candidate: Model) -> None:
+    """What a budget is measured by: a lane with the candidate's states, and one with the source's own."""
+    walk = object.__new__(_Walk)
+    walk.model = SimpleNamespace(head=lambda: source[1], final=lambda rows: rows)  # type: ignore[assignment]
+    walk.job = SimpleNamespace(sizes={"layers": 2})  # type: ignore[assignment]
+    walk.lengths, walk.probes, walk.halved, walk.lane_lengths = [], [0], range(1), [POSITIONS]
+    same = source[0].clone()
+    walk.states = [source[0], candidate[0], same, same, candidate[0]]  # type: ignore[assignment]
+    first, second = walk.divergences(lambda: None)
+    wanted = float(kl(source, candidate, exact).mean())
+    print(f"KL {first['all']:.6f}, in float64 {wanted:.6f}")
+    assert first == pytest.approx({"all": wanted, "some": wanted, "half": 0.0}, rel=0.01)
+    assert second == {"all": 0.0, "some": 0.0, "half": first["all"]}
+
+
+@dataclass
+class Converted(TorchDispatchMode):
+    """The sizes of everything that is changed to another dtype."""
+
+    sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._to_copy.default:
+            self.sizes.append(args[0].numel())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("words", [1, 7, 29, 30, 31])
+def test_parts_that_do_not_divide_the_vocabulary(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All words, in their order; and of the head never more than a part in float32."""
+    monkeypatch.setattr(logits, "WORDS", words)
+    generator = torch.Generator().manual_seed(2)
+    states, head = (torch.randn(n, 16, generator=generator).bfloat16() for n in (5, 30))
+    with Converted() as converted:
+        found = logits.logits(states, head)
+    assert found.dtype == torch.float32
+    assert float((found.double() - exact(states, head)).abs().max()) < 1e-5
+    assert max(converted.sizes) == 16 * max(5, min(words, 30))
+
+
+def test_float32_is_used_as_it_is() -> None:
+    generator = torch.Generator().manual_seed(3)
+    states, head = (torch.randn(n, 16, generator=generator) for n in (5, 30))
+    with Converted() as converted:
+        found = logits.logits(states, head)
+    assert torch.equal(found, states @ head.T)
+    assert converted.sizes == []
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU, and multiplies as one: exact sums, rounded once to the dtype asked for."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__):
+            a, b = (tensor.as_subclass(torch.Tensor) for tensor in args)
+            return (a.double() @ b.double()).to((kwargs or {}).get("out_dtype", a.dtype)).as_subclass(cls)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_on_a_gpu_the_product_itself_comes_out_in_float32(source: Model, candidate: Model) -> None:
+    """From operands of bfloat16: float32 ones would be copies for nothing."""
+
+    def on_gpu(way: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *model: way(*(tensor.as_subclass(OnGpu) for tensor in model)).as_subclass(torch.Tensor)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.Tensor, "float", lambda _: pytest.fail("a copy in float32"))
+        found = on_gpu(logits.logits)(*source)
+    assert found.dtype == torch.float32
+    truth = float(kl(source, candidate, exact).mean())
+    assert float(kl(source, candidate, on_gpu(logits.logits)).mean()) == pytest.approx(truth, rel=0.01)
+    assert float(kl(source, candidate, on_gpu(rounded)).mean()) > 2.5 * truth, (
+        "the stand-in rounds where nothing is said"
+    )

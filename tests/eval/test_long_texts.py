@@ -1,0 +1,339 @@
+"""Long held-out texts: a part of their own, figures by position, and a gate that reads the short ones only."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Finished
+from sets import EMBEDDED, LONG, SHORT, write_set
+from whole_models import Run, finished_weights, run_whole, source_weights
+
+from eval.fidelity.by_position import by_position
+from eval.fidelity.figures import Measured, Text, figures
+from eval.fidelity.tables import eval_table
+from eval.report.card import card
+from eval.report.page import page
+from eval.report.pictures import fidelity_picture
+from quantizers.calibration.data import CalibrationData
+from quantizers.calibration.loading import load_samples
+from quantizers.checkpoint.reader import open_folder
+from quantizers.cli.tables.run import run_table
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.recipe.schema import PerplexityGate
+from quantizers.run.measure import measure
+from quantizers.run.proof import fidelity_gates
+from quantizers.system.errors import Interrupted
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_set(tmp_path_factory.mktemp("set"))
+
+
+@pytest.fixture(scope="module")
+def report(finished: Finished, held_out: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The finished output measured on it."""
+    work = tmp_path_factory.mktemp("work") / "eval"
+    return measure(open_folder(finished.source), [open_folder(finished.folder)], held_out, CPU, work)[0]
+
+
+@pytest.fixture(scope="module")
+def data(finished: Finished, held_out: Path) -> CalibrationData:
+    return load_samples(held_out, str(finished.source))
+
+
+@pytest.fixture(scope="module")
+def whole(finished: Finished, data: CalibrationData, whole_model: Callable[..., Any]) -> tuple[Run, Run]:
+    texts = [torch.from_numpy(sample.tokens).long() for sample in data.samples]
+    return (
+        run_whole(whole_model(*source_weights(finished.source)), texts),
+        run_whole(whole_model(*finished_weights(finished.folder)), texts),
+    )
+
+
+def expected(data: CalibrationData, whole: tuple[Run, Run], numbers: list[int], where: range) -> dict[str, float]:
+    """Token by token, in float64: mean KL, perplexities and top-1 of the tokens at these positions of these texts."""
+    kl, same, losses = [], [], ([], [])
+    for i in numbers:
+        for position, token in enumerate(data.samples[i].tokens.tolist()):
+            if position == 0 or position not in where:
+                continue
+            p, q = (run.logs[i][position - 1] for run in whole)
+            kl.append(float((p.exp() * (p - q)).sum()))
+            same.append(int(p.argmax()) == int(q.argmax()))
+            for loss, logs in zip(losses, (p, q), strict=True):
+                loss.append(-float(logs[token]))
+    count = len(kl)
+    source, candidate = (math.exp(sum(loss) / count) for loss in losses)
+    return {"tokens": count, "kl": sum(kl) / count, "source": source, "candidate": candidate, "top1": sum(same) / count}
+
+
+def found(table: dict[str, Any]) -> dict[str, float]:
+    both = {name: table["perplexity"][name] for name in ("source", "candidate")}
+    return {"tokens": table["tokens"], "kl": table["kl"]["mean"], "top1": table["top1"]} | both
+
+
+def test_either_part_is_what_whole_models_give(
+    report: dict[str, Any], data: CalibrationData, whole: tuple[Run, Run]
+) -> None:
+    assert [len(sample.tokens) for sample in data.samples] == [SHORT] * 3 + [LONG] * 2
+    for table, numbers in ((report, [0, 1, 2]), (report["long"], [3, 4])):
+        assert found(table) == pytest.approx(expected(data, whole, numbers, range(LONG)), rel=1e-5, abs=1e-6)
+        assert table["samples"] == len(numbers)
+        assert table["longest"] == len(data.samples[numbers[0]].tokens)
+        for layer, (agreement, error) in enumerate(
+            zip(table["router"]["agreement"], table["hidden_error"], strict=True)
+        ):
+            pairs = [
+                (a, b)
+                for i in numbers
+                for a, b in zip(whole[0].choices[layer][i], whole[1].choices[layer][i], strict=True)
+            ]
+            assert agreement == pytest.approx(sum(len(a & b) for a, b in pairs) / sum(len(a) for a, _ in pairs))
+            a, b = (torch.cat([run.states[layer][i] for i in numbers]) for run in whole)
+            assert error == pytest.approx(float((b - a).norm() / a.norm()), rel=1e-5)
+    assert set(report["long"]["families"]) == {"long"}
+    assert not any(name.startswith("long") for name in report["categories"])
+
+
+def test_figures_by_position_are_what_whole_models_give(
+    report: dict[str, Any], data: CalibrationData, whole: tuple[Run, Run]
+) -> None:
+    first, second = report["positions"]
+    assert (first["name"], second["name"]) == ("first 256", "256 to 1k")
+    for row, where in ((first, range(256)), (second, range(256, 1024))):
+        assert found(row) == pytest.approx(expected(data, whole, [3, 4], where), rel=1e-5, abs=1e-6)
+        assert row["samples"] == 2
+        both = row["perplexity"]
+        assert both["increase"] == both["candidate"] / both["source"] - 1
+    assert first["tokens"] + second["tokens"] == report["long"]["tokens"]
+
+
+def random_measured(texts: list[Text], seed: int) -> Measured:
+    rng = np.random.default_rng(seed)
+    lengths = [len(text.tokens) - 1 for text in texts]
+    count = sum(lengths)
+    nll, kl = rng.normal(3, 1, count), rng.exponential(0.1, count)
+    parts = [[1.0, 0.5], [0.1, 0.2]]
+    long = [[0.7], [0.3]] if any(text.long for text in texts) else [[], []]
+    return Measured(nll, nll + rng.normal(0.1, 0.1, count), kl, kl < 0.1, lengths, *parts, [], *long)
+
+
+def random_texts(*kinds: tuple[int, bool]) -> list[Text]:
+    return [Text(torch.zeros(n, dtype=torch.int64), f"a/{i % 2}", 3 * n, long) for i, (n, long) in enumerate(kinds)]
+
+
+def test_short_figures_do_not_move_by_one_bit_when_long_texts_are_added() -> None:
+    """Wherever the long ones stand among them."""
+    texts = random_texts((60, False), (900, True), (40, False), (20, False), (700, True), (90, False))
+    mixed = random_measured(texts, 1)
+    mask = np.repeat([not text.long for text in texts], mixed.lengths)
+    alone = Measured(
+        mixed.source_nll[mask], mixed.candidate_nll[mask], mixed.kl[mask], mixed.same_top1[mask],
+        [n for n, text in zip(mixed.lengths, texts, strict=True) if not text.long],
+        mixed.router_agreement, mixed.hidden_error,
+    )  # fmt: skip
+    both, short = figures(mixed, texts), figures(alone, [text for text in texts if not text.long])
+    assert both.pop("long")["samples"] == 2
+    assert [row["tokens"] for row in both.pop("positions")] == [2 * 255, 899 + 699 - 2 * 255]
+    assert [row["tokens"] for row in short.pop("positions")] == [59 + 39 + 19 + 89]
+    assert both == short
+
+
+def test_a_set_of_one_kind_only_has_no_parts() -> None:
+    for long in (False, True):
+        texts = random_texts((60, long), (400, long))
+        measured = random_measured(texts, 2)
+        found = figures(measured, texts)
+        assert "long" not in found
+        assert (found["samples"], found["tokens"]) == (2, 458)
+        assert found["kl"]["mean"] == measured.kl.mean()
+        assert found["router"]["min"] == 0.5
+
+
+@pytest.mark.parametrize("lengths", [[1], [255, 256, 257], [4095, 4096, 4097, 3], [10, 5000, 1023, 1024]])
+def test_bands_of_positions_against_a_loop(lengths: list[int]) -> None:
+    rng = np.random.default_rng(7)
+    columns = [rng.exponential(1.0, sum(lengths)) for _ in range(3)] + [rng.random(sum(lengths)) < 0.5]
+    bands: dict[str, list[tuple[float, ...]]] = {}
+    reach: dict[str, int] = {}
+    token = 0
+    for length in lengths:
+        seen = set()
+        for position in range(1, length + 1):
+            name = (
+                "first 256" if position < 256
+                else "256 to 1k" if position < 1024
+                else "1k to 4k" if position < 4096
+                else "beyond 4k"
+            )  # fmt: skip
+            bands.setdefault(name, []).append(tuple(column[token] for column in columns))
+            seen.add(name)
+            token += 1
+        for name in seen:
+            reach[name] = reach.get(name, 0) + 1
+    rows = by_position(np.array(lengths), *columns)
+    assert [row["name"] for row in rows] == [
+        name for name in ("first 256", "256 to 1k", "1k to 4k", "beyond 4k") if name in bands
+    ]
+    for row in rows:
+        values = bands[row["name"]]
+        assert (row["tokens"], row["samples"]) == (len(values), reach[row["name"]])
+        source, candidate, kl, same = (sum(column) / len(values) for column in zip(*values, strict=True))
+        assert row["perplexity"]["source"] == pytest.approx(math.exp(source))
+        assert row["perplexity"]["candidate"] == pytest.approx(math.exp(candidate))
+        assert row["kl"]["mean"] == pytest.approx(kl)
+        assert row["top1"] == pytest.approx(same)
+
+
+def test_what_goes_wrong_only_in_long_contexts_passes_the_gate_and_shows(
+    finished: Finished, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A candidate that is the source itself, but for positions from 256 on, which its attention takes for others."""
+    original, other = LayeredModel.inputs, tmp_path / "candidate"
+
+    def spoilt(model: LayeredModel, states: torch.Tensor) -> dict[str, Any]:
+        given = original(model, states)
+        if model.checkpoint.folder == other:
+            positions = given["position_ids"]
+            positions = torch.where(positions >= 256, positions * 7, positions)
+            given["position_embeddings"] = model.rotary(given["hidden_states"], position_ids=positions)
+        return given
+
+    shutil.copytree(finished.source, other)
+    candidate = open_folder(other)
+    monkeypatch.setattr(LayeredModel, "inputs", spoilt)
+    (result,) = measure(open_folder(finished.source), [candidate], held_out, CPU, tmp_path / "work")
+    gates = fidelity_gates(result, PerplexityGate(data="x", max_increase=0.0, max_kl=0.0))
+    assert [(gate["passed"], gate["value"]) for gate in gates] == [(True, 0.0), (True, 0.0)]
+    assert result["router"]["min"] == 1.0
+    assert result["long"]["kl"]["mean"] > 0.01
+    assert result["long"]["router"]["min"] < 1.0
+    near, far = result["positions"]
+    assert near["kl"]["mean"] == 0.0
+    assert far["kl"]["mean"] > 0.05
+
+
+def test_texts_are_cut_at_the_positions_that_the_model_was_made_for(
+    finished: Finished, held_out: Path, tmp_path: Path
+) -> None:
+    """The same tokens as a set that is cut there; and what was cut is counted and said."""
+    small = tmp_path / "small"
+    shutil.copytree(finished.source, small)
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    opened = open_folder(small)
+    (cut,) = measure(opened, [opened], held_out, CPU, tmp_path / "work")
+    assert (cut["longest"], cut["long"]["longest"], cut["long"]["tokens"]) == (SHORT, 100, 2 * 99)
+    assert cut["evaluated_on"].pop("past_the_model") == {"positions": 100, "texts": 2, "tokens": 2 * (LONG - 100)}
+    shorter = write_set(tmp_path, long=100)
+    (same,) = measure(opened, [opened], shorter, CPU, tmp_path / "work")
+    assert same["evaluated_on"].pop("past_the_model") == {"positions": 100, "texts": 0, "tokens": 0}
+    assert cut["evaluated_on"].pop("digest") != same["evaluated_on"].pop("digest")
+    assert cut == same
+    one = cut | {
+        "model": "x",
+        "evaluated_on": {"name": "x", "past_the_model": {"positions": 9, "texts": 2, "tokens": 4}},
+    }
+    text = eval_table({"candidates": [one], "notes": []})
+    assert "2 texts were cut at 9 tokens, the model's max_position_embeddings; 4 tokens were not measured" in text
+
+
+def test_long_texts_can_be_left_out(finished: Finished, held_out: Path, report: dict[str, Any], tmp_path: Path) -> None:
+    source, candidate = open_folder(finished.source), open_folder(finished.folder)
+    (short,) = measure(source, [candidate], held_out, CPU, tmp_path / "work", long=False)
+    moved = {"long", "positions", "evaluated_on"}
+    assert {key: value for key, value in short.items() if key not in moved} == {
+        key: value for key, value in report.items() if key not in moved
+    }
+    assert "long" not in short
+    assert short["evaluated_on"]["digest"] != report["evaluated_on"]["digest"]
+
+
+def test_a_cut_evaluation_of_long_texts_goes_on(
+    finished: Finished, held_out: Path, report: dict[str, Any], tmp_path: Path
+) -> None:
+    """The journal keeps both parts of a layer."""
+    source, candidate = open_folder(finished.source), open_folder(finished.folder)
+    steps = 0
+
+    def cut() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 5:
+            raise Interrupted("cut", 2)
+
+    with pytest.raises(Interrupted):
+        measure(source, [candidate], held_out, CPU, tmp_path / "work", cut, resumable=True)
+    assert measure(source, [candidate], held_out, CPU, tmp_path / "work", resumable=True) == [report]
+
+
+def test_both_parts_are_shown_everywhere(finished: Finished, report: dict[str, Any], tmp_path: Path) -> None:
+    """At the end of a run, by `quantize eval`, in the card, on the page, in the picture; not where there are none."""
+    whole = finished.report | report
+    parts = f"{report['long']['kl']['mean']:.5f}"
+    beyond = f"{report['positions'][1]['kl']['mean']:.5f}"
+    shown = {
+        "run": run_table(whole, tmp_path, "source"),
+        "eval": eval_table({"candidates": [report | {"model": "x"}], "notes": []}),
+        "card": card(whole),
+        "page": page(whole),
+    }
+    for name, text in shown.items():
+        assert parts in text, name
+        assert beyond in text, name
+    assert re.search(r"^output .*\nlong .*$", shown["run"], re.MULTILINE)
+    assert re.search(r"^256 to 1k +2 +88 ", shown["run"], re.MULTILINE)
+    assert f"on 2 long ones of at most {LONG}; not on longer contexts" in shown["card"]
+    assert f"texts of at most {SHORT} tokens" in shown["card"]
+    before = {"run": run_table(finished.report, tmp_path, "source"), "card": card(finished.report)}
+    assert not any("256 to 1k" in text for text in before.values())
+    assert "long contexts" in before["card"]
+    fidelity_picture([("x", report), ("y", report)], tmp_path / "long.png")
+    fidelity_picture([("x", finished.report)], tmp_path / "short.png")
+    widths = [int.from_bytes((tmp_path / name).read_bytes()[16:20], "big") for name in ("long.png", "short.png")]
+    assert widths[0] > widths[1], "a third panel"
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (EMBEDDED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every text in a row, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings(inner)
+
+
+def test_the_shipped_long_texts_are_long_and_in_nothing_that_calibrates() -> None:
+    """No run of thirteen words of one is in any text of embedded.yaml, however short that text is."""
+
+    def runs(text: str) -> set[str]:
+        words = re.findall(r"\w+", text.casefold())
+        return {" ".join(words[i : i + 13]) for i in range(len(words) - 12)}
+
+    long = rows("held-out-long")
+    assert len(long) == 8
+    assert {row["category"] for row in long} == {
+        "long/code", "long/documentation", "long/essay", "long/german", "long/story", "long/tutorial"
+    }  # fmt: skip
+    assert min(len(row["text"].encode()) for row in long) > 15_000
+    own = set().union(*(runs(row["text"]) for row in long))
+    calibrating = [text for name in ("code", "spoken", "chat") for row in rows(name) for text in strings(row)]
+    assert len(own) > 10_000
+    assert len(calibrating) > 500
+    assert not any(own & runs(text) for text in calibrating)

@@ -1,0 +1,149 @@
+"""report.html in a real headless browser: it opens from a disk, asks for nothing and complains of nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import quantize
+from conftest import Finished
+
+from eval.report.card import card
+from eval.report.charts import colour, heat_map
+from eval.report.page import page
+from quantizers.cli.tables.run import run_table
+from quantizers.system.progress import layer_line
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+VOID = {"meta", "link", "rect", "circle", "path", "polyline", "br"}
+
+
+class Nesting(HTMLParser):
+    """Every tag that is opened is closed, in order; and no attribute names a place outside the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for key, value in attrs:
+            assert key not in ("src", "srcset", "action", "xlink:href"), (tag, key)
+            assert key != "href" or value == "data:,"
+            if key == "id":
+                self.ids.append(str(value))
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_self_contained(finished: Finished) -> None:
+    text = (finished.folder / "report.html").read_text()
+    parser = Nesting()
+    parser.feed(text)
+    assert parser.open == []
+    wanted = {"gates", "settings", "plan", "coverage", "layers", "kl", "audit", "consumers", "versions"}
+    assert set(parser.ids) == wanted
+    assert "<script" not in text
+    assert "url(" not in text
+    assert not re.search(r"https?://", text)
+
+
+def test_run_and_report_write_the_same_page(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And it holds no times, so that two runs give the same one."""
+    target = tmp_path / "page.html"
+    assert quantize(monkeypatch, "report", finished.folder, "--output", target) == 0
+    assert str(target) in capsys.readouterr().out
+    assert target.read_bytes() == (finished.folder / "report.html").read_bytes()
+
+
+def test_text_is_escaped(finished: Finished) -> None:
+    report: dict[str, Any] = json.loads(json.dumps(finished.report))
+    report["audit"]["differences"] = ["<script>alert(1)</script>"]
+    report["layers"][0]["fallbacks"] = ["expert 5: 0 routed tokens & <b>no</b>"]
+    report["notes"] = ["<img src=x>"]
+    text = page(report)
+    Nesting().feed(text)
+    assert "&lt;script&gt;alert(1)" in text
+    assert "<img" not in text
+
+
+def test_smaller_shares_are_one_line_wherever_a_run_is_shown(finished: Finished) -> None:
+    """Counted from the coverage that the same report holds; no expert of them is among the fallbacks."""
+    report: dict[str, Any] = json.loads(json.dumps(finished.report))
+    few = [n for layer in report["coverage"]["per_layer"] for n in layer["routed_tokens"] if n < 128]
+    assert 0 < len(few) < 64
+    line = (
+        f"{len(few)} of 64 experts got fewer than 128 routed tokens and lean on all tokens in part "
+        f"(smallest share {0.9 * min(few) / 128:.2f} of 0.9)"
+    )
+    assert [words for layer in report["layers"] for words in layer["fallbacks"] if "routed tokens" in words] == []
+    shown = page(report), card(report), run_table(report, Path("out"), "source"), layer_line(
+        report["layers"][0] | {"peak_memory_bytes": 0}
+    )  # fmt: skip
+    assert [text.count(line) for text in shown] == [1, 1, 1, 0]
+    assert "; 0 fallbacks;" in shown[3]
+    for layer in report["layers"]:
+        layer["leaning"]["experts"] = 0
+    assert [text.count("lean on all") for text in (page(report), card(report))] == [0, 0]
+
+
+def test_uncovered_experts_are_marked() -> None:
+    text = heat_map([[100, 0, 10], [3, 50, 1]], minimum=2)
+    assert text.count('class="bare"') == text.count('class="cross"') == 2
+    assert "<title>layer 0, expert 1: 0 tokens</title>" in text
+    assert colour(0) == "#440154"
+    assert colour(1) == "#fde725"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+def test_a_browser_shows_it_without_error_or_request(finished: Finished, tmp_path: Path) -> None:
+    """And a page that does either is noticed."""
+    text = (finished.folder / "report.html").read_text()
+    spoilt = text.replace("</body>", '<img src="http://x.invalid/a.png"><script>console.error("no")</script></body>')
+    assert look(spoilt, tmp_path / "spoilt")[:2] == (1, True), "an error or a request would not be noticed"
+    requests, complaints, picture, dom = look(text, tmp_path / "page")
+    assert (requests, complaints) == (0, False)
+    assert picture.stat().st_size > 50_000, "an empty page is smaller"
+    assert dom.count("<svg") == 5
+    assert dom.count("<h2>") == 9
+
+
+def look(text: str, folder: Path) -> tuple[int, bool, Path, str]:
+    """Open a page from the disk: what it asked for, whether the console has a word, a screenshot, its DOM."""
+    folder.mkdir()
+    target, picture = folder / "report.html", folder / "page.png"
+    target.write_text(text)
+    count = "document.title = 'asked ' + performance.getEntriesByType('resource').length"
+    counting = f"<script>addEventListener('load', () => {{ {count} }})</script>"
+    (folder / "counting.html").write_text(text.replace("</body>", f"{counting}</body>"))
+    assert CHROMIUM is not None
+    common = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
+        "--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND",
+    ]  # fmt: skip
+
+    def browse(*words: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run([*common, *words], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done
+
+    shot = browse("--enable-logging=stderr", "--window-size=1000,3800", f"--screenshot={picture}", target.as_uri())
+    dom = browse("--dump-dom", (folder / "counting.html").as_uri()).stdout
+    asked = re.search(r"<title>asked (\d+)</title>", dom)
+    assert asked is not None
+    return int(asked[1]), "CONSOLE" in shot.stderr, picture, dom

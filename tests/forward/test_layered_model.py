@@ -1,0 +1,303 @@
+"""The streamed forward pass against MiniMax-M2 written out by hand, and against transformers' whole model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import config as tiny_config
+from tiny import make
+from torch import Tensor
+
+from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.checkpoint.reader import open_folder
+from quantizers.forward.layered_model import LayeredModel
+
+# ‖streamed − by hand‖ / ‖by hand‖, float32 against float64. Measured: at most 1.1e-6 over all models and
+# layers; without the rotary factor 0.2 to 0.7 after the first layer.
+TOLERANCE = 1e-5
+
+
+class ByHand:
+    """MiniMax-M2 in float64, one token and one head at a time where that is plainer.
+
+    Reads the shards itself and shares no code with the program or with transformers.
+
+    Args:
+        rotated: dimensions of each head that are rotated; what config.json says when None.
+    """
+
+    def __init__(self, folder: Path, rotated: int | None = None) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        self.tensors: dict[str, Tensor] = {}
+        for shard in sorted(folder.glob("*.safetensors")):
+            self.tensors |= load_file(shard)
+        self.rotated = self.config["rotary_dim"] if rotated is None else rotated
+
+    def weight(self, name: str) -> Tensor:
+        """A matrix in float64: FP8 codes times the scale of their block, block by block."""
+        stored = self.tensors[f"{name}.weight"]
+        if stored.dtype != torch.float8_e4m3fn:
+            return stored.double()
+        scale = self.tensors[f"{name}.weight_scale_inv"]
+        height, width = self.config["quantization_config"]["weight_block_size"]
+        result = torch.full(stored.shape, torch.nan, dtype=torch.float64)
+        for i in range(scale.shape[0]):
+            for j in range(scale.shape[1]):
+                block = (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
+                result[block] = stored[block].double() * float(scale[i, j])
+        assert not bool(result.isnan().any())
+        return result
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """RMS norm over the whole last dimension."""
+        mean_square = (x * x).mean(-1, keepdim=True)
+        return x / torch.sqrt(mean_square + self.config["rms_norm_eps"]) * self.tensors[f"{name}.weight"].double()
+
+    def rotate(self, head: Tensor, position: int) -> Tensor:
+        """The first `rotated` of a head's dimensions, in pairs (i, i + rotated/2), by position · θ^(−2i/rotated)."""
+        half, turned = self.rotated // 2, head.clone()
+        for i in range(half):
+            angle = torch.tensor(position * self.config["rope_theta"] ** (-2 * i / self.rotated), dtype=torch.float64)
+            a, b = head[i], head[i + half]
+            turned[i] = a * torch.cos(angle) - b * torch.sin(angle)
+            turned[i + half] = b * torch.cos(angle) + a * torch.sin(angle)
+        return turned
+
+    def attention(self, x: Tensor, at: str) -> Tensor:
+        c, length = self.config, len(x)
+        heads, kv_heads, size = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        # One norm over all heads together, before they are split.
+        q = self.norm(x @ self.weight(f"{at}.q_proj").T, f"{at}.q_norm").view(length, heads, size)
+        k = self.norm(x @ self.weight(f"{at}.k_proj").T, f"{at}.k_norm").view(length, kv_heads, size)
+        v = (x @ self.weight(f"{at}.v_proj").T).view(length, kv_heads, size)
+        q = torch.stack([torch.stack([self.rotate(head, t) for head in q[t]]) for t in range(length)])
+        k = torch.stack([torch.stack([self.rotate(head, t) for head in k[t]]) for t in range(length)])
+        mixed = torch.empty(length, heads, size, dtype=torch.float64)
+        for head in range(heads):
+            group = head // (heads // kv_heads)
+            for t in range(length):
+                scores = k[: t + 1, group] @ q[t, head] / size**0.5
+                mixed[t, head] = torch.softmax(scores, dim=0) @ v[: t + 1, group]
+        return mixed.view(length, heads * size) @ self.weight(f"{at}.o_proj").T
+
+    def experts(self, x: Tensor, at: str) -> tuple[Tensor, list[set[int]]]:
+        router = self.tensors[f"{at}.gate.weight"].double()
+        bias = self.tensors[f"{at}.e_score_correction_bias"].double()
+        output, choices = torch.zeros_like(x), []
+        for t, token in enumerate(x):
+            sigmoid = 1 / (1 + torch.exp(-(router @ token)))
+            # The bias helps to choose; it is no part of the weight.
+            ranking = sorted(range(len(sigmoid)), key=lambda e: float(sigmoid[e] + bias[e]), reverse=True)
+            chosen = ranking[: self.config["num_experts_per_tok"]]
+            total = sum(float(sigmoid[e]) for e in chosen)
+            for e in chosen:
+                w1, w2, w3 = (self.weight(f"{at}.experts.{e}.{name}") for name in ("w1", "w2", "w3"))
+                gate = w1 @ token
+                output[t] += float(sigmoid[e]) / total * (w2 @ (gate / (1 + torch.exp(-gate)) * (w3 @ token)))
+            choices.append(set(chosen))
+        return output, choices
+
+    def layer(self, x: Tensor, number: int) -> tuple[Tensor, list[set[int]]]:
+        at = f"model.layers.{number}"
+        x = x + self.attention(self.norm(x, f"{at}.input_layernorm"), f"{at}.self_attn")
+        mixed, choices = self.experts(self.norm(x, f"{at}.post_attention_layernorm"), f"{at}.block_sparse_moe")
+        return x + mixed, choices
+
+    def run(self, tokens: Tensor) -> Pass:
+        x = torch.stack([self.tensors["model.embed_tokens.weight"][token].double() for token in tokens])
+        states, choices = [], []
+        for number in range(self.config["num_hidden_layers"]):
+            x, chosen = self.layer(x, number)
+            states.append(x)
+            choices.append(chosen)
+        return Pass(states, self.norm(x, "model.norm") @ self.weight("lm_head").T, choices)
+
+
+@dataclass
+class Pass:
+    """One sequence: states (T, H) after each layer, logits (T, vocabulary), choices by layer and token."""
+
+    states: list[Tensor]
+    logits: Tensor
+    choices: list[list[set[int]]]
+
+
+def layered(folder: Path) -> LayeredModel:
+    checkpoint = open_folder(folder)
+    facts = architecture_for(checkpoint.config, str(folder))
+    return LayeredModel(
+        checkpoint, facts, sizes_of(facts, checkpoint.config, str(folder)), torch.device("cpu"), torch.float32
+    )
+
+
+def streamed(folder: Path, tokens: Tensor) -> Pass:
+    model = layered(folder)
+    x = model.embedding()[tokens]
+    states, choices = [], []
+    for number in range(model.sizes["layers"]):
+        with model.layer(number) as layer:
+            x, chosen = model.run(layer, x)
+        states.append(x)
+        choices.append([set(row) for row in chosen.tolist()])
+    return Pass(states, model.final(x) @ model.head().T, choices)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "published layout": {},
+    # Blocks that the FP8 matrices do not fill, one kv head for all, other choices, another quarter rotated.
+    "odd sizes": {
+        "hidden_size": 192,
+        "intermediate_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "rotary_dim": 8,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "rope_theta": 5_000_000,
+        "rms_norm_eps": 1e-5,
+    },
+    "whole head rotated": {"rotary_dim": 64},
+}
+
+
+@pytest.fixture(params=[*SHAPES, "trained"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "trained":
+        yield request.getfixturevalue("tiny_model")
+    else:
+        yield make(tmp_path / "model", seed=3, **SHAPES[request.param])
+
+
+def tokens_for(folder: Path, length: int = 24) -> Tensor:
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    return torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(11))
+
+
+def test_streamed_is_the_model_written_out_by_hand(model: Path) -> None:
+    tokens = tokens_for(model)
+    found, expected = streamed(model, tokens), ByHand(model).run(tokens)
+    assert found.choices == expected.choices
+    for number, (a, b) in enumerate(zip(found.states, expected.states, strict=True)):
+        assert distance(a, b) < TOLERANCE, f"states after layer {number}"
+    assert distance(found.logits, expected.logits) < TOLERANCE
+    difference = torch.log_softmax(found.logits, -1) - torch.log_softmax(expected.logits, -1)
+    assert float(difference.abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["random", "trained"])
+def test_a_lost_rotary_factor_would_be_seen(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The comparison above has teeth: with the whole head rotated it fails by orders of magnitude.
+
+    This is what transformers 5.17 does with the published config.json, which names `rotary_dim` only.
+    """
+    folder = make(tmp_path / "model", seed=3) if name == "random" else request.getfixturevalue("tiny_model")
+    tokens = tokens_for(folder)
+    found = streamed(folder, tokens)
+    head_dim = json.loads((folder / "config.json").read_text())["head_dim"]
+    expected = ByHand(folder, rotated=head_dim).run(tokens)
+    assert distance(found.states[0], expected.states[0]) > 100 * TOLERANCE
+    assert distance(found.logits, expected.logits) > 1000 * TOLERANCE
+
+
+def test_other_liberties_would_be_seen(tmp_path: Path) -> None:
+    """Teeth for the rest: each liberty, taken in the hand-written model alone, is far outside the tolerance."""
+    folder = make(tmp_path / "model", seed=3, num_hidden_layers=1)
+    tokens = tokens_for(folder)
+    found = streamed(folder, tokens).states[0]
+
+    class BiasForgotten(ByHand):
+        def experts(self, x: Tensor, at: str) -> tuple[Tensor, list[set[int]]]:
+            self.tensors[f"{at}.e_score_correction_bias"] = torch.zeros(self.config["num_local_experts"])
+            return super().experts(x, at)
+
+    class NormPerHead(ByHand):
+        def norm(self, x: Tensor, name: str) -> Tensor:
+            if not name.endswith(("q_norm", "k_norm")):
+                return super().norm(x, name)
+            heads = x.view(len(x), -1, self.config["head_dim"])
+            normed = heads / torch.sqrt((heads * heads).mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+            return normed.reshape(x.shape) * self.tensors[f"{name}.weight"].double()
+
+    class PairsSideBySide(ByHand):
+        def rotate(self, head: Tensor, position: int) -> Tensor:
+            order = [*range(0, self.rotated, 2), *range(1, self.rotated, 2)]
+            mixed = torch.cat([head[order], head[self.rotated :]])
+            turned = super().rotate(mixed, position)
+            back = torch.empty_like(turned[: self.rotated])
+            back[order] = turned[: self.rotated]
+            return torch.cat([back, turned[self.rotated :]])
+
+    class GateAndUpSwapped(ByHand):
+        def weight(self, name: str) -> Tensor:
+            swapped = {"w1": "w3", "w3": "w1"}.get(name[-2:])
+            return super().weight(name[:-2] + swapped if swapped else name)
+
+    assert distance(found, ByHand(folder).run(tokens).states[0]) < TOLERANCE
+    for liberty in (BiasForgotten, NormPerHead, PairsSideBySide, GateAndUpSwapped):
+        assert distance(found, liberty(folder).run(tokens).states[0]) > 100 * TOLERANCE, liberty.__name__
+
+
+@torch.no_grad()
+def test_streamed_is_transformers_whole_model_bit_for_bit(
+    model: Path, whole_model: Callable[[dict[str, Any], dict[str, Any]], Any]
+) -> None:
+    """Layer by layer or whole: the same bits, with the same attention and experts implementation."""
+    tokens = tokens_for(model, 40)
+    by_hand = ByHand(model)
+    names = [name.removesuffix(".weight") for name in by_hand.tensors if not name.endswith("weight_scale_inv")]
+    # e_score_correction_bias is no `.weight`. A float32 product rounds once, so does the float64 one above.
+    weights = {
+        f"{name}.weight" if f"{name}.weight" in by_hand.tensors else name: (
+            by_hand.weight(name).float() if f"{name}.weight" in by_hand.tensors else by_hand.tensors[name]
+        )
+        for name in names
+    }
+    whole = whole_model(by_hand.config, weights)
+    states: list[Tensor] = []
+    for layer in whole.model.layers:
+        layer.register_forward_hook(lambda _module, _inputs, output: states.append(output[0]))
+    logits = whole(tokens[None]).logits[0]
+    found = streamed(model, tokens)
+    assert len(states) == by_hand.config["num_hidden_layers"]
+    for number, (a, b) in enumerate(zip(found.states, states, strict=True)):
+        assert torch.equal(a, b), f"states after layer {number}: {distance(a, b):.1e}"
+    assert torch.equal(found.logits, logits)
+
+
+@torch.no_grad()
+def test_record_sees_what_the_experts_of_the_whole_model_are_given(tmp_path: Path) -> None:
+    """`record` stands in for the experts: input and choice are those of `run`, and nothing stays behind."""
+    folder = make(tmp_path / "model", seed=5)
+    model, tokens = layered(folder), tokens_for(folder)
+    states = model.embedding()[tokens]
+    with model.layer(0) as layer:
+        seen: list[tuple[Tensor, ...]] = []
+        hook = layer.mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args))
+        before = model.run(layer, states)
+        hook.remove()
+        recorded = model.record(layer, states)
+        after = model.run(layer, states)
+    for a, b in zip((recorded.x, recorded.chosen, recorded.weight), seen[0], strict=True):
+        assert torch.equal(a, b)
+    assert torch.allclose(recorded.weight.sum(-1), torch.ones(len(tokens)))
+    assert torch.equal(before[0], after[0])
+    assert all(parameter.is_meta for parameter in layer.parameters())  # freed when the block ended
+
+
+def test_tiny_models_rotate_a_part_of_each_head(tiny_model: Path) -> None:
+    """Otherwise the tests above would prove nothing about the rotary factor."""
+    for config in (tiny_config(), json.loads((tiny_model / "config.json").read_text())):
+        assert 0 < config["rotary_dim"] < config["head_dim"]
+        assert "rope_parameters" not in config

@@ -1,0 +1,293 @@
+"""Publishing to a stand-in for the Hub on the loopback interface, by the real huggingface_hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import quantize
+from conftest import REPOSITORY, Finished
+from hub_models import ModelHub
+from runs import private_job
+
+from quantizers.output.record import write_record
+from quantizers.plan.job import prepare
+from quantizers.run.options import Options
+from quantizers.run.pipeline import run
+
+# huggingface_hub's own way of sending a file by the LFS protocol, in this process.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+TOKEN = "hf_" + "s3cretNeverToBeSeen" * 2
+REPO = "me/tiny-FP8-INT4"
+
+
+@pytest.fixture
+def hub() -> Iterator[ModelHub]:
+    with ModelHub(TOKEN) as stand_in:
+        yield stand_in
+
+
+@pytest.fixture
+def folder(finished: Finished, tmp_path: Path) -> Path:
+    shutil.copytree(finished.folder, tmp_path / "output")
+    return tmp_path / "output"
+
+
+class Command:
+    """`quantize publish` in a process of its own, with the token in its environment; keeps all that it says."""
+
+    def __init__(self, hub: ModelHub, home: Path, token: str | None = TOKEN) -> None:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+        hub_settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_DEBUG": "1"}
+        self.environment = kept | hub_settings
+        if token is not None:
+            self.environment["HF_TOKEN"] = token
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", "quantizers", *map(str, arguments)]
+        return subprocess.Popen(
+            words, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
+        )
+
+    def ended(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error; no token in either."""
+        out, err = process.communicate(timeout=120)
+        assert TOKEN not in out + err
+        return process.returncode, out, err
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        return self.ended(self.start(*arguments))
+
+
+@pytest.fixture
+def command(hub: ModelHub, tmp_path: Path) -> Command:
+    return Command(hub, tmp_path / "home")
+
+
+Publish = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def publish(
+    hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Publish:
+    """`publish(*arguments, token=TOKEN)`: the command in this process, where importing costs no seconds each time."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE", "HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH"):
+        monkeypatch.setattr(constants, name, str(tmp_path / "home" / name))
+
+    def call(*arguments: object, token: str | None = TOKEN) -> tuple[int, str, str]:
+        with monkeypatch.context() as patched:
+            patched.delenv("HF_TOKEN", raising=False)
+            if token is not None:
+                patched.setenv("HF_TOKEN", token)
+            code = quantize(patched, "publish", *arguments)
+        said = capsys.readouterr()
+        assert TOKEN not in said.out + said.err
+        return code, said.out, said.err
+
+    return call
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_published_and_equal(hub: ModelHub, command: Command, folder: Path, finished: Finished, tmp_path: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+    code, out, err = command(
+        "publish", folder, "--repo", REPO, "--source", finished.source, "--private", "--revision", "v1", "--json"
+    )
+    assert code == 0, err
+    result = json.loads(out)
+    sent = {name: raw for name, raw in contents(folder).items() if name != "notes.txt"}
+    held = dict(hub.repositories[REPO]["v1"])
+    assert held.pop(".gitattributes")
+    assert held == sent
+    assert hub.private == {REPO: True}
+    assert list(hub.repositories[REPO]["main"]) == [".gitattributes"]
+    assert {file["name"] for file in result["files"]} == set(sent)
+    assert result["bytes"] == sum(map(len, sent.values()))
+    assert not [
+        path for path in (tmp_path / "home").rglob("*") if path.is_file() and TOKEN in path.read_text("latin-1")
+    ]
+    assert not any(TOKEN.encode() in raw for raw in held.values())
+
+
+def test_interrupted_and_published_again(hub: ModelHub, command: Command, folder: Path, finished: Finished) -> None:
+    words = ("publish", folder, "--repo", REPO, "--source", finished.source)
+    hub.stall_after = 3
+    process = command.start(*words)
+    while not hub.stalled.wait(0.2) and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGINT)
+    code, _, err = command.ended(process)
+    assert code == 130, err
+    assert "give the same command again" in err
+    assert list(hub.repositories[REPO]["main"]) == [".gitattributes"]
+    first = list(hub.received)
+    assert len(first) == 3
+
+    hub.stall_after = None
+    hub.release.set()
+    code, out, err = command(*words)
+    assert code == 0, err
+    assert "the Hub's hashes equal the local ones" in out
+    held = hub.repositories[REPO]["main"]
+    assert {name: raw for name, raw in held.items() if name != ".gitattributes"} == contents(folder)
+    assert len(hub.received) == len(set(hub.received)), "an object was sent twice"
+
+
+def test_a_dry_run_sends_nothing(hub: ModelHub, publish: Publish, folder: Path, finished: Finished) -> None:
+    (folder / "notes.txt").write_text("mine")
+    before = contents(folder)
+    code, out, err = publish(folder, "--repo", REPO, "--source", finished.source, "--dry-run")
+    assert code == 0, err
+    assert hub.asked == []
+    assert contents(folder) == before
+    for name in before:
+        assert name in out
+    assert "not sent: notes.txt" in out
+
+
+def break_a_byte(folder: Path, name: str = "model-00002-of-00005.safetensors") -> None:
+    shard = folder / name
+    raw = bytearray(shard.read_bytes())
+    raw[-3] ^= 1
+    shard.write_bytes(raw)
+
+
+def fail_a_gate(folder: Path) -> None:
+    report = json.loads((folder / "report.json").read_text())
+    gate = {"name": "kl", "passed": False, "value": 0.5, "limit": 0.1, "meaning": "mean KL"}
+    write_record(folder, report | {"gates": [gate]})
+
+
+def mislead_servers(folder: Path) -> None:
+    """The published mistake: no vLLM asks for experts under this name."""
+    config = json.loads((folder / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["routed_experts"]
+    group["targets"] = [r"re:.*block_sparse_moe\.experts\.\d+\.(w1|w2|w3)$"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_nothing_that_is_published_names_the_machine(hub: ModelHub, publish: Publish, tmp_path: Path) -> None:
+    """Every file but the shards, as the Hub holds it: no absolute path, no user's name, no token."""
+    home = tmp_path / "somebody"
+    recipe, output = private_job(home), home / "out"
+    run(prepare(str(recipe)), Options(output, torch.device("cpu")))
+    code, _, err = publish(output, "--repo", REPO, "--source", home / "models" / "secret-model", "--force", "a test")
+    assert code == 0, err
+    break_a_byte(output, "model-00002-of-00003.safetensors")  # the card then states a problem, which names files
+    code, _, err = publish(output, "--repo", REPO, "--source", home / "models" / "secret-model", "--force", "a test")
+    assert code == 0, err
+    held = hub.repositories[REPO]["main"]
+    assert json.loads(held["report.json"])["forced"]["problems"]
+    texts = {name: raw for name, raw in held.items() if not name.endswith(".safetensors")}
+    assert {"report.json", "recipe.yaml", "calibration.yaml", "calibration.lock.json", "report.html"} < set(texts)
+    words = ("somebody", str(tmp_path), str(REPOSITORY), str(Path.home()), sys.prefix, TOKEN, "diary.jsonl")
+    assert [(name, word) for name, raw in texts.items() for word in words if word.encode() in raw] == []
+
+
+@pytest.mark.parametrize("spoil", [break_a_byte, fail_a_gate, mislead_servers])
+def test_a_failing_checkpoint_is_refused_unless_forced(
+    hub: ModelHub, publish: Publish, folder: Path, finished: Finished, spoil: Any
+) -> None:
+    spoil(folder)
+    words = (folder, "--repo", REPO, "--source", finished.source)
+    code, out, err = publish(*words)
+    assert (code, out) == (2, "")
+    assert "give --force with a reason" in err.splitlines()[-1]
+    assert hub.asked == []
+
+    code, out, err = publish(*words, "--force", "to show | a failure")
+    assert code == 0, err
+    assert "published though" in out
+    card = hub.repositories[REPO]["main"]["README.md"].decode()
+    assert "did not pass its checks and was published all the same" in card
+    assert "to show | a failure" in card
+    assert json.loads(hub.repositories[REPO]["main"]["report.json"])["forced"]["problems"]
+
+
+def test_no_reason_publishes_changed_figures(hub: ModelHub, publish: Publish, folder: Path, finished: Finished) -> None:
+    """Before, --force sealed a report that had been edited, and the next publishing sent it as it was."""
+    report = json.loads((folder / "report.json").read_text())
+    report["kl"]["mean"] = 1e-9
+    (folder / "report.json").write_text(json.dumps(report))
+    before = contents(folder)
+    code, _, err = publish(folder, "--repo", REPO, "--source", finished.source, "--force", "a test")
+    assert code == 2
+    assert "was changed since the run wrote it, so its figures are not published whatever the reason" in err
+    assert contents(folder) == before
+    assert hub.repositories == {}
+
+
+def test_a_forced_card_is_taken_back(publish: Publish, folder: Path, finished: Finished) -> None:
+    words = (folder, "--repo", REPO, "--source", finished.source)
+    before = contents(folder)
+    break_a_byte(folder)
+    assert publish(*words, "--force", "a test")[0] == 0
+    shutil.copy(finished.folder / "model-00002-of-00005.safetensors", folder)
+    code, _, err = publish(*words)
+    assert code == 0, err
+    assert (folder / "README.md").read_bytes() == before["README.md"]
+
+
+def test_a_hub_that_holds_something_else(hub: ModelHub, publish: Publish, folder: Path, finished: Finished) -> None:
+    for spoiled in ("model-00001-of-00005.safetensors", "config.json"):
+        hub.damage = lambda path, raw, spoiled=spoiled: raw[:-1] + b"?" if path == spoiled else raw  # type: ignore[misc]
+        code, _, err = publish(folder, "--repo", f"me/{spoiled[:5]}", "--source", finished.source)
+        assert code == 1
+        assert f"the Hub holds something else under {spoiled}; publish again" in err
+
+
+def test_what_is_wrong_with_a_login(publish: Publish, folder: Path, finished: Finished) -> None:
+    words = (folder, "--repo", REPO, "--source", finished.source)
+    code, _, err = publish(*words, token=None)
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        "quantize: no Hub token; log in with `hf auth login`, or set HF_TOKEN to one that may write",
+    )
+    other = "hf_" + "another" * 5
+    code, _, err = publish(*words, token=other)
+    assert code == 2
+    assert "the Hub refuses this token (401)" in err
+    assert other not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--repo", "tiny"), "--repo tiny: write it as owner/name"),
+        (("--repo", "me/a b"), "write it as owner/name"),
+        (("--repo", REPO, "--force", " "), "--force: give the reason"),
+    ],
+)
+def test_what_is_wrong_with_the_arguments(
+    publish: Publish, folder: Path, finished: Finished, words: tuple[str, ...], message: str
+) -> None:
+    code, _, err = publish(folder, "--source", finished.source, *words)
+    assert code == 2
+    assert message in err
+
+
+def test_what_is_no_finished_output(publish: Publish, folder: Path, tmp_path: Path) -> None:
+    (folder / ".quantize").mkdir()
+    code, _, err = publish(folder, "--repo", REPO)
+    assert code == 2
+    assert "the run is unfinished" in err
+    code, _, err = publish(tmp_path, "--repo", REPO)
+    assert code == 2
+    assert "has no report.json of a finished run" in err

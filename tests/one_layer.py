@@ -1,0 +1,71 @@
+"""One small layer of experts with inputs, for solving it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quantizers.architectures.matrices import MATRICES
+from quantizers.forward.recorded import Recorded
+from quantizers.solve.solved import Solved
+
+EXPERTS, HIDDEN, WIDTH, GROUP = 5, 96, 64, 32
+
+
+silu = torch.nn.functional.silu
+
+
+@dataclass
+class Layer:
+    """One MoE block: norm and its readers, and the normalised inputs of three sequences before the norm's weight."""
+
+    norm: torch.Tensor
+    router: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    normed: list[torch.Tensor]
+
+    def recorded(self, chosen: int = 2) -> list[Recorded]:
+        out = []
+        for normed in self.normed:
+            x = normed * self.norm.float()
+            scores = torch.sigmoid(x @ self.router.mT)
+            scores[:, -1] = -1
+            weight, index = scores.topk(chosen, dim=-1)
+            out.append(Recorded(x, index, weight / weight.sum(-1, keepdim=True)))
+        return out
+
+
+def make_layer(
+    seed: int = 0, experts: int = EXPERTS, tokens: int = 60, hidden: int = HIDDEN, width: int = WIDTH
+) -> Layer:
+    """Random, with outlier channels in a bfloat16 norm, a zero in it, and a last expert that is never chosen."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    norm = 1 + 0.2 * normal(hidden)
+    norm[[3, 40, 77]] *= 12
+    norm[11] = 0
+    router = 0.2 * normal(experts, hidden)
+    normed = [normal(tokens + 7 * i, hidden) for i in range(3)]
+    return Layer(
+        norm.bfloat16(),
+        router,
+        normal(experts, 2 * width, hidden) * hidden**-0.5,
+        normal(experts, hidden, width) * normal(width).exp() * width**-0.5,
+        normed,
+    )
+
+
+def assert_same(a: Solved, b: Solved) -> None:
+    """Every tensor equal bit for bit."""
+    for matrix in MATRICES:
+        assert torch.equal(a.codes[matrix], b.codes[matrix]), matrix
+        assert torch.equal(a.scales[matrix], b.scales[matrix]), matrix
+    assert torch.equal(a.norm, b.norm)
+    assert torch.equal(a.smooth, b.smooth)
+    assert (a.router is None) == (b.router is None)
+    assert a.router is None or b.router is None or torch.equal(a.router, b.router)

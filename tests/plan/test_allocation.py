@@ -1,0 +1,147 @@
+"""The knapsack against trying everything; what a budget leaves to choose from."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantizers.architectures.architecture import Sizes, architecture_for, published_config, sizes_of
+from quantizers.plan.allocation import Allocation, allocation, candidates
+from quantizers.plan.knapsack import choose
+from quantizers.plan.plan import Plan, expected_tensors, file_size, make_plan
+from quantizers.recipe.schema import Experts
+from quantizers.recipe.scheme import ALL, Scheme, counted
+from quantizers.system.errors import RecipeError
+
+BLOCK = (128, 128)
+# Whole numbers, many of them equal, so that ties occur; and any float.
+LOSS = st.one_of(st.integers(0, 4).map(float), st.floats(0, 1e3, allow_subnormal=False))
+LAYER = st.lists(st.tuples(st.integers(0, 12), LOSS), min_size=1, max_size=4)
+
+
+def by_trying(costs: list[list[int]], losses: list[list[float]], limit: int) -> tuple[float, int] | None:
+    """Loss and cost of the best of all choices."""
+    best = None
+    for choice in itertools.product(*(range(len(row)) for row in costs)):
+        cost = sum(row[i] for row, i in zip(costs, choice, strict=True))
+        loss = math.fsum(row[i] for row, i in zip(losses, choice, strict=True))
+        if cost <= limit and (best is None or (loss, cost) < best):
+            best = loss, cost
+    return best
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(LAYER, min_size=1, max_size=5), st.integers(0, 60))
+def test_as_good_as_trying_everything(layers: list[list[tuple[int, float]]], limit: int) -> None:
+    costs, losses = [[c for c, _ in row] for row in layers], [[loss for _, loss in row] for row in layers]
+    expected, found = by_trying(costs, losses, limit), choose(costs, losses, limit)
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert sum(row[i] for row, i in zip(costs, found, strict=True)) <= limit
+    lost = math.fsum(row[i] for row, i in zip(losses, found, strict=True))
+    assert lost <= expected[0] * (1 + 1e-9) + 1e-12
+
+
+def test_of_equal_losses_the_cheaper_one() -> None:
+    assert choose([[5, 3, 4]], [[1.0, 1.0, 1.0]], 9) == [1]
+    assert choose([[5, 3], [5, 3]], [[0.0, 1.0], [0.0, 0.0]], 8) == [0, 1]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
+def test_a_large_model_takes_no_time(share: float) -> None:
+    """62 layers, all schemes, costs that differ by a few bytes of header: seconds would be too long."""
+    rng = random.Random(1)
+    costs = [[10**9 * scheme.bits // 8 + 2 * 10**9 // scheme.group_size + rng.randrange(99) for scheme in ALL]] * 62
+    losses = [[rng.lognormvariate(0, 1) / 4**s.bits * s.group_size**0.4 for s in ALL] for _ in range(62)]
+    low, high = sum(min(row) for row in costs), sum(max(row) for row in costs)
+    limit, started = low + int(share * (high - low)), time.process_time()
+    found = choose(costs, losses, limit)
+    assert time.process_time() - started < 5
+    assert found is not None
+    assert sum(row[i] for row, i in zip(costs, found, strict=True)) <= limit
+    if share == 0.0:
+        assert found == [0] * 62
+    if share == 1.0:
+        assert found == [min(range(6), key=row.__getitem__) for row in losses]
+
+
+# What a recipe leaves to choose from ---------------------------------------------------------------
+
+
+def planned(**changes: int) -> tuple[Plan, Sizes]:
+    config = tiny.config(**changes)
+    facts = architecture_for(config, "x")
+    sizes = sizes_of(facts, config, "x")
+    return make_plan(facts, sizes, expected_tensors(facts, sizes, BLOCK), Experts(), "x", BLOCK), sizes
+
+
+def of(limit: str | float, parallel: int | None = None, **changes: int) -> Allocation:
+    plan, sizes = planned(**changes)
+    key = "budget" if isinstance(limit, str) else "bits_per_weight"
+    experts = Experts.model_validate({key: limit, "tensor_parallel": parallel})
+    return allocation(plan, sizes, experts, "r.yaml:6: experts." + key)
+
+
+def test_candidates_are_what_vllm_takes() -> None:
+    assert list(ALL) == sorted(ALL, key=lambda scheme: scheme.bits_per_weight)
+    facts_and_config = published_config("MiniMaxAI/MiniMax-M2.1")
+    assert facts_and_config is not None
+    sizes = sizes_of(*facts_and_config, "x")
+    assert [len(candidates(sizes, parallel)) for parallel in (1, 2, 4, 8, 16, 32)] == [6, 6, 6, 4, 2, 0]
+    _, small = planned(intermediate_size=64)
+    assert {scheme.group_size for scheme in candidates(small, 1)} == {32, 64}
+    assert {scheme.group_size for scheme in candidates(small, 2)} == {32}
+
+
+def test_costs_are_the_files_bytes() -> None:
+    plan, _ = planned(num_hidden_layers=12, intermediate_size=128)
+    found = of("1GB", num_hidden_layers=12, intermediate_size=128)
+    for number, scheme in enumerate(found.candidates):
+        sizes = [file_size(tensors) for tensors in plan.with_schemes([scheme] * 12).shards().values()]
+        assert [row[number] for row in found.shard_bytes] == sizes[:-1]
+        assert found.output_bytes(found.uniform(number)) == sum(sizes)
+    assert found.exceeded
+    assert [row["tensor_parallel"] for row in found.as_dict()["candidates"]] == [[1], [1, 2], [1, 2, 4]] * 2
+    assert found.best_uniform() == [Scheme(8, 32)] * 12
+    losses = [{str(scheme): 1 / scheme.bits_per_weight for scheme in found.candidates}] * 12
+    assert found.spell(found.choose(losses)) == [Scheme(8, 32)] * 12
+
+
+def test_a_budget_of_a_uniform_choice_is_never_worse_than_it() -> None:
+    at = of("1GB", num_hidden_layers=6, intermediate_size=128)
+    losses = [{str(s): (layer + 1) * s.group_size**0.5 / 4**s.bits for s in at.candidates} for layer in range(6)]
+    for number, scheme in enumerate(at.candidates):
+        exact = of(f"{at.output_bytes(at.uniform(number))}B", num_hidden_layers=6, intermediate_size=128)
+        found = exact.choose(losses)
+        assert exact.output_bytes(found) <= exact.limit
+        picked = sum(row[str(s)] for row, s in zip(losses, exact.spell(found), strict=True))
+        assert picked <= sum(row[str(scheme)] for row in losses)
+        weighed = of(scheme.bits_per_weight, num_hidden_layers=6, intermediate_size=128)
+        assert weighed.bits_per_weight(weighed.choose(losses)) <= scheme.bits_per_weight
+        assert weighed.best_uniform()[0] == scheme
+
+
+def test_what_is_too_small_is_refused_with_what_would_do() -> None:
+    least = of("1GB").output_bytes(of("1GB").uniform(0))
+    of(f"{least}B")
+    with pytest.raises(RecipeError, match=rf"^r.yaml:6: experts.budget: .* give {least}B or more$"):
+        of(f"{least - 1}B")
+    of(4.25)
+    with pytest.raises(RecipeError, match=r"^r.yaml:6: experts.bits_per_weight: 4.2 is less .* give 4.25 or more$"):
+        of(4.2)
+    with pytest.raises(RecipeError, match=r"no group of 32, 64 or 128 divides .* 64 over 4 cards; lower experts.tens"):
+        of("1GB", parallel=4)
+
+
+def test_schemes_in_words() -> None:
+    assert counted([Scheme(4, 64)] * 3) == "INT4 group 64"
+    assert counted([Scheme(8, 64), Scheme(4, 32), Scheme(4, 32)]) == "INT4 group 32 (2 layers), INT8 group 64 (1 layer)"

@@ -1,0 +1,202 @@
+"""What a plan says beyond actions: sizes as written under several recipes, headers from the Hub, needs of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from conftest import REPOSITORY, Finished
+from hub_models import ModelHub
+
+from quantizers.checkpoint import reader as checkpoint
+from quantizers.checkpoint.reader import open_folder
+from quantizers.cli.tables.plan import needs_lines
+from quantizers.plan import run_needs as estimate
+from quantizers.plan.job import prepare
+from quantizers.plan.run_needs import chunk_on_gpu, estimate_run
+from quantizers.plan.summary import listing, summary
+from quantizers.run.measure import measure
+from quantizers.run.options import Options
+from quantizers.run.pipeline import run
+from stitch.audit.checkpoint import verify
+
+REPO = "me/tiny"
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {"bits": 4, "group_size": 32, "rounding": "nearest"},
+        {"bits": 8, "group_size": 64, "rounding": "nearest", "scales": "minmax"},
+        {"bits": 4, "group_size": 64, "awq": False, "rounding": "nearest"},
+    ],
+)
+def test_planned_and_written_sizes_are_equal(
+    experts: dict[str, Any], tmp_path: Path, write_recipe: Callable[..., Path]
+) -> None:
+    job = prepare(str(write_recipe(tmp_path, **experts)))
+    planned = summary(job.plan, job.sizes)
+    run(job, Options(tmp_path / "out", torch.device("cpu")))
+    written = {path.name: path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")}
+    index = (tmp_path / "out" / "model.safetensors.index.json").stat().st_size
+    assert planned["shards"] == written
+    assert planned["index_bytes"] == index
+    assert planned["output_bytes"] == sum(written.values()) + index
+
+
+def test_kinds_and_listing_hold_every_tensor() -> None:
+    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
+    numbers = summary(job.plan, job.sizes)
+    kinds: Any = numbers["kinds"]
+    rows = listing(job.plan)
+    assert len(rows) == len(job.plan.actions) == sum(row["tensors"] for row in kinds)
+    assert sum(row["bytes_before"] for row in kinds) == numbers["source_bytes"]
+    w2 = next(row for row in kinds if row["kind"] == "model.layers.*.block_sparse_moe.experts.*.w2.weight")
+    assert (w2["action"], w2["tensors"], w2["bytes_before"]) == ("quantize", 62 * 256, 62 * 256 * 3072 * 1536)
+
+
+def test_needs_of_the_published_model() -> None:
+    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
+    needs = estimate_run(job, 131_803_409_011)
+    assert needs.tokens == 590 * 8192
+    assert needs.states is not None
+    assert needs.states["CPU"] == 590 * 8192 * (3 * 4 * 3072 + 2 * 4 * 8)
+    assert needs.held_out == 88 * 256 + 8 * 8192
+    assert needs.seconds is not None
+    for part in ("layers", "proof", "all"):
+        assert needs.seconds["GPU"][part] < needs.seconds["CPU"][part]
+    for seconds in needs.seconds.values():
+        assert seconds["all"] == seconds["layers"] + seconds["proof"]
+    assert len(needs.as_dict()["assumptions"]) >= 4
+
+
+def test_the_readme_has_the_time_that_plan_prints() -> None:
+    """Of the shipped recipe, parts included; both say that it is computed."""
+    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
+    needs = estimate_run(job, int(str(summary(job.plan, job.sizes)["output_bytes"]))).as_dict()
+    row = next(line for line in needs_lines(needs)[1].splitlines() if line.startswith("GPU"))
+    (table,) = re.findall(r"computed, not measured: (.*?) \((.*?)\), if", (REPOSITORY / "README.md").read_text())
+    assert row.endswith("  " + ": ".join(table))
+
+
+def test_a_proof_costs_what_it_reads_and_hashes(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counts of estimate.py against a proof whose reads are counted: digests, audit, evaluation."""
+    read = {"source": 0, "output": 0}
+    hashed = [0]
+    real_read, real_hash = checkpoint.read_bytes, hashlib.file_digest
+
+    def reading(info: Any) -> bytearray:
+        read["source" if info.file.parent == finished.source else "output"] += info.size
+        return real_read(info)
+
+    def hashing(stream: Any, name: str) -> Any:
+        hashed[0] += os.fstat(stream.fileno()).st_size if str(stream.name).endswith(".safetensors") else 0
+        return real_hash(stream, name)
+
+    monkeypatch.setattr(checkpoint, "read_bytes", reading)
+    monkeypatch.setattr(hashlib, "file_digest", hashing)
+    job = prepare(str(finished.recipe))
+    assert job.source is not None
+    written = finished.report["audit"]["digests"]
+    assert verify(finished.folder, job.source, torch.device("cpu"), written).differences == []
+    audited = read.copy()
+    read.update(source=0, output=0)
+    measure(job.source, [open_folder(finished.folder)], finished.held_out, torch.device("cpu"), tmp_path / "work")
+    source = sum(action.spec.bytes for action in job.plan.actions)
+    output = sum((finished.folder / file).stat().st_size for file in job.plan.shards())
+    assert [audited["source"], read["source"]] == pytest.approx([source] * 2, rel=0.01)
+    # Headers are a tenth of so small a model's output.
+    assert [audited["output"], read["output"]] == pytest.approx([output] * 2, rel=0.12)
+    assert hashed[0] == output
+
+    def proof(**rates: Any) -> float:
+        with pytest.MonkeyPatch.context() as patched:
+            endless = {"RATES": {"CPU": (math.inf, math.inf)}, "WEIGHTS": {"CPU": math.inf}}
+            for name, value in (endless | {"DISK_RATE": math.inf, "HASH_RATE": math.inf} | rates).items():
+                patched.setattr(estimate, name, value)
+            seconds = estimate_run(job, output).seconds
+        assert seconds is not None
+        return seconds["CPU"]["proof"]
+
+    assert proof() == 0
+    assert proof(HASH_RATE=1) == output
+    # The audit's tensors of the output have just been hashed with their file, and lie in memory.
+    assert proof(DISK_RATE=1) == 2 * source + 2 * output
+    weights = sum(math.prod(a.spec.shape) for a in job.plan.actions if a.kind not in ("drop", "rename"))
+    assert proof(WEIGHTS={"CPU": 1}) == 4 * weights
+    held_out = estimate_run(job, output).held_out
+    assert held_out == 12 * 128
+    attention = 2 * 128 * (job.sizes["heads"] + job.sizes["kv_heads"]) * job.sizes["head_dim"]
+    token = 4 * (attention + 2 * 3 * 128 * 64) + 128 * job.sizes["vocabulary"]
+    assert proof(RATES={"CPU": (1, math.inf)}) == 2 * 2 * held_out * token
+
+
+def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:
+    """Tokens are counted by source; memory is that of a set whose every sequence is as long as the longest."""
+    tiny.make(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text("source: {model: model}\ncalibration: set.yaml\n")
+    source = "{dataset: a/b, columns: [t], shape: text, samples: 5, category: c%s}"
+
+    def needs(length: int, *own: str) -> tuple[Any, Any]:
+        sources = ", ".join(source % one for one in own)
+        (tmp_path / "set.yaml").write_text(f"name: x\nsequence_length: {length}\nsources: [{sources}]\n")
+        job = prepare(str(tmp_path / "recipe.yaml"))
+        return estimate_run(job, 1000), chunk_on_gpu(job, 2**30)
+
+    mixed, chunk = needs(16, "", ", sequence_length: 3000", ", sequence_length: 7")
+    assert mixed.tokens == 5 * (16 + 3000 + 7)
+    longest, same_chunk = needs(3000, "")
+    assert (mixed.memory, chunk) == (longest.memory, same_chunk)
+    assert mixed.memory != needs(16, "")[0].memory
+
+
+def plan_in_a_process(hub: ModelHub, home: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    return subprocess.run(
+        [sys.executable, "-m", "quantizers", "plan", *map(str, words), "--json"],
+        env=kept | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_headers_from_the_hub_without_shards(tmp_path: Path) -> None:
+    model = tiny.make(tmp_path / "model", num_hidden_layers=3)
+    (tmp_path / "set.yaml").write_text(
+        "name: x\nsequence_length: 16\nsources: [{dataset: a/b, columns: [t], shape: text, samples: 5, category: c}]\n"
+    )
+    local, remote = tmp_path / "local.yaml", tmp_path / "remote.yaml"
+    local.write_text("source: {model: model}\ncalibration: set.yaml\n")
+    remote.write_text(f"source: {{model: {REPO}}}\ncalibration: set.yaml\n")
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    with ModelHub("hf_x", {REPO: {"main": files}}) as hub:
+        here = json.loads(plan_in_a_process(hub, tmp_path / "home", local).stdout)
+        assert hub.asked == []
+        for _ in range(2):  # the second time the index is in the cache, the shards are not
+            there = plan_in_a_process(hub, tmp_path / "home", remote)
+            assert there.returncode == 0, there.stderr
+            numbers = json.loads(there.stdout)
+            assert numbers["basis"] == f"the headers of {REPO} on the Hub, commit {hub.commit(REPO, 'main')}"
+            assert numbers | {"basis": "", "recipe": ""} == here | {"basis": "", "recipe": ""}
+        assert not list((tmp_path / "home").rglob("*.safetensors"))
+        lost = tmp_path / "lost.yaml"
+        lost.write_text("source: {model: me/lost}\ncalibration: set.yaml\n")
+        gone = plan_in_a_process(hub, tmp_path / "home", lost)
+    assert gone.returncode == 2
+    assert gone.stderr.startswith("quantize: me/lost: the Hub did not give its headers (")
+    assert len(gone.stderr.splitlines()) == 1

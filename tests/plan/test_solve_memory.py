@@ -1,0 +1,181 @@
+"""--device-memory: the chunk it leads to, against the arrays that are really alive."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from conftest import SEQUENCE_LENGTH, Finished
+from runs import hashes
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.forward.recorded import Recorded
+from quantizers.plan.job import prepare
+from quantizers.plan.plan import Plan, expected_tensors, make_plan
+from quantizers.plan.solve_memory import JOINED, DeviceMemory, device_memory
+from quantizers.recipe.schema import Experts
+from quantizers.run.layer_loop import _by_expert
+from quantizers.run.options import Options
+from quantizers.run.pipeline import run
+from quantizers.solve import gram_engine as engines
+from quantizers.solve.gram_engine import CACHE, MOST, solve
+from quantizers.system.errors import InputError
+
+GIB = 2**30
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the storages that operations have made and nobody has freed yet, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.count(leaf.untyped_storage())
+        return result
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+        self.known.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self.forget, key, size)
+
+    def forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def planned(experts: Experts, **changes: int) -> tuple[Plan, Any]:
+    config = tiny.config(**changes)
+    facts = architecture_for(config, "config.json")
+    sizes = sizes_of(facts, config, "config.json")
+    tensors = expected_tensors(facts, sizes, (128, 128))
+    return make_plan(facts, sizes, tensors, experts, "a test", (128, 128)), sizes
+
+
+def chosen(limit: int | None, longest: int = 8192) -> DeviceMemory:
+    """MiniMax-M2's shapes, two layers of them."""
+    plan, sizes = planned(
+        Experts(),
+        hidden_size=3072,
+        intermediate_size=1536,
+        num_local_experts=256,
+        num_experts_per_tok=8,
+        num_attention_heads=48,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    return device_memory(plan, sizes, longest, 2, limit)
+
+
+def test_the_chunk_grows_with_the_limit_and_stays_within_it() -> None:
+    before = 0
+    for size in (14, 16, 20, 40, 78, 140):
+        memory = chosen(size * GIB)
+        assert before < memory.chunk <= 256
+        assert memory.peak <= size * GIB
+        before = memory.chunk
+    assert chosen(None).chunk == chosen(2**50).chunk == 256
+
+
+def test_shorter_sequences_leave_room_for_more_experts() -> None:
+    assert chosen(20 * GIB, 2048).chunk > chosen(20 * GIB).chunk
+
+
+def test_a_limit_that_not_even_one_expert_fits_in_is_refused_with_one_that_suffices() -> None:
+    with pytest.raises(InputError, match="give --device-memory") as refused:
+        chosen(8 * GIB)
+    enough = int(str(refused.value).partition("give --device-memory ")[2].partition("MiB")[0])
+    assert chosen(enough * 2**20).chunk >= 1
+    with pytest.raises(InputError):
+        chosen((enough - 64) * 2**20)
+
+
+SHAPES = {
+    "wide states": {"hidden_size": 256, "intermediate_size": 64, "num_local_experts": 8},
+    "wide experts": {"hidden_size": 128, "intermediate_size": 256, "num_local_experts": 8},
+    "as MiniMax's": {"hidden_size": 256, "intermediate_size": 128, "num_local_experts": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "longest"),
+    [
+        *((method, longest) for method in (("gptq", "mse", 4), ("nearest", "minmax", 4)) for longest in (32, 1024)),
+        (("gptq", "mse", 8), 1024),
+    ],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_alive_while_a_layer_is_solved(
+    shape: str, method: tuple[str, str, int], longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes foreseen are enough, and for the full method not more than twice what is used."""
+    monkeypatch.setattr(engines, "MOST", 10**6)  # as on a device, where the chunk is what was asked for
+    monkeypatch.setattr(engines, "CACHE", 10**12)
+    settings = Experts(rounding=method[0], scales=method[1], bits=method[2])  # type: ignore[arg-type]
+    plan, sizes = planned(settings, **SHAPES[shape])
+    experts, hidden, width = sizes["experts"], sizes["hidden"], sizes["width"]
+    torch.manual_seed(0)
+    for chunk in (1, experts):
+        with Alive() as alive:
+            gate_up, down = torch.randn(experts, 2 * width, hidden), torch.randn(experts, hidden, width)
+            together = max(1, JOINED // longest)  # sequences of a batch
+            scores = torch.rand(together + 1, longest, experts)
+            scores[..., 0] += 1  # one expert gets every token, the worst case that is foreseen
+            chosen = scores.topk(sizes["chosen"]).indices
+            recorded = [Recorded(torch.randn(longest, hidden), c, torch.rand(c.shape)) for c in chosen]
+            del scores
+            # On a device only the sequences of a batch are there at a time.
+            alive.now -= recorded[0].x.nbytes
+            alive.most = alive.now
+            solve(
+                recorded,
+                gate_up,
+                down,
+                norm=torch.ones(hidden).bfloat16(),
+                router=torch.randn(experts, hidden),
+                activation=torch.nn.functional.silu,
+                settings=settings,
+                chunk=chunk,
+            )
+        memory = device_memory(plan, sizes, longest, 4, None)
+        foreseen = memory.peak - (experts - chunk) * memory.expert
+        print(f"{shape}, {method}, {longest} tokens, chunk {chunk}: {alive.most:,} of {foreseen:,}", end=" ")
+        print(f"{alive.most / foreseen:.2f}")
+        assert alive.most <= foreseen
+        # On a CPU the engine takes no more experts at a time than its cache holds.
+        taken = min(chunk, MOST, max(1, CACHE // (6 * gate_up[0].numel())))
+        if chunk == experts and method[0] == "gptq":
+            assert foreseen - (chunk - taken) * memory.expert <= 2 * alive.most
+
+
+def test_fallbacks_are_in_the_order_of_experts_however_they_were_solved() -> None:
+    lines = ["rows left out", "expert 10: a", "expert 2: b", "expert 10: b", "expert 2: a"]
+    assert _by_expert(lines) == ["rows left out", "expert 2: b", "expert 2: a", "expert 10: a", "expert 10: b"]
+
+
+def test_a_run_within_a_bound_gives_the_same_bytes(finished: Finished, tmp_path: Path) -> None:
+    """On a CPU the chunk decides no byte, and of the report only the last digits of its errors."""
+    job = prepare(str(finished.recipe))
+    whole = device_memory(job.plan, job.sizes, SEQUENCE_LENGTH, 4, None)
+    limit = whole.peak - 11 * whole.expert
+    assert device_memory(job.plan, job.sizes, SEQUENCE_LENGTH, 4, limit).chunk == 5
+    report = run(job, Options(tmp_path / "output", torch.device("cpu"), limit))
+    assert hashes(tmp_path / "output") == hashes(finished.folder)
+    for mine, theirs in zip(report["layers"], finished.report["layers"], strict=True):
+        assert mine["fallbacks"] == theirs["fallbacks"]
+        assert mine["error"] == pytest.approx(theirs["error"], rel=1e-9)

@@ -1,0 +1,87 @@
+"""The accelerator's path on a CPU: bfloat16 weights and states, float32 sums and solving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Finished
+from one_layer import GROUP, make_layer
+
+from quantizers.architectures.matrices import MATRICES
+from quantizers.forward.recorded import Recorded
+from quantizers.plan.job import prepare
+from quantizers.recipe.schema import Awq, Experts
+from quantizers.run import layer_loop, measure, pipeline
+from quantizers.run.options import Options
+from quantizers.run.pipeline import run
+from quantizers.solve.expert_sums import width_sums
+from quantizers.solve.gram_engine import solve
+from quantizers.solve.token_weights import batches, blend, input_sums
+
+silu = torch.nn.functional.silu
+BFLOAT16 = torch.bfloat16
+
+
+def rounded_layer() -> Any:
+    """A layer whose weights and recorded inputs bfloat16 holds exactly, so that only the arithmetic differs."""
+    layer = make_layer(5, tokens=200)
+    layer.gate_up, layer.down = layer.gate_up.bfloat16().float(), layer.down.bfloat16().float()
+    recorded = [Recorded(r.x.bfloat16().float(), r.chosen, r.weight) for r in layer.recorded()]
+    return layer, recorded
+
+
+def in_bfloat16(recorded: list[Recorded]) -> list[Recorded]:
+    return [Recorded(r.x.bfloat16(), r.chosen, r.weight) for r in recorded]
+
+
+def test_sums_of_bfloat16_inputs_are_float32_sums() -> None:
+    """Oracle: float64. Σ x xᵀ of all tokens to float32's rounding; Σ h hᵀ to bfloat16's rounding of h itself."""
+    layer, recorded = rounded_layer()
+    half = in_bfloat16(recorded)
+    x = torch.cat([r.x for r in recorded]).double()
+    sums = input_sums(half)
+    length = (x.square().sum(0)).sqrt()
+    assert sums.gram.dtype == torch.float32
+    assert ((sums.gram.double() - x.mT @ x).abs() <= 1e-6 * length[:, None] * length).all()
+    blended = blend(half, 5, 0.0, 96)
+    got = width_sums(half, batches(half, 5), layer.gate_up.bfloat16(), silu, blended, 0)
+    assert got.gram.dtype == torch.float32
+    gate, up = (x @ layer.gate_up.double().mT).chunk(2, dim=-1)
+    h = silu(gate) * up
+    wanted = h.mT @ h / len(x)
+    length = wanted.diagonal(dim1=-2, dim2=-1).sqrt()
+    error = (got.gram.double() - wanted).abs() / (length.unsqueeze(-1) * length.unsqueeze(-2))
+    assert float(error.max()) < 2**-7
+    assert float(error.mean()) < 2**-11
+
+
+@pytest.mark.parametrize("rounding", ["gptq", "nearest"])
+def test_a_layer_solved_in_bfloat16_is_as_good(rounding: Any) -> None:
+    """Errors on the calibration inputs within 5 % of those of float32: an expert may get the scale next to its own."""
+    layer, recorded = rounded_layer()
+    settings = Experts(group_size=GROUP, awq=Awq(grid=8), rounding=rounding)
+    options: Any = {"norm": layer.norm, "router": layer.router, "activation": silu, "settings": settings, "chunk": 5}
+    whole = solve(recorded, layer.gate_up, layer.down, **options)
+    half = solve(in_bfloat16(recorded), layer.gate_up.bfloat16(), layer.down.bfloat16(), **options)
+    for name in ("gate_up_rounding", "down_rounding", "norm_search_after", "down_search_after"):
+        assert half.error[name] == pytest.approx(whole.error[name], rel=0.05)
+    for matrix in MATRICES:
+        assert half.codes[matrix].dtype == torch.int8
+        assert half.scales[matrix].dtype == BFLOAT16
+
+
+@pytest.mark.slow
+def test_the_whole_run_in_bfloat16_has_the_same_kl(
+    tmp_path: Path, finished: Finished, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calibrated and propagated in bfloat16, measured in float32. With so few tokens KL varies by tens of percent."""
+    for module in (layer_loop, pipeline):
+        monkeypatch.setattr(module, "forward_dtype", lambda _device: BFLOAT16)
+    assert measure.forward_dtype(torch.device("cpu")) == torch.float32
+    report = run(prepare(str(write_recipe(tmp_path))), Options(tmp_path / "output", torch.device("cpu")))
+    assert report["audit"]["differences"] == []
+    assert report["kl"]["mean"] == pytest.approx(finished.report["kl"]["mean"], rel=0.3)

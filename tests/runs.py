@@ -1,0 +1,124 @@
+"""Small runs, whole and cut off, and what their outputs are compared by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+from calibration_tokenizer import write_tokenizer
+
+from quantizers.calibration.sources.lock import lock_set
+from quantizers.plan.job import prepare
+from quantizers.run import pipeline
+from quantizers.run.options import Options
+from quantizers.run.pipeline import run
+from quantizers.system.errors import QuantizeError
+
+VARYING = {"report.json", "README.md"}  # these carry times and memory
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file that must not vary."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if path.name not in VARYING
+    }
+
+
+def timeless(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without what may differ between equal runs: times and memory, and the hashes of what holds them."""
+    varying = ("seconds", "peak_memory_bytes", "already_done", "card", "seal")
+    kept = {k: v for k, v in report.items() if k not in varying}
+    return kept | {"layers": [{k: v for k, v in layer.items() if k != "seconds"} for layer in report["layers"]]}
+
+
+LAYERS = 6
+
+
+def write_job(folder: Path, layers: int = LAYERS, words: int = 40, samples: int = 6, **experts: Any) -> Path:
+    """A random checkpoint, calibration and held-out set, and the recipe of them."""
+    write_tokenizer(tiny.make(folder / "model", num_hidden_layers=layers))
+    for name in ("calibration", "held-out"):
+        rows = [{"text": " ".join(f"{name} {i} {j}" for j in range(words))} for i in range(samples)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = {
+            "dataset": f"{name}.jsonl", "columns": ["text"], "shape": "text", "samples": "all", "category": "spoken"
+        }  # fmt: skip
+        body = {"name": name, "sequence_length": 256, "seed": 1, "sources": [source]}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(body))
+    recipe = {
+        "source": {"model": "model"},
+        "calibration": "calibration.yaml",
+        "experts": experts,
+        "verify": {"perplexity": {"data": "held-out.yaml"}},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml"
+
+
+def cut_at(step: str, recipe: Path, options: Options) -> None:
+    """A run that fails where the pipeline calls `step`."""
+
+    def cut(*_: Any) -> Any:
+        raise QuantizeError("cut here")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, step, cut)
+        with pytest.raises(QuantizeError, match="cut here"):
+            run(prepare(str(recipe)), options)
+
+
+def timeless_card(folder: Path) -> list[str]:
+    """The lines of the card, but those with times and memory."""
+    lines = (folder / "README.md").read_text().splitlines()
+    return [line for line in lines if not re.search(r"\d (s|min|h|GB|MB)\b.*(layers|memory|time)", line)]
+
+
+def assert_same(output: Path, whole: Path) -> None:
+    """All files equal, report.json and the card but for times and memory."""
+    assert {path.name for path in output.iterdir()} == {path.name for path in whole.iterdir()} > VARYING
+    assert hashes(output) == hashes(whole)
+    first, second = (json.loads((folder / "report.json").read_text()) for folder in (output, whole))
+    assert timeless(first) == timeless(second)
+    assert timeless_card(output) == timeless_card(whole)
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    data = yaml.safe_load(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data))  # which is YAML too, without anchors
+
+
+def private_job(home: Path) -> Path:
+    """A recipe with absolute paths everywhere: its source, a set with a lock, a data file of which rows are dropped."""
+    recipe = write_job(home / "recipes", layers=2)
+    shutil.move(home / "recipes" / "model", home / "models" / "secret-model")
+    data = home / "data" / "diary.jsonl"
+    data.parent.mkdir()
+    rows = [json.dumps({"text": f"page {n} " * 8}) for n in range(12)]
+    # The order in which rows are tried follows from the file's path, which is a new one in each run of the tests:
+    # there are so many empty rows that no order has all of them last, where they would not be read.
+    data.write_text("\n".join([*rows, '{"text": 5}', *['{"text": ""}'] * 48]) + "\n")
+
+    def private(body: dict[str, Any]) -> None:
+        body["sources"].append(body["sources"][0] | {"dataset": str(data), "samples": 12})
+
+    change(home / "recipes" / "calibration.yaml", private)
+    lock_set(home / "recipes" / "calibration.yaml")
+
+    def absolute(body: dict[str, Any]) -> None:
+        body["source"]["model"] = str(home / "models" / "secret-model")
+        body["calibration"] = str(home / "recipes" / "calibration.yaml")
+        body["verify"]["perplexity"]["data"] = str(home / "recipes" / "held-out.yaml")
+
+    change(recipe, absolute)
+    return recipe

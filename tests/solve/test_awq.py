@@ -1,0 +1,327 @@
+"""The scale search against replayed matmuls in float64, the design's formula, and llm-compressor's own search."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantizers.solve.awq import fold_gram, fold_norm, grid_scales, scale_losses, weight_means
+from quantizers.solve.symmetric import quadratic_loss
+
+FEW = settings(max_examples=20, deadline=None, database=None, derandomize=True)
+
+
+def random_case(
+    seed: int, experts: int, rows: int, columns: int, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights (E, R, C), inputs (T, C) with outlier and dead columns, and their Gram matrix from float64."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(experts, rows, columns, generator=generator) * columns**-0.5
+    spread = torch.randn(columns, generator=generator).exp()
+    spread[columns // 3] *= 20
+    x = torch.randn(tokens, columns, generator=generator) * spread
+    x[:, columns // 2] = 0
+    return weight, x, (x.double().mT @ x.double()).float()
+
+
+def slow_delta(weight: torch.Tensor, s: torch.Tensor, group: int, bits: int) -> torch.Tensor:
+    """Q(W s) / s − W for one (R, C) matrix, group by group, with the arithmetic that a file's reader sees.
+
+    Codes and scales are float32 and bfloat16 as in the code under test, so that both measure the same D.
+    """
+    half = 2 ** (bits - 1)
+    delta = torch.empty_like(weight)
+    for start in range(0, weight.shape[1], group):
+        part = slice(start, start + group)
+        scaled = weight[:, part] * s[part]
+        step = (scaled.abs().max(1).values / (half - 0.5)).to(torch.bfloat16).float()
+        step[step == 0] = 1
+        codes = (scaled / step[:, None]).round().clamp(-half, half - 1)
+        delta[:, part] = codes * step[:, None] / s[part] - weight[:, part]
+    return delta
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("duo", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_grid_points_loss_is_the_replayed_loss(seed: int, duo: bool, bits: int) -> None:
+    """Oracle: ‖D X‖² in float64 from the inputs themselves, at every point of the grid; 1e-6 relative."""
+    weight, x, gram = random_case(seed, experts=3, rows=48, columns=96, tokens=200)
+    grid = grid_scales(x.abs().mean(0, keepdim=True), weight_means(weight, 32).mean(0, keepdim=True), 20, duo)
+    losses = scale_losses(weight, gram.unsqueeze(0), grid, 32, bits)
+    assert losses.shape == (20, 3)
+    for point in range(20):
+        for expert in range(3):
+            delta = slow_delta(weight[expert], grid[point, 0], 32, bits)
+            replayed = float((delta.double() @ x.double().mT).square().sum())
+            assert float(losses[point, expert]) == pytest.approx(replayed, rel=1e-6), (point, expert)
+
+
+@FEW
+@given(
+    seed=st.integers(0, 10_000),
+    experts=st.integers(1, 3),
+    rows=st.integers(1, 20),
+    groups=st.integers(1, 3),
+    group=st.sampled_from([8, 32]),
+    tokens=st.integers(1, 60),
+    bits=st.sampled_from([4, 8]),
+    points=st.integers(3, 8),
+    shared=st.booleans(),
+)
+def test_losses_are_replayed_losses_for_any_shape(
+    seed: int,
+    experts: int,
+    rows: int,
+    groups: int,
+    group: int,
+    tokens: int,
+    bits: int,
+    points: int,
+    shared: bool,
+) -> None:
+    """Oracle as above; 1e-6 of Σ |D| |G| |D|ᵀ, which is what float32 can promise where terms cancel (T < C)."""
+    weight, x, gram = random_case(seed, experts, rows, groups * group, tokens)
+    means = weight_means(weight, group)
+    magnitude = x.abs().mean(0, keepdim=True)
+    if shared:
+        grid, grams = grid_scales(magnitude, means.mean(0, keepdim=True), points, True), gram.unsqueeze(0)
+    else:
+        grid, grams = grid_scales(magnitude.expand(experts, -1), means, points, True), gram.expand(experts, -1, -1)
+    losses = scale_losses(weight, grams, grid, group, bits)
+    for point in range(points):
+        for expert in range(experts):
+            delta = slow_delta(weight[expert], grid[point, 0 if shared else expert], group, bits).double()
+            replayed = float((delta @ x.double().mT).square().sum())
+            scale = float((delta.abs() @ gram.double().abs() * delta.abs()).sum())
+            assert abs(float(losses[point, expert]) - replayed) <= 1e-6 * scale, (point, expert)
+
+
+def test_quadratic_loss_in_float64_is_the_brute_force_loss_and_shares_a_gram() -> None:
+    """Oracle: a sum over rows and tokens of the squared scalar product, one at a time."""
+    weight, x, _ = random_case(3, experts=2, rows=4, columns=16, tokens=9)
+    weight, x = weight.double(), x.double()
+    slow = torch.zeros(2, dtype=torch.float64)
+    for expert in range(2):
+        for row in range(4):
+            for token in range(9):
+                slow[expert] += float(torch.dot(weight[expert, row], x[token])) ** 2
+    gram = x.mT @ x
+    torch.testing.assert_close(quadratic_loss(weight, gram.unsqueeze(0)), slow, rtol=1e-12, atol=0)
+    torch.testing.assert_close(quadratic_loss(weight, gram.expand(2, -1, -1)), slow, rtol=1e-12, atol=0)
+
+
+def test_a_loss_that_is_not_finite_is_infinite_and_leaves_other_experts_alone() -> None:
+    """A NaN or infinite Gram matrix must never win the search."""
+    weight, x, gram = random_case(4, experts=3, rows=4, columns=32, tokens=40)
+    grams = gram.repeat(3, 1, 1)
+    grams[0, 5, 5], grams[2, 1, 1] = float("nan"), float("inf")
+    grid = grid_scales(x.abs().mean(0).expand(3, -1), weight_means(weight, 32), 5, True)
+    losses = scale_losses(weight, grams, grid, 32, 4)
+    assert torch.isinf(losses[:, [0, 2]]).all()
+    torch.testing.assert_close(losses[:, 1:2], scale_losses(weight[1:2], gram[None], grid[:, 1:2], 32, 4))
+
+
+def test_loss_of_the_identity_in_closed_form() -> None:
+    """Whole weights with one of 7.5 per group: the step is exactly 1, and only the 7.5 is off, by a half."""
+    weight = torch.tensor([[[7.5, 3, -2, 0, 1, -7.5, 7, -4], [-7.5, 1, 1, 1, 7.5, 2, 3, -6]]])
+    gram = torch.diag(torch.tensor([1.0, 2, 4, 8, 16, 32, 64, 128]))
+    losses = scale_losses(weight, gram[None], torch.ones(1, 1, 8), 4, 4)
+    assert losses.tolist() == [[0.25 * (1 + 32 + 1 + 16)]]
+
+
+def slow_grid(x_mean: list[float], w_mean: list[float], points: int, duo: bool) -> list[list[float]]:
+    """The design's formula, one column at a time, in Python floats.
+
+    s = clamp(x̄^r / (w̄^(1−r) + 1e-4), min 1e-4), then s /= sqrt(max s * min s); the identity first, then
+    r = k / (points − 2) for k = 0 … points − 2. Without duo scaling s = clamp(x̄^r), r = k / (points − 1).
+    """
+    grid = [[1.0] * len(x_mean)]
+    for k in range(points - 1):
+        r = k / (points - 2) if duo else (k + 1) / (points - 1)
+        s = [max(x**r / (w ** (1 - r) + 1e-4) if duo else x**r, 1e-4) for x, w in zip(x_mean, w_mean, strict=True)]
+        middle = math.sqrt(max(s) * min(s))
+        grid.append([value / middle for value in s])
+    return grid
+
+
+magnitudes = st.one_of(st.just(0.0), st.floats(2.0**-17, 2.0**13, width=32))
+
+
+@FEW
+@given(
+    columns=st.lists(st.tuples(magnitudes, st.floats(0, 1, width=32)), min_size=1, max_size=12),
+    points=st.integers(3, 24),
+    duo=st.booleans(),
+)
+def test_grid_is_the_designs_formula(columns: list[tuple[float, float]], points: int, duo: bool) -> None:
+    """Oracle: `slow_grid`, columns without input or weight included."""
+    x_mean, w_mean = [x for x, _ in columns], [w for _, w in columns]
+    grid = grid_scales(torch.tensor([x_mean]), torch.tensor([w_mean]), points, duo)
+    assert grid.shape == (points, 1, len(columns))
+    assert torch.equal(grid[0], torch.ones(1, len(columns)))
+    expected = torch.tensor(slow_grid(x_mean, w_mean, points, duo))
+    torch.testing.assert_close(grid[:, 0], expected, rtol=3e-6, atol=0)
+    torch.testing.assert_close(grid.amax(-1) * grid.amin(-1), torch.ones(points, 1), rtol=1e-5, atol=0)
+
+
+def test_grids_of_several_experts_are_normalised_one_by_one() -> None:
+    """Oracle: each expert's grid alone. Equal bits, because columns come in multiples of 32, whole SIMD registers."""
+    generator = torch.Generator().manual_seed(5)
+    x_mean, w_mean = torch.rand(4, 96, generator=generator) * 30, torch.rand(4, 96, generator=generator)
+    together = grid_scales(x_mean, w_mean, 9, True)
+    alone = [grid_scales(x_mean[i : i + 1], w_mean[i : i + 1], 9, True) for i in range(4)]
+    assert torch.equal(together, torch.cat(alone, dim=1))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 0.0])
+@pytest.mark.parametrize("duo", [True, False])
+def test_grid_is_finite_and_positive_whatever_comes_in(poison: float, duo: bool) -> None:
+    """A dead or overflowing column must not put a zero, NaN or infinity into the file."""
+    x_mean, w_mean = torch.full((2, 8), 3.0), torch.full((2, 8), 0.5)
+    x_mean[0, 2] = poison
+    w_mean[0, 3] = 0
+    grid = grid_scales(x_mean, w_mean, 12, duo)
+    assert torch.isfinite(grid).all()
+    assert (grid > 0).all()
+    assert torch.equal(grid[:, 1], grid_scales(x_mean[1:], w_mean[1:], 12, duo)[:, 0])
+
+
+def test_weight_means_by_a_slow_loop() -> None:
+    """Oracle: the definition, element by element, in Python floats."""
+    weight, _, _ = random_case(6, experts=2, rows=5, columns=24, tokens=1)
+    weight[1, :, 8:16] = 0
+    means = weight_means(weight, 8)
+    for expert in range(2):
+        for column in range(24):
+            total = 0.0
+            for row in range(5):
+                start = column // 8 * 8
+                largest = max(abs(float(w)) for w in weight[expert, row, start : start + 8])
+                total += abs(float(weight[expert, row, column])) / (largest + 1e-6)
+            assert float(means[expert, column]) == pytest.approx(total / 5, rel=1e-6)
+
+
+class LibrarySearch:
+    """llm-compressor's `AWQModifier._compute_best_scale` on one linear layer, made to choose a given point."""
+
+    def __init__(self, weight: torch.Tensor, x: torch.Tensor, points: int, duo: bool, bits: int, group: int) -> None:
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+        from llmcompressor.modifiers.transform.awq.base import AWQModifier
+
+        self.weight, self.x, self.target = weight, x, 0
+        self.losses: list[float] = []
+        search = self
+
+        class Forced(AWQModifier):  # type: ignore[misc]
+            def _run_samples(self, module: Any) -> list[torch.Tensor]:
+                return [module(search.x)]
+
+            def _compute_loss(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
+                search.losses.append(float((wanted[0].double() - got[0].double()).square().sum()))
+                return 0.0 if len(search.losses) - 1 == search.target else 1.0
+
+        self.modifier = Forced(n_grid=points, duo_scaling=duo)
+        # scale_dtype: the library's group scales rounded as the file stores them, which is what ours searches with.
+        arguments = QuantizationArgs(
+            num_bits=bits,
+            type="int",
+            symmetric=True,
+            strategy="group",
+            group_size=group,
+            scale_dtype=torch.bfloat16,
+        )
+        self.scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+
+    def linear(self, weight: torch.Tensor) -> torch.nn.Module:
+        from compressed_tensors.quantization import initialize_module_for_quantization
+        from llmcompressor.modifiers.quantization.calibration import initialize_observer
+
+        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False).requires_grad_(False)
+        linear.weight.data = weight.clone()
+        initialize_module_for_quantization(linear, self.scheme)
+        initialize_observer(linear, "weight")
+        linear.quantization_enabled = False  # as during calibration: the search quantizes the weight by itself
+        return linear
+
+    @torch.no_grad()
+    def scales(self, target: int) -> torch.Tensor:
+        """The scale of grid point `target`; `losses` then holds ‖(Q(W s)/s − W) X‖² of every point."""
+        from llmcompressor.modifiers.transform.awq.mappings import ResolvedMapping
+
+        self.target, self.losses = target, []
+        linear, norm = self.linear(self.weight), torch.nn.LayerNorm(self.weight.shape[1])
+        mapping = ResolvedMapping("norm", norm, [linear], ["linear"], linear, "linear")
+        self.modifier._smooth_activation_stats["norm"] = [self.x.abs().sum(0), torch.tensor(self.x.shape[0])]
+        chosen: torch.Tensor = self.modifier._compute_best_scale(
+            mapping, [self.x @ self.weight.mT], {linear: self.weight.clone()}
+        )
+        return chosen
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("duo", [True, False])
+def test_grid_and_losses_are_llm_compressors(duo: bool, bits: int) -> None:
+    """Oracle: the library's own grid search, every scale that it tries and every loss that it measures."""
+    points = 20 if bits == 4 else 5
+    weight, x, gram = random_case(7, experts=1, rows=24, columns=64, tokens=50)
+    library = LibrarySearch(weight[0], x, points, duo, bits, group=32)
+    grid = grid_scales(x.abs().mean(0, keepdim=True), weight_means(weight, 32), points, duo)
+    for point in range(points):
+        torch.testing.assert_close(library.scales(point).float(), grid[point, 0], rtol=2e-6, atol=0)
+    ours = scale_losses(weight, gram.unsqueeze(0), grid, 32, bits)[:, 0]
+    torch.testing.assert_close(ours, torch.tensor(library.losses), rtol=1e-5 if bits == 4 else 1e-4, atol=0)
+
+
+def test_weight_means_of_many_experts_are_llm_compressors_layer_means() -> None:
+    """Oracle: `AWQModifier._compute_layer_means` over every expert's matrices as one list of layers."""
+    weight, x, _ = random_case(8, experts=4, rows=6, columns=64, tokens=3)
+    library = LibrarySearch(weight[0], x, 5, True, 4, group=32)
+    means = library.modifier._compute_layer_means([library.linear(expert) for expert in weight])
+    torch.testing.assert_close(weight_means(weight, 32).mean(0), means.float(), rtol=1e-6, atol=0)
+
+
+def test_folding_is_exact_for_every_pair_of_bfloat16_significands() -> None:
+    """All 128 · 128 quotients, both signs: s is norm / norm' as float32 divides, and s · norm' gives the norm back.
+
+    Float32 can miss the norm by one unit in its last place; rounded to the file's bfloat16 it is the norm.
+    """
+    significands = torch.arange(128, 256) / 128
+    norm, divisor = (t.flatten() for t in torch.meshgrid(significands, significands, indexing="ij"))
+    norm = torch.cat([norm, -norm]).bfloat16()
+    folded, s = fold_norm(norm, torch.cat([divisor, divisor]) * 1.003)
+    assert folded.dtype == torch.bfloat16
+    assert s.dtype == torch.float32
+    assert (s > 0).all()
+    assert torch.equal(folded, (norm.float() / (torch.cat([divisor, divisor]) * 1.003)).bfloat16())
+    assert torch.equal(s, norm.float() / folded.float())
+    product = folded.float() * s
+    assert ((product - norm.float()).abs() <= 2.0**-23 * norm.float().abs()).all()
+    assert torch.equal(product.bfloat16(), norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_folding_leaves_alone_what_cannot_be_divided(dtype: torch.dtype) -> None:
+    """Zero, minus zero, and quotients that underflow or overflow: s is 1 and the norm its own."""
+    small, large = torch.finfo(dtype).tiny, torch.finfo(dtype).max
+    norm = torch.tensor([0.0, -0.0, small, large, 1.0, -2.0]).to(dtype)
+    s = torch.tensor([3.0, 3.0, 1e9, 1e-9, 2.0, 4.0])
+    folded, exact = fold_norm(norm, s)
+    assert torch.equal(folded[:4].float(), norm[:4].float())
+    assert exact.tolist() == [1, 1, 1, 1, 2, 4]
+    assert folded[4:].tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_folded_gram_is_the_gram_of_the_divided_inputs(shared: bool) -> None:
+    """Oracle: divide the inputs themselves, in float64."""
+    generator = torch.Generator().manual_seed(9)
+    x = torch.randn(3, 40, 24, generator=generator, dtype=torch.float64)
+    s = torch.rand(1 if shared else 3, 24, generator=generator, dtype=torch.float64) * 30 + 0.1
+    divided = x / s.unsqueeze(1)
+    torch.testing.assert_close(fold_gram(x.mT @ x, s), divided.mT @ divided, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,133 @@
+"""w2 for the inputs that it will be served. Oracle: regression on the tokens themselves, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from quantizers.forward.codes import dequantize
+from quantizers.forward.recorded import Recorded
+from quantizers.solve import expert_sums
+from quantizers.solve.correction import corrected
+from quantizers.solve.expert_sums import WidthSums, width_sums
+from quantizers.solve.rounding import minmax_scales, nearest
+from quantizers.solve.token_weights import batches, blend
+
+EXPERTS, HIDDEN, WIDTH = 3, 64, 32
+Case = tuple[list[Recorded], torch.Tensor, torch.Tensor]
+
+
+def case(seed: int, lengths: tuple[int, ...] = (30, 60)) -> Case:
+    """Recorded sequences, the source's w1 and w3, and those rounded to 4 bits."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    sequences = []
+    for length in lengths:
+        chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(length)])
+        weight = torch.rand(length, 2, generator=generator)
+        sequences.append(Recorded(normal(length, HIDDEN), chosen, weight / weight.sum(-1, keepdim=True)))
+    source = normal(EXPERTS, 2 * WIDTH, HIDDEN) / 8
+    scale = minmax_scales(source, 32, 4)
+    return sequences, source, dequantize(nearest(source, scale, 4), scale)
+
+
+def sums_of(sequences: list[Recorded], source: torch.Tensor, served: torch.Tensor, share: float) -> WidthSums:
+    blended = blend(sequences, EXPERTS, share, HIDDEN)
+    return width_sums(sequences, batches(sequences, EXPERTS), served, silu, blended, 0, source)
+
+
+def slow(
+    sequences: list[Recorded], source: torch.Tensor, served: torch.Tensor, share: float
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """For each expert d and h of all tokens, their weights in the blend, and the part that is the routed ones'."""
+    x, chosen, weight = (
+        torch.cat([getattr(r, name) for r in sequences]).double() for name in ("x", "chosen", "weight")
+    )
+
+    def hidden(gate_up: torch.Tensor) -> torch.Tensor:
+        w1, w3 = gate_up.double().chunk(2)
+        return silu(x @ w1.T) * (x @ w3.T)
+
+    result = []
+    for e in range(EXPERTS):
+        h = hidden(served[e])
+        r = torch.where(chosen == e, weight, 0.0).sum(-1)
+        full = share * min(1.0, int((chosen == e).sum()) / HIDDEN)
+        routed = full * r.square() / r.square().sum()
+        result.append((hidden(source[e]) - h, h, routed + (1 - full) / len(x), routed))
+    return result
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_the_sums_are_those_of_the_tokens(share: float) -> None:
+    sequences, source, served = case(1)
+    sums = sums_of(sequences, source, served, share)
+    assert sums.changes is not None
+    for e, (d, h, weight, routed) in enumerate(slow(sequences, source, served, share)):
+        close(sums.gram[e], (h * weight[:, None]).T @ h)
+        close(sums.changes[e], (d * routed[:, None]).T @ h)
+
+
+def test_one_chunk_or_several_is_the_same() -> None:
+    sequences, source, served = case(2)
+    blended, together = blend(sequences, EXPERTS, 0.9, HIDDEN), batches(sequences, EXPERTS)
+    whole = width_sums(sequences, together, served, silu, blended, 0, source)
+    assert whole.changes is not None
+    for e in range(EXPERTS):
+        part = slice(e, e + 1)
+        one = width_sums(sequences, together, served[part], silu, blended, e, source[part])
+        assert one.changes is not None
+        assert torch.equal(one.gram[0], whole.gram[e])
+        assert torch.equal(one.changes[0], whole.changes[e])
+
+
+def test_of_many_tokens_every_nth_batch_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mean stands for all: the sums of the batches that were read, with their own total weight."""
+    monkeypatch.setattr("quantizers.solve.token_weights.JOINED", 1)  # each sequence is a batch
+    monkeypatch.setattr(expert_sums, "ENOUGH", 1)
+    sequences, source, served = case(5, (40, 44, 48, 52))  # 122 routed tokens an expert, 32 are enough: every third
+    sums = sums_of(sequences, source, served, 0.9)
+    assert sums.changes is not None
+    everything = slow(sequences, source, served, 0.9)
+    read = slice(0, 40), slice(132, 184)
+    for e, (*columns, _, routed) in enumerate(everything):
+        d, h, part = (torch.cat([rows[place] for place in read]) for rows in (*columns, routed))
+        close(sums.changes[e], (d * (part * routed.sum() / part.sum())[:, None]).T @ h)
+
+
+def test_the_corrected_matrix_is_the_ridge_regression() -> None:
+    """min ‖w2 (h + d) − w h‖² + λ ‖w − w2‖², where d counts as zero off the routed tokens: least squares in float64."""
+    sequences, source, served = case(3)
+    sums = sums_of(sequences, source, served, 0.9)
+    assert sums.changes is not None
+    down = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=torch.Generator().manual_seed(4))
+    found = corrected(down, sums.gram, sums.changes, 0.01)
+    for e, (d, h, weight, routed) in enumerate(slow(sequences, source, served, 0.9)):
+        w2, root = down[e].double(), weight.sqrt()[:, None]
+        target = (h + d * (routed / weight)[:, None]) @ w2.T
+        ridge = (0.01 * float(((h * root) ** 2).sum(0).mean())) ** 0.5 * torch.eye(WIDTH, dtype=torch.float64)
+        inputs, wanted = torch.cat([h * root, ridge]), torch.cat([target * root, ridge @ w2.T])
+        solution = torch.linalg.lstsq(inputs, wanted).solution.T
+        torch.testing.assert_close(found[e].double(), solution, rtol=2e-3, atol=2e-3)
+        before, after = (
+            float((((h @ w.double().T - (h + d) @ w2.T) ** 2).sum(-1) * routed).sum()) for w in (down[e], found[e])
+        )
+        assert after < before
+
+
+def test_nothing_to_correct_changes_nothing() -> None:
+    down = torch.randn(2, 8, 4)
+    assert torch.equal(corrected(down, torch.eye(4).expand(2, 4, 4) * 3.0, torch.zeros(2, 4, 4), 0.01), down)
+
+
+def test_sums_without_a_solution_leave_the_matrix() -> None:
+    down = torch.randn(1, 8, 4)
+    assert torch.equal(corrected(down, torch.full((1, 4, 4), float("nan")), torch.ones(1, 4, 4), 0.01), down)

@@ -1,0 +1,415 @@
+"""Group scales and codes against compressed-tensors, brute force, and textbook GPTQ in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs, quantize
+from compressed_tensors.quantization import dequantize as library_dequantize
+from compressed_tensors.quantization.utils import calculate_qparams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantizers.forward.codes import code_range, dequantize
+from quantizers.solve import rounding
+from quantizers.solve.rounding import MSE_FACTORS, gptq, inverse_factor, minmax_scales, mse_scales, nearest
+
+FEW = settings(max_examples=25, deadline=None, database=None, derandomize=True)
+bit_widths = pytest.mark.parametrize("bits", [4, 8])
+
+
+def random_weight(seed: int, *shape: int) -> torch.Tensor:
+    """Normal weights whose columns and rows differ in size, as a trained matrix's do."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(*shape[:-1], 1, generator=generator).exp()
+    return torch.randn(*shape, generator=generator) * rows * shape[-1] ** -0.5
+
+
+def correlated_gram(seed: int, experts: int, columns: int, tokens: int) -> torch.Tensor:
+    """(E, C, C) Gram matrices of inputs that are mixtures of few directions, with outlier columns."""
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.randn(experts, columns // 4, columns, generator=generator)
+    x = torch.randn(experts, tokens, columns // 4, generator=generator) @ directions / (columns // 4) ** 0.5
+    x = x + 0.3 * torch.randn(experts, tokens, columns, generator=generator)
+    x = x * torch.randn(experts, 1, columns, generator=generator).mul(0.7).exp()
+    x[:, :, columns // 5] *= 12
+    return (x.double().mT @ x.double() / tokens).float()
+
+
+def library_arguments(bits: int, group: int) -> QuantizationArgs:
+    return QuantizationArgs(
+        num_bits=bits,
+        type="int",
+        symmetric=True,
+        strategy="group",
+        group_size=group,
+        scale_dtype=torch.bfloat16,
+    )
+
+
+def test_code_ranges() -> None:
+    """Two's complement."""
+    assert code_range(4) == (-8, 7)
+    assert code_range(8) == (-128, 127)
+
+
+@FEW
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 9),
+    groups=st.integers(1, 4),
+    group=st.sampled_from([32, 64, 128]),
+    bits=st.sampled_from([4, 8]),
+    exponent=st.integers(-20, 20),
+)
+def test_minmax_and_nearest_are_compressed_tensors(
+    seed: int, rows: int, groups: int, group: int, bits: int, exponent: int
+) -> None:
+    """Oracle: calculate_qparams, quantize and dequantize with bfloat16 scales. Equal, not close."""
+    weight = random_weight(seed, rows, groups * group) * 2.0**exponent
+    arguments = library_arguments(bits, group)
+    view = weight.unflatten(-1, (-1, group))
+    expected, zero = calculate_qparams(view.amin(-1), view.amax(-1), arguments)
+    scale = minmax_scales(weight, group, bits)
+    assert scale.dtype == torch.bfloat16
+    assert torch.equal(scale.float(), expected.float())
+    codes = nearest(weight, scale, bits)
+    assert torch.equal(codes.to(torch.int8), quantize(weight, scale.float(), zero, arguments, dtype=torch.int8))
+    back = library_dequantize(codes.to(torch.int8), scale.float(), None, arguments)
+    assert torch.equal(dequantize(codes, scale), back)
+    assert torch.equal(dequantize(codes.to(torch.int8), scale), back)
+
+
+@bit_widths
+def test_the_library_packs_what_was_rounded_to_the_same_codes(bits: int) -> None:
+    """Oracle: compressed-tensors' compressor given the rounded weights, as a converter of the file would."""
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization import QuantizationScheme
+
+    weight = random_weight(1, 6, 128)
+    scale = minmax_scales(weight, 32, bits)
+    codes = nearest(weight, scale, bits)
+    scheme = QuantizationScheme(targets=["Linear"], weights=library_arguments(bits, 32))
+    state = {"weight": dequantize(codes, scale), "weight_scale": scale.float()}
+    packed = PackedQuantizationCompressor.compress(state, scheme)["weight_packed"]
+    assert torch.equal(packed, pack_to_int32(codes.to(torch.int8), bits))
+
+
+@FEW
+@given(
+    values=st.lists(st.floats(-100, 100, width=32), min_size=8, max_size=8),
+    step=st.floats(0.0078125, 64, width=32),
+    bits=st.sampled_from([4, 8]),
+)
+def test_codes_are_the_nearest_of_the_range(values: list[float], step: float, bits: int) -> None:
+    """Oracle: try every code. The chosen one is as near as any, up to float32's own division."""
+    weight, scale = torch.tensor([values]), torch.tensor([[step]]).bfloat16()
+    low, high = code_range(bits)
+    codes = nearest(weight, scale, bits)
+    assert torch.equal(codes, codes.round())
+    assert low <= int(codes.min()) <= int(codes.max()) <= high
+    every = torch.arange(low, high + 1, dtype=torch.float64) * float(scale)
+    for value, code in zip(values, codes[0].tolist(), strict=True):
+        assert abs(value - code * float(scale)) <= float((value - every).abs().min()) + 1e-6 * abs(value)
+
+
+@bit_widths
+def test_minmax_codes_use_the_whole_range_and_miss_by_half_a_step(bits: int) -> None:
+    """A group's largest is clamped from 7.5 steps to 7 or -8, everything else is within half a step."""
+    weight = random_weight(2, 3, 16, 256)
+    scale = minmax_scales(weight, 32, bits)
+    codes = nearest(weight, scale, bits)
+    low, high = code_range(bits)
+    assert int(codes.min()) == low
+    assert int(codes.max()) == high
+    step = scale.float().repeat_interleave(32, -1)
+    error = (dequantize(codes, scale) - weight).abs() / step
+    assert float(error.max()) <= 0.5 + (high + 0.5) * 2**-8  # bfloat16 rounds the step by up to 2^-9
+
+
+@bit_widths
+def test_an_all_zero_group_gets_scale_one_and_codes_zero(bits: int) -> None:
+    """For min-max and MSE scales, nearest and GPTQ; the groups beside it are as they would be without it."""
+    weight = random_weight(3, 2, 4, 96)
+    whole = minmax_scales(weight, 32, bits)
+    weight[0, 1, 32:64] = 0
+    gram = correlated_gram(3, 2, 96, 200)
+    best = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), 32, bits)
+    scale = minmax_scales(weight, 32, bits)
+    assert float(scale[0, 1, 1]) == 1
+    assert float(best[0, 1, 1]) == 1
+    assert int((scale != whole).sum()) == 1
+    for codes in (nearest(weight, scale, bits), gptq(weight, gram, best, bits)[0]):
+        assert torch.isfinite(codes).all()
+    assert (nearest(weight, scale, bits)[0, 1, 32:64] == 0).all()
+    assert (minmax_scales(torch.zeros(1, 2, 64), 32, bits) == 1).all()
+
+
+def test_tiny_weights_keep_a_positive_scale() -> None:
+    """Down to bfloat16's subnormals; what underflows even there counts as zero, with scale 1."""
+    for exponent in range(-149, -100):
+        weight = torch.full((1, 32), 2.0**exponent)
+        scale = minmax_scales(weight, 32, 4)
+        assert float(scale) > 0
+        assert torch.isfinite(dequantize(nearest(weight, scale, 4), scale)).all()
+
+
+def test_dequantize_by_a_slow_loop() -> None:
+    """Oracle: element by element in Python floats; the product of a code and a bfloat16 is exact in float32."""
+    codes = torch.randint(-128, 128, (2, 3, 24), generator=torch.Generator().manual_seed(4)).to(torch.int8)
+    scale = random_weight(4, 2, 3, 3).abs().bfloat16()
+    values = dequantize(codes, scale)
+    for i in range(2):
+        for j in range(3):
+            for k in range(24):
+                assert float(values[i, j, k]) == int(codes[i, j, k]) * float(scale[i, j, k // 8])
+
+
+def slow_loss(weight: torch.Tensor, scale: float, importance: torch.Tensor, bits: int) -> float:
+    """Σ importance · (w − code · scale)² of one group in float64."""
+    low, high = code_range(bits)
+    weight, importance = weight.double(), importance.double()
+    return float((importance * (weight - (weight / scale).round().clamp(low, high) * scale).square()).sum())
+
+
+@bit_widths
+@pytest.mark.parametrize("seed", range(2))
+def test_mse_scales_are_the_best_of_brute_force(seed: int, bits: int) -> None:
+    """Oracle: float64 loss of min-max and of 1.05, 1.03 … 0.67 times it, group by group."""
+    assert pytest.approx([1.05 - 0.02 * k for k in range(20)]) == MSE_FACTORS
+    weight = random_weight(seed, 2, 6, 96)
+    importance = correlated_gram(seed, 2, 96, 50).diagonal(dim1=-2, dim2=-1)
+    base, chosen = minmax_scales(weight, 32, bits), mse_scales(weight, importance, 32, bits)
+    assert chosen.dtype == torch.bfloat16
+    moved = 0
+    for e in range(2):
+        for r in range(6):
+            for n in range(3):
+                part, column = weight[e, r, 32 * n : 32 * n + 32], importance[e, 32 * n : 32 * n + 32]
+                factors = [1.0, *(1.05 - 0.02 * k for k in range(20))]
+                tried = [float((base[e, r, n].float() * f).bfloat16()) for f in factors]
+                got = float(chosen[e, r, n])
+                assert got in tried
+                losses = [slow_loss(part, scale, column, bits) for scale in tried]
+                assert slow_loss(part, got, column, bits) <= min(losses) * (1 + 1e-5)
+                moved += got != tried[0]
+    assert moved > 18  # of 36: the search is not idle
+
+
+@FEW
+@given(seed=st.integers(0, 10_000), bits=st.sampled_from([4, 8]), group=st.sampled_from([32, 64]))
+def test_mse_scales_are_never_worse_than_minmax(seed: int, bits: int, group: int) -> None:
+    """In the weighted error that they minimise, group by group, in float64."""
+    weight = random_weight(seed, 1, 5, 128)
+    importance = correlated_gram(seed, 1, 128, 20).diagonal(dim1=-2, dim2=-1)
+    base, chosen = minmax_scales(weight, group, bits), mse_scales(weight, importance, group, bits)
+    for r in range(5):
+        for n in range(128 // group):
+            part = slice(group * n, group * n + group)
+            before, after = (
+                slow_loss(weight[0, r, part], float(scale[0, r, n]), importance[0, part], bits)
+                for scale in (base, chosen)
+            )
+            assert after <= before * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_mse_scales_without_a_usable_importance_are_minmax(value: float) -> None:
+    """Nothing is smaller than nothing: the scale stays where it was."""
+    weight = random_weight(5, 2, 4, 64)
+    importance = torch.ones(2, 64)
+    importance[1] = value
+    chosen, base = mse_scales(weight, importance, 32, 4), minmax_scales(weight, 32, 4)
+    assert torch.equal(chosen[1], base[1])
+    assert torch.equal(chosen[:1], mse_scales(weight[:1], importance[:1], 32, 4))
+
+
+@pytest.mark.parametrize("columns", [1, 32, 160])
+@pytest.mark.parametrize("tokens", [20, 500])
+def test_inverse_factor_against_float64(columns: int, tokens: int) -> None:
+    """Oracle: inverse(H) in float64, H with 1 % of the mean diagonal added; singular Gram matrices included."""
+    gram = correlated_gram(6, 2, max(columns, 5), tokens)[:, :columns, :columns]
+    factor, used = inverse_factor(gram, 0.01)
+    assert used.tolist() == pytest.approx([0.01, 0.01])
+    assert torch.equal(factor, factor.triu())
+    assert (factor.diagonal(dim1=-2, dim2=-1) > 0).all()
+    damped = gram.double().clone()
+    for expert in range(2):
+        mean = float(damped[expert].diagonal().mean())
+        damped[expert].diagonal().add_(0.01 * mean)
+    inverse = torch.linalg.inv(damped)
+    product = factor.double().mT @ factor.double()
+    scale = inverse.diagonal(dim1=-2, dim2=-1).sqrt()
+    worst = ((product - inverse).abs() / (scale.unsqueeze(-1) * scale.unsqueeze(-2))).max()
+    assert float(worst) < 5e-4
+
+
+@pytest.mark.parametrize(("lowest", "expected"), [(-0.001, 0.01), (-0.05, 0.1), (-0.5, 1.0), (-5.0, 10.0)])
+def test_damping_is_raised_tenfold_until_the_matrix_is_positive(lowest: float, expected: float) -> None:
+    """A matrix with one negative eigenvalue of known size; the healthy expert beside it keeps its damping."""
+    size = 16
+    basis = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(7)))[0]
+    # The mean of the diagonal is the mean eigenvalue: 1 when the others make up for the lowest.
+    values = torch.full((size,), (size - lowest) / (size - 1))
+    values[0] = lowest
+    gram = torch.stack([basis @ torch.diag(values) @ basis.mT, torch.eye(size)])
+    factor, used = inverse_factor(gram, 0.01)
+    assert used.tolist() == pytest.approx([expected, 0.01])
+    damped = gram[0].double() + expected * torch.eye(size, dtype=torch.float64)
+    torch.testing.assert_close(
+        factor[0].double().mT @ factor[0].double() @ damped, torch.eye(size).double(), rtol=0, atol=1e-3
+    )
+
+
+def broken_grams(size: int) -> torch.Tensor:
+    """Zero, NaN, NaN off the diagonal only, infinity, hopelessly indefinite; the last one is healthy."""
+    grams = torch.eye(size).repeat(6, 1, 1)
+    grams[0] = 0
+    grams[1] = float("nan")
+    grams[2, 1, 3] = grams[2, 3, 1] = float("nan")
+    grams[3, 2, 2] = float("inf")
+    grams[4, 0, 1] = grams[4, 1, 0] = 1e6
+    grams[5] += 0.1
+    return grams
+
+
+@bit_widths
+def test_gptq_without_a_usable_gram_rounds_to_nearest(bits: int) -> None:
+    """Damping infinity and nearest codes for the broken ones; the healthy one is as it is alone."""
+    weight, grams = random_weight(8, 6, 5, 64), broken_grams(64)
+    scale = minmax_scales(weight, 32, bits)
+    codes, used = gptq(weight, grams, scale, bits)
+    assert torch.isinf(used[:5]).all()
+    assert float(used[5]) == pytest.approx(0.01)
+    assert torch.equal(codes[:5], nearest(weight[:5], scale[:5], bits))
+    alone, _ = gptq(weight[5:], grams[5:], scale[5:], bits)
+    assert torch.equal(codes[5:], alone)
+    assert not torch.equal(codes[5:], nearest(weight[5:], scale[5:], bits))
+
+
+def test_gptq_of_a_singular_gram_needs_only_the_usual_damping() -> None:
+    """One token: rank 1. Codes are whole, within range, and lose less than nearest."""
+    weight = random_weight(9, 1, 8, 64)
+    x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(9))
+    gram = x.mT @ x
+    scale = minmax_scales(weight, 32, 4)
+    codes, used = gptq(weight, gram, scale, 4)
+    assert float(used) == pytest.approx(0.01)
+    assert float(loss(weight, codes, scale, gram)) < 0.05 * float(loss(weight, nearest(weight, scale, 4), scale, gram))
+
+
+def loss(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    """tr(D G Dᵀ) per expert in float64."""
+    delta = dequantize(codes, scale).double() - weight.double()
+    return (delta @ gram.double() * delta).sum((-1, -2))
+
+
+def textbook_gptq(
+    weight: torch.Tensor, gram: torch.Tensor, scale: torch.Tensor, bits: int, damping: float = 0.01
+) -> torch.Tensor:
+    """One expert's codes in float64, as the paper derives the method, without Cholesky factors or blocks.
+
+    Columns by falling diagonal. Round one, add its error times inverse(H)[j, rest] / inverse(H)[j, j] to
+    the rest, and remove row and column j from inverse(H) by one step of Gaussian elimination.
+    """
+    weight, gram = weight.double().clone(), gram.double()
+    low, high = code_range(bits)
+    group = weight.shape[1] // scale.shape[1]
+    damped = gram + damping * gram.diagonal().mean() * torch.eye(gram.shape[0], dtype=torch.float64)
+    inverse = torch.linalg.inv(damped)
+    codes = torch.zeros_like(weight)
+    left = sorted(range(weight.shape[1]), key=lambda j: -float(gram[j, j]))
+    while left:
+        j = left.pop(0)
+        step = scale[:, j // group].double()
+        codes[:, j] = (weight[:, j] / step).round().clamp(low, high)
+        error = (weight[:, j] - codes[:, j] * step) / inverse[j, j]
+        weight -= error.unsqueeze(1) * inverse[j].unsqueeze(0)
+        inverse = inverse - torch.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+    return codes
+
+
+@bit_widths
+@pytest.mark.parametrize(
+    ("columns", "group", "tokens"), [(32, 32, 300), (96, 32, 40), (128, 64, 400), (160, 32, 600), (320, 64, 900)]
+)
+def test_gptq_is_the_textbooks(columns: int, group: int, tokens: int, bits: int) -> None:
+    """Oracle: `textbook_gptq`. A float32 tie that falls the other way changes the rest of its row: few rows may."""
+    rows = 24
+    weight, gram = random_weight(columns, 2, rows, columns), correlated_gram(columns, 2, columns, tokens)
+    scale = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), group, bits)
+    codes, _ = gptq(weight, gram, scale, bits)
+    expected = torch.stack([textbook_gptq(weight[e], gram[e], scale[e], bits) for e in range(2)]).float()
+    different = (codes != expected).any(-1)
+    assert int(different.sum()) <= 2 * rows * (0.05 if bits == 4 else 0.15), f"{int(different.sum())} rows"
+    torch.testing.assert_close(loss(weight, codes, scale, gram), loss(weight, expected, scale, gram), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1000])
+def test_gptqs_block_size_changes_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: blocks of 128, of which 160 columns are one and a quarter. Blocks are only a matter of speed."""
+    weight, gram = random_weight(10, 1, 24, 160), correlated_gram(10, 1, 160, 600)
+    scale = minmax_scales(weight, 32, 4)
+    expected, _ = gptq(weight, gram, scale, 4)
+    monkeypatch.setattr(rounding, "BLOCK", block)
+    codes, _ = gptq(weight, gram, scale, 4)
+    assert int((codes != expected).any(-1).sum()) <= 1
+
+
+@bit_widths
+@pytest.mark.parametrize("seed", range(6))
+def test_gptq_loses_less_than_nearest(seed: int, bits: int) -> None:
+    """tr(D G Dᵀ) in float64, for every expert of every seed tried."""
+    weight, gram = random_weight(seed, 3, 16, 128), correlated_gram(seed, 3, 128, 40 + 100 * seed)
+    scale = minmax_scales(weight, 32, bits)
+    codes, _ = gptq(weight, gram, scale, bits)
+    low, high = code_range(bits)
+    assert torch.equal(codes, codes.round())
+    assert low <= int(codes.min()) <= int(codes.max()) <= high
+    assert (loss(weight, codes, scale, gram) < 0.9 * loss(weight, nearest(weight, scale, bits), scale, gram)).all()
+
+
+@FEW
+@given(seed=st.integers(0, 10_000), columns=st.sampled_from([32, 64, 160]), bits=st.sampled_from([4, 8]))
+def test_gptq_of_independent_inputs_is_nearest(seed: int, columns: int, bits: int) -> None:
+    """A diagonal Gram matrix has nothing to spread: identity and any positive diagonal, whatever the order."""
+    weight = random_weight(seed, 2, 4, columns)
+    diagonal = torch.randn(columns, generator=torch.Generator().manual_seed(seed)).exp()
+    gram = torch.stack([torch.eye(columns), torch.diag(diagonal)])
+    scale = minmax_scales(weight, 32, bits)
+    codes, _ = gptq(weight, gram, scale, bits)
+    assert torch.equal(codes, nearest(weight, scale, bits))
+
+
+@pytest.mark.parametrize("first_is_larger", [True, False])
+def test_gptq_of_two_columns_in_closed_form(first_is_larger: bool) -> None:
+    """The larger column is rounded first; its error e moves the other by e · G01 / (G11 + damping)."""
+    gram = torch.tensor([[4.0, 1.5], [1.5, 1.0]]) if first_is_larger else torch.tensor([[1.0, 1.5], [1.5, 4.0]])
+    weight = torch.tensor([[2.4, 1.3]]) if first_is_larger else torch.tensor([[1.3, 2.4]])
+    moved = 1.3 + 0.4 * 1.5 / (1.0 + 0.01 * 2.5)  # 1.885: rounds to 2, where nearest gives 1
+    codes, _ = gptq(weight[None], gram[None], torch.ones(1, 1, 1, dtype=torch.bfloat16), 4)
+    expected = [2.0, float(round(moved))]
+    assert codes[0, 0].tolist() == (expected if first_is_larger else expected[::-1])
+    assert expected == [2.0, 2.0]
+
+
+def test_gptq_does_not_care_in_which_order_columns_lie() -> None:
+    """One group over all columns: permuted columns get permuted codes, since the order is the diagonal's."""
+    weight, gram = random_weight(11, 1, 16, 64), correlated_gram(11, 1, 64, 300)
+    scale = minmax_scales(weight, 64, 4)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(11))
+    codes, _ = gptq(weight, gram, scale, 4)
+    permuted, _ = gptq(weight[:, :, order], gram[:, order][:, :, order], scale, 4)
+    assert int((permuted != codes[:, :, order]).any(-1).sum()) <= 1
+
+
+def test_gptq_of_a_batch_is_gptq_of_each_and_leaves_its_arguments_alone() -> None:
+    """Oracle: the experts one by one; every argument compared with a copy."""
+    weight, gram = random_weight(12, 3, 8, 160), correlated_gram(12, 3, 160, 500)
+    scale = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), 32, 4)
+    before = [t.clone() for t in (weight, gram, scale)]
+    together, _ = gptq(weight, gram, scale, 4)
+    assert all(torch.equal(a, b) for a, b in zip(before, (weight, gram, scale), strict=True))
+    alone = torch.cat([gptq(weight[i : i + 1], gram[i : i + 1], scale[i : i + 1], 4)[0] for i in range(3)])
+    assert int((together != alone).any(-1).sum()) <= 1

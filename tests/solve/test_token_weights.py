@@ -1,0 +1,409 @@
+"""The sums against transformers' own experts, and against slow float64 loops over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.checkpoint.reader import open_folder
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.forward.recorded import Recorded, route_counts
+from quantizers.solve.expert_sums import input_grams, width_sums
+from quantizers.solve.symmetric import gram
+from quantizers.solve.token_weights import Blend, batches, blend, input_sums, routed_rows, token_weights
+
+FEW = settings(max_examples=15, deadline=None, database=None, derandomize=True)
+EXPERTS, HIDDEN, WIDTH = 4, 128, 64
+LENGTHS = (37, 1, 90)
+silu = torch.nn.functional.silu
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One layer of a tiny checkpoint: its module, what went in, and what was recorded."""
+
+    model: LayeredModel
+    layer: int
+    states: list[torch.Tensor]
+    recorded: list[Recorded]
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    """A layer of a random MiniMax-M2, given random states and read through `LayeredModel.record`."""
+    folder = tiny.make(tmp_path_factory.mktemp("observed") / "model", seed=request.param)
+    checkpoint = open_folder(folder)
+    facts = architecture_for(checkpoint.config, "config.json")
+    sizes = sizes_of(facts, checkpoint.config, "config.json")
+    model = LayeredModel(checkpoint, facts, sizes, torch.device("cpu"), torch.float32)
+    generator = torch.Generator().manual_seed(request.param)
+    states = [torch.randn(n, HIDDEN, generator=generator) for n in LENGTHS]
+    with model.layer(request.param) as module:
+        experts: Any = module.get_submodule(facts.modules.experts)
+        recorded = [model.record(module, s) for s in states]
+        return Observed(model, request.param, states, recorded, experts.gate_up_proj.clone(), experts.down_proj.clone())
+
+
+def down_inputs(observed: Observed, x: torch.Tensor, expert: int) -> torch.Tensor:
+    """h_e (T, I) of every token from transformers' own experts, caught with a forward hook.
+
+    Every token is sent to one expert with weight 1, and w2 replaced by an identity above zeros: what comes
+    out is what w2 would have read.
+    """
+    caught: list[torch.Tensor] = []
+    with observed.model.layer(observed.layer) as module:
+        experts: Any = module.get_submodule(observed.model.facts.modules.experts)
+        experts.down_proj.data = torch.eye(HIDDEN, WIDTH).repeat(EXPERTS, 1, 1)
+        hook = experts.register_forward_hook(lambda _module, _arguments, output: caught.append(output))
+        with torch.no_grad():
+            experts(x, torch.full((x.shape[0], 1), expert), torch.ones(x.shape[0], 1))
+        hook.remove()
+    assert torch.equal(caught[0][:, WIDTH:], torch.zeros(x.shape[0], HIDDEN - WIDTH))
+    return caught[0][:, :WIDTH]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """`input_grams` and `width_sums` of all experts."""
+
+    input_gram: torch.Tensor
+    width_gram: torch.Tensor
+    width_mean: torch.Tensor
+    seen: torch.Tensor
+    dropped: torch.Tensor
+
+
+def all_sums(
+    recorded: Sequence[Recorded],
+    gate_up: torch.Tensor,
+    *,
+    routed_weight: float,
+    full_share_at: int,
+    chunk: int | None = None,
+) -> Sums:
+    """The sums of all experts, `chunk` at a time (all at once when None)."""
+    experts = gate_up.shape[0]
+    blended = blend(recorded, experts, routed_weight, full_share_at)
+    inputs, together = input_sums(recorded), batches(recorded, experts)
+    parts = []
+    for first in range(0, experts, chunk or experts):
+        last = min(first + (chunk or experts), experts)
+        grams = input_grams(recorded, together, blended, inputs.gram, first, last)
+        sums = width_sums(recorded, together, gate_up[first:last], silu, blended, first)
+        assert sums.changes is None
+        parts.append((grams, sums.gram, sums.mean, sums.seen, sums.dropped))
+    return Sums(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+Read = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def slow_sums(
+    recorded: Sequence[Recorded], read: Read, expert: int, a: float, full_share_at: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One expert's blended Σ x xᵀ, Σ h hᵀ and mean |h|, token by token in float64, from the definition.
+
+    G = a' Σ_routed r² v vᵀ / Σ_routed r² + (1 − a') Σ_all v vᵀ / n with a' = a · min(1, n_routed / n0), and 0
+    where nothing was routed.
+    """
+    tokens: list[tuple[torch.Tensor, torch.Tensor, float]] = []
+    for sequence in recorded:
+        h = read(sequence.x, expert).double()
+        for t in range(sequence.x.shape[0]):
+            r = [float(w) for e, w in zip(sequence.chosen[t], sequence.weight[t], strict=True) if int(e) == expert]
+            tokens.append((sequence.x[t].double(), h[t], r[0] if r else -1.0))
+    routed = [r for *_, r in tokens if r >= 0]
+    mass = sum(r * r for r in routed)
+    share = a * min(1.0, len(routed) / full_share_at) if mass else 0.0
+    of_x, of_h, mean = 0.0, 0.0, 0.0
+    for x, h, r in tokens:
+        weight = (1 - share) / len(tokens) + (share * r * r / mass if r >= 0 and mass else 0)
+        of_x, of_h, mean = of_x + weight * torch.outer(x, x), of_h + weight * torch.outer(h, h), mean + weight * h.abs()
+    return torch.as_tensor(of_x), torch.as_tensor(of_h), torch.as_tensor(mean)
+
+
+def assert_grams_close(ours: torch.Tensor, slow: torch.Tensor, relative: float = 1e-6) -> None:
+    """To `relative` of the product of the two columns' lengths: an off-diagonal sum may cancel to nothing."""
+    length = slow.diagonal(dim1=-2, dim2=-1).sqrt()
+    bound = relative * length.unsqueeze(-1) * length.unsqueeze(-2)
+    worst = ((ours.double() - slow).abs() / bound.clamp(min=1e-300)).max()
+    assert float(worst) <= 1, f"{float(worst) * relative:.2e} relative"
+
+
+@torch.no_grad()
+def test_record_is_what_transformers_calls_its_experts_with(observed: Observed) -> None:
+    """Oracle: a pre-forward hook on the experts while the whole layer runs. Equal bits."""
+    caught: list[tuple[torch.Tensor, ...]] = []
+    with observed.model.layer(observed.layer) as module:
+        experts = module.get_submodule(observed.model.facts.modules.experts)
+        hook = experts.register_forward_pre_hook(lambda _module, arguments: caught.append(arguments))
+        for states in observed.states:
+            module(**observed.model.inputs(states))
+        hook.remove()
+        again = [observed.model.run(module, states)[1] for states in observed.states]
+    for length, seen, ours, choice in zip(LENGTHS, caught, observed.recorded, again, strict=True):
+        assert ours.x.shape == (length, HIDDEN)
+        assert ours.chosen.dtype == torch.int64
+        assert ours.weight.dtype == torch.float32
+        for a, b in zip((ours.x, ours.chosen, ours.weight), seen, strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(choice, ours.chosen)
+        torch.testing.assert_close(ours.weight.sum(-1), torch.ones(length))
+
+
+def test_input_sums_are_float64_sums(observed: Observed) -> None:
+    """Oracle: all tokens in one float64 matrix; 1e-6 relative."""
+    x = torch.cat([sequence.x for sequence in observed.recorded]).double()
+    sums = input_sums(observed.recorded)
+    assert sums.gram.dtype == sums.mean.dtype == torch.float32
+    assert (sums.tokens, sums.dropped, sums.fallbacks()) == (sum(LENGTHS), 0, [])
+    assert_grams_close(sums.gram, x.mT @ x)
+    torch.testing.assert_close(sums.mean.double(), x.abs().mean(0), rtol=1e-6, atol=0)
+
+
+def test_input_sums_take_any_iterable_and_change_nothing(observed: Observed) -> None:
+    """A generator read once gives the same bits, and the recorded inputs stay as they were."""
+    before = [sequence.x.clone() for sequence in observed.recorded]
+    first, second = input_sums(observed.recorded), input_sums(s for s in observed.recorded)
+    assert torch.equal(first.gram, second.gram)
+    assert torch.equal(first.mean, second.mean)
+    assert all(torch.equal(a, s.x) for a, s in zip(before, observed.recorded, strict=True))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_input_rows_that_are_not_finite_are_left_out_and_counted(observed: Observed, poison: float) -> None:
+    """Oracle: float64 sums of the other rows."""
+    recorded = [Recorded(s.x.clone(), s.chosen, s.weight) for s in observed.recorded]
+    recorded[0].x[5, 3] = recorded[2].x[0, 0] = poison
+    sums = input_sums(recorded)
+    x = torch.cat([s.x for s in recorded])
+    good = torch.ones(len(x), dtype=torch.bool)
+    good[[5, LENGTHS[0] + LENGTHS[1]]] = False
+    assert (sums.tokens, sums.dropped, len(sums.fallbacks())) == (sum(LENGTHS) - 2, 2, 1)
+    assert_grams_close(sums.gram, x[good].double().mT @ x[good].double())
+    torch.testing.assert_close(sums.mean.double(), x[good].double().abs().mean(0), rtol=1e-6, atol=0)
+
+
+def test_all_token_sums_are_those_of_hooks_on_transformers_experts(observed: Observed) -> None:
+    """Routed weight 0. Oracle: plain float64 Gram matrices of what each expert's w2 reads, of all tokens."""
+    sums = all_sums(observed.recorded, observed.gate_up, routed_weight=0.0, full_share_at=HIDDEN)
+    x = torch.cat([sequence.x for sequence in observed.recorded])
+    assert sums.seen.tolist() == [sum(LENGTHS)] * EXPERTS
+    assert sums.dropped.tolist() == [0] * EXPERTS
+    for expert in range(EXPERTS):
+        h = down_inputs(observed, x, expert).double()
+        assert_grams_close(sums.width_gram[expert], h.mT @ h / len(x))
+        torch.testing.assert_close(sums.width_mean[expert].double(), h.abs().mean(0), rtol=1e-6, atol=0)
+        assert_grams_close(sums.input_gram[expert], x.double().mT @ x.double() / len(x))
+
+
+@pytest.mark.parametrize(("routed_weight", "full_share_at"), [(0.9, HIDDEN), (0.9, 10), (1.0, 1), (0.3, 1000)])
+def test_blended_sums_are_the_definition_token_by_token(
+    observed: Observed, routed_weight: float, full_share_at: int
+) -> None:
+    """Oracle: `slow_sums` over what transformers' own experts compute; 2e-6 relative."""
+    sums = all_sums(observed.recorded, observed.gate_up, routed_weight=routed_weight, full_share_at=full_share_at)
+    assert sums.seen.tolist() == [sum(LENGTHS)] * EXPERTS
+    for expert in range(EXPERTS):
+        of_x, of_h, mean = slow_sums(
+            observed.recorded, lambda x, e: down_inputs(observed, x, e), expert, routed_weight, full_share_at
+        )
+        assert_grams_close(sums.input_gram[expert], of_x, 2e-6)
+        assert_grams_close(sums.width_gram[expert], of_h, 2e-6)
+        torch.testing.assert_close(sums.width_mean[expert].double(), mean, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("routed_weight", [0.0, 0.9])
+def test_any_number_of_experts_at_a_time_gives_the_same_sums(observed: Observed, routed_weight: float) -> None:
+    """One, two, three and all experts a chunk."""
+    wanted = all_sums(observed.recorded, observed.gate_up, routed_weight=routed_weight, full_share_at=40)
+    for chunk in (1, 2, 3):
+        got = all_sums(observed.recorded, observed.gate_up, routed_weight=routed_weight, full_share_at=40, chunk=chunk)
+        assert_grams_close(got.input_gram, wanted.input_gram.double(), 3e-7)
+        assert_grams_close(got.width_gram, wanted.width_gram.double(), 3e-7)
+        torch.testing.assert_close(got.width_mean, wanted.width_mean, rtol=3e-7, atol=0)
+        assert torch.equal(got.seen, wanted.seen)
+
+
+def test_routed_counts_are_bincounts(observed: Observed) -> None:
+    """Oracle: torch.bincount over all sequences, and squared weights added up one by one."""
+    blended = blend(observed.recorded, EXPERTS, 0.5, full_share_at=50)
+    chosen = torch.cat([s.chosen.flatten() for s in observed.recorded])
+    weight = torch.cat([s.weight.flatten() for s in observed.recorded])
+    counts = torch.bincount(chosen, minlength=EXPERTS)
+    assert torch.equal(blended.routed_tokens, counts)
+    assert blended.routed_tokens.dtype == torch.int64
+    assert blended.tokens == sum(LENGTHS)
+    assert int(blended.routed_tokens.sum()) == 2 * blended.tokens
+    for expert in range(EXPERTS):
+        mass = sum(float(w) ** 2 for e, w in zip(chosen, weight, strict=True) if int(e) == expert)
+        assert float(blended.routed_mass[expert]) == pytest.approx(mass, rel=1e-7)
+        assert float(blended.share[expert]) == pytest.approx(0.5 * min(1, int(counts[expert]) / 50), rel=1e-6)
+    assert torch.equal(route_counts(observed.recorded[0].chosen, 9)[EXPERTS:], torch.zeros(5, dtype=torch.int64))
+
+
+def random_routing(seed: int, experts: int, chosen: int, lengths: Sequence[int], hidden: int) -> list[Recorded]:
+    """Sequences whose last expert is never chosen (unless all must be), some weights being zero."""
+    generator = torch.Generator().manual_seed(seed)
+    recorded = []
+    for length in lengths:
+        scores = torch.rand(length, experts, generator=generator)
+        if chosen < experts:
+            scores[:, -1] = -1
+        weight = torch.rand(length, chosen, generator=generator)
+        weight[:, 0] *= torch.rand(length, generator=generator) > 0.1
+        x = torch.randn(length, hidden, generator=generator)
+        recorded.append(Recorded(x, scores.topk(chosen, dim=-1).indices, weight))
+    return recorded
+
+
+@FEW
+@given(
+    seed=st.integers(0, 10_000),
+    experts=st.integers(1, 5),
+    chosen=st.integers(1, 3),
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    a=st.sampled_from([0.0, 0.5, 1.0]),
+    full_share_at=st.integers(1, 20),
+    chunk=st.integers(1, 5),
+)
+def test_blended_sums_for_any_shape(
+    seed: int, experts: int, chosen: int, lengths: list[int], a: float, full_share_at: int, chunk: int
+) -> None:
+    """Oracle: `slow_sums` with h from two explicit matmuls in float64. Unrouted experts and single tokens included."""
+    chosen = min(chosen, experts)
+    recorded = random_routing(seed, experts, chosen, lengths, 6)
+    gate_up = torch.randn(experts, 8, 6, generator=torch.Generator().manual_seed(seed))
+    sums = all_sums(recorded, gate_up, routed_weight=a, full_share_at=full_share_at, chunk=chunk)
+
+    def read(x: torch.Tensor, expert: int) -> torch.Tensor:
+        w1, w3 = gate_up[expert, :4].double(), gate_up[expert, 4:].double()
+        gate = x.double() @ w1.mT
+        return gate * torch.sigmoid(gate) * (x.double() @ w3.mT)
+
+    for expert in range(experts):
+        of_x, of_h, mean = slow_sums(recorded, read, expert, a, full_share_at)
+        torch.testing.assert_close(sums.input_gram[expert].double(), of_x, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(sums.width_gram[expert].double(), of_h, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(sums.width_mean[expert].double(), mean, rtol=1e-5, atol=1e-6)
+
+
+@FEW
+@given(
+    seed=st.integers(0, 10_000),
+    experts=st.integers(2, 6),
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    a=st.floats(0, 1),
+)
+def test_the_weights_of_all_tokens_add_up_to_one(seed: int, experts: int, lengths: list[int], a: float) -> None:
+    """For every expert, routed or not."""
+    recorded = random_routing(seed, experts, 1, lengths, 3)
+    blended = blend(recorded, experts, a, full_share_at=5)
+    total = sum(token_weights(s, blended, 0, experts).double().sum(1) for s in recorded)
+    torch.testing.assert_close(torch.as_tensor(total), torch.ones(experts, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+def test_an_expert_without_routed_tokens_is_solved_from_all_tokens() -> None:
+    """Share 0, and exactly the sums of a plain all-token calibration; so where all its routing weights are zero."""
+    recorded = random_routing(3, 4, 2, [20, 9], 8)
+    recorded = [Recorded(s.x, s.chosen, s.weight.where(s.chosen != 1, torch.zeros(()))) for s in recorded]
+    gate_up = torch.randn(4, 10, 8, generator=torch.Generator().manual_seed(3))
+    blended = blend(recorded, 4, 0.9, 4)
+    assert int(blended.routed_tokens[3]) == 0
+    assert int(blended.routed_tokens[1]) > 0
+    assert blended.share[[1, 3]].tolist() == [0, 0]
+    sums = all_sums(recorded, gate_up, routed_weight=0.9, full_share_at=4)
+    plain = all_sums(recorded, gate_up, routed_weight=0.0, full_share_at=4)
+    for expert in (1, 3):
+        assert torch.equal(sums.input_gram[expert], plain.input_gram[expert])
+        assert torch.equal(sums.width_gram[expert], plain.width_gram[expert])
+        assert torch.equal(sums.width_mean[expert], plain.width_mean[expert])
+    assert not torch.equal(sums.width_gram[0], plain.width_gram[0])
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
+def test_rows_of_h_that_are_not_finite_are_left_out_and_counted(observed: Observed, poison: float) -> None:
+    """One expert overflows for tokens with a large first column. Oracle: its sums over the other tokens."""
+    gate_up = observed.gate_up.clone()
+    recorded = []
+    for sequence in observed.recorded:
+        x = sequence.x.clone()
+        x[:, 7] = 0
+        x[::4, 7] = 1
+        recorded.append(Recorded(x, sequence.chosen, sequence.weight))
+    gate_up[2, :, 7] = poison
+    # 0 · ∞ is NaN, so that every row of h is.
+    bad = sum(len(range(0, n, 4)) if poison == 1e30 else n for n in LENGTHS)
+    sums = all_sums(recorded, gate_up, routed_weight=0.0, full_share_at=HIDDEN)
+    assert sums.dropped.tolist() == [0, 0, bad, 0]
+    assert sums.seen.tolist() == [sum(LENGTHS), sum(LENGTHS), sum(LENGTHS) - bad, sum(LENGTHS)]
+    clean = all_sums(recorded, observed.gate_up, routed_weight=0.0, full_share_at=HIDDEN)
+    for name in ("input_gram", "width_gram", "width_mean"):
+        ours, wanted = getattr(sums, name), getattr(clean, name)
+        assert torch.isfinite(ours).all()
+        assert torch.equal(ours[[0, 1, 3]], wanted[[0, 1, 3]])
+    x = torch.cat([s.x for s in recorded])
+    x = x[x[:, 7] == 0] if poison == 1e30 else x[:0]
+    gate, up = (x.double() @ observed.gate_up[2].double().mT).chunk(2, dim=-1)
+    h = silu(gate) * up
+    if len(h):
+        assert_grams_close(sums.width_gram[2], h.mT @ h / len(h), 2e-6)
+        torch.testing.assert_close(sums.width_mean[2].double(), h.abs().mean(0), rtol=2e-6, atol=0)
+    else:
+        assert torch.equal(sums.width_gram[2], torch.zeros(WIDTH, WIDTH))
+
+
+def test_left_out_input_rows_leave_the_blended_input_sums_a_weighted_mean(observed: Observed) -> None:
+    """A Gram matrix of constant inputs stays what it is however many rows are left out: total weight 1."""
+    recorded = [Recorded(torch.ones_like(s.x), s.chosen, s.weight) for s in observed.recorded]
+    recorded[2].x[:30, 0] = float("nan")
+    for routed_weight in (0.0, 0.9):
+        sums = all_sums(recorded, observed.gate_up, routed_weight=routed_weight, full_share_at=1)
+        torch.testing.assert_close(sums.input_gram, torch.ones_like(sums.input_gram), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("most", [1, 3, 50])
+def test_routed_rows_are_the_routed_tokens_in_order_and_padding_weighs_nothing(most: int) -> None:
+    """Oracle: nonzero() of the choices."""
+    recorded = random_routing(5, 5, 2, [11], 4)[0]
+    recorded = Recorded(recorded.x, recorded.chosen, recorded.weight + 0.1)
+    rows, squared = routed_rows(recorded, 1, 5, most)
+    assert rows.shape == squared.shape == (4, min(most, 11))
+    for i, expert in enumerate(range(1, 5)):
+        token, slot = (recorded.chosen == expert).nonzero(as_tuple=True)
+        kept = min(len(token), most)
+        assert rows[i, :kept].tolist() == token[:kept].tolist()
+        torch.testing.assert_close(squared[i, :kept], recorded.weight[token, slot].square()[:kept])
+        assert (squared[i, kept:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gram_accumulates_in_float32(dtype: torch.dtype) -> None:
+    """Oracle: the float64 product of the same values; a bfloat16 accumulator would be off by 2^-9."""
+    generator = torch.Generator().manual_seed(6)
+    a, b = (torch.randn(2, 300, 8, generator=generator).to(dtype) for _ in range(2))
+    product = gram(a, b)
+    assert product.dtype == torch.float32
+    bound = 1e-6 * (a.double().abs().mT @ b.double().abs())
+    assert ((product.double() - a.double().mT @ b.double()).abs() <= bound).all()
+
+
+def test_blend_of_several_sequences_is_the_blend_of_one_long_one(observed: Observed) -> None:
+    """Counts, masses and shares do not depend on how tokens are cut into sequences."""
+    whole = Recorded(*(torch.cat([getattr(s, n) for s in observed.recorded]) for n in ("x", "chosen", "weight")))
+    many: Blend = blend(observed.recorded, EXPERTS, 0.9, HIDDEN)
+    one: Blend = blend([whole], EXPERTS, 0.9, HIDDEN)
+    assert torch.equal(many.routed_tokens, one.routed_tokens)
+    torch.testing.assert_close(many.routed_mass, one.routed_mass, rtol=1e-12, atol=0)
+    torch.testing.assert_close(many.share, one.share)
+    assert many.tokens == one.tokens

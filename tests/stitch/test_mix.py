@@ -1,0 +1,143 @@
+"""`quantize stitch`: a mixed checkpoint from experts that others quantized, and the router that they forgot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from commands import quantize
+from conftest import Finished
+from foreign import FORMATS, INT4, bf16_copy, oneshot
+from safetensors.torch import load_file, save_file
+
+from quantizers.calibration.loading import load_samples
+from quantizers.checkpoint.reader import open_folder
+from quantizers.run.measure import measure
+from quantizers.system.errors import CheckpointError
+from stitch.audit.checkpoint import verify
+from stitch.mix.mix import mix
+
+CPU = torch.device("cpu")
+NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+ROUTER = "model.layers.{}.block_sparse_moe.gate.weight"
+
+
+@pytest.fixture(scope="module")
+def copy(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bf16_copy(tiny_model, tmp_path_factory.mktemp("copy") / "bf16")
+
+
+def experts_only(
+    finished: Finished, copy: Path, folder: Path, *, compensated: bool = False, folded: bool = True
+) -> Path:
+    """An experts-only checkpoint of the finished output's experts, as llm-compressor would name them."""
+    tensors = load_file(copy / "model.safetensors")
+    output = open_folder(finished.folder)
+    for name in list(tensors):
+        module, _, matrix = name.removesuffix(".weight").rpartition(".")
+        if ".experts." in name:
+            del tensors[name]
+            for part in ("weight_packed", "weight_scale", "weight_shape"):
+                tensors[f"{module}.{NAMES[matrix]}.{part}"] = output.tensor(f"{module}.{matrix}.{part}")
+        elif folded and (name.endswith("post_attention_layernorm.weight") or (compensated and ".gate." in name)):
+            tensors[name] = output.tensor(name).bfloat16()
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((copy / "config.json").read_text())
+    group = {"targets": ["Linear"], "format": "pack-quantized", "weights": INT4}
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    return folder
+
+
+def test_the_forgotten_router_is_named_and_repaired(
+    finished: Finished, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The repaired checkpoint is the finished output, tensor for tensor and byte for byte."""
+    experts = experts_only(finished, copy, tmp_path / "experts")
+    words = ("stitch", "--source", finished.source, "--experts", experts)
+    assert quantize(monkeypatch, *words, "--output", tmp_path / "bare") == 3
+    out = capsys.readouterr().out
+    assert "norms smoothed in 4 of 4 layers; confirmed on their experts" in out
+    assert "router not compensated in 4 layers of the experts' checkpoint (0, 1, 2, 3)" in out
+    assert "write the compensated router with --repair-router" in out
+    assert quantize(monkeypatch, *words, "--output", tmp_path / "fixed", "--repair-router") == 0
+    assert "0 differences" in capsys.readouterr().out
+    made, wanted = open_folder(tmp_path / "fixed"), open_folder(finished.folder)
+    assert made.config == wanted.config
+    assert made.tensors.keys() == wanted.tensors.keys()
+    assert [name for name in wanted.tensors if made.raw(name) != wanted.raw(name)] == []
+    bare = open_folder(tmp_path / "bare")
+    assert [name for name in bare.tensors if bare.raw(name) != made.raw(name)] == [ROUTER.format(n) for n in range(4)]
+    assert quantize(monkeypatch, *words, "--output", tmp_path / "fixed", "--repair-router") == 0
+    assert "finished before; nothing was touched" in capsys.readouterr().out
+    assert quantize(monkeypatch, *words, "--output", tmp_path / "fixed") == 2
+
+
+def test_verify_names_the_router_of_any_published_checkpoint(finished: Finished, copy: Path, tmp_path: Path) -> None:
+    """Of a mixed one, and of an experts-only one with bfloat16 routers and other names; first of all differences."""
+    for compensated in (False, True):
+        experts = experts_only(finished, copy, tmp_path / str(compensated), compensated=compensated)
+        found = verify(experts, open_folder(finished.source), CPU).differences
+        named = [line for line in found if "not compensated" in line]
+        assert len(named) == (0 if compensated else 4)
+        assert found[: len(named)] == named
+
+
+def test_experts_that_were_not_smoothed(finished: Finished, copy: Path, tmp_path: Path) -> None:
+    """No norm was divided: nothing to repair, and every norm and router keeps its bytes."""
+    experts = oneshot(copy, tmp_path / "rtn", FORMATS["pack-quantized, group"], experts_only=True)
+    source = open_folder(finished.source)
+    report = mix(source, open_folder(experts), tmp_path / "output", CPU)
+    assert report["notes"] == ["no norm was smoothed: the source's routers fit"]
+    assert report["audit"]["differences"] == []
+    output = open_folder(tmp_path / "output")
+    for layer in range(4):
+        for name in (ROUTER.format(layer), f"model.layers.{layer}.post_attention_layernorm.weight"):
+            assert output.raw(name) == source.raw(name)
+            assert output.tensors[name].dtype == source.tensors[name].dtype
+
+
+def test_norms_and_experts_that_do_not_belong_together(finished: Finished, copy: Path, tmp_path: Path) -> None:
+    experts = experts_only(finished, copy, tmp_path / "experts", folded=False)
+    with pytest.raises(CheckpointError, match=r"layer 0: its experts are .*% away from the source's times the ratio"):
+        mix(open_folder(finished.source), open_folder(experts), tmp_path / "output", CPU)
+    assert not (tmp_path / "output").exists()
+
+
+def test_experts_that_are_not_packed(finished: Finished, copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="its experts must be packed integers"):
+        mix(open_folder(finished.source), open_folder(copy), tmp_path / "output", CPU)
+
+
+@pytest.mark.slow
+def test_the_repair_wins_the_divergence_back(finished: Finished, copy: Path, tmp_path: Path) -> None:
+    """Experts by the library's own oneshot, its AWQ once without the router in the mapping and once with it."""
+    data = load_samples(finished.calibration, str(finished.source))
+    sequences = [sample.tokens.tolist() for sample in data.samples]
+    source = open_folder(finished.source)
+    made = {}
+    for name, compensate, repair in (
+        ("left out", False, False),
+        ("repaired", False, True),
+        ("compensated", True, True),
+    ):
+        folder = tmp_path / f"awq-{compensate}"
+        if not folder.exists():
+            oneshot(copy, folder, INT4, experts_only=True, awq=True, compensate=compensate, sequences=sequences)
+        report = mix(source, open_folder(folder), tmp_path / name, CPU, repair_router=repair)
+        states = [layer["router"] for layer in report["layers"]]
+        assert states == ["compensated" if compensate else "not compensated"] * 4
+        assert len(report["audit"]["differences"]) == (0 if repair else 4)
+        made[name] = open_folder(tmp_path / name)
+    results = measure(source, list(made.values()), finished.held_out, CPU, tmp_path / "work")
+    kl = {name: result["kl"]["mean"] for name, result in zip(made, results, strict=True)}
+    print(
+        ", ".join(f"{name}: KL {value:.4f}" for name, value in kl.items())
+        + f"; repaired / compensated {kl['repaired'] / kl['compensated']:.3f}, "
+        f"left out / repaired {kl['left out'] / kl['repaired']:.1f}"
+    )
+    assert kl["repaired"] <= 1.25 * kl["compensated"]
+    assert kl["repaired"] <= kl["left out"] / 5

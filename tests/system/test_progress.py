@@ -1,0 +1,132 @@
+"""The time that is said to be left, against a clock of the test's own."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Finished
+from sets import write_set
+
+from eval.fidelity import lockstep
+from quantizers.checkpoint.reader import open_folder
+from quantizers.run.measure import measure
+from quantizers.system import progress as shown
+from quantizers.system.errors import Interrupted
+
+LAYER, TEXT = 60.0, 1.0  # seconds
+
+
+class Clock:
+    """What time.monotonic says: a layer of a model takes a minute, a text a second, all else nothing."""
+
+    def __init__(self, patched: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        patched.setattr(time, "monotonic", lambda: self.now)
+        patched.setattr(lockstep, "_layer", self.slowed(lockstep._layer, LAYER))
+        patched.setattr(lockstep, "_score_text", self.slowed(lockstep._score_text, TEXT))
+
+    def slowed(self, work: Any, seconds: float) -> Any:
+        def slow(*arguments: Any) -> Any:
+            self.now += seconds
+            return work(*arguments)
+
+        return slow
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def evaluated(finished: Finished, work: Path, check: Any = lambda: None) -> None:
+    source, candidate = open_folder(finished.source), open_folder(finished.folder)
+    measure(source, [candidate], finished.held_out, torch.device("cpu"), work, check, resumable=True)
+
+
+def test_layers_and_texts_have_an_estimate_each(
+    finished: Finished, clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight layers of a minute, twelve texts of a second: what is left of the texts is seconds."""
+    evaluated(finished, tmp_path / "work")
+    assert capsys.readouterr().err.splitlines() == [
+        "evaluating: 1 of 8  layer 0, source",
+        "evaluating: 2 of 8  layer 0, candidate 1",
+        "evaluating: 3 of 8, 5 min 00 s left  layer 1, source",
+        "evaluating: 4 of 8, 4 min 00 s left  layer 1, candidate 1",
+        "evaluating: 5 of 8, 3 min 00 s left  layer 2, source",
+        "evaluating: 6 of 8, 2 min 00 s left  layer 2, candidate 1",
+        "evaluating: 7 of 8, 1 min 00 s left  layer 3, source",
+        "evaluating: 8 of 8  layer 3, candidate 1",
+        "scoring: 1 of 12  text 1 of 12",
+        "scoring: 6 of 12, 6 s left  text 6 of 12",
+        "scoring: 11 of 12, 1 s left  text 11 of 12",
+        "scoring: 12 of 12  text 12 of 12",
+    ]
+
+
+def test_a_long_text_counts_by_its_length(
+    finished: Finished, clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three texts of 48 tokens and two of 300, at 256 positions a step: seven steps, not five."""
+    source, candidate = open_folder(finished.source), open_folder(finished.folder)
+    measure(source, [candidate], write_set(tmp_path), torch.device("cpu"), tmp_path / "work")
+    assert capsys.readouterr().err.splitlines()[-1] == "scoring: 7 of 7  text 5 of 5"
+
+
+def test_an_evaluation_that_goes_on_counts_what_was_done_before_as_done(
+    finished: Finished, clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not as speed: after the cut the estimates are those of an unbroken evaluation. Cut in layers, then in texts."""
+    calls = 0
+
+    def cut() -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (4, 12):
+            raise Interrupted("cut", 2)
+
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            evaluated(finished, tmp_path / "work", cut)
+    said = capsys.readouterr().err.splitlines()
+    assert said[3:] == [
+        "evaluating: 5 of 8  layer 2, source",
+        "evaluating: 6 of 8  layer 2, candidate 1",
+        "evaluating: 7 of 8, 1 min 00 s left  layer 3, source",
+        "evaluating: 8 of 8  layer 3, candidate 1",
+        "scoring: 1 of 12  text 1 of 12",
+    ]
+    evaluated(finished, tmp_path / "work")
+    assert capsys.readouterr().err.splitlines() == [
+        "scoring: 5 of 12  text 5 of 12",
+        "scoring: 10 of 12, 2 s left  text 10 of 12",
+        "scoring: 12 of 12  text 12 of 12",
+    ]
+
+
+def test_bars_come_one_after_the_other(
+    finished: Finished, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal rich draws them, which cannot draw two at a time; each is full at its end."""
+    import rich.progress
+
+    bars: list[rich.progress.Progress] = []
+    original = rich.progress.Progress.__enter__
+
+    def enter(bar: rich.progress.Progress) -> rich.progress.Progress:
+        assert not any(other.live.is_started for other in bars)
+        bars.append(bar)
+        return original(bar)
+
+    monkeypatch.setattr(rich.progress.Progress, "__enter__", enter)
+    monkeypatch.setattr(shown.sys.stderr, "isatty", lambda: True, raising=False)
+    evaluated(finished, tmp_path / "work")
+    drawn = [(task.description, task.completed, task.total) for bar in bars for task in bar.tasks]
+    assert drawn[-2:] == [
+        ("evaluating", 8, 8),
+        ("scoring", 12, 12),
+    ]

@@ -1,0 +1,277 @@
+"""What the YAML reader reads, what it refuses and in which line, and that nothing else ever comes out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict
+
+from quantizers.system.errors import CalibrationError, InputError, RecipeError
+from quantizers.system.strict_yaml import dotted, dump, load, parse
+
+PROPERTY = settings(
+    derandomize=True, deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "x.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1E5", 1e5),
+        ("-1.5", -1.5),
+        (".5", 0.5),
+        ("5.", 5.0),
+        (".inf", math.inf),
+        ("-.Inf", -math.inf),
+        ("12", 12),
+        ("+3", 3),
+        ("007", 7),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("Off", "Off"),
+        ("y", "y"),
+        ("0x10", "0x10"),
+        ("0o17", "0o17"),
+        ("1_000", "1_000"),
+        ("12:30:45", "12:30:45"),
+        ("2001-01-01", "2001-01-01"),
+        ("1.2.3", "1.2.3"),
+        ("e5", "e5"),
+        ("=", "="),
+        ("'12'", "12"),
+        ('"true"', "true"),
+        ('"é\\n"', "é\n"),
+        ("|\n  two\n  lines", "two\nlines"),
+        ("[1, [2], {b: c}]", [1, [2], {"b": "c"}]),
+        ("{}", {}),
+        ("a b # comment", "a b"),
+    ],
+)
+def test_a_value_is_what_it_looks_like(file: Path, text: str, value: Any) -> None:
+    file.write_text(f"a: {text}", encoding="utf-8")
+    data, _ = parse(file)
+    assert data == {"a": value}
+    assert type(data["a"]) is type(value)
+
+
+def test_not_a_number_is_read(file: Path) -> None:
+    file.write_text("a: .nan")
+    assert math.isnan(parse(file)[0]["a"])
+
+
+@pytest.mark.parametrize("text", ["", "# a comment\n", "---\n", "\ufeff"])
+def test_an_empty_file_is_an_empty_mapping(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
+    assert parse(file)[0] == {}
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(file: Path) -> None:
+    file.write_text("\ufeffa: 1", encoding="utf-8")
+    assert parse(file)[0] == {"a": 1}
+
+
+def test_lines_of_keys_and_items(file: Path) -> None:
+    file.write_text("a: 1\nb:\n  - x\n  -\n    c: 2\n")
+    _, lines = parse(file)
+    assert lines == {(): 1, ("a",): 1, ("b",): 2, ("b", 0): 3, ("b", 1): 5, ("b", 1, "c"): 5}
+
+
+def test_places_in_dots_and_brackets() -> None:
+    assert dotted(("sources", 3, "samples")) == "sources[3].samples"
+    assert dotted(("a\nb", 0)) == "'a\\nb'[0]"
+    assert dotted(()) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: 2\na: 3", ":3: a: given twice (first in line 1); keep one"),
+        ("a:\n  b: 1\n  b: 1", ":3: a.b: given twice (first in line 2); keep one"),
+        ("a: [{b: 1, b: 2}]", ":1: a[0].b: given twice (first in line 1); keep one"),
+        ("a: 1\n'a': 1", ":2: a: given twice"),
+        ("a: &x 1\nb: *x", ":1: anchors and aliases are not supported; repeat the value"),
+        ("a: 1\nb: *x", ":2: anchors and aliases are not supported"),
+        ("a: 1\nb: !!str 5", ":2: tags (`!name`) are not supported; write the plain value"),
+        ("a: !!python/object/apply:os.system ['true']", ":1: tags"),
+        ("!!map\na: 1", ":1: tags"),
+        ("a: ! b", ":1: tags"),
+        ("a:\n" + "".join(" " * n + "- \n" for n in range(1, 40)), "nested deeper than 32 levels; flatten it"),
+        ("a: " + "{a: " * 40, ":1: nested deeper than 32 levels; flatten it"),
+        ("1: a", ":1: a key must be text, not '1'; put it in quotes"),
+        ("true: a", ":1: a key must be text, not 'true'"),
+        ("~: a", ":1: a key must be text, not '~'"),
+        ("? [a]\n: b", ":1: a key must be text, not a list or mapping"),
+        ("a: 1" + "0" * 2000, ":1: a number of 2,001 digits; correct it"),
+        ("a:\n\tb: 1", ":2: not valid YAML"),
+        ("a: 1\n b: 2", ":2: not valid YAML"),
+        ("a: [1,\n", ":2: not valid YAML"),
+        ("a: 'x", ":1: not valid YAML"),
+        ('a: "\\UFFFFFFFF"', ": not valid YAML"),
+        ("a: 1\nb: \x07", ":2: not valid YAML: special characters are not allowed; remove this character"),
+        ("- a", ":1: must be a mapping; write keys with values"),
+        ("text", ":1: must be a mapping"),
+        ("# " + "x" * 200_000, ": larger than 200,000 bytes"),
+    ],
+)
+def test_what_is_refused(file: Path, text: str, said: str) -> None:
+    file.write_text(text)
+    with pytest.raises(RecipeError) as failure:
+        parse(file, RecipeError)
+    assert str(failure.value).startswith(str(file))
+    assert said in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_not_utf8_names_the_line(file: Path) -> None:
+    file.write_bytes("a: é\nb: ü\n".encode("latin-1"))
+    with pytest.raises(InputError, match=r"x\.yaml:1: not UTF-8; save the file as UTF-8"):
+        parse(file)
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", ".", "x" * 300])
+def test_what_is_no_file(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CalibrationError, match=r"cannot be read \(.+\); give an existing file"):
+        parse(tmp_path / name, CalibrationError)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: " + "[" * 190_000, "a: " + "{a: " * 45_000, "- " * 90_000, "? " * 90_000, "a: [" + "[]," * 10_000 + "]"],
+    ids=["brackets", "braces", "dashes", "questions", "wide"],
+)
+def test_hostile_files_are_answered_soon(file: Path, text: str) -> None:
+    file.write_text(text)
+    began = time.monotonic()
+    with contextlib.suppress(InputError):
+        parse(file)
+    assert time.monotonic() - began < 20  # seconds where it was minutes; generous for a busy machine
+
+
+class Inner(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    size: int = 1
+
+
+class Outer(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    inner: Inner | bool = Inner()
+    items: list[Inner] = []
+    share: float = 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: a\nsiez: 1", "x.yaml:2: siez: unknown key (did you mean size?)"),
+        ("name: a\nqqq: 1", "x.yaml:2: qqq: unknown key; remove it"),
+        ("share: 1.0", "x.yaml:1: name: missing; add it"),
+        ("name: 5", "x.yaml:1: name: should be a valid string, not 5"),
+        ("name: a\nshare: half", "x.yaml:2: share: should be a valid number, not 'half'"),
+        ("name: a\nitems:\n- size: 1\n- size: x", "x.yaml:4: items[1].size: should be a valid integer, not 'x'"),
+        ("name: a\nitems: [1]", "x.yaml:2: items[0]: must be a mapping of keys to values, not 1"),
+        ("name: a\ninner: {size: x}", "x.yaml:2: inner.size: should be a valid integer, not 'x'"),
+        ("name: a\ninner: no", "x.yaml:2: inner: must be a mapping of keys to values, not 'no' (and 1 more)"),
+        ("name: 1\nshare: x\nqqq: 1", "x.yaml:1: name: should be a valid string, not 1 (and 2 more)"),
+        ('name: a\n"\\ud800": 1', "x.yaml"),
+    ],
+)
+def test_what_does_not_fit_the_schema(file: Path, text: str, said: str) -> None:
+    file.write_text(text)
+    with pytest.raises(RecipeError) as failure:
+        load(file, Outer, RecipeError)
+    assert said in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_what_fits_the_schema(file: Path) -> None:
+    file.write_text("name: a\nshare: 1\nitems: [{size: 2}]\n")
+    assert load(file, Outer) == Outer(name="a", share=1.0, items=[Inner(size=2)])
+
+
+# Anything at all.
+
+# fmt: off
+PIECES = st.sampled_from([
+    "a", "name", "inner", "items", "size", "share", ":", ": ", "- ", "\n", "\n  ", "[", "]", "{", "}", ",", "&a ", "*a",
+    "!!str ", "!x ", "'", '"', "|", ">", "? ", "#", "%TAG", "---", "...", "1e-4", "1", "no", "\t", "\\", "\x85", "é",
+    "\\x", "\\U0011FFFF", "\ud800", "\0", "\ufeff", "<<", "=", "~", "null", ".nan", "9" * 30, "@", "`",
+])
+# fmt: on
+
+
+def only_input_errors(file: Path, raw: bytes) -> None:
+    file.write_bytes(raw)
+    said = str(file)
+    try:
+        load(file, Outer, RecipeError)
+    except RecipeError as failure:
+        said = str(failure)
+    assert said.startswith(str(file))
+    assert "\n" not in said
+
+
+@PROPERTY
+@given(pieces=st.lists(PIECES, max_size=25))
+@example(pieces=['"\\ud800": 1'])
+@example(pieces=["name: ", '"\\ud800"'])
+@example(pieces=["? "] * 40)
+def test_any_text_is_read_or_refused(file: Path, pieces: list[str]) -> None:
+    only_input_errors(file, "".join(pieces).encode("utf-8", "surrogatepass"))
+
+
+@PROPERTY
+@given(raw=st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(file: Path, raw: bytes) -> None:
+    only_input_errors(file, raw)
+
+
+PLAIN = st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.text(max_size=8)
+NESTED = st.recursive(
+    PLAIN,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+# Texts that one schema or the other reads as something else; the third is the beginning of a SHA-256.
+MISTAKABLE = ("1e5", "-012", "8527606296269e61", "no", "null", "~", "", ".inf", "1_000", "12:30:45", "2026-11-22", "=")
+TEXT = st.sampled_from(MISTAKABLE) | st.text(max_size=8)
+
+
+@settings(PROPERTY, max_examples=200)
+@given(data=st.dictionaries(TEXT, NESTED | TEXT | st.floats(allow_nan=False), max_size=3), short=st.booleans())
+def test_what_is_written_is_read_back(file: Path, data: dict[str, Any], short: bool) -> None:
+    """By our own reader and by PyYAML's, which follows YAML 1.1."""
+    text = dump(data, short_in_one_line=short)
+    file.write_bytes(text.encode())
+    assert parse(file)[0] == data
+    assert yaml.safe_load(text) == data
+
+
+def test_the_same_object_at_two_places_is_written_twice(file: Path) -> None:
+    names = ["hindi", "rust"]
+    file.write_text(dump({"first": names, "second": names}))
+    assert parse(file)[0] == {"first": names, "second": names}

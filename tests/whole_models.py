@@ -1,0 +1,110 @@
+"""Whole models in memory by transformers: the oracle for what is streamed layer by layer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def stored(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(shard)
+    return json.loads((folder / "config.json").read_text()), tensors
+
+
+def fp8_by_the_library(weight: Tensor, scale: Tensor, block: list[int]) -> Tensor:
+    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
+
+    library = FP8BlockDequantizer(targets=["m"], weight_block_size=tuple(block), dtype=torch.float32)
+    return library.process({"m.weight": weight, "m.weight_scale_inv": scale})["m.weight"]
+
+
+def source_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json, and every parameter as a number: FP8 by compressed-tensors' FP8BlockDequantizer."""
+    config, tensors = stored(folder)
+    block = config["quantization_config"]["weight_block_size"]
+    weights = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            weights[name] = fp8_by_the_library(tensor, tensors[f"{name}_scale_inv"], block)
+        elif not name.endswith("_scale_inv"):
+            weights[name] = tensor
+    return config, weights
+
+
+def finished_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The same of a finished checkpoint, as its quantization_config tells compressed-tensors to read it.
+
+    The library validates the section, finds each module's scheme, and decompresses with the compressor of
+    the scheme's format. Scales are handed over as float32, for the library answers in their dtype.
+    """
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.utils.match import match_name
+
+    config, tensors = stored(folder)
+    section = QuantizationConfig.model_validate(config["quantization_config"])
+    weights, used = {}, set()
+    for module in sorted({name.rpartition(".")[0] for name in tensors if name.endswith(".weight_scale")}):
+        assert not any(match_name(module, pattern) for pattern in section.ignore), module
+        schemes = [s for s in section.config_groups.values() if any(match_name(module, t) for t in s.targets)]
+        assert len(schemes) == 1, f"{module} has {len(schemes)} schemes"
+        scheme = schemes[0]
+        parts = {n.removeprefix(f"{module}."): t for n, t in tensors.items() if n.startswith(f"{module}.")}
+        used |= {f"{module}.{part}" for part in parts}
+        compressor = BaseCompressor.get_value_from_registry(scheme.format)
+        assert set(parts) == set(compressor.compression_param_names(scheme)), module
+        weight = compressor.decompress(parts | {"weight_scale": parts["weight_scale"].float()}, scheme)["weight"]
+        assert weight.dtype == torch.float32
+        if scheme.weights.type == "float":  # two ways of the library to the same numbers
+            again = fp8_by_the_library(parts["weight"], parts["weight_scale"], scheme.weights.block_structure)
+            assert torch.equal(weight, again), module
+        weights[f"{module}.weight"] = weight
+    plain = {name: tensor for name, tensor in tensors.items() if name not in used}
+    assert all(tensor.is_floating_point() and tensor.element_size() > 1 for tensor in plain.values())
+    return config, weights | plain
+
+
+@dataclass
+class Run:
+    """A whole model's answers: for each text its log-probabilities; by layer and text choices and states."""
+
+    logs: list[Tensor] = field(default_factory=list)
+    choices: list[list[list[set[int]]]] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)
+
+
+@torch.no_grad()
+def run_whole(model: Any, texts: list[Tensor]) -> Run:
+    result = Run()
+    for layer in model.model.layers:
+        choices: list[list[set[int]]] = []
+        states: list[Tensor] = []
+        result.choices.append(choices)
+        result.states.append(states)
+        layer.mlp.gate.register_forward_hook(
+            lambda _module, _inputs, output, kept=choices: kept.append([set(row) for row in output[2].tolist()])
+        )
+        layer.register_forward_hook(lambda _module, _inputs, output, kept=states: kept.append(output[0].double()))
+    for text in texts:
+        result.logs.append(torch.log_softmax(model(text[None]).logits[0].double(), dim=-1))
+    return result
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
+    """`from_pretrained`, and the rotary factor that transformers 5.17 does not take from `rotary_dim`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    config.rope_parameters["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+    )
+    return model.eval().requires_grad_(False), info
