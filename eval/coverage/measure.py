@@ -110,12 +110,12 @@ def _stream(question: Asked, device: torch.device, work: Path, ranks: Ranks) -> 
     from .gates import check_floors
     from .routing import count_routes
 
-    checkpoint = ranks.after_first(lambda: open_checkpoint(question.model, question.revision))
+    checkpoint = ranks.rank_zero_first(lambda: open_checkpoint(question.model, question.revision))
     where = str(checkpoint.folder / "config.json")
     facts = architecture_for(checkpoint.config, where)
     sizes = sizes_of(facts, checkpoint.config, where)
     trusted = question.trust_remote_code
-    loaded = ranks.after_first(lambda: [samples(file, checkpoint.folder, trusted) for file in question.sets])
+    loaded = ranks.rank_zero_first(lambda: [samples(file, checkpoint.folder, trusted) for file in question.sets])
     for data in loaded:
         check_floors(question.rule, [sample.category for sample in data.samples], question.where)
     sequences = [tokens for data in loaded for tokens in token_tensors(data, sizes["vocabulary"])]

@@ -77,9 +77,9 @@ def count_routes(
     names = tuple(sorted(set(categories)))
     rows = [names.index(category) for category in categories]
     tokens = np.bincount(rows, weights=lengths, minlength=len(names)).astype(np.int64)
-    states = ranks.after_first(lambda: Rows(work / "states.bin", lengths, sizes["hidden"], model.dtype))
+    states = ranks.rank_zero_first(lambda: Rows(work / "states.bin", lengths, sizes["hidden"], model.dtype))
     table = model.embedding()
-    for i in ranks.dealt(len(sequences)):
+    for i in ranks.round_robin(len(sequences)):
         states[i] = table[sequences[i].to(device)]
     del table
     shape = (sizes["layers"], len(names), sizes["experts"])
@@ -87,7 +87,7 @@ def count_routes(
     for number in range(sizes["layers"]):
         with model.layer(number) as layer:
             router = _RouterScores(layer, model)
-            for i in ranks.dealt(len(rows)):
+            for i in ranks.round_robin(len(rows)):
                 row = rows[i]
                 output, chosen = model.run(layer, states[i])
                 if not bool(torch.isfinite(output).all()):

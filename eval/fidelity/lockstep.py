@@ -69,7 +69,7 @@ def evaluate(
     journal = _Journal(work, resumable, ranks)
     lengths = [len(text.tokens) for text in texts]
     lanes = [_Lane(model, number, lengths, work) for number, model in enumerate([source, *candidates])]
-    ranks.after_first(lambda: _open(lanes, texts, journal))
+    ranks.rank_zero_first(lambda: _open(lanes, texts, journal))
     top, long = parts(texts)
     entries: list[list[dict[str, Any]]] = [[] for _ in candidates]
     compared: list[list[dict[str, float]]] = [[] for _ in candidates]
@@ -81,7 +81,7 @@ def evaluate(
                 _name(number, lane),
                 partial(_layer, lanes, lane, number, top, long, weights, ranks),
             )
-            ranks.meet()  # what this step has written, the next one overwrites
+            ranks.barrier()  # what this step has written, the next one overwrites
             if not ranks.leads:
                 continue
             if lane.number:
@@ -186,12 +186,12 @@ def _layer(
     """
     model, before, after, chosen = lane.model, lane.states(number), lane.states(number + 1), lane.chosen()
     with model.layer(number) as layer:
-        for i in ranks.dealt(len(before)):
+        for i in ranks.round_robin(len(before)):
             output, choices = model.run(layer, before[i])
             if not bool(torch.isfinite(output).all()):
                 raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
             after[i], chosen[i] = output, choices.to(torch.int32)
-    ranks.meet()
+    ranks.barrier()
     if not ranks.leads:
         return {}
     if lane.number:
@@ -232,7 +232,7 @@ def _score(
     # A step is a chunk of positions, since a long text takes as long as many short ones. With each text of this
     # process, each of the others scores one: they count too.
     steps = [math.ceil((len(text.tokens) - 1) / CHUNK) for text in texts]
-    own = {i: sum(steps[i : i + ranks.count]) for i in ranks.dealt(len(texts))}
+    own = {i: sum(steps[i : i + ranks.count]) for i in ranks.round_robin(len(texts))}
     paths = {i: journal.work / f"scores-{i:05d}.npy" for i in own}
     before = {i for i, path in paths.items() if journal.resumable and path.exists()}
     with stage("scoring", sum(steps), sum(own[i] for i in before)) as step:

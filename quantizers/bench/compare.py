@@ -86,7 +86,7 @@ def compare_layer(
         def solve(settings: Experts) -> None:
             stores = LayerStores(*([None] * count for _ in range(3)))
             with model.layer(0) as layer:
-                solve_layer(model, layer, 0, states, stores, settings, sizes["experts"])
+                solve_layer(model, layer, 0, states, stores, settings, chunk=sizes["experts"])
 
         with torch.no_grad():
             _warm_up(model, solve, states)

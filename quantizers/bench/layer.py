@@ -90,7 +90,7 @@ def measure_layer(
             context = model.layer(0)
             layer = context.__enter__()
         with listening(device) as inside:
-            solved, seconds = solve_layer(model, layer, 0, states, stores, settings, memory.chunk)
+            solved, seconds = solve_layer(model, layer, 0, states, stores, settings, chunk=memory.chunk)
         packed, host["pack"] = _timed(device, lambda: layer_tensors(plan, 0, source, solved))
         _, host["write"] = _timed(device, lambda: write_shard(packed, folder / "shard.safetensors"))
         with clock.block("propagate"), torch.no_grad():

@@ -118,7 +118,7 @@ def _model_seconds(sizes: dict[str, int], tokens: int, settings: Experts, device
         for number in range(size["layers"]):
             stores = LayerStores(*([None] * len(states) for _ in range(3)))
             with model.layer(number) as layer:
-                solved, _ = solve_layer(model, layer, number, states, stores, settings, size["experts"])
+                solved, _ = solve_layer(model, layer, number, states, stores, settings, chunk=size["experts"])
                 install(model, layer, solved)
                 states = [model.run(layer, rows)[0] for rows in states]
         if device.type == "cuda":

@@ -74,7 +74,7 @@ def scheme_errors(
     """Measure the first `experts` experts of a layer; their numbers mean nothing, so they stand for all.
 
     Args:
-        recorded: what the MoE block saw, see `engines.solve`.
+        recorded: what the MoE block saw, see `gram_engine.solve`.
         gate_up, down: (E, 2I, H) and (E, H, I), all experts, in the dtype of the forward pass.
         norm: (H,) as stored, in the source's dtype.
         schemes: the candidates.
@@ -95,7 +95,7 @@ def scheme_errors(
     coarsest = []
     for first, last in chunks:
         input_gram = input_grams(recorded, together, blended, inputs.gram, first, last)
-        sums = width_sums(recorded, together, gate_up[first:last], activation, blended, first)
+        sums = width_sums(recorded, together, gate_up[first:last], activation=activation, blended=blended, first=first)
         gate, up = gate_up[first:last].float().chunk(2, dim=1)
         source: Weights = {"gate": gate, "up": up, "down": down[first:last].float()}
         for scheme, own in of_scheme.items():

@@ -50,7 +50,7 @@ def evaluate(
 
     ranks: Ranks = context.obj or ALONE
     data_set = find_set(data, "held-out")
-    opened = ranks.after_first(lambda: [open_checkpoint(name) for name in (source, *candidate)])
+    opened = ranks.rank_zero_first(lambda: [open_checkpoint(name) for name in (source, *candidate)])
     where = str(opened[0].folder / "config.json")
     sizes = sizes_of(architecture_for(opened[0].config, where), opened[0].config, where)
     began = begun_with(work / "evaluation", EVALUATION) if work else {}

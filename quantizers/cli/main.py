@@ -72,7 +72,7 @@ def main() -> None:
                 raise InputError("only run, eval and coverage work with several processes; start this without torchrun")
             ranks = join(ranks)
             code = app(prog_name="quantize", standalone_mode=False, obj=ranks) or 0  # an Exit comes back as its code
-            ranks.leave()
+            ranks.finish()
             sys.exit(code)
     except typer.Abort:
         _end(ranks, "interrupted; give the same command again", 130)

@@ -102,10 +102,10 @@ def find_set(name: str, such_as: str) -> Path:
 def shared_folder(folder: Path | None, ranks: Ranks) -> Iterator[Path]:
     """A temporary folder in `folder`, of rank 0 and for all of them."""
     if not ranks.leads:
-        yield Path(ranks.hear("work"))
+        yield Path(ranks.receive("work"))
         return
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as inner:
-        ranks.tell("work", inner)
+        ranks.broadcast("work", inner)
         yield Path(inner)

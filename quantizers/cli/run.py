@@ -81,7 +81,7 @@ def run(
         return job
 
     limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
-    job = ranks.after_first(begin)
+    job = ranks.rank_zero_first(begin)
     from quantizers.device.devices import choose_device, use_threads
     from quantizers.run.options import Options
     from quantizers.run.pipeline import assist

@@ -22,7 +22,7 @@ from quantizers.system.errors import InputError
 from .plan import Plan
 
 FLOAT = 4
-JOINED = 1024  # tokens: short sequences are worked on together, as long as they have no more
+BATCH_TOKENS = 1024  # tokens: short sequences are worked on together, as long as they have no more
 # Arrays alive at the fullest moment of each phase, see `_expert_bytes`.
 SUMS_FINISHED = 6  # (H, H): the routed sums, their blend in float64, the result
 ROUNDING_SQUARE = 8  # (C, C): Gram matrix as it came, folded, damped, in order, its factor and the solver's copies
@@ -91,7 +91,7 @@ def _expert_bytes(sizes: Sizes, longest: int, itemsize: int) -> int:
     hidden, width, chosen = sizes["hidden"], sizes["width"], sizes["chosen"]
     square, narrow = FLOAT * hidden**2, FLOAT * width**2  # of input_gram, of width_gram
     gate_up, down = FLOAT * 2 * width * hidden, FLOAT * width * hidden
-    longest = max(longest, JOINED)
+    longest = max(longest, BATCH_TOKENS)
     small = longest * (9 * chosen + 40)  # routing weights and row numbers
     # Routed rows (all of them at worst) with their weights, one batch at a time; then the blend.
     inputs = max(square + longest * itemsize * 4 * hidden + small, SUMS_FINISHED * square)

@@ -67,7 +67,7 @@ def quantize_layers(
     layers = job.sizes["layers"]
     done = len(journal.done_layers(work, layers))
     if done == layers:
-        ranks.tell("layers", None)
+        ranks.broadcast("layers", None)
         return
     settle()
     model = LayeredModel(source, job.facts, job.sizes, device, forward_dtype(device))
@@ -76,7 +76,7 @@ def quantize_layers(
     share = _Share(job, model, work, chunk, lengths, check, compensate_router, ranks)
     # No name for the states here: a map that is held keeps its pages, and its file's blocks, after the unlink.
     results = share.layers(done, _entering(work, done, model, tokens))
-    ranks.tell("layers", {"done": done, "chunk": chunk, "lengths": lengths})
+    ranks.broadcast("layers", {"done": done, "chunk": chunk, "lengths": lengths})
     with progress("quantizing", layers, done, "layer") as step:
         for entry, stores in results:
             entry["routed"] = _routed(data, stores.chosen, job.sizes["experts"])
@@ -91,7 +91,7 @@ def assist_layers(
     job: Job, source: Checkpoint, work: Path, device: torch.device, check: Callable[[], None], ranks: Ranks
 ) -> None:
     """What the other ranks do while rank 0 is in `quantize_layers`: their share of every layer, and no journal."""
-    told = ranks.hear("layers")
+    told = ranks.receive("layers")
     if told is None:
         return
     settle()
@@ -133,7 +133,7 @@ class _Share:
         Yields each layer's journal entry, but for counts and memory, and what its experts were called with,
         when everything of the layer is on the disk. Once the next layer is asked for it counts as done.
         """
-        stores = self.ranks.after_first(self.stores)
+        stores = self.ranks.rank_zero_first(self.stores)
         for number in range(done, self.job.sizes["layers"]):
             self.check()
             try:
@@ -159,7 +159,7 @@ class _Share:
         ahead = [source.tensors[action.source] for action in later]
         with model.layer(number) as layer, read_ahead(ahead):
             watch.lap("materialise")
-            following = ranks.after_first(lambda: self.rows(f"states-{number + 1:05d}.bin"))
+            following = ranks.rank_zero_first(lambda: self.rows(f"states-{number + 1:05d}.bin"))
             solved, seconds = solve_layer(
                 model, layer, number, states, stores, job.plan.settings(number), self.chunk, self.check,
                 self.compensate_router, ranks,
@@ -175,7 +175,7 @@ class _Share:
                 _propagate(model, layer, number, states, following, self.check, ranks)
                 watch.lap("propagate")
                 digest = written()
-            ranks.meet()
+            ranks.barrier()
             if ranks.leads:
                 following.flush()
             watch.lap("write")
@@ -237,7 +237,7 @@ def _propagate(
     check: Callable[[], None],
     ranks: Ranks,
 ) -> None:
-    for i in ranks.dealt(len(states)):
+    for i in ranks.round_robin(len(states)):
         output = model.run(layer, states[i])[0]
         if not bool(torch.isfinite(output).all()):
             raise QuantizeError(

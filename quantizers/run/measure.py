@@ -85,7 +85,7 @@ def measure(
         other = sizes_of(architecture_for(candidate.config, place), candidate.config, place)
         if candidate.config.get("model_type") != facts.model_type or other != sizes:
             raise CheckpointError(f"{place}: is another model than {source.name}; give checkpoints of one model")
-    data = ranks.after_first(lambda: samples(data_set, source.folder, trust_remote_code))
+    data = ranks.rank_zero_first(lambda: samples(data_set, source.folder, trust_remote_code))
     if not long and any(not sample.long for sample in data.samples):
         short = tuple(sample for sample in data.samples if not sample.long)
         data = replace(data, samples=short, digest=digest_of(short))
@@ -101,7 +101,7 @@ def measure(
             yield checked(step, check)
 
     if not ranks.leads:
-        ranks.meet()
+        ranks.barrier()
         evaluate(models[0], models[1:], scored, work, stage, weights=weights, resumable=resumable, ranks=ranks)
         return []
     if not resumable:
@@ -110,7 +110,7 @@ def measure(
     try:
         if resumable:
             _same_evaluation(work, opened, data, device, weights)
-        ranks.meet()
+        ranks.barrier()
         measured = evaluate(
             models[0], models[1:], scored, work, stage, weights=weights, resumable=resumable, ranks=ranks
         )

@@ -43,7 +43,7 @@ from quantizers.system.interrupts import interruptible
 from quantizers.system.own_files import CARD, PAGE
 from quantizers.system.progress import peak_memory
 from quantizers.team.ranks import ALONE, Ranks
-from quantizers.team.rendezvous import GO_ON
+from quantizers.team.rendezvous import RESUME
 from stitch.write.config import output_config
 from stitch.write.digests import ShardDigest
 from stitch.write.shard import layer_tensors, write_shard
@@ -69,18 +69,18 @@ def run(job: Job, options: Options) -> dict[str, Any]:
     """
     finished = finished_report(options.output)
     if finished is not None:
-        options.ranks.tell("run", None)
+        options.ranks.broadcast("run", None)
         return already_done(job, options, finished)
     # Once, and before anything long: the sets may be edited while the run works.
     resolved = resolve_recipe(job.recipe, job.path)
     refuse_strangers(options.output)
     with (
         journal.locked(options.output, options.ranks),
-        interruptible(GO_ON) as check,
+        interruptible(RESUME) as check,
     ):
         work = journal.work_folder(options.output)
         if (work / "moving").exists():
-            options.ranks.tell("run", None)
+            options.ranks.broadcast("run", None)
         else:
             _work(job, resolved, options, work, check)
         return move_into_place(work, options.output)
@@ -95,10 +95,10 @@ def assist(job: Job, options: Options) -> None:
     """
     ranks, source = options.ranks, job.source
     assert source is not None
-    with interruptible(GO_ON) as check:
+    with interruptible(RESUME) as check:
         work = journal.work_folder(options.output)
         ranks = ranks.at(work / "ranks", check)
-        told = ranks.hear("run")
+        told = ranks.receive("run")
         if told is None:
             return
         job = replace(job, plan=job.plan.with_schemes([Scheme(**scheme) for scheme in told["schemes"]]))
@@ -153,7 +153,7 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     if job.allocation:
         job = decide(job, source, tokens, work, device, memory.chunk, options.output, check, ranks)
         check_room(work, disk_needed(job, source, rows, held_out, itemsize, copied) + between)
-    ranks.tell("run", {"machine": fingerprint(device), "schemes": [asdict(scheme) for scheme in job.plan.schemes]})
+    ranks.broadcast("run", {"machine": fingerprint(device), "schemes": [asdict(scheme) for scheme in job.plan.schemes]})
     quantize_layers(job, source, data, tokens, work, device, memory.chunk, check, True, ranks)
     last = assemble(job, source, work / "output")
     add_recipe(resolved, work / "output", options.with_data)

@@ -143,7 +143,7 @@ def fidelity(
     ranks: Ranks,
 ) -> list[dict[str, Any]]:
     """`measure` of the files in work/output, once rank 0 has made them; all ranks call this."""
-    ranks.meet()
+    ranks.barrier()
     candidates = [open_folder(work / "output")]
     data_set = set_location(asked.data, job.path)
     trusted = job.recipe.source.trust_remote_code

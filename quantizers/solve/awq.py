@@ -18,15 +18,16 @@ from quantizers.forward.codes import grouped
 from .rounding import minmax_scales, rounded
 from .symmetric import quadratic_loss
 
-ROWS, SKIPPED = 2048, 8  # rows that are read at least, and at least each of the so manieth
+SEARCH_ROWS, LARGEST_STEP = 2048, 8  # the search reads at least so many rows, and never skips more than 7 of 8
 
 
 def row_step(experts: int, rows: int) -> int:
-    """Of a layer's rows each so manieth is read to choose the one scale that all of them share.
+    """The search for the scale that all experts share reads every n-th row of each expert; this is n.
 
-    One of a few points is chosen by a sum over all rows of all experts; of very many rows a share will do.
+    The sum over all rows of all experts only picks one of a few grid points, so with very many rows a sample of
+    them picks the same one.
     """
-    return min(SKIPPED, max(1, experts * rows // ROWS))
+    return min(LARGEST_STEP, max(1, experts * rows // SEARCH_ROWS))
 
 
 def weight_means(weight: torch.Tensor, group: int) -> torch.Tensor:
@@ -111,7 +112,7 @@ def fold_norm(norm: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def divided_first(bits: int) -> bool:
-    """Whether w3's rows are divided by s before they are rounded, or their stored scales after; see engines.py."""
+    """Whether w3's rows are divided by s before they are rounded, or their stored scales after; see gram_engine.py."""
     return bits == 8
 
 

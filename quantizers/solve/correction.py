@@ -1,12 +1,12 @@
-"""w2 solved for the inputs that it will be served: those of the rounded w1 and w3.
+"""w2 adjusted to the inputs that it will really get: those of the rounded w1 and w3.
 
-Rounding w1 and w3 changes w2's inputs before w2 is rounded: from what the source's give it to h, which is
-less by d. The matrix that comes closest to w2 (h + d) when it is given h is a ridge regression towards w2,
+Rounding w1 and w3 changes w2's input from h + d, which the source's w1 and w3 would give, to h. The matrix
+that comes closest to w2 (h + d) when it reads h instead is a ridge regression towards w2,
 
     w2* = w2 + w2 (Σ d hᵀ) (Σ h hᵀ + λ I)⁻¹,
 
-and it is w2* that is then rounded. Tokens count as in all sums, but Σ d hᵀ runs only over those that the
-router sends to the expert: what w2* wins there is what the model's output shows.
+and it is w2* that is then rounded. Tokens are weighted as in all sums, but Σ d hᵀ runs only over those that the
+router sends to the expert: only their error reaches the model's output.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from .symmetric import add_gram, gram, mirror
 from .token_weights import Batch, Blend, blank, joined, routed_rows, token_weights, usable
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-ENOUGH = 32  # routed tokens for each column of w2: of a set with more, `changes` are summed over every n-th batch
+ROUTED_PER_COLUMN = 32  # tokens routed for each column of w2: with more, every n-th batch goes into `changes`
 
 
 def input_grams(
@@ -36,8 +36,8 @@ def input_grams(
 
     Args:
         sequences: the layer's recorded sequences.
-        together: how they are joined, see `statistics.batches`.
-        all_gram: (H, H) float32, Σ x xᵀ over all tokens, see `statistics.InputSums`.
+        together: how they are joined, see `token_weights.batches`.
+        all_gram: (H, H) float32, Σ x xᵀ over all tokens, see `token_weights.InputSums`.
     """
     chunk, hidden, device = last - first, all_gram.shape[0], all_gram.device
     routed = torch.zeros(chunk, hidden, hidden, device=device)
@@ -48,7 +48,7 @@ def input_grams(
             picked = sequence.x[rows]  # (c, m, H)
             blank(picked, usable(picked))
             add_gram(routed, picked * squared.unsqueeze(-1).to(picked.dtype), picked)
-            del sequence, picked  # or they would be alive while the next batch is made
+            del sequence, picked  # otherwise they would live until the next batch is made
     mirror(routed)
     share = blended.share[first:last, None, None]
     mass = blended.routed_mass[first:last, None, None].clamp(min=torch.finfo(torch.float64).tiny)
@@ -62,10 +62,10 @@ class WidthSums:
     Attributes:
         gram: Σ h hᵀ (c, I, I) float32.
         mean: mean |h| (c, I) float32.
-        changes: Σ d hᵀ (c, I, I) float32, d what h lacks of what the source's w1 and w3 give; over routed
-            tokens only, and weighted as they are in the blend. None where it was not asked for.
+        changes: Σ d hᵀ (c, I, I) float32, where h + d is what the source's w1 and w3 give; over routed
+            tokens only, weighted as in the blend. None where it was not asked for.
         seen: (c,) int64, rows of h that went into the sums.
-        dropped: (c,) int64, rows left out, see `statistics.usable`.
+        dropped: (c,) int64, rows left out, see `token_weights.usable`.
     """
 
     gram: torch.Tensor
@@ -79,6 +79,7 @@ def width_sums(
     sequences: Sequence[Recorded],
     together: Sequence[Batch],
     gate_up: torch.Tensor,
+    *,
     activation: Activation,
     blended: Blend,
     first: int,
@@ -101,7 +102,7 @@ def width_sums(
     seen, dropped = (torch.zeros(chunk, dtype=torch.int64, device=device) for _ in range(2))
     changes = None if source is None else torch.zeros_like(total)
     routed_mass = torch.zeros(chunk, dtype=torch.float64, device=device)
-    step = max(1, sum(batch.routed for batch in together) // (ENOUGH * width))
+    step = max(1, sum(batch.routed for batch in together) // (ROUTED_PER_COLUMN * width))
     for number, batch in enumerate(together):
         sequence = joined(sequences, batch)
         with phase("forced pass"):
@@ -127,7 +128,7 @@ def width_sums(
                 changes += gram(d, h)
                 routed_mass += weight.sum(1)
                 del wanted, d
-        del sequence, h  # or they would be alive while the next batch is made
+        del sequence, h  # otherwise they would live until the next batch is made
     mass = mass.clamp(min=torch.finfo(torch.float32).tiny)
     share = blended.share[first:last] / routed_mass
     share = torch.where(routed_mass > 0, share, torch.zeros_like(share)).float()

@@ -39,12 +39,13 @@ from .refine import refine
 from .rounding import damped, gptq, minmax_scales, mse_scales, nearest
 from .solved import Leaning, Solved
 from .symmetric import quadratic_loss
-from .token_weights import Batch, Blend, batches, blend, input_sums
+from .token_weights import Blend, InputSums, batches, blend, input_sums
 
 DAMPING = 0.01
-SWEEPS = 2  # of refine.py after GPTQ; a third wins less than 1 % of the loss
-SEARCHED = 16  # with 8 bits: tokens for each column of w2; of a set with more, s is searched over every n-th batch
-CACHE, MOST = 6 * 2**20, 8  # bytes of weights and experts that a CPU works on at a time, to stay in its cache
+SWEEPS = 2  # of refine.py after GPTQ; a third would lower the loss by less than 1 %
+SEARCH_TOKENS = 16  # with 8 bits, tokens for each column of w2: with more, s is searched over every n-th batch only
+# On a CPU a chunk has at most so many experts, and bytes of their weights in float32, so that it stays in the cache.
+CPU_EXPERTS, CPU_CACHE_BYTES = 8, 6 * 2**20
 
 
 def solve(
@@ -77,36 +78,37 @@ def solve(
     Returns:
         The solved layer; `error` holds the AWQ objective per token before and after the search, and
         the rounding errors on the calibration inputs, relative to the output of the matrices that were
-        rounded (with gptq that is the corrected w2, on the inputs that it is served); and
+        rounded (with gptq that is the corrected w2, on the inputs that the rounded w1 and w3 give it); and
         `expert_tokens`, the fewest tokens that an expert saw.
     """
     experts, _, hidden = gate_up.shape
     if gate_up.device.type == "cpu":
-        chunk = min(chunk, MOST, max(1, CACHE // (6 * gate_up[0].numel())))  # w1, w3 and w2 in float32
+        chunk = min(chunk, CPU_EXPERTS, max(1, CPU_CACHE_BYTES // (6 * gate_up[0].numel())))  # w1, w3 and w2 in float32
     chunks = [(first, min(first + chunk, experts)) for first in range(0, experts, chunk)]
-    chunks = [chunks[i] for i in ranks.share(len(chunks))]
+    chunks = [chunks[i] for i in ranks.contiguous(len(chunks))]
     with phase("sums"):
         inputs = input_sums(recorded)
         blended = blend(recorded, experts, settings.routed_weight, full_share_at=hidden)
         together = batches(recorded, experts)
-        some = together[:: max(1, inputs.tokens // (SEARCHED * down.shape[-1]))]
+        some = together[:: max(1, inputs.tokens // (SEARCH_TOKENS * down.shape[-1]))]
     error: dict[str, float] = {}
     folded, smooth = norm, torch.ones(hidden, device=gate_up.device)
     if settings.awq:
         with phase("search"):
-            folded, smooth = _norm_scale(
-                gate_up, inputs.gram, inputs.mean, norm, settings, chunks, inputs.tokens, error, ranks
-            )
+            folded, smooth = _norm_scale(gate_up, inputs, norm, settings, chunks, error, ranks=ranks)
     parts = []
     for first, last in chunks:
-        give_back()  # or what lies free after one chunk is added to the peak of the next, by no rule
+        give_back()  # otherwise memory that one chunk freed sometimes adds to the peak of the next
         with phase("sums"):
             input_gram = input_grams(recorded, together, blended, inputs.gram, first, last)
             input_gram = fold_gram(input_gram, smooth.unsqueeze(0))
         own = gate_up[first:last]
-        serve = partial(_serve, recorded, together, own, smooth, activation, blended, first)
-        offer = partial(width_sums, recorded, some, own, activation, blended, first)
-        parts.append(_solve_chunk(own.float() * smooth, down[first:last].float(), input_gram, offer, serve, settings))
+        width_inputs = partial(width_sums, recorded, activation=activation, blended=blended, first=first)
+        of_source = partial(width_inputs, some, own)
+        of_rounded = partial(_sums_when_rounded, partial(width_inputs, together), own, smooth)
+        parts.append(
+            _solve_chunk(own.float() * smooth, down[first:last].float(), input_gram, of_source, of_rounded, settings)
+        )
     # Numbers for the report are fetched once all chunks are under way: a GPU never waits for them.
     whole = _together(parts, ranks, gate_up.device)
     error["expert_tokens"] = float(whole.totals["seen"].min())
@@ -124,13 +126,12 @@ def solve(
 
 def _norm_scale(
     gate_up: torch.Tensor,
-    gram: torch.Tensor,
-    mean: torch.Tensor,
+    inputs: InputSums,
     norm: torch.Tensor,
     settings: Experts,
     chunks: Sequence[tuple[int, int]],
-    tokens: int,
     error: dict[str, float],
+    *,
     ranks: Ranks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale that the norm, the router and every w1 and w3 share: the folded norm, and s (H,)."""
@@ -138,11 +139,13 @@ def _norm_scale(
     group, bits, step = settings.group_size, settings.bits, row_step(*gate_up.shape[:2])
     means = _all_rows([weight_means(gate_up[a:b].float(), group) for a, b in chunks], ranks, gate_up.device)
     means = means.mean(0, keepdim=True)
-    grid = grid_scales(mean.unsqueeze(0), means, settings.awq.grid, settings.awq.duo_scaling)
-    losses = [scale_losses(gate_up[a:b, ::step].float(), gram.unsqueeze(0), grid, group, bits).T for a, b in chunks]
+    grid = grid_scales(inputs.mean.unsqueeze(0), means, settings.awq.grid, settings.awq.duo_scaling)
+    losses = [
+        scale_losses(gate_up[a:b, ::step].float(), inputs.gram.unsqueeze(0), grid, group, bits).T for a, b in chunks
+    ]
     total = _all_rows(losses, ranks, gate_up.device).T.double().sum(1) * step  # (P,), added in the order of experts
     best = int(total.argmin())
-    error["norm_search_before"], error["norm_search_after"] = (float(total[i]) / tokens for i in (0, best))
+    error["norm_search_before"], error["norm_search_after"] = (float(total[i]) / inputs.tokens for i in (0, best))
     return fold_norm(norm, grid[best, 0])
 
 
@@ -181,29 +184,27 @@ def _together(parts: Sequence[_Chunk], ranks: Ranks, device: torch.device) -> _C
     return whole
 
 
-def _serve(
-    recorded: Sequence[Recorded],
-    together: Sequence[Batch],
-    gate_up: torch.Tensor,
-    smooth: torch.Tensor,
-    activation: Activation,
-    blended: Blend,
-    first: int,
-    served: torch.Tensor,
-    compare: bool,
+def _sums_when_rounded(
+    sums: Callable[..., WidthSums], gate_up: torch.Tensor, smooth: torch.Tensor, rounded: torch.Tensor, compare: bool
 ) -> WidthSums:
-    """Sums of what w2 is served by the rounded w1 and w3 (c, 2I, H), which read x / smooth."""
+    """Sums of what w2 reads when w1 and w3 are rounded.
+
+    Args:
+        sums: `width_sums`, given everything but weights.
+        gate_up: (c, 2I, H), the source's w1 and w3.
+        rounded: (c, 2I, H) float32, codes times scales, which read x / smooth.
+        compare: also sum the changes from what the source's w1 and w3 give.
+    """
     # One rounding of the weights to the dtype of the forward pass, as a server does it.
-    rounded = (served / smooth).to(gate_up.dtype)
-    return width_sums(recorded, together, rounded, activation, blended, first, gate_up if compare else None)
+    return sums((rounded / smooth).to(gate_up.dtype), source=gate_up if compare else None)
 
 
 def _solve_chunk(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     input_gram: torch.Tensor,
-    offer: Callable[[], WidthSums],
-    serve: Callable[[torch.Tensor, bool], WidthSums],
+    of_source: Callable[[], WidthSums],
+    of_rounded: Callable[[torch.Tensor, bool], WidthSums],
     settings: Experts,
 ) -> _Chunk:
     """Scale and round the experts of one chunk.
@@ -211,21 +212,21 @@ def _solve_chunk(
     Args:
         gate_up, down: (c, 2I, H) and (c, H, I) in float32; gate_up multiplied by the norm's scale. Changed.
         input_gram: (c, H, H) float32, of what that reads.
-        offer: the sums of what the source's w1 and w3 give w2.
-        serve: from rounded w1 and w3 (c, 2I, H) to the sums of w2's inputs, with `changes` if asked for.
+        of_source: gives the sums of w2's inputs as the source's w1 and w3 produce them.
+        of_rounded: from rounded w1 and w3 (c, 2I, H) to the sums of w2's inputs, with `changes` if asked for.
     """
     # What w2's columns are multiplied by, w3's rows are divided by: s (c, I).
     rows, searched = torch.ones_like(gate_up[:, :, :1]), dict[str, torch.Tensor]()
     s = torch.ones_like(down[:, 0])
     early = bool(settings.awq) and divided_first(settings.bits)
     if early:
-        s, searched = _width_scale(down, offer(), settings)
+        s, searched = _width_scale(down, of_source(), settings)
         rows[:, s.shape[1] :] = s.unsqueeze(-1)
         gate_up.div_(rows)
     # gate and up read the same inputs, so they share one factorization.
     with phase("rounding"):
         codes, scales, first_damping, totals = _round(gate_up, input_gram, settings, "gate_up", rows)
-    sums = serve(dequantize(codes, scales).mul_(rows), settings.rounding == "gptq")
+    sums = of_rounded(dequantize(codes, scales).mul_(rows), settings.rounding == "gptq")
     if sums.changes is not None:
         with phase("rounding"):
             down = corrected(down, sums.gram, sums.changes, DAMPING)
@@ -283,10 +284,10 @@ def _round(
         codes, used = gptq(weight, gram, scale, settings.bits, DAMPING)
         damping[name] = used
         solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
-        finer = codes, scale
+        refined = codes, scale
         for _ in range(SWEEPS):
-            finer = refine(weight, damped(gram, used), *finer, settings.bits)
-        codes, scale = torch.where(solvable, finer[0], codes), torch.where(solvable, finer[1], scale)
+            refined = refine(weight, damped(gram, used), *refined, settings.bits)
+        codes, scale = torch.where(solvable, refined[0], codes), torch.where(solvable, refined[1], scale)
     else:
         codes = nearest(weight, scale, settings.bits)
     lost, whole = dequantize(codes, scale).sub_(weight), weight
@@ -324,11 +325,11 @@ def _fallbacks(whole: _Chunk, blended: Blend, settings: Experts) -> list[str]:
         if left_out:
             lines.append(f"{name}: {left_out} of {rows + left_out} rows not finite or too large, left out of the sums")
         if settings.routed_weight and not share:
-            lines.append(f"{name}: {count} routed tokens, so it is solved from all tokens alike")
+            lines.append(f"{name}: {count} routed tokens, so all tokens count alike for it")
     for matrix, damping in whole.damping.items():
         for expert, used in enumerate(damping.tolist()):
             if math.isinf(used):
-                lines.append(f"expert {expert}: {matrix}: rounded to nearest, for want of a usable Gram matrix")
+                lines.append(f"expert {expert}: {matrix}: rounded to nearest, because its Gram matrix is not usable")
             elif used > 1.5 * DAMPING:
                 lines.append(f"expert {expert}: {matrix}: damping raised to {used:g}")
     return lines

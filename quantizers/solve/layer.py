@@ -20,7 +20,7 @@ from quantizers.team.ranks import ALONE, Ranks
 from .gram_engine import solve
 from .solved import Solved
 
-AT_ONCE = 16  # experts whose rounded weights are in float32 at the same time on an accelerator
+INSTALLED_AT_ONCE = 16  # experts whose rounded weights are in float32 at the same time on an accelerator
 
 
 @dataclass
@@ -64,6 +64,7 @@ def solve_layer(
     states: Sequence[torch.Tensor],
     stores: LayerStores,
     settings: Experts,
+    *,
     chunk: int,
     check: Callable[[], None] = lambda: None,
     compensate_router: bool = True,
@@ -84,11 +85,11 @@ def solve_layer(
     """
     facts = model.facts
     started = time.monotonic()
-    for i in ranks.dealt(len(states)):
+    for i in ranks.round_robin(len(states)):
         seen = model.record(layer, states[i])
         stores.x[i], stores.chosen[i], stores.weight[i] = seen.x, seen.chosen, seen.weight
         check()
-    ranks.meet()
+    ranks.barrier()
     observed = time.monotonic()
     norm = model.checkpoint.tensor(facts.layer(number, facts.fold.norm)).to(model.device)
     experts: Any = layer.get_submodule(facts.modules.experts)
@@ -152,7 +153,7 @@ def install(model: LayeredModel, layer: torch.nn.Module, solved: Solved) -> None
         "up": experts.gate_up_proj.data[:, width:],
         "down": experts.down_proj.data,
     }
-    at_once = 1 if model.device.type == "cpu" else AT_ONCE
+    at_once = 1 if model.device.type == "cpu" else INSTALLED_AT_ONCE
     for matrix in MATRICES:
         for first in range(0, model.sizes["experts"], at_once):
             part = slice(first, first + at_once)

@@ -31,17 +31,17 @@ def refine(
     """
     group = codes.shape[-1] // scale.shape[-1]
     slope = (gram @ (weight - dequantize(codes, scale)).mT).contiguous()  # Pᵀ (E, C, R): a column lies in one piece
-    finer, finer_scale = codes.mT.contiguous(), scale.mT.contiguous()  # (E, C, R), (E, n, R)
+    new_codes, new_scale = codes.mT.contiguous(), scale.mT.contiguous()  # (E, C, R), (E, n, R)
     for number in range(scale.shape[-1]):
         start, end = number * group, (number + 1) * group
-        block, part = gram[:, start:end, start:end], finer[:, start:end]
-        before = part * finer_scale[:, number, None].float()
-        near = _set_scale(part, finer_scale[:, number], block, slope[:, start:end])
-        _set_codes(part, finer_scale[:, number].float(), block, near, bits)
+        block, part = gram[:, start:end, start:end], new_codes[:, start:end]
+        before = part * new_scale[:, number, None].float()
+        near = _set_scale(part, new_scale[:, number], block, slope[:, start:end])
+        _set_codes(part, new_scale[:, number].float(), block, near, bits)
         if end < gram.shape[-1]:
-            change = before.sub_(part * finer_scale[:, number, None].float())
+            change = before.sub_(part * new_scale[:, number, None].float())
             slope[:, end:] += gram[:, end:, start:end] @ change
-    return finer.mT.contiguous(), finer_scale.mT.contiguous()
+    return new_codes.mT.contiguous(), new_scale.mT.contiguous()
 
 
 def _set_scale(codes: torch.Tensor, scale: torch.Tensor, block: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:

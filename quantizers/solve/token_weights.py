@@ -1,4 +1,4 @@
-"""What the block of one layer saw, and how its tokens are counted.
+"""How much each token counts for each expert.
 
 Legend: T tokens of one sequence, H hidden, E experts, c experts of a chunk, K experts chosen per token;
 x (T, H) is what the MoE block reads.
@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 
 from quantizers.forward.recorded import Recorded, route_counts
-from quantizers.plan.solve_memory import JOINED
+from quantizers.plan.solve_memory import BATCH_TOKENS
 
 from .symmetric import gram
 
@@ -120,12 +120,12 @@ def blend(sequences: Iterable[Recorded], experts: int, routed_weight: float, ful
         # scatter_add_, as above, is for whole numbers only: a GPU adds in the order in which its threads come. A token
         # chooses an expert at most once, so here every number has a place of its own, and a sum has a fixed order.
         table = torch.zeros(len(good), experts, dtype=torch.float64, device=kept.device)
-        heavy = table.scatter_(1, sequence.chosen, sequence.weight.double().square() * kept).sum(0)
+        squares = table.scatter_(1, sequence.chosen, sequence.weight.double().square() * kept).sum(0)
         seen = good.sum()
         if counts is None:
-            counts, mass, tokens = part, heavy, seen
+            counts, mass, tokens = part, squares, seen
         else:
-            counts, mass, tokens = counts + part, mass + heavy, tokens + seen
+            counts, mass, tokens = counts + part, mass + squares, tokens + seen
     assert counts is not None, "a calibration set has at least one sequence"
     share = routed_weight * torch.clamp(counts / full_share_at, max=1.0)
     return Blend(
@@ -167,11 +167,11 @@ class Batch:
 
 
 def batches(sequences: Iterable[Recorded], experts: int) -> list[Batch]:
-    """Neighbouring sequences joined as long as they have at most `JOINED` tokens; one synchronisation for all."""
+    """Neighbouring sequences joined as long as they have at most `BATCH_TOKENS` tokens; one synchronisation for all."""
     bounds, tokens, parts = [0], 0, list[torch.Tensor]()
     for number, sequence in enumerate(sequences):
         counts = route_counts(sequence.chosen, experts)
-        if tokens and tokens + len(sequence.chosen) <= JOINED:
+        if tokens and tokens + len(sequence.chosen) <= BATCH_TOKENS:
             parts[-1] += counts
             tokens += len(sequence.chosen)
             bounds[-1] = number + 1

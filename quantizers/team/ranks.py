@@ -2,15 +2,15 @@
 
     torchrun --nproc-per-node 4 -m quantizers run RECIPE --output DIR
 
-and likewise `eval` and `coverage`, which know sequences only.
+and the same for `eval` and `coverage`, which have sequences only.
 
-Sequences are dealt to the processes in turn, chunks of experts in consecutive shares. Both are units of
-work whatever the number of processes: no matmul has another shape, and what is added over sequences or
-experts is added by everyone in their order. That is why the bytes are the same.
+Sequences go to the processes round-robin, chunks of experts in contiguous shares. Neither unit of work depends
+on the number of processes: every matmul keeps its shape, and sums over sequences or experts are added up in
+their order by every process. That is why the bytes are the same.
 
-Data does not travel. Hidden states lie in files that all processes map, and what they solved is handed
-over through files too, so all of them must be on one machine. Process 0 alone asks, journals, writes
-the output and proves it.
+No tensor is sent. Hidden states lie in files that all processes map, and solved experts are gathered through
+files as well, so all processes must be on one machine. Only rank 0 asks the user, writes the journal and the
+output, and proves it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantizers.system.errors import InputError, QuantizeError
 
-from .rendezvous import Meeting
+from .rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     import torch
@@ -42,21 +42,21 @@ class Ranks:
     Attributes:
         rank: 0 to count - 1.
         local: the number of this process's GPU.
-        meeting: how the processes meet; None where there is one, or before they have.
-        folder: where `gather` hands over, made there; the same for all.
+        rendezvous: how the processes wait for each other; None before `join`, and where there is one process.
+        folder: where `gather` exchanges files; created when needed, the same for all ranks.
         check: called while waiting; may raise.
     """
 
     rank: int = 0
     count: int = 1
     local: int = 0
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
     folder: Path | None = None
     check: Callable[[], None] = lambda: None
 
     @property
     def leads(self) -> bool:
-        """Whether this is process 0."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
@@ -68,55 +68,55 @@ class Ranks:
         """The same, with a folder and a check."""
         return replace(self, folder=folder, check=check)
 
-    def dealt(self, items: int) -> range:
-        """Which of so many items of unequal size are this process's: every count-th."""
+    def round_robin(self, items: int) -> range:
+        """This rank's share of `items` items of unequal size: every count-th."""
         return range(self.rank, items, self.count)
 
-    def share(self, items: int) -> range:
-        """Which of so many items are this process's: consecutive ones, the shares in the order of ranks."""
+    def contiguous(self, items: int) -> range:
+        """This rank's share of `items` items: consecutive ones, in the order of ranks."""
         return range(items * self.rank // self.count, items * (self.rank + 1) // self.count)
 
-    def meet(self) -> None:
-        """Wait until all processes are here. Raises as `Meeting.meet` does."""
-        if self.meeting:
-            self.meeting.meet(self.check)
+    def barrier(self) -> None:
+        """Wait until all processes have called this. Raises as `Rendezvous.barrier` does."""
+        if self.rendezvous:
+            self.rendezvous.barrier(self.check)
 
-    def after_first(self, make: Callable[[], Made]) -> Made:
-        """`make()`, by process 0 before all others: what it makes or loads, they find."""
+    def rank_zero_first(self, make: Callable[[], Made]) -> Made:
+        """`make()`, called by rank 0 before the others, which then find what it created or cached."""
         if self.leads:
             made = make()
-            self.meet()
+            self.barrier()
             return made
-        self.meet()
+        self.barrier()
         return make()
 
-    def leave(self) -> None:
-        """This process has done its part, and ends before others."""
-        if self.meeting:
+    def finish(self) -> None:
+        """This process has done its part, and may end before the others."""
+        if self.rendezvous:
             with contextlib.suppress(QuantizeError):
-                self.meeting.leave()
+                self.rendezvous.finish()
 
-    def tell(self, key: str, word: Any) -> None:
-        """Process 0 leaves a word, anything that JSON holds, for `hear`."""
-        if self.meeting:
-            self.meeting.tell(key, json.dumps(word))
+    def broadcast(self, key: str, value: Any) -> None:
+        """From rank 0: store a value, anything that JSON holds, for the others to `receive`."""
+        if self.rendezvous:
+            self.rendezvous.send(key, json.dumps(value))
 
-    def hear(self, key: str) -> Any:
-        """Wait for what process 0 tells."""
-        assert self.meeting, "there is nobody to hear"
-        return json.loads(self.meeting.hear(key, self.check))
+    def receive(self, key: str) -> Any:
+        """In the other ranks: wait for the value that rank 0 broadcasts."""
+        assert self.rendezvous, "one process has nothing to receive"
+        return json.loads(self.rendezvous.receive(key, self.check))
 
     def gather(self, parts: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-        """All processes' rows of tensors, one process's after the other's in the order of ranks.
+        """The rows of all ranks, concatenated in the order of ranks.
 
         Args:
-            parts: this process's rows by name; a name that is missing here is no rows.
+            parts: this rank's rows by name; a name that is missing here stands for no rows.
             device: where the result is wanted.
 
         Returns:
-            The same in every process, by every name that a process has.
+            The same in every process, with every name that any process has.
         """
-        if self.meeting is None:
+        if self.rendezvous is None:
             return dict(parts)
         import torch
         from safetensors.torch import load_file, save_file
@@ -124,13 +124,13 @@ class Ranks:
         from quantizers.system.atomic import disk_errors
 
         assert self.folder
-        files = [self.folder / f"{self.meeting.number}-{rank}.safetensors" for rank in range(self.count)]
+        files = [self.folder / f"{self.rendezvous.number}-{rank}.safetensors" for rank in range(self.count)]
         with disk_errors(files[self.rank]):
             self.folder.mkdir(exist_ok=True)
             save_file({name: part.cpu().contiguous() for name, part in parts.items()}, files[self.rank])
-        self.meet()
+        self.barrier()
         pieces = [load_file(file, str(device)) for file in files]
-        self.meet()  # all have them open, so the files may go; what is open stays
+        self.barrier()  # all have them open, so the files may go; what is open stays
         if self.leads:
             for file in files:
                 file.unlink()
@@ -138,28 +138,28 @@ class Ranks:
         return {name: torch.cat([piece[name] for piece in pieces if name in piece]) for name in names}
 
     def last_words(self, message: str, code: int) -> tuple[str | None, int]:
-        """What a process that fails says, and its exit code: of several, only the first says why.
+        """What a failing process prints, and its exit code: of several, only the first prints why.
 
         Args:
-            message, code: what it would say and end with if it were alone.
+            message, code: what it would print and end with if it were the only process.
 
         Returns:
-            The message, None where it is another's to say it; and the code. torchrun interrupts all others
-            when one has ended, so who was interrupted looks first whether that is the reason.
+            The message, None where another process prints it; and the code. torchrun interrupts all others
+            when one has ended, so a process that was interrupted first checks whether that is the reason.
         """
         if not self.several:
             return message, code
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending already
-        if self.meeting is None:
+        if self.rendezvous is None:
             return message if self.leads else None, code
         try:
             if code in INTERRUPTED:
-                gone, told = self.meeting.gone(), self.meeting.failure()
-                if told is not None:
-                    code = told
+                gone, failure = self.rendezvous.gone(), self.rendezvous.failure()
+                if failure is not None:
+                    code = failure
                 elif gone:
-                    message, code = str(self.meeting.is_gone(gone[0])), 1
-            return message if self.meeting.fail(code) else None, code
+                    message, code = str(self.rendezvous.is_gone(gone[0])), 1
+            return message if self.rendezvous.fail(code) else None, code
         except QuantizeError:  # the store is gone
             return message if self.leads else None, code
 
@@ -168,7 +168,7 @@ ALONE = Ranks()
 
 
 def from_environment() -> Ranks:
-    """Which of torchrun's processes this is, before they have met; `ALONE` where torchrun did not start it."""
+    """Which of torchrun's processes this is, not yet joined; `ALONE` where torchrun did not start it."""
     words = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     if not all(word.isdigit() for word in words) or int(words[1]) < 2:
         return ALONE
@@ -177,11 +177,11 @@ def from_environment() -> Ranks:
 
 
 def join(ranks: Ranks) -> Ranks:
-    """Meet the others.
+    """Connect to the other processes.
 
     Raises:
         InputError: they are not all on this machine.
-        QuantizeError: one is gone already.
+        QuantizeError: one has died already.
     """
     if not ranks.several:
         return ranks
@@ -191,10 +191,10 @@ def join(ranks: Ranks) -> Ranks:
             f"{here} of {ranks.count} processes are on this machine; all of them must be, for they share files "
             "and memory: give torchrun --nproc-per-node, and no --nnodes"
         )
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is said in one line, by us
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # we report a lost store ourselves, in one line
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public all the same
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(rendezvous("env://"))  # that of torchrun, or of rank 0
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun --max-restarts keeps its store
-    return replace(ranks, meeting=Meeting(PrefixStore(f"quantize/{attempt}", store), ranks.rank, ranks.count))
+    return replace(ranks, rendezvous=Rendezvous(PrefixStore(f"quantize/{attempt}", store), ranks.rank, ranks.count))

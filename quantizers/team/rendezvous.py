@@ -1,10 +1,10 @@
-"""Processes of one machine that wait for each other, however long, and notice when one has died.
+"""Processes of one machine that wait for each other, for as long as it takes, and notice when one has died.
 
-What they say to each other are words in the small store that torchrun keeps for the processes it
-starts. There are no collectives (gloo, nccl), and so neither their timeouts, which a layer may well
-outlast, nor waits that a signal cannot end: a process waits in Python, looking in turn whether the word
-is there, whether another process has failed, and whether all others live. The kernel says that at once
-(pidfd), so a killed process is noticed within a moment, and a slow one is never taken for dead.
+They exchange small values through the key-value store that torchrun keeps for the processes it starts.
+There are no collectives (gloo, nccl): their timeouts are shorter than a layer may take, and a signal cannot
+interrupt their waits. Here a process waits in Python and checks in turn whether the key is there, whether
+another process has failed, and whether all others are alive. The kernel reports a death at once (pidfd),
+so a killed process is noticed within a moment, and a slow one is never taken for dead.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from quantizers.system.errors import PeerFailed, QuantizeError
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
-GO_ON = "give the same command again to go on"
+RESUME = "give the same command again to go on"
 LONGEST_PAUSE = 0.05  # seconds between two looks while waiting
 
 
-class Meeting:
+class Rendezvous:
     """One process's view of all of them.
 
     Args:
-        store: where words are left; the same for all processes, and empty when the first comes.
+        store: shared by all processes, and empty when the first one starts.
         rank: which process this is, 0 to count - 1.
         count: how many there are.
         check: called while waiting; may raise.
@@ -49,36 +49,36 @@ class Meeting:
             except ProcessLookupError:
                 raise self.is_gone(other) from None
 
-    def meet(self, check: Callable[[], None] = lambda: None) -> None:
-        """Return when all processes have come here. Every process meets equally often, in the same order.
+    def barrier(self, check: Callable[[], None] = lambda: None) -> None:
+        """Return when all processes have called this. Each calls it equally often, in the same order.
 
         Raises:
-            QuantizeError: a process is gone.
-            PeerFailed: a process has failed, and said why.
+            QuantizeError: a process has died.
+            PeerFailed: a process has failed, and printed why.
         """
         self.number += 1
         with _reached():
-            self._store.set(f"met/{self.number}/{self.rank}", "")
-        self.wait([f"met/{self.number}/{rank}" for rank in range(self.count)], check)
-        with _reached():  # all are here, so all have left the meeting before
-            self._store.delete_key(f"met/{self.number - 1}/{self.rank}")
+            self._store.set(f"barrier/{self.number}/{self.rank}", "")
+        self.wait([f"barrier/{self.number}/{rank}" for rank in range(self.count)], check)
+        with _reached():  # all are here, so all are past the barrier before this one
+            self._store.delete_key(f"barrier/{self.number - 1}/{self.rank}")
 
-    def tell(self, key: str, word: str) -> None:
-        """Leave a word for the others."""
+    def send(self, key: str, value: str) -> None:
+        """Store a value for the others."""
         with _reached():
-            self._store.set(key, word)
+            self._store.set(key, value)
 
-    def hear(self, key: str, check: Callable[[], None] = lambda: None) -> str:
-        """Wait for another's word. Raises as `meet` does."""
+    def receive(self, key: str, check: Callable[[], None] = lambda: None) -> str:
+        """Wait until another process has sent this key. Raises as `barrier` does."""
         self.wait([key], check)
         with _reached():
             return self._store.get(key).decode()
 
     def wait(self, keys: list[str], check: Callable[[], None]) -> None:
-        """Wait until all the words are there. Raises as `meet` does."""
+        """Wait until all the keys are there. Raises as `barrier` does."""
         pause = 0.001
         while True:
-            gone = self.gone()  # looked at first: who has left in peace has left his word before
+            gone = self.gone()  # asked first: a process that finishes sends everything before it ends
             if self._has(*keys):
                 return
             if (code := self.failure()) is not None:
@@ -90,9 +90,9 @@ class Meeting:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def gone(self) -> list[int]:
-        """The processes that have ended without a word."""
+        """The processes that have died: they ended, and neither finished nor failed."""
         ended = [rank for rank, handle in self._alive.items() if select.select([handle], [], [], 0)[0]]
-        return [rank for rank in ended if not self._has(f"left/{rank}")]
+        return [rank for rank in ended if not self._has(f"ended/{rank}")]
 
     def failure(self) -> int | None:
         """The exit code of the process that failed first, None while none has."""
@@ -102,21 +102,21 @@ class Meeting:
             return int(self._store.get("failure"))
 
     def fail(self, code: int) -> bool:
-        """This process ends with an exit code. Returns whether it is the first, and so the one that says why."""
+        """This process ends with an exit code. Returns whether it is the first one, which is the one to print why."""
         with _reached():
             first = bool(self._store.add("failures", 1) == 1)
             if first:
                 self._store.set("failure", str(code))
-            self._store.set(f"left/{self.rank}", "")
+            self._store.set(f"ended/{self.rank}", "")
         return first
 
-    def leave(self) -> None:
+    def finish(self) -> None:
         """This process has done its part."""
-        self.tell(f"left/{self.rank}", "")
+        self.send(f"ended/{self.rank}", "")
 
     def is_gone(self, rank: int) -> QuantizeError:
-        """What there is to say of a process that has ended without a word."""
-        return QuantizeError(f"process {rank} of {self.count} is gone: killed, or out of memory? {GO_ON}")
+        """The error to raise when a process has died."""
+        return QuantizeError(f"process {rank} of {self.count} is gone: killed, or out of memory? {RESUME}")
 
     def _has(self, *keys: str) -> bool:
         with _reached():
@@ -129,5 +129,5 @@ def _reached() -> Iterator[None]:
         yield
     except RuntimeError as failure:  # torch's DistError
         raise QuantizeError(
-            f"torchrun, which started this process, is gone ({type(failure).__name__}); {GO_ON}"
+            f"torchrun, which started this process, is gone ({type(failure).__name__}); {RESUME}"
         ) from None

@@ -18,13 +18,13 @@ from quantizers.architectures.architecture import architecture_for, sizes_of
 from quantizers.forward.recorded import Recorded
 from quantizers.plan.job import prepare
 from quantizers.plan.plan import Plan, expected_tensors, make_plan
-from quantizers.plan.solve_memory import JOINED, DeviceMemory, device_memory
+from quantizers.plan.solve_memory import BATCH_TOKENS, DeviceMemory, device_memory
 from quantizers.recipe.schema import Experts
 from quantizers.run.layer_loop import _by_expert
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.solve import gram_engine as engines
-from quantizers.solve.gram_engine import CACHE, MOST, solve
+from quantizers.solve.gram_engine import CPU_CACHE_BYTES, CPU_EXPERTS, solve
 from quantizers.system.errors import InputError
 
 GIB = 2**30
@@ -124,8 +124,8 @@ def test_what_is_alive_while_a_layer_is_solved(
     shape: str, method: tuple[str, str, int], longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes foreseen are enough, and for the full method not more than twice what is used."""
-    monkeypatch.setattr(engines, "MOST", 10**6)  # as on a device, where the chunk is what was asked for
-    monkeypatch.setattr(engines, "CACHE", 10**12)
+    monkeypatch.setattr(engines, "CPU_EXPERTS", 10**6)  # as on a device, where the chunk is what was asked for
+    monkeypatch.setattr(engines, "CPU_CACHE_BYTES", 10**12)
     settings = Experts(rounding=method[0], scales=method[1], bits=method[2])  # type: ignore[arg-type]
     plan, sizes = planned(settings, **SHAPES[shape])
     experts, hidden, width = sizes["experts"], sizes["hidden"], sizes["width"]
@@ -133,7 +133,7 @@ def test_what_is_alive_while_a_layer_is_solved(
     for chunk in (1, experts):
         with Alive() as alive:
             gate_up, down = torch.randn(experts, 2 * width, hidden), torch.randn(experts, hidden, width)
-            together = max(1, JOINED // longest)  # sequences of a batch
+            together = max(1, BATCH_TOKENS // longest)  # sequences of a batch
             scores = torch.rand(together + 1, longest, experts)
             scores[..., 0] += 1  # one expert gets every token, the worst case that is foreseen
             chosen = scores.topk(sizes["chosen"]).indices
@@ -158,7 +158,7 @@ def test_what_is_alive_while_a_layer_is_solved(
         print(f"{alive.most / foreseen:.2f}")
         assert alive.most <= foreseen
         # On a CPU the engine takes no more experts at a time than its cache holds.
-        taken = min(chunk, MOST, max(1, CACHE // (6 * gate_up[0].numel())))
+        taken = min(chunk, CPU_EXPERTS, max(1, CPU_CACHE_BYTES // (6 * gate_up[0].numel())))
         if chunk == experts and method[0] == "gptq":
             assert foreseen - (chunk - taken) * memory.expert <= 2 * alive.most
 

@@ -48,7 +48,7 @@ def test_sums_of_bfloat16_inputs_are_float32_sums() -> None:
     assert sums.gram.dtype == torch.float32
     assert ((sums.gram.double() - x.mT @ x).abs() <= 1e-6 * length[:, None] * length).all()
     blended = blend(half, 5, 0.0, 96)
-    got = width_sums(half, batches(half, 5), layer.gate_up.bfloat16(), silu, blended, 0)
+    got = width_sums(half, batches(half, 5), layer.gate_up.bfloat16(), activation=silu, blended=blended, first=0)
     assert got.gram.dtype == torch.float32
     gate, up = (x @ layer.gate_up.double().mT).chunk(2, dim=-1)
     h = silu(gate) * up

@@ -37,7 +37,9 @@ def case(seed: int, lengths: tuple[int, ...] = (30, 60)) -> Case:
 
 def sums_of(sequences: list[Recorded], source: torch.Tensor, served: torch.Tensor, share: float) -> WidthSums:
     blended = blend(sequences, EXPERTS, share, HIDDEN)
-    return width_sums(sequences, batches(sequences, EXPERTS), served, silu, blended, 0, source)
+    return width_sums(
+        sequences, batches(sequences, EXPERTS), served, activation=silu, blended=blended, first=0, source=source
+    )
 
 
 def slow(
@@ -79,11 +81,13 @@ def test_the_sums_are_those_of_the_tokens(share: float) -> None:
 def test_one_chunk_or_several_is_the_same() -> None:
     sequences, source, served = case(2)
     blended, together = blend(sequences, EXPERTS, 0.9, HIDDEN), batches(sequences, EXPERTS)
-    whole = width_sums(sequences, together, served, silu, blended, 0, source)
+    whole = width_sums(sequences, together, served, activation=silu, blended=blended, first=0, source=source)
     assert whole.changes is not None
     for e in range(EXPERTS):
         part = slice(e, e + 1)
-        one = width_sums(sequences, together, served[part], silu, blended, e, source[part])
+        one = width_sums(
+            sequences, together, served[part], activation=silu, blended=blended, first=e, source=source[part]
+        )
         assert one.changes is not None
         assert torch.equal(one.gram[0], whole.gram[e])
         assert torch.equal(one.changes[0], whole.changes[e])
@@ -91,8 +95,8 @@ def test_one_chunk_or_several_is_the_same() -> None:
 
 def test_of_many_tokens_every_nth_batch_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mean stands for all: the sums of the batches that were read, with their own total weight."""
-    monkeypatch.setattr("quantizers.solve.token_weights.JOINED", 1)  # each sequence is a batch
-    monkeypatch.setattr(expert_sums, "ENOUGH", 1)
+    monkeypatch.setattr("quantizers.solve.token_weights.BATCH_TOKENS", 1)  # each sequence is a batch
+    monkeypatch.setattr(expert_sums, "ROUTED_PER_COLUMN", 1)
     sequences, source, served = case(5, (40, 44, 48, 52))  # 122 routed tokens an expert, 32 are enough: every third
     sums = sums_of(sequences, source, served, 0.9)
     assert sums.changes is not None

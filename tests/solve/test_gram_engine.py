@@ -347,7 +347,7 @@ def test_with_8_bits_a_part_of_a_large_set_is_searched_and_all_of_it_solved_from
     """Every second batch of a set with 32 tokens for each column of w2; the sums that w2 is rounded by are of all."""
     layer = make_layer(15, tokens=17 * WIDTH)
     layer.normed = [n[: 8 * WIDTH] for n in (layer.normed * 2)[:4]]
-    monkeypatch.setattr(statistics, "JOINED", 8 * WIDTH)
+    monkeypatch.setattr(statistics, "BATCH_TOKENS", 8 * WIDTH)
     seen, real = list[int](), engines._width_scale
 
     def search(down: torch.Tensor, sums: Any, settings: Experts) -> Any:
@@ -389,7 +389,7 @@ def test_a_smaller_share_of_routed_tokens_is_counted_and_no_fallback() -> None:
     assert 0 < min(counts[:4]) < HIDDEN < max(counts)
     assert counts[4] == 0
     solved = solve_layer(layer, routed_weight=0.8)
-    assert solved.fallbacks == ["expert 4: 0 routed tokens, so it is solved from all tokens alike"]
+    assert solved.fallbacks == ["expert 4: 0 routed tokens, so all tokens count alike for it"]
     assert solved.leaning == Leaning(HIDDEN, sum(count < HIDDEN for count in counts), 0.0)
     some = layer.recorded()
     for recorded in some:

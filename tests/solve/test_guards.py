@@ -92,7 +92,7 @@ def assert_finite(output: Path) -> None:
         assert not tensor.is_floating_point() or bool(torch.isfinite(tensor.float()).all()), name
 
 
-NEAREST = "rounded to nearest, for want of a usable Gram matrix"
+NEAREST = "rounded to nearest, because its Gram matrix is not usable"
 # The fault, with whatever must hold in the run that it is compared with, and what is said of the expert.
 FAULTS: dict[str, tuple[list[Fault], list[Fault], list[str]]] = {
     "too large": ([scaled(1e9, "w1", "w3")], [], ["rows not finite or too large, left out of the sums", NEAREST]),
@@ -100,7 +100,7 @@ FAULTS: dict[str, tuple[list[Fault], list[Fault], list[str]]] = {
     "all zero": ([scaled(0, "w1", "w2", "w3")], [], [NEAREST, "groups are all zero"]),
     "w2 zero": ([scaled(0, "w2")], [], ["down: 1024 of 1024 groups are all zero"]),
     "zero block": ([zero_block], [], ["gate: 512 of 1024 groups are all zero"]),
-    "never routed": ([never_routed], [], ["0 routed tokens, so it is solved from all tokens alike"]),
+    "never routed": ([never_routed], [], ["0 routed tokens, so all tokens count alike for it"]),
 }
 
 

@@ -99,7 +99,7 @@ def all_sums(
     for first in range(0, experts, chunk or experts):
         last = min(first + (chunk or experts), experts)
         grams = input_grams(recorded, together, blended, inputs.gram, first, last)
-        sums = width_sums(recorded, together, gate_up[first:last], silu, blended, first)
+        sums = width_sums(recorded, together, gate_up[first:last], activation=silu, blended=blended, first=first)
         assert sums.changes is None
         parts.append((grams, sums.gram, sums.mean, sums.seen, sums.dropped))
     return Sums(*(torch.cat(column) for column in zip(*parts, strict=True)))

@@ -36,7 +36,7 @@ from quantizers.solve.gram_engine import solve
 from quantizers.solve.solved import Solved
 from quantizers.system.errors import InputError, Interrupted, OutputError, PeerFailed, QuantizeError
 from quantizers.team.ranks import ALONE, Ranks, from_environment, join
-from quantizers.team.rendezvous import Meeting
+from quantizers.team.rendezvous import Rendezvous
 
 CPU = torch.device("cpu")
 Result = TypeVar("Result")
@@ -47,7 +47,7 @@ def together(count: int, folder: Path, work: Callable[[Ranks], Result]) -> list[
     store = HashStore()
 
     def one(rank: int) -> Result | BaseException:
-        meeting = Meeting(store, rank, count)
+        meeting = Rendezvous(store, rank, count)
         try:
             return work(Ranks(rank, count, rank, meeting, folder))
         except Exception as failure:
@@ -70,19 +70,19 @@ def keep_sigterm() -> Any:
 def test_every_item_is_one_processs(count: int) -> None:
     team = [Ranks(rank, count) for rank in range(count)]
     for items in range(12):
-        assert sorted(i for ranks in team for i in ranks.dealt(items)) == list(range(items))
-        assert [i for ranks in team for i in ranks.share(items)] == list(range(items))
-        sizes = [len(ranks.share(items)) for ranks in team]
+        assert sorted(i for ranks in team for i in ranks.round_robin(items)) == list(range(items))
+        assert [i for ranks in team for i in ranks.contiguous(items)] == list(range(items))
+        sizes = [len(ranks.contiguous(items)) for ranks in team]
         assert max(sizes) - min(sizes) <= 1
 
 
 def test_alone_nothing_happens() -> None:
     rows = torch.arange(3)
-    ALONE.meet()
-    ALONE.tell("anything", None)
-    ALONE.leave()
+    ALONE.barrier()
+    ALONE.broadcast("anything", None)
+    ALONE.finish()
     assert ALONE.gather({"rows": rows}, rows.device)["rows"] is rows
-    assert ALONE.after_first(lambda: 5) == 5
+    assert ALONE.rank_zero_first(lambda: 5) == 5
     assert ALONE.last_words("what happened", 2) == ("what happened", 2)
 
 
@@ -91,7 +91,7 @@ def test_rows_are_gathered_in_the_order_of_ranks(tmp_path: Path) -> None:
 
     def work(ranks: Ranks) -> dict[str, torch.Tensor]:
         time.sleep(0.02 * (3 - ranks.rank))
-        own = [i for i in ranks.share(6) if ranks.rank != 1]
+        own = [i for i in ranks.contiguous(6) if ranks.rank != 1]
         parts = {"a": torch.tensor(own, dtype=torch.int8), "b": torch.tensor(own).bfloat16()[:, None].expand(-1, 3)}
         return ranks.gather(parts if own else {}, CPU)
 
@@ -108,9 +108,9 @@ def test_rank_0_goes_first_and_tells(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> Any:
         if ranks.leads:
             time.sleep(0.05)
-            ranks.tell("word", {"layers": [1, None]})
-        existed = ranks.after_first(lambda: made.exists() or made.touch())
-        return existed, None if ranks.leads else ranks.hear("word")
+            ranks.broadcast("word", {"layers": [1, None]})
+        existed = ranks.rank_zero_first(lambda: made.exists() or made.touch())
+        return existed, None if ranks.leads else ranks.receive("word")
 
     assert together(3, tmp_path, work) == [(None, None)] + 2 * [(True, {"layers": [1, None]})]
 
@@ -146,7 +146,7 @@ def test_the_first_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monke
         try:
             if ranks.rank == 1:
                 raise InputError("what is wrong")
-            ranks.meet()
+            ranks.barrier()
         except QuantizeError as failure:
             if isinstance(failure, PeerFailed) and ranks.rank == 2:
                 return ranks.last_words("interrupted", 143)
@@ -162,7 +162,7 @@ def test_waiting_ends_with_an_interrupt(tmp_path: Path) -> None:
 
     def work(ranks: Ranks) -> None:
         if ranks.leads:
-            ranks.at(tmp_path, stop).meet()
+            ranks.at(tmp_path, stop).barrier()
 
     ended = together(2, tmp_path, work)
     assert isinstance(ended[0], Interrupted)
@@ -182,13 +182,13 @@ def peer() -> Any:
 @pytest.mark.usefixtures("keep_sigterm")
 def test_a_killed_process_is_noticed(peer: tuple[subprocess.Popen[bytes], HashStore]) -> None:
     process, store = peer
-    ranks = Ranks(0, 2, 0, Meeting(store, 0, 2))
-    assert ranks.meeting
-    assert ranks.meeting.gone() == []
+    ranks = Ranks(0, 2, 0, Rendezvous(store, 0, 2))
+    assert ranks.rendezvous
+    assert ranks.rendezvous.gone() == []
     process.kill()
     began = time.monotonic()
     with pytest.raises(QuantizeError, match=r"process 1 of 2 is gone: .* the same command again") as ended:
-        ranks.meet()
+        ranks.barrier()
     assert ended.value.exit_code == 1
     assert time.monotonic() - began < 5
     # torchrun interrupts the others; that is not the reason
@@ -200,14 +200,14 @@ def test_a_killed_process_is_noticed(peer: tuple[subprocess.Popen[bytes], HashSt
 @pytest.mark.usefixtures("keep_sigterm")
 def test_who_has_done_its_part_is_not_missed(peer: tuple[subprocess.Popen[bytes], HashStore]) -> None:
     process, store = peer
-    ranks = Ranks(0, 2, 0, Meeting(store, 0, 2))
-    assert ranks.meeting
+    ranks = Ranks(0, 2, 0, Rendezvous(store, 0, 2))
+    assert ranks.rendezvous
     store.set("met/1/1", "")
     store.set("left/1", "")
     process.kill()
     process.wait()
-    ranks.meet()
-    assert ranks.meeting.gone() == []
+    ranks.barrier()
+    assert ranks.rendezvous.gone() == []
     assert ranks.last_words("interrupted by SIGTERM", 143) == ("interrupted by SIGTERM", 143)
 
 
@@ -216,7 +216,7 @@ def test_a_process_that_died_before_the_others_came(peer: tuple[subprocess.Popen
     process.kill()
     process.wait()
     with pytest.raises(QuantizeError, match="process 1 of 2 is gone"):
-        Meeting(store, 0, 2)
+        Rendezvous(store, 0, 2)
 
 
 def test_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
