@@ -30,6 +30,7 @@ from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.device.devices import forward_dtype, machine, versions
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.output import journal
+from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.recipe.schema import Experts, set_location
 from quantizers.run.layer_loop import quantize_layers
@@ -173,9 +174,9 @@ def compare_route(
         def ours(place: Path) -> None:
             for name in ("layers", "output"):
                 (place / name).mkdir(parents=True)
-            quantize_layers(own, source, data, tokens, place, device, job.sizes["experts"])
+            quantize_layers(own, data, tokens, Context(place, device, job.sizes["experts"]))
             layered = time.perf_counter()
-            assemble(own, source, place / "output")
+            assemble(own, place / "output")
             entries = journal.done_layers(place, job.sizes["layers"])
             phases = {p: sum(e["seconds"].get(p, 0.0) for e in entries) for p in entries[0]["seconds"]}
             steps["ours"].append(phases | {"assemble": time.perf_counter() - layered})

@@ -21,6 +21,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.device.devices import machine, versions
 from quantizers.output import journal
+from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.plan import make_plan
 from quantizers.recipe.schema import Awq, Experts, set_location
@@ -101,14 +102,12 @@ def compare(job: Job, device: torch.device, repeats: int, most_tokens: int, work
                 place = Path(folder) / f"{number}-{repeat}"
                 for name in ("layers", "output"):
                     (place / name).mkdir(parents=True)
-                quantize_layers(
-                    variant, source, data, tokens, place, device, job.sizes["experts"],
-                    compensate_router=method.compensate_router,
-                )  # fmt: skip
+                context = Context(place, device, job.sizes["experts"])
+                quantize_layers(variant, data, tokens, context, compensate_router=method.compensate_router)
                 counted = ("solve",) if method.experts.engine == "llmcompressor" else ("observe", "solve")
                 entries = journal.done_layers(place, job.sizes["layers"])
                 seconds.append(sum(entry["seconds"][phase] for entry in entries for phase in counted))
-            assemble(variant, source, place / "output")
+            assemble(variant, place / "output")
             outputs.append(open_folder(place / "output"))
             rows.append({"method": method.name, "seconds": sorted(seconds)[len(seconds) // 2]})
         held_out = set_location(job.recipe.verify.perplexity.data, job.path)

@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.matrices import MATRICES
 from quantizers.output import journal
+from quantizers.output.context import Context
 from quantizers.plan.allocation import Allocation
 from quantizers.recipe.scheme import Scheme, counted
 from quantizers.system.errors import InputError
-from quantizers.team.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     import torch
 
-    from quantizers.checkpoint.reader import Checkpoint
     from quantizers.plan.job import Job
 
 CHOICE = "choice.json"
 Entries = Sequence[Mapping[str, Any]]
 
 
-def decide(
-    job: Job,
-    source: Checkpoint,
-    tokens: Sequence[torch.Tensor],
-    work: Path,
-    device: torch.device,
-    chunk: int,
-    output: Path,
-    check: Callable[[], None],
-    ranks: Ranks = ALONE,
-) -> Job:
+def decide(job: Job, tokens: Sequence[torch.Tensor], context: Context, output: Path) -> Job:
     """The job with the plan of the chosen schemes; measured first where that has not been done.
 
     Raises:
@@ -45,10 +34,10 @@ def decide(
     from .measure import measure_schemes, refuse_processes
 
     assert job.allocation is not None
-    refuse_processes(ranks.count, work, job.sizes["layers"])
-    entries = measure_schemes(job, source, tokens, work, device, chunk, check)
+    refuse_processes(context.ranks.count, context.work, job.sizes["layers"])
+    entries = measure_schemes(job, tokens, context)
     schemes = job.allocation.spell(chosen(job.allocation, entries))
-    journal.refuse_changes(work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
+    journal.refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
     return replace(job, plan=job.plan.with_schemes(schemes))
 
 

@@ -41,11 +41,11 @@ import torch
 from eval.fidelity.logits import log_probabilities
 from quantizers.architectures.matrices import MATRICES
 from quantizers.checkpoint.background import read_ahead
-from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.allocator import give_back, settle
 from quantizers.device.devices import forward_dtype
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.states import Rows
+from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.solve.layer import LayerStores
 from quantizers.system.atomic import write_json
@@ -98,22 +98,12 @@ def _entry(work: Path, layer: int) -> Path:
     return work / FOLDER / f"{layer:05d}.json"
 
 
-def measure_schemes(
-    job: Job,
-    source: Checkpoint,
-    tokens: Sequence[torch.Tensor],
-    work: Path,
-    device: torch.device,
-    chunk: int,
-    check: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+def measure_schemes(job: Job, tokens: Sequence[torch.Tensor], context: Context) -> list[dict[str, Any]]:
     """Measure all layers, or those that are left.
 
     Args:
         tokens: the calibration samples (T,) int64.
-        work: the unfinished run's folder.
-        chunk: experts worked on at a time.
-        check: called between steps; may raise to interrupt.
+        context: of the only process.
 
     Returns:
         See `measured`.
@@ -121,20 +111,20 @@ def measure_schemes(
     Raises:
         QuantizeError: states or logits are not finite.
     """
-    layers = job.sizes["layers"]
+    layers, work, check = job.sizes["layers"], context.work, context.check
     found = measured(work, layers)
     if found is not None:
         _remove(work)  # of a walk that was cut just after its last file
         return found
     settle()
     (work / FOLDER).mkdir(exist_ok=True)
-    model = LayeredModel(source, job.facts, job.sizes, device, forward_dtype(device))
+    model = LayeredModel(job.opened, job.facts, job.sizes, context.device, forward_dtype(context.device))
     done = next((n for n in range(layers) if not _entry(work, n).exists()), layers)
     walk = _Walk(job, model, tokens, work, done)
     with progress("measuring", layers, done, "layer") as step:
         for number in range(done, layers):
             check()
-            walk.layer(number, chunk, check, step)
+            walk.layer(number, context.chunk, check, step)
     write_json(work / FOLDER / "kl.json", walk.divergences(check))
     _remove(work)
     entries = measured(work, layers)

@@ -54,6 +54,12 @@ class Job:
     allocation: Allocation | None = None
     location: str = ""
 
+    @property
+    def opened(self) -> Checkpoint:
+        """The source, in a job that is to be run: only planning does without one."""
+        assert self.source is not None
+        return self.source
+
 
 def prepare(name: str, offline_facts: bool = False, hub: bool = False, source_folder: Path | None = None) -> Job:
     """Read a recipe, find and check its source, make the plan.

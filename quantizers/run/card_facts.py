@@ -22,14 +22,14 @@ LICENSE_KEYS = ("license", "license_name", "license_link")
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def add_card_facts(report: dict[str, Any], job: Job, source: Checkpoint, data: CalibrationData) -> None:
+def add_card_facts(report: dict[str, Any], job: Job, data: CalibrationData) -> None:
     """Add to a report: the recipe's file, licence, datasets and languages, and how to serve the output."""
     calibration = read_set(set_location(job.recipe.calibration, job.path))
     report["settings"]["file"] = job.path.name
-    report["source"]["license"] = license_of(job, source)
+    report["source"]["license"] = license_of(job, job.opened)
     report["calibration"]["datasets"] = list(dict.fromkeys(s.dataset for s in calibration.sources if not s.is_local))
     report["calibration"]["languages"] = language_counts(calibration, data.samples)
-    report["serving"] = serving(job, source)
+    report["serving"] = serving(job, job.opened)
 
 
 def license_of(job: Job, source: Checkpoint) -> dict[str, str]:

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from quantizers.checkpoint.reader import Checkpoint, side_files
+from quantizers.checkpoint.reader import side_files
 from quantizers.plan.job import Job
 from quantizers.plan.summary import summary
 
 
-def disk_needed(
-    job: Job, source: Checkpoint, tokens: int, held_out: int, itemsize: int, data: Collection[Path] = ()
-) -> int:
+def disk_needed(job: Job, tokens: int, held_out: int, itemsize: int, data: Collection[Path] = ()) -> int:
     """Bytes of the output with its side files and data, and of the hidden states when they are most.
 
     While layers are solved, states lie there before and after the layer and at its experts; while source
     and output are measured, of each before and after.
     """
     output = int(str(summary(job.plan, job.sizes)["output_bytes"]))
-    output += sum(file.stat().st_size for file in side_files(source.folder))
+    output += sum(file.stat().st_size for file in side_files(job.opened.folder))
     output += sum(file.stat().st_size for file in data)
     row = itemsize * job.sizes["hidden"]
     return output + max(tokens * (3 * row + 8 * job.sizes["chosen"]), held_out * 4 * row)

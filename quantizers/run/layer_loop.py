@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,83 +22,77 @@ import torch
 
 from quantizers.calibration.data import CalibrationData
 from quantizers.checkpoint.background import in_background, read_ahead
-from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.allocator import give_back, settle
 from quantizers.device.devices import forward_dtype
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import route_counts
 from quantizers.forward.states import Rows
 from quantizers.output import journal
+from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.solve.layer import LayerStores, install, solve_layer
 from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import layer_line, peak_memory, progress
-from quantizers.team.ranks import ALONE, Ranks
 from stitch.write.digests import ShardDigest
 from stitch.write.shard import layer_tensors, write_shard
 
 
 def quantize_layers(
-    job: Job,
-    source: Checkpoint,
-    data: CalibrationData,
-    tokens: list[torch.Tensor],
-    work: Path,
-    device: torch.device,
-    chunk: int,
-    check: Callable[[], None] = lambda: None,
-    compensate_router: bool = True,
-    ranks: Ranks = ALONE,
+    job: Job, data: CalibrationData, tokens: list[torch.Tensor], context: Context, *, compensate_router: bool = True
 ) -> None:
-    """Write one shard and one journal entry for each decoder layer, under `work`.
+    """Write one shard and one journal entry for each decoder layer, under the context's `work`.
 
     Args:
         data, tokens: the calibration samples, and their token numbers (T,) int64.
-        work: holds `layers/` and `output/`; layers that have a journal entry there are not done again.
-        chunk: experts solved at a time.
-        check: called between steps; may raise to interrupt.
+        context: of rank 0; the other ranks call `assist_layers`. Its `work` holds `layers/` and `output/`; layers
+            that have a journal entry there are not quantized again.
         compensate_router: False leaves the published defect in, for comparison (llmcompressor only).
-        ranks: this is rank 0; the others call `assist_layers`.
 
     Raises:
         QuantizeError: a layer's output is not finite, or disk or device memory is full.
     """
-    layers = job.sizes["layers"]
+    layers, work, ranks = job.sizes["layers"], context.work, context.ranks
     done = len(journal.done_layers(work, layers))
     if done == layers:
         ranks.broadcast("layers", None)
         return
     settle()
-    model = LayeredModel(source, job.facts, job.sizes, device, forward_dtype(device))
+    model = _layered_model(job, context.device)
     model.head()  # only read: a NaN in it would otherwise be found after the last layer
     lengths = [len(sequence) for sequence in tokens]
-    share = _Share(job, model, work, chunk, lengths, check, compensate_router, ranks)
+    share = _Share(job, model, context, lengths, compensate_router)
     # No name for the states here: a map that is held keeps its pages, and its file's blocks, after the unlink.
     results = share.layers(done, _entering(work, done, model, tokens))
-    ranks.broadcast("layers", {"done": done, "chunk": chunk, "lengths": lengths})
+    ranks.broadcast("layers", {"done": done, "chunk": context.chunk, "lengths": lengths})
     with progress("quantizing", layers, done, "layer") as step:
         for entry, stores in results:
             entry["routed"] = _routed(data, stores.chosen, job.sizes["experts"])
-            entry["peak_memory_bytes"] = peak_memory(device)
+            entry["peak_memory_bytes"] = peak_memory(context.device)
             write_json(journal.layer_file(work, entry["layer"]), entry)
             journal.log(work, layer_line(entry))
             rounding = entry["error"].get("down_rounding") or 0.0
             step(f"{sum(entry['seconds'].values()):.1f} s, rounding error {rounding:.4f}")
 
 
-def assist_layers(
-    job: Job, source: Checkpoint, work: Path, device: torch.device, check: Callable[[], None], ranks: Ranks
-) -> None:
-    """What the other ranks do while rank 0 is in `quantize_layers`: their share of every layer, and no journal."""
-    told = ranks.receive("layers")
-    if told is None:
+def assist_layers(job: Job, context: Context) -> None:
+    """What the other ranks do while rank 0 is in `quantize_layers`: their share of every layer, and no journal.
+
+    Args:
+        context: its chunk is not used; rank 0 broadcasts the one that all ranks work with.
+    """
+    begun = context.ranks.receive("layers")
+    if begun is None:
         return
     settle()
-    model = LayeredModel(source, job.facts, job.sizes, device, forward_dtype(device))
-    share = _Share(job, model, work, told["chunk"], told["lengths"], check, True, ranks)
-    for _ in share.layers(told["done"], share.rows(f"states-{told['done']:05d}.bin")):
+    model = _layered_model(job, context.device)
+    share = _Share(job, model, replace(context, chunk=begun["chunk"]), begun["lengths"], True)
+    for _ in share.layers(begun["done"], share.rows(f"states-{begun['done']:05d}.bin")):
         pass
+
+
+def _layered_model(job: Job, device: torch.device) -> LayeredModel:
+    return LayeredModel(job.opened, job.facts, job.sizes, device, forward_dtype(device))
 
 
 @dataclass(frozen=True)
@@ -107,16 +101,15 @@ class _Share:
 
     job: Job
     model: LayeredModel
-    work: Path
-    chunk: int
+    context: Context
     lengths: list[int]
-    check: Callable[[], None]
     compensate_router: bool
-    ranks: Ranks
 
     def rows(self, name: str, width: int | None = None, dtype: torch.dtype | None = None) -> Rows:
         """A file of one row for every token, of hidden states unless something else is said."""
-        return Rows(self.work / name, self.lengths, width or self.job.sizes["hidden"], dtype or self.model.dtype)
+        return Rows(
+            self.context.work / name, self.lengths, width or self.job.sizes["hidden"], dtype or self.model.dtype
+        )
 
     def stores(self) -> LayerStores:
         """Where the inputs of a layer's experts lie."""
@@ -133,9 +126,9 @@ class _Share:
         Yields each layer's journal entry, but for counts and memory, and what its experts were called with,
         when everything of the layer is on the disk. Once the next layer is asked for it counts as done.
         """
-        stores = self.ranks.rank_zero_first(self.stores)
+        stores = self.context.ranks.rank_zero_first(self.stores)
         for number in range(done, self.job.sizes["layers"]):
-            self.check()
+            self.context.check()
             try:
                 entry, following = self._layer(number, states, stores)
             except torch.OutOfMemoryError:
@@ -144,16 +137,16 @@ class _Share:
                     "--device-memory"
                 ) from None
             yield entry, stores
-            if self.ranks.leads:
+            if self.context.ranks.leads:
                 states.path.unlink()
             states = following
             give_back()
-        if self.ranks.leads:
+        if self.context.ranks.leads:
             for rows in (states, stores.x, stores.chosen, stores.weight):
                 rows.path.unlink()
 
     def _layer(self, number: int, states: Rows, stores: LayerStores) -> tuple[dict[str, Any], Rows]:
-        job, model, ranks = self.job, self.model, self.ranks
+        job, model, context, ranks = self.job, self.model, self.context, self.context.ranks
         source, shard, watch = model.checkpoint, job.plan.shard_file(number), _Watch()
         later = job.plan.of_layer(number + 1) if ranks.leads and number + 1 < job.sizes["layers"] else []
         ahead = [source.tensors[action.source] for action in later]
@@ -161,18 +154,26 @@ class _Share:
             watch.lap("materialise")
             following = ranks.rank_zero_first(lambda: self.rows(f"states-{number + 1:05d}.bin"))
             solved, seconds = solve_layer(
-                model, layer, number, states, stores, job.plan.settings(number), self.chunk, self.check,
-                self.compensate_router, ranks,
-            )  # fmt: skip
+                model,
+                layer,
+                number,
+                states,
+                stores,
+                job.plan.settings(number),
+                chunk=context.chunk,
+                check=context.check,
+                compensate_router=self.compensate_router,
+                ranks=ranks,
+            )
             watch.skip(seconds)
             write: Callable[[], ShardDigest | None] = _nothing
             if ranks.leads:
                 tensors = layer_tensors(job.plan, number, source, solved)
-                write = partial(write_shard, tensors, self.work / "output" / shard)
+                write = partial(write_shard, tensors, context.work / "output" / shard)
             install(model, layer, solved)
             watch.lap("stitch")
             with in_background(write) as written:
-                _propagate(model, layer, number, states, following, self.check, ranks)
+                _propagate(model, layer, number, states, following, context)
                 watch.lap("propagate")
                 digest = written()
             ranks.barrier()
@@ -234,17 +235,16 @@ def _propagate(
     number: int,
     states: Rows,
     following: Rows,
-    check: Callable[[], None],
-    ranks: Ranks,
+    context: Context,
 ) -> None:
-    for i in ranks.round_robin(len(states)):
+    for i in context.ranks.round_robin(len(states)):
         output = model.run(layer, states[i])[0]
         if not bool(torch.isfinite(output).all()):
             raise QuantizeError(
                 f"layer {number}: its output is not finite and would spoil the layers after it; the run stops here"
             )
         following[i] = output
-        check()
+        context.check()
 
 
 def _by_expert(lines: Sequence[str]) -> list[str]:

@@ -25,10 +25,11 @@ from quantizers.budget.measure import lane_rows, measured
 from quantizers.calibration.data import CalibrationData
 from quantizers.calibration.samples import samples
 from quantizers.calibration.texts import token_tensors
-from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
+from quantizers.checkpoint.reader import CONFIG, INDEX, side_files
 from quantizers.checkpoint.source_files import check_hashes, source_stats
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype
 from quantizers.output import journal
+from quantizers.output.context import Context
 from quantizers.output.folder import check_room, finished_report, move_into_place, refuse_strangers
 from quantizers.output.record import describe_files
 from quantizers.plan.job import Job
@@ -42,7 +43,6 @@ from quantizers.system.errors import InputError
 from quantizers.system.interrupts import interruptible
 from quantizers.system.own_files import CARD, PAGE
 from quantizers.system.progress import peak_memory
-from quantizers.team.ranks import ALONE, Ranks
 from quantizers.team.rendezvous import RESUME
 from stitch.write.config import output_config
 from stitch.write.digests import ShardDigest
@@ -93,42 +93,40 @@ def assist(job: Job, options: Options) -> None:
         InputError: this process differs from rank 0 in what decides bytes.
         QuantizeError, Interrupted: as `run` does.
     """
-    ranks, source = options.ranks, job.source
-    assert source is not None
     with interruptible(RESUME) as check:
         work = journal.work_folder(options.output)
-        ranks = ranks.at(work / "ranks", check)
-        told = ranks.receive("run")
-        if told is None:
+        ranks = options.ranks.at(work / "ranks", check)
+        begun = ranks.receive("run")
+        if begun is None:
             return
-        job = replace(job, plan=job.plan.with_schemes([Scheme(**scheme) for scheme in told["schemes"]]))
-        for key, first, own in journal.differences(told["machine"], fingerprint(options.device)):
+        job = replace(job, plan=job.plan.with_schemes([Scheme(**scheme) for scheme in begun["schemes"]]))
+        for key, first, own in journal.differences(begun["machine"], fingerprint(options.device)):
             raise InputError(
                 f"process {ranks.rank} has another {key} ({own}) than process 0 ({first}); make them equal"
             )
         with journal.locked(options.output, ranks):
-            assist_layers(job, source, work, options.device, check, ranks)
+            context = Context(work, options.device, begun["chunk"], check, ranks)
+            assist_layers(job, context)
             if job.recipe.verify and job.recipe.verify.perplexity:
-                fidelity(job, job.recipe.verify.perplexity, options.device, source, work, check, ranks)
+                fidelity(job, job.recipe.verify.perplexity, context)
 
 
 def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Callable[[], None]) -> None:
     started = time.monotonic()
-    source, device = job.source, options.device
-    assert source is not None
+    source, device = job.opened, options.device
     if options.ranks.several and job.recipe.experts.engine != "gram":
         raise InputError(
             f"{job.path}: experts.engine: {job.recipe.experts.engine} works in one process; start quantize without "
             "torchrun, or choose gram"
         )
-    data = _samples(job, source, job.recipe.calibration)
+    data = _samples(job, job.recipe.calibration)
     if job.recipe.verify and job.recipe.verify.coverage:
         check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
     tokens = token_tensors(data, job.sizes["vocabulary"])
     itemsize = forward_dtype(device).itemsize
     limit = options.device_memory or device_limit(device, options.ranks.count)
     memory = device_memory(job.plan, job.sizes, data.lengths[-1], itemsize, limit)
-    journal.refuse_changes(work, run_fingerprint(job, source, data, device, memory.chunk), options.output)
+    journal.refuse_changes(work, run_fingerprint(job, data, device, memory.chunk), options.output)
     journal.refuse_damaged_shards(work, job.sizes["layers"], options.output, options.paranoid)
     journal.remove_cut_files(work)
     if options.paranoid:
@@ -137,7 +135,7 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     for folder in ("layers", "output"):
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
-    rows, held_out = sum(len(t) for t in tokens), held_out_tokens(job, source)
+    rows, held_out = sum(len(t) for t in tokens), held_out_tokens(job)
     lanes = lane_rows([len(t) for t in tokens], job.sizes["layers"]) if job.allocation else 0
     ranks, between = options.ranks.at(work / "ranks", check), 0
     if ranks.several:
@@ -148,48 +146,48 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
                 "a smaller --device-memory makes more, from the beginning of a run on",
                 file=sys.stderr,
             )
+    context = Context(work, device, memory.chunk, check, ranks)
     copied = resolved.data.values() if options.with_data else ()
-    check_room(work, disk_needed(job, source, rows + lanes, held_out, itemsize, copied) + between)
+    check_room(work, disk_needed(job, rows + lanes, held_out, itemsize, copied) + between)
     if job.allocation:
-        job = decide(job, source, tokens, work, device, memory.chunk, options.output, check, ranks)
-        check_room(work, disk_needed(job, source, rows, held_out, itemsize, copied) + between)
-    ranks.broadcast("run", {"machine": fingerprint(device), "schemes": [asdict(scheme) for scheme in job.plan.schemes]})
-    quantize_layers(job, source, data, tokens, work, device, memory.chunk, check, True, ranks)
-    last = assemble(job, source, work / "output")
+        job = decide(job, tokens, context, options.output)
+        check_room(work, disk_needed(job, rows, held_out, itemsize, copied) + between)
+    schemes = [asdict(scheme) for scheme in job.plan.schemes]
+    ranks.broadcast("run", {"machine": fingerprint(device), "schemes": schemes, "chunk": memory.chunk})
+    quantize_layers(job, data, tokens, context)
+    last = assemble(job, work / "output")
     add_recipe(resolved, work / "output", options.with_data)
     check()
-    write_report(job, resolved, device, source, data, last, work, started, check, ranks)
+    write_report(job, resolved, data, last, started, context)
 
 
-def _samples(job: Job, source: Checkpoint, name: str) -> CalibrationData:
+def _samples(job: Job, name: str) -> CalibrationData:
     """A set that the recipe names."""
-    return samples(set_location(name, job.path), source.folder, job.recipe.source.trust_remote_code)
+    return samples(set_location(name, job.path), job.opened.folder, job.recipe.source.trust_remote_code)
 
 
-def held_out_tokens(job: Job, source: Checkpoint) -> int:
+def held_out_tokens(job: Job) -> int:
     """Tokens of the held-out set that are scored; loaded now, so that what is wrong is not said after hours."""
     asked = job.recipe.verify and job.recipe.verify.perplexity
     if not asked:
         return 0
-    data = _samples(job, source, asked.data)
-    return sum(len(t) for t in cut(token_tensors(data, job.sizes["vocabulary"]), positions(source.config)))
+    data = _samples(job, asked.data)
+    return sum(len(t) for t in cut(token_tensors(data, job.sizes["vocabulary"]), positions(job.config)))
 
 
-def run_fingerprint(
-    job: Job, source: Checkpoint, data: CalibrationData, device: torch.device, chunk: int
-) -> dict[str, Any]:
+def run_fingerprint(job: Job, data: CalibrationData, device: torch.device, chunk: int) -> dict[str, Any]:
     """Every setting that decides bytes; gates and logging do not."""
     return {
         "method": METHOD,
         "experts": job.recipe.settings()["experts"],
-        "source": source_stats(source),
+        "source": source_stats(job.opened),
         "source_config": job.config,
         "calibration": data.digest,
         "machine": fingerprint(device) | ({"chunk": chunk} if device.type != "cpu" else {}),
     }
 
 
-def assemble(job: Job, source: Checkpoint, folder: Path) -> ShardDigest:
+def assemble(job: Job, folder: Path) -> ShardDigest:
     """What lies outside the layers: the last shard, index, config, and the source's side files.
 
     Returns:
@@ -199,8 +197,8 @@ def assemble(job: Job, source: Checkpoint, folder: Path) -> ShardDigest:
     for path in folder.iterdir():  # of an earlier attempt, which may have been told otherwise
         if path.name not in shards:
             path.unlink()
-    last = write_shard(layer_tensors(job.plan, None, source, None), folder / job.plan.shard_file(None))
-    for file in side_files(source.folder):
+    last = write_shard(layer_tensors(job.plan, None, job.opened, None), folder / job.plan.shard_file(None))
+    for file in side_files(job.opened.folder):
         copy_file(file, folder / file.name)
     write_text(index_json(job.plan), folder / INDEX)
     config = output_config(job.config, job.plan.schemes, job.block)
@@ -218,16 +216,7 @@ def add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:
 
 
 def write_report(
-    job: Job,
-    resolved: Resolved,
-    device: torch.device,
-    source: Checkpoint,
-    data: CalibrationData,
-    last: ShardDigest,
-    work: Path,
-    started: float,
-    check: Callable[[], None],
-    ranks: Ranks = ALONE,
+    job: Job, resolved: Resolved, data: CalibrationData, last: ShardDigest, started: float, context: Context
 ) -> None:
     """Audit and evaluate what was assembled, and write report.json, its page and the card.
 
@@ -238,15 +227,16 @@ def write_report(
 
     from .card_facts import add_card_facts
 
+    work = context.work
     layers = journal.done_layers(work, job.sizes["layers"])
     written = {entry["shard"]: entry["digest"] for entry in layers} | {job.plan.shard_file(None): last}
-    report = prove(job, resolved, device, source, data, layers, written, work, check, ranks)
+    report = prove(job, resolved, data, layers, written, context)
     earlier = sum(sum(entry["seconds"].values()) for entry in layers)
     report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
     if job.allocation:
         report["seconds"]["measuring"] = sum(entry["seconds"] for entry in measured(work, job.sizes["layers"]) or ())
-    report["peak_memory_bytes"] = max([peak_memory(device), *(entry["peak_memory_bytes"] for entry in layers)])
-    add_card_facts(report, job, source, data)
+    report["peak_memory_bytes"] = max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)])
+    add_card_facts(report, job, data)
     folder = work / "output"
     draw(report, folder)
     write_with_card(folder, report | describe_files(folder, resolved.texts(), later=(CARD, PAGE)))

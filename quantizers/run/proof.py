@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from eval.consumers.folder import check_folder
 from eval.coverage.gates import gates as coverage_gates
 from eval.coverage.gates import summarise
 from quantizers.budget.choice import choice
 from quantizers.budget.measure import measured
-from quantizers.checkpoint.reader import Checkpoint, open_folder
+from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.device.devices import machine, versions
+from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.summary import summary
 from quantizers.recipe.schema import PerplexityGate, set_location
 from quantizers.system.errors import CheckpointError, OutputError
 from quantizers.system.progress import progress
-from quantizers.team.ranks import ALONE, Ranks
 from stitch.audit.checkpoint import verify
 from stitch.audit.folder import folders_left_out
 from stitch.write.digests import ShardDigest
@@ -42,14 +41,10 @@ NOT_SIMULATED = (
 def prove(
     job: Job,
     resolved: Resolved,
-    device: torch.device,
-    source: Checkpoint,
     data: CalibrationData,
     layers: list[dict[str, Any]],
     written: Mapping[str, ShardDigest],
-    work: Path,
-    check: Callable[[], None],
-    ranks: Ranks = ALONE,
+    context: Context,
 ) -> dict[str, Any]:
     """Measure the files in work/output against the source.
 
@@ -57,15 +52,15 @@ def prove(
         resolved: the recipe as it travels with the output, which the report names.
         layers: the journal's entries.
         written: digests of the shards, from when they were written.
-        ranks: this is rank 0; the others are in `fidelity`.
+        context: of rank 0; the other ranks call `fidelity`.
 
     Returns:
         The report but for times, memory and the list of files.
     """
-    folder = work / "output"
-    recipe = job.recipe
+    folder, device = context.work / "output", context.device
+    recipe, source = job.recipe, job.opened
     with progress("verifying", job.sizes["layers"]) as step:
-        audit = verify(folder, source, device, written, checked(step, check))
+        audit = verify(folder, source, device, written, checked(step, context.check))
     _refuse_unreadable(folder, audit.differences)
     names = sorted({sample.category for sample in data.samples})
     counts = [np.array(entry["routed"], dtype=np.int64) for entry in layers]
@@ -90,7 +85,7 @@ def prove(
         "notes": [NOT_SIMULATED, *folders_left_out(source.folder)],
     }
     if job.allocation:
-        entries = measured(work, job.sizes["layers"])
+        entries = measured(context.work, job.sizes["layers"])
         assert entries is not None
         report["schemes"] = choice(job.allocation, entries)
     gates = [
@@ -118,7 +113,7 @@ def prove(
         gates += coverage_gates(coverage, counts, names, rule)
     asked = recipe.verify.perplexity if recipe.verify else None
     if asked:
-        (result,) = fidelity(job, asked, device, source, work, check, ranks)
+        (result,) = fidelity(job, asked, context)
         report |= result
         gates += fidelity_gates(result, asked)
     report["gates"] = gates
@@ -133,21 +128,19 @@ def _refuse_unreadable(folder: Path, differences: list[str]) -> None:
         raise OutputError(f"{folder}: {differences[0]}; restore the file, or start over with --fresh") from None
 
 
-def fidelity(
-    job: Job,
-    asked: PerplexityGate,
-    device: torch.device,
-    source: Checkpoint,
-    work: Path,
-    check: Callable[[], None],
-    ranks: Ranks,
-) -> list[dict[str, Any]]:
+def fidelity(job: Job, asked: PerplexityGate, context: Context) -> list[dict[str, Any]]:
     """`measure` of the files in work/output, once rank 0 has made them; all ranks call this."""
-    ranks.barrier()
-    candidates = [open_folder(work / "output")]
-    data_set = set_location(asked.data, job.path)
-    trusted = job.recipe.source.trust_remote_code
-    return measure(source, candidates, data_set, device, work / "eval", check, trust_remote_code=trusted, ranks=ranks)
+    context.ranks.barrier()
+    return measure(
+        job.opened,
+        [open_folder(context.work / "output")],
+        set_location(asked.data, job.path),
+        context.device,
+        context.work / "eval",
+        context.check,
+        trust_remote_code=job.recipe.source.trust_remote_code,
+        ranks=context.ranks,
+    )
 
 
 def describe(data: CalibrationData, resolved: Resolved) -> dict[str, Any]:

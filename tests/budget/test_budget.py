@@ -30,6 +30,7 @@ from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import Recorded
 from quantizers.forward.weights import layer_weights, read_weight
 from quantizers.output import journal
+from quantizers.output.context import Context
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.plan import file_size
 from quantizers.recipe.schema import Awq, Experts
@@ -208,7 +209,7 @@ def test_a_lanes_kl_is_that_of_the_whole_model_with_this_layer_rounded(
         remove(work)
 
     monkeypatch.setattr(measure_schemes, "_remove", weigh)
-    entries = measure_schemes.measure_schemes(job, source, tokens, tmp_path, CPU, 5)
+    entries = measure_schemes.measure_schemes(job, tokens, Context(tmp_path, CPU, 5))
     rows = sum(map(len, tokens)) + measure_schemes.lane_rows([len(t) for t in tokens], 4)
     assert sizes == {"states-00004.bin": 4 * 128 * rows}
     modules = [name.removesuffix(".weight") for name, info in source.tensors.items() if name.endswith(".weight")]

@@ -202,8 +202,8 @@ def test_who_has_done_its_part_is_not_missed(peer: tuple[subprocess.Popen[bytes]
     process, store = peer
     ranks = Ranks(0, 2, 0, Rendezvous(store, 0, 2))
     assert ranks.rendezvous
-    store.set("met/1/1", "")
-    store.set("left/1", "")
+    store.set("barrier/1/1", "")
+    store.set("ended/1", "")
     process.kill()
     process.wait()
     ranks.barrier()
