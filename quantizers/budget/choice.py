@@ -1,4 +1,4 @@
-"""From a budget to each layer's scheme: measure, choose, fix the choice, and say what was chosen and why."""
+"""From a budget to each layer's scheme: measure, choose, record the choice, and report what was chosen and why."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ CHOICE = "choice.json"
 Entries = Sequence[Mapping[str, Any]]
 
 
-def decide(job: Job, tokens: Sequence[torch.Tensor], context: Context, output: Path) -> Job:
-    """The job with the plan of the chosen schemes; measured first where that has not been done.
+def choose_schemes(job: Job, tokens: Sequence[torch.Tensor], context: Context, output: Path) -> Job:
+    """The job with the plan of the chosen schemes; measures first unless that has been done.
 
     Raises:
-        InputError: nothing is measured yet, and there are several processes.
-        OutputError: an unfinished run has chosen otherwise.
+        InputError: several processes, and nothing has been measured yet.
+        OutputError: the unfinished run has made another choice.
     """
     from .measure import measure_schemes, refuse_processes
 
     assert job.allocation is not None
     refuse_processes(context.ranks.count, context.work, job.sizes["layers"])
     entries = measure_schemes(job, tokens, context)
-    schemes = job.allocation.spell(chosen(job.allocation, entries))
+    schemes = job.allocation.spell(chosen_candidates(job.allocation, entries))
     journal.refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
     return replace(job, plan=job.plan.with_schemes(schemes))
 
 
-def chosen(allocation: Allocation, entries: Entries) -> list[int]:
+def chosen_candidates(allocation: Allocation, entries: Entries) -> list[int]:
     """The candidate's number for each layer, from what was measured."""
     return allocation.choose([entry["loss"] for entry in entries])
 
 
-def choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
+def describe_choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
     """For report.json and `quantize plan`: candidates, bounds, and each layer's scheme with what was measured."""
-    picked = chosen(allocation, entries)
+    picked = chosen_candidates(allocation, entries)
     schemes = allocation.spell(picked)
     layers = [
         {
@@ -77,7 +77,7 @@ def choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
 
 
 def matrix_shares(entries: Entries, scheme: str) -> dict[str, float]:
-    """How much of the loss under one scheme each matrix makes when it alone is rounded; layers by their KL."""
+    """Each matrix's share of the loss under one scheme when it alone is rounded, layers weighted by their KL."""
     totals = dict.fromkeys(MATRICES, 0.0)
     for entry in entries:
         error = entry["error"][scheme]
@@ -87,7 +87,7 @@ def matrix_shares(entries: Entries, scheme: str) -> dict[str, float]:
     return {matrix: value / whole if whole > 0 else 0.0 for matrix, value in totals.items()}
 
 
-def with_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | None]:
+def apply_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | None]:
     """For `quantize plan`: a job with the schemes that a run in `output` has chosen, and what to show of them.
 
     Returns:
@@ -102,19 +102,19 @@ def with_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | No
         return job, None
     if output is None:
         return job, job.allocation.as_dict() | {"planned": str(job.plan.schemes[0])}
-    found = choice_of(job, output)
+    found = read_choice(job, output)
     if found is None:
         raise InputError(f"{output}: no run of this recipe has measured its layers there; leave --output out")
     schemes = [Scheme(row["bits"], row["group_size"]) for row in found["layers"]]
     return replace(job, plan=job.plan.with_schemes(schemes)), found
 
 
-def choice_of(job: Job, output: Path) -> dict[str, Any] | None:
+def read_choice(job: Job, output: Path) -> dict[str, Any] | None:
     """What a finished or unfinished run in `output` has chosen; None where it has not, or ran another recipe."""
     from quantizers.output.folder import finished_report
     from quantizers.recipe.portable import settings_hash
 
-    from .measure import measured
+    from .measurements import read_measurements
 
     assert job.allocation is not None
     report = finished_report(output)
@@ -123,9 +123,11 @@ def choice_of(job: Job, output: Path) -> dict[str, Any] | None:
         same = isinstance(settings, dict) and settings.get("hash") == settings_hash(job.recipe, job.path)
         return report.get("schemes") if same else None
     work = journal.work_folder(output)
-    entries = measured(work, job.sizes["layers"])
+    entries = read_measurements(work, job.sizes["layers"])
     try:
         settings = json.loads((work / "run.json").read_text())["experts"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return choice(job.allocation, entries) if entries and settings == job.recipe.settings()["experts"] else None
+    return (
+        describe_choice(job.allocation, entries) if entries and settings == job.recipe.settings()["experts"] else None
+    )

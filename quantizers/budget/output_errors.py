@@ -1,15 +1,15 @@
-"""What a scheme would do to one layer: the error of its experts' output, before anything is decided.
+"""What each candidate scheme would do to one layer: the error of its experts' output.
 
 For every candidate the scale search runs on the layer's sums, and the layer is scaled, folded and rounded in the
-run's order, to the numbers that would be stored. Two things differ from the run: codes are the nearest ones, since
-GPTQ's would cost as much as the run itself and rank the candidates alike; and w2's sums are of what the source's w1
-and w3 give it, gathered once for all candidates, where the run gathers them again from the rounded ones.
-Then, of some sequences, the tokens that the router sent to an expert go through it as it is and as it would be:
+run's order, to the numbers that would be stored. Two things differ from the run. Codes are rounded to nearest, because
+GPTQ would cost as much as the run itself and rank the candidates alike. And w2's sums come from the source's w1 and
+w3, gathered once for all candidates, while the run gathers them again from the rounded ones. Then, in some sequences,
+the tokens that the router sent to an expert pass through it as it is and as it would become:
 
     error = Σ_e Σ_t r² ‖f̂_e(x_t) − f_e(x_t)‖² / Σ_t ‖y_t‖²        (r: routing weight, y: states leaving the layer)
 
-so that layers compare; errors of different experts on one token are taken as independent. The same with one
-matrix rounded and the others as they are says which matrix matters.
+which makes layers comparable; errors of different experts on one token are taken as independent. The same with
+only one matrix rounded says which matrix matters.
 
 Legend: E experts, c experts of a chunk, H hidden, I expert width.
 """
@@ -71,7 +71,7 @@ def scheme_errors(
     chunk: int,
     compared: Sequence[int],
 ) -> SchemeErrors:
-    """Measure the first `experts` experts of a layer; their numbers mean nothing, so they stand for all.
+    """Measure the first `experts` experts of a layer. Their order is arbitrary, so they are a fair sample of all.
 
     Args:
         recorded: what the MoE block saw, see `gram_engine.solve`.
@@ -81,16 +81,16 @@ def scheme_errors(
         chunk: experts worked on at a time.
         compared: numbers of the sequences on which outputs are compared; the sums are of all.
     """
-    everyone, _, hidden = gate_up.shape
+    all_experts, _, hidden = gate_up.shape
     chunks = [(first, min(first + chunk, experts)) for first in range(0, experts, chunk)]
     inputs = input_sums(recorded)
-    blended = blend(recorded, everyone, settings.routed_weight, full_share_at=hidden)
-    together = batches(recorded, everyone)
-    counts = torch.stack([route_counts(recorded[i].chosen, everyone).amax() for i in compared])
-    most = [int(n) for n in counts.tolist()]
-    of_scheme = {s: settings.model_copy(update={"bits": s.bits, "group_size": s.group_size}) for s in schemes}
+    blended = blend(recorded, all_experts, settings.routed_weight, full_share_at=hidden)
+    together = batches(recorded, all_experts)
+    counts = torch.stack([route_counts(recorded[i].chosen, all_experts).amax() for i in compared])
+    largest = [int(n) for n in counts.tolist()]
+    settings_of = {s: settings.model_copy(update={"bits": s.bits, "group_size": s.group_size}) for s in schemes}
     pieces = [gate_up[a:b] for a, b in chunks]
-    smooth = {s: _smooth(pieces, inputs.gram, inputs.mean, norm, own) for s, own in of_scheme.items()}
+    smooth = {s: _smooth(pieces, inputs.gram, inputs.mean, norm, own) for s, own in settings_of.items()}
     lost = {scheme: dict.fromkeys((ALL_THREE, *MATRICES), 0.0) for scheme in schemes}
     coarsest = []
     for first, last in chunks:
@@ -98,10 +98,10 @@ def scheme_errors(
         sums = width_sums(recorded, together, gate_up[first:last], activation=activation, blended=blended, first=first)
         gate, up = gate_up[first:last].float().chunk(2, dim=1)
         source: Weights = {"gate": gate, "up": up, "down": down[first:last].float()}
-        for scheme, own in of_scheme.items():
+        for scheme, own in settings_of.items():
             stored = _as_stored(source, smooth[scheme], input_gram, sums, own)
             variants = {ALL_THREE: stored} | {m: {**source, m: stored[m]} for m in MATRICES}
-            tokens = ((recorded[i], n) for i, n in zip(compared, most, strict=True))
+            tokens = ((recorded[i], n) for i, n in zip(compared, largest, strict=True))
             found = _output_errors(tokens, source, variants, activation, first)
             for name, value in found.items():
                 lost[scheme][name] += value
@@ -115,7 +115,7 @@ def scheme_errors(
 def _smooth(
     pieces: Sequence[torch.Tensor], gram: torch.Tensor, mean: torch.Tensor, norm: torch.Tensor, own: Experts
 ) -> torch.Tensor:
-    """What the norm would be divided by for a scheme, (H,), exactly as the rounded norm says; ones without AWQ."""
+    """What a scheme would divide the norm by, (H,), exactly as the rounded norm has it; ones without AWQ."""
     if not own.awq:
         return torch.ones_like(mean)
     group, bits = own.group_size, own.bits
@@ -135,7 +135,7 @@ def _as_stored(
     own: Experts,
 ) -> Weights:
     """The matrices after scaling and rounding, in the run's order, and scaling back."""
-    s = torch.ones_like(sums.mean)  # (c, I): w3's rows over it, w2's columns times it
+    s = torch.ones_like(sums.mean)  # (c, I): divides w3's rows, multiplies w2's columns
     if own.awq:
         grid = grid_scales(sums.mean, weight_means(source["down"], own.group_size), own.awq.grid, own.awq.duo_scaling)
         best = scale_losses(source["down"], sums.gram, grid, own.group_size, own.bits).argmin(0)
@@ -173,15 +173,15 @@ def _output_errors(
     """Σ r² ‖error of an expert's output‖² over the tokens routed to this chunk's experts, for each variant.
 
     Args:
-        sequences: each with the most tokens that one expert gets of it.
+        sequences: each with the largest number of its tokens that one expert gets.
     """
     last = first + len(source["down"])
     lost = {name: torch.zeros((), dtype=torch.float64, device=source["down"].device) for name in variants}
-    for sequence, most in sequences:
-        if not most:
+    for sequence, largest in sequences:
+        if not largest:
             continue
-        rows, squared = routed_rows(sequence, first, last, most)
-        x = sequence.x[rows].float()  # (c, most, H)
+        rows, squared = routed_rows(sequence, first, last, largest)
+        x = sequence.x[rows].float()  # (c, largest, H)
         wanted = _forward(x, source, activation)
         for name, weights in variants.items():
             error = (_forward(x, weights, activation) - wanted).square().sum(-1) * squared

@@ -46,13 +46,13 @@ def plan(
 
     Example: quantize plan minimax-m2.1-fp8-int4 --vram 2x96GiB --vram 4x24GiB --context 196608
     """
-    from quantizers.budget.choice import with_choice
+    from quantizers.budget.choice import apply_choice
     from quantizers.plan.job import prepare
 
     if vram is None and (context is not None or tp is not None or kv != "auto"):
         raise InputError("--context, --kv and --tp go with --vram; say which cards, as --vram 2x96GiB")
     job = prepare(recipe, offline_facts=True, hub=hub, source_folder=source)
-    job, schemes = with_choice(job, output)
+    job, schemes = apply_choice(job, output)
     where = {"basis": job.basis, "recipe": str(job.path)}
     if vram is not None:
         from quantizers.cli.tables.plan import fit_table

@@ -20,8 +20,9 @@ import torch
 
 from eval.coverage.gates import check_floors
 from eval.fidelity.held_out import cut, positions
-from quantizers.budget.choice import decide
-from quantizers.budget.measure import lane_rows, measured
+from quantizers.budget.choice import choose_schemes
+from quantizers.budget.measure import branch_rows
+from quantizers.budget.measurements import read_measurements
 from quantizers.calibration.data import CalibrationData
 from quantizers.calibration.samples import samples
 from quantizers.calibration.texts import token_tensors
@@ -136,7 +137,7 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
     rows, held_out = sum(len(t) for t in tokens), held_out_tokens(job)
-    lanes = lane_rows([len(t) for t in tokens], job.sizes["layers"]) if job.allocation else 0
+    branches = branch_rows([len(t) for t in tokens], job.sizes["layers"]) if job.allocation else 0
     ranks, between = options.ranks.at(work / "ranks", check), 0
     if ranks.several:
         between = handed_over(job)
@@ -148,9 +149,9 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
             )
     context = Context(work, device, memory.chunk, check, ranks)
     copied = resolved.data.values() if options.with_data else ()
-    check_room(work, disk_needed(job, rows + lanes, held_out, itemsize, copied) + between)
+    check_room(work, disk_needed(job, rows + branches, held_out, itemsize, copied) + between)
     if job.allocation:
-        job = decide(job, tokens, context, options.output)
+        job = choose_schemes(job, tokens, context, options.output)
         check_room(work, disk_needed(job, rows, held_out, itemsize, copied) + between)
     schemes = [asdict(scheme) for scheme in job.plan.schemes]
     ranks.broadcast("run", {"machine": fingerprint(device), "schemes": schemes, "chunk": memory.chunk})
@@ -234,7 +235,9 @@ def write_report(
     earlier = sum(sum(entry["seconds"].values()) for entry in layers)
     report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
     if job.allocation:
-        report["seconds"]["measuring"] = sum(entry["seconds"] for entry in measured(work, job.sizes["layers"]) or ())
+        report["seconds"]["measuring"] = sum(
+            entry["seconds"] for entry in read_measurements(work, job.sizes["layers"]) or ()
+        )
     report["peak_memory_bytes"] = max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)])
     add_card_facts(report, job, data)
     folder = work / "output"

@@ -11,8 +11,8 @@ import numpy as np
 from eval.consumers.folder import check_folder
 from eval.coverage.gates import gates as coverage_gates
 from eval.coverage.gates import summarise
-from quantizers.budget.choice import choice
-from quantizers.budget.measure import measured
+from quantizers.budget.choice import describe_choice
+from quantizers.budget.measurements import read_measurements
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.device.devices import machine, versions
@@ -85,9 +85,9 @@ def prove(
         "notes": [NOT_SIMULATED, *folders_left_out(source.folder)],
     }
     if job.allocation:
-        entries = measured(context.work, job.sizes["layers"])
+        entries = read_measurements(context.work, job.sizes["layers"])
         assert entries is not None
-        report["schemes"] = choice(job.allocation, entries)
+        report["schemes"] = describe_choice(job.allocation, entries)
     gates = [
         {
             "name": "audit",

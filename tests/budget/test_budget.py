@@ -21,6 +21,7 @@ from eval.report.schemes import choice_lines
 from quantizers.architectures.matrices import MATRICES
 from quantizers.budget import choice as scheme_choice
 from quantizers.budget import measure as measure_schemes
+from quantizers.budget import measurements
 from quantizers.budget import output_errors as scheme_errors_module
 from quantizers.budget.output_errors import scheme_errors
 from quantizers.calibration.loading import load_samples
@@ -185,7 +186,7 @@ def test_a_lanes_kl_is_that_of_the_whole_model_with_this_layer_rounded(
     leave nothing of a layer: KL levels off, and the layer's loss is that of half of them.
     """
     job = prepare(str(budgeted(tmp_path, bits_per_weight=4.5, awq=False, scales="minmax")))
-    monkeypatch.setattr(measure_schemes, "MOST_EXPERTS", count)
+    monkeypatch.setattr(measure_schemes, "MEASURED_EXPERTS", count)
     disturb = measure_schemes._Walk._disturb
 
     def enlarged(experts: Any, exact: Any, coarsest: Any, times: float) -> None:
@@ -197,11 +198,11 @@ def test_a_lanes_kl_is_that_of_the_whole_model_with_this_layer_rounded(
     assert source is not None
     data = load_samples(tmp_path / "calibration.yaml", str(source.folder))
     tokens = [torch.from_numpy(sample.tokens).long() for sample in data.samples][:6]
-    monkeypatch.setattr(measure_schemes, "LANE_TOKENS", 300)
-    monkeypatch.setattr(measure_schemes, "LANE_LENGTH", 100)
-    monkeypatch.setattr(measure_schemes, "HALVED", 2)
-    lanes = measure_schemes.lane_sequences([len(t) for t in tokens])
-    assert 3 <= len(lanes) < 6
+    monkeypatch.setattr(measure_schemes, "BRANCH_TOKENS", 300)
+    monkeypatch.setattr(measure_schemes, "BRANCH_LENGTH", 100)
+    monkeypatch.setattr(measure_schemes, "HALF_EVERY", 2)
+    branches = measure_schemes.branch_sequences([len(t) for t in tokens])
+    assert 3 <= len(branches) < 6
     remove, sizes = measure_schemes._remove, dict[str, int]()
 
     def weigh(work: Path) -> None:
@@ -210,7 +211,7 @@ def test_a_lanes_kl_is_that_of_the_whole_model_with_this_layer_rounded(
 
     monkeypatch.setattr(measure_schemes, "_remove", weigh)
     entries = measure_schemes.measure_schemes(job, tokens, Context(tmp_path, CPU, 5))
-    rows = sum(map(len, tokens)) + measure_schemes.lane_rows([len(t) for t in tokens], 4)
+    rows = sum(map(len, tokens)) + measure_schemes.branch_rows([len(t) for t in tokens], 4)
     assert sizes == {"states-00004.bin": 4 * 128 * rows}
     modules = [name.removesuffix(".weight") for name, info in source.tensors.items() if name.endswith(".weight")]
     weights = {f"{m}.weight": read_weight(source, m, CPU) for m in modules}
@@ -239,10 +240,10 @@ def test_a_lanes_kl_is_that_of_the_whole_model_with_this_layer_rounded(
 
     for layer in (1, 3):
         entry = entries[layer]
-        kl, disturbance = kl_and_disturbance(layer, factor, lanes)
+        kl, disturbance = kl_and_disturbance(layer, factor, branches)
         assert entry["kl"] == pytest.approx(kl, rel=1e-3)
         assert entry["disturbance"] == pytest.approx(disturbance, rel=1e-3)
-        (some, of_some), (half, of_half) = (kl_and_disturbance(layer, factor / n, lanes[::2]) for n in (1, 2))
+        (some, of_some), (half, of_half) = (kl_and_disturbance(layer, factor / n, branches[::2]) for n in (1, 2))
         assert entry["growth"] == pytest.approx(some / of_some / (half / of_half), rel=1e-2)
         assert entry["at_half"] == (boost > 1)
         assert 1 / 2.5 <= entry["growth"] <= 2.5 or boost > 1
@@ -266,7 +267,7 @@ def test_a_square_needs_no_half_and_what_levels_off_does() -> None:
         ({"all": 0.0, "some": 0.0, "half": 0.0}, None, False, 0.0),
         ({"all": 1.0, "some": 0.8, "half": -1e-9}, None, False, 0.5),
     ):
-        found = measure_schemes._with_loss(entry, kl)
+        found = measurements._with_loss(entry, kl)
         assert (found["growth"], found["at_half"]) == (growth and pytest.approx(growth), at_half)
         assert found["loss"]["a"] == pytest.approx(loss)
     layers = [{"layer": n, "loss": {"a": 1.0}, "at_half": n in (1, 3)} for n in range(4)]
@@ -427,7 +428,7 @@ def test_another_budget_or_choice_is_refused(done: Any, tmp_path: Path, budgeted
         patched.setattr(pipeline, "quantize_layers", lambda *_: (_ for _ in ()).throw(QuantizeError("cut")))
         with pytest.raises(QuantizeError, match="cut"):
             run(job, options)
-    shown = scheme_choice.choice_of(job, options.output)
+    shown = scheme_choice.read_choice(job, options.output)
     assert shown is not None
     assert json.loads(json.dumps(shown)) == json.loads((done[1] / "report.json").read_text())["schemes"]
     with pytest.raises(OutputError, match=r"another experts.bits_per_weight \(4.375, now 4.5\)"):
@@ -473,7 +474,7 @@ def test_a_budget_above_everything_takes_the_best_and_says_so(tmp_path: Path, bu
     assert job.allocation is not None
     assert job.allocation.exceeded
     entries = [{"loss": {str(s): 1 / s.bits_per_weight for s in job.allocation.candidates}} for _ in range(4)]
-    assert job.allocation.spell(scheme_choice.chosen(job.allocation, entries)) == [Scheme(8, 32)] * 4
+    assert job.allocation.spell(scheme_choice.chosen_candidates(job.allocation, entries)) == [Scheme(8, 32)] * 4
     assert job.allocation.as_dict()["above_the_largest"]
 
 

@@ -1,0 +1,48 @@
+"""What the pass before a run has measured, read again from its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FOLDER = "schemes"
+
+
+TOLERANCE = 2.5  # ratio of KL per disturbance to that of the half: KL itself 1.6 to 10 times as large, ideally 4
+
+
+def read_measurements(work: Path, layers: int) -> list[dict[str, Any]] | None:
+    """The finished measurements, one entry a layer; None while they are not complete.
+
+    Each has `layer`, `seconds`, `kl` and `disturbance` of its branch, and by a scheme's name `error`, `by_matrix` (all
+    three are squares, relative to the states) and `loss`. `growth` is KL per disturbance over that of the half: 1 where
+    KL grows with the square, None where one of the two has no KL. `at_half` says whether the loss was taken from the
+    half.
+    """
+    try:
+        kl = json.loads((work / FOLDER / "kl.json").read_text())
+        entries = [json.loads(entry_file(work, number).read_text()) for number in range(layers)]
+        return [_with_loss(entry, found) for entry, found in zip(entries, kl, strict=True)]
+    except (OSError, ValueError, TypeError, KeyError):  # nothing there, or written by an older version
+        return None
+
+
+def _with_loss(entry: dict[str, Any], kl: dict[str, float]) -> dict[str, Any]:
+    """An entry completed from its branch's KL, which has the parts of `_Walk.parts`."""
+    errors: dict[str, float] = entry["error"]
+    rate = _rate(kl["all"], entry["disturbance"])
+    some, half = _rate(kl["some"], entry["halved"]["some"]), _rate(kl["half"], entry["halved"]["half"])
+    growth = some / half if some and half else None
+    at_half = growth is not None and not 1 / TOLERANCE <= growth <= TOLERANCE
+    each = {name: (half if at_half else rate) * error for name, error in errors.items()}
+    return entry | {"kl": kl["all"], "growth": growth, "at_half": at_half, "loss": each}
+
+
+def _rate(kl: float, disturbance: float) -> float:
+    # A layer that rounding does not change, for example one of zeros, loses nothing under any scheme.
+    return max(kl, 0.0) / disturbance if disturbance > 0 else 0.0
+
+
+def entry_file(work: Path, layer: int) -> Path:
+    return work / FOLDER / f"{layer:05d}.json"
