@@ -1,1 +1,1 @@
-"""A recipe from beginning to end on this machine: the loop over layers, the proof, the report, the card."""
+"""Runs a recipe from start to finish on this machine: the loop over layers, the proof, the report, the card."""

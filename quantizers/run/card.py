@@ -1,4 +1,4 @@
-"""The card and the page written beside report.json, and the card's front matter read again."""
+"""Writes the card and the page beside report.json, and reads the card's front matter back."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from quantizers.system.own_files import CARD, PAGE
 
 
 def write_with_card(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """Write the page and the card that a run's report gives, and the report that holds their hashes.
+    """Write the page and the card made from a run's report, then the report with their hashes added.
 
     Args:
-        report: with `files` and `sha256`, see `describe_files`.
+        report: with `files` and `sha256`, see `output.record.describe_files`.
     """
     from eval.report.card import card, front_matter
     from eval.report.page import page
 
-    report = as_read(report)  # what is made of it is then the same from memory and from the file
+    report = as_read(report)  # so page and card come out the same from memory and from the file
     texts = {PAGE: page(report), CARD: card(report)}
     hashes = {name: text_sha256(text) for name, text in texts.items()}
     for name, text in texts.items():
@@ -31,10 +31,10 @@ def write_with_card(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def front_matter_of(text: str) -> dict[str, Any]:
-    """The YAML at the head of a card, whatever ends its lines; empty where there is none that can be read.
+    """The YAML at the head of a card, with either line ending; empty if there is none or it cannot be parsed.
 
-    Every value is the text that stands there: PyYAML's other readings make False of the language `no`, and fail on
-    a date that the calendar does not have.
+    Every value stays a string: PyYAML's other loaders turn the language `no` into False, and fail on a date that
+    does not exist.
     """
     parts = text.replace("\r\n", "\n").split("---\n", 2)
     try:

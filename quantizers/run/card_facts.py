@@ -1,4 +1,4 @@
-"""What the card says beyond measurements, gathered for report.json, so that the card needs nothing else."""
+"""Collects what the card says beyond measurements into report.json, so that the card needs no other input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def add_card_facts(report: dict[str, Any], job: Job, data: CalibrationData) -> None:
-    """Add to a report: the recipe's file, licence, datasets and languages, and how to serve the output."""
+    """Add to a report: the recipe's file name, the licence, datasets and languages, and how to serve the output."""
     calibration = read_set(set_location(job.recipe.calibration, job.path))
     report["settings"]["file"] = job.path.name
     report["source"]["license"] = license_of(job, job.opened)
@@ -33,17 +33,17 @@ def add_card_facts(report: dict[str, Any], job: Job, data: CalibrationData) -> N
 
 
 def license_of(job: Job, source: Checkpoint) -> dict[str, str]:
-    """The licence fields of the source's own card; those kept with its facts where it has none."""
+    """The licence fields of the source's own card, or those kept with the architecture's facts if it has none."""
     front = front_matter(source)
-    found = {key: str(front[key]) for key in LICENSE_KEYS if front.get(key)}
+    fields = {key: str(front[key]) for key in LICENSE_KEYS if front.get(key)}
     published = job.facts.published
-    if not found and published and job.recipe.source.model in published.models:
+    if not fields and published and job.recipe.source.model in published.models:
         return published.license
-    return found
+    return fields
 
 
 def front_matter(source: Checkpoint) -> dict[str, Any]:
-    """The YAML at the head of a checkpoint's README.md; empty where there is none that can be read."""
+    """The YAML at the head of a checkpoint's README.md; empty if there is none or it cannot be read."""
     try:
         return front_matter_of((source.folder / CARD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -51,7 +51,7 @@ def front_matter(source: Checkpoint) -> dict[str, Any]:
 
 
 def serving(job: Job, source: Checkpoint) -> dict[str, Any]:
-    """Parsers, sampling, and the memory of usual cards."""
+    """Parsers, sampling defaults, and how the model fits into the memory of common cards."""
     try:
         generation = json.loads((source.folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

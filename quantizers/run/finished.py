@@ -1,4 +1,4 @@
-"""A run whose output is finished already: whether it is this recipe's, and what may still be added to it."""
+"""A run whose output is already finished: check that it belongs to this recipe, and add data files on request."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ from .options import Options
 
 
 def already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[str, Any]:
+    """The report of a finished output, with `already_done` set; with `with_data`, data files are added first.
+
+    Raises:
+        OutputError: the output was made from another recipe or source, or its report.json was changed.
+    """
     output, settings, source = options.output, finished.get("settings"), finished.get("source")
     if not isinstance(settings, dict) or settings.get("hash") != settings_hash(job.recipe, job.path):
         raise OutputError(f"{output}: holds the finished output of another recipe; choose another --output, or --fresh")
@@ -28,14 +33,14 @@ def already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[s
         )
     if options.with_data:
         finished = _add_data(output, finished, resolve_recipe(job.recipe, job.path))
-    if journal.work_folder(output).exists():  # a run that was killed while it removed its own traces
+    if journal.work_folder(output).exists():  # the run was killed while it removed its work folder
         with journal.locked(output):
             journal.remove(journal.work_folder(output))
     return finished | {"already_done": True}
 
 
 def _add_data(output: Path, finished: dict[str, Any], resolved: Resolved) -> dict[str, Any]:
-    """Copy the sets' data into an output that was finished without it; the report as it is then."""
+    """Copy the calibration sets' data into an output that was finished without it, and return the new report."""
     if set(resolved.data) <= set(finished["files"]):
         return finished
     if finished.get("seal") != seal_of(finished):

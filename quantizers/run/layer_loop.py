@@ -1,9 +1,10 @@
 """The loop over decoder layers: materialise, observe, solve, stitch, propagate, journal.
 
-Statistics are forced (every expert sees every token), states are natural (the next layer sees what
-the quantized layer really puts out). While a layer is worked on, the next one's bytes are read; while
-its output is computed, its shard is written. A layer counts as done when shard and next states are on
-the disk: then its journal entry is written, and only then the states before it are removed.
+Statistics come from a forced pass (every expert sees every token); hidden states come from natural routing
+(the next layer reads what the quantized layer really outputs). While one layer is being solved, the next
+one's bytes are read in the background; while its output is computed, its shard is written. A layer is done
+once its shard and the states after it are on disk: then its journal entry is written, and only after that
+are the states before it removed.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def quantize_layers(
     """Write one shard and one journal entry for each decoder layer, under the context's `work`.
 
     Args:
-        data, tokens: the calibration samples, and their token numbers (T,) int64.
+        data, tokens: the calibration samples, and their token ids (T,) int64.
         context: of rank 0; the other ranks call `assist_layers`. Its `work` holds `layers/` and `output/`; layers
-            that have a journal entry there are not quantized again.
-        compensate_router: False leaves the published defect in, for comparison (llmcompressor only).
+            that have a journal entry there are skipped.
+        compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
 
     Raises:
         QuantizeError: a layer's output is not finite, or disk or device memory is full.
@@ -59,10 +60,11 @@ def quantize_layers(
         return
     settle()
     model = _layered_model(job, context.device)
-    model.head()  # only read: a NaN in it would otherwise be found after the last layer
+    model.head()  # read only to check it: otherwise a NaN in it would be found after the last layer
     lengths = [len(sequence) for sequence in tokens]
     share = _Share(job, model, context, lengths, compensate_router)
-    # No name for the states here: a map that is held keeps its pages, and its file's blocks, after the unlink.
+    # Do not bind the states to a name here: a memory map that is still referenced keeps its pages, and its file's
+    # blocks on disk, after the unlink.
     results = share.layers(done, _entering(work, done, model, tokens))
     ranks.broadcast("layers", {"done": done, "chunk": context.chunk, "lengths": lengths})
     with progress("quantizing", layers, done, "layer") as step:
@@ -76,18 +78,18 @@ def quantize_layers(
 
 
 def assist_layers(job: Job, context: Context) -> None:
-    """What the other ranks do while rank 0 is in `quantize_layers`: their share of every layer, and no journal.
+    """What the other ranks do while rank 0 is in `quantize_layers`: their share of every layer, without a journal.
 
     Args:
         context: its chunk is not used; rank 0 broadcasts the one that all ranks work with.
     """
-    begun = context.ranks.receive("layers")
-    if begun is None:
+    message = context.ranks.receive("layers")
+    if message is None:
         return
     settle()
     model = _layered_model(job, context.device)
-    share = _Share(job, model, replace(context, chunk=begun["chunk"]), begun["lengths"], True)
-    for _ in share.layers(begun["done"], share.rows(f"states-{begun['done']:05d}.bin")):
+    share = _Share(job, model, replace(context, chunk=message["chunk"]), message["lengths"], True)
+    for _ in share.layers(message["done"], share.rows(f"states-{message['done']:05d}.bin")):
         pass
 
 
@@ -97,7 +99,7 @@ def _layered_model(job: Job, device: torch.device) -> LayeredModel:
 
 @dataclass(frozen=True)
 class _Share:
-    """One process's share of the layers; with one process, all of it."""
+    """One rank's share of the work on the layers; with a single process, all of it."""
 
     job: Job
     model: LayeredModel
@@ -106,13 +108,13 @@ class _Share:
     compensate_router: bool
 
     def rows(self, name: str, width: int | None = None, dtype: torch.dtype | None = None) -> Rows:
-        """A file of one row for every token, of hidden states unless something else is said."""
+        """A file with one row per token; of hidden states, unless `width` and `dtype` are given."""
         return Rows(
             self.context.work / name, self.lengths, width or self.job.sizes["hidden"], dtype or self.model.dtype
         )
 
     def stores(self) -> LayerStores:
-        """Where the inputs of a layer's experts lie."""
+        """The files that hold the inputs of a layer's experts."""
         chosen = self.job.sizes["chosen"]
         return LayerStores(
             self.rows("x.bin"),
@@ -121,10 +123,15 @@ class _Share:
         )
 
     def layers(self, done: int, states: Rows) -> Iterator[tuple[dict[str, Any], LayerStores]]:
-        """Work through the layers from number `done` on, which `states` enter.
+        """Work through the layers, from layer `done` on.
 
-        Yields each layer's journal entry, but for counts and memory, and what its experts were called with,
-        when everything of the layer is on the disk. Once the next layer is asked for it counts as done.
+        Args:
+            states: hidden states that enter layer `done`.
+
+        Yields:
+            When all files of a layer are on disk: its journal entry, without routed counts and memory, and what its
+            experts were called with. Asking for the next layer marks this one as done: the states that entered it
+            are removed.
         """
         stores = self.context.ranks.rank_zero_first(self.stores)
         for number in range(done, self.job.sizes["layers"]):
@@ -185,7 +192,7 @@ class _Share:
             "shard": shard,
             "digest": digest,
             "seconds": watch.seconds,
-            # JSON has no infinity; an error that large says that an expert's weights or inputs overflow.
+            # JSON has no infinity. An infinite error means that an expert's weights or inputs overflow.
             "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
             "fallbacks": _by_expert(solved.fallbacks),
             "leaning": solved.leaning and solved.leaning.as_dict(),
@@ -194,24 +201,24 @@ class _Share:
 
 
 def _nothing() -> None:
-    """What all ranks but 0 write."""
+    """Takes the place of writing the shard in all ranks except 0."""
 
 
 class _Watch:
-    """Seconds by phase."""
+    """Adds up seconds by phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.monotonic()
 
     def lap(self, phase: str) -> None:
-        """All the time since the last lap was this phase."""
+        """Book the time since the last lap under this phase."""
         now = time.monotonic()
         self.seconds[phase] = now - self._last
         self._last = now
 
     def skip(self, seconds: dict[str, float]) -> None:
-        """The time since the last lap has been measured by someone else."""
+        """Book the time since the last lap under these phases, which were timed elsewhere."""
         self.seconds |= seconds
         self._last = time.monotonic()
 
@@ -248,7 +255,7 @@ def _propagate(
 
 
 def _by_expert(lines: Sequence[str]) -> list[str]:
-    """Sorted by expert, so that the report does not depend on how many experts were solved at a time."""
+    """Sort lines by expert number, so that the report does not depend on how many experts were solved at a time."""
 
     def expert(line: str) -> int:
         match = re.match(r"expert (\d+)", line)
@@ -258,7 +265,7 @@ def _by_expert(lines: Sequence[str]) -> list[str]:
 
 
 def _routed(data: CalibrationData, chosen: Rows, experts: int) -> list[list[int]]:
-    """Tokens sent to each expert, a row for each category in the order of their names."""
+    """Tokens routed to each expert: a row per category, in alphabetical order of the categories."""
     names = sorted({sample.category for sample in data.samples})
     counts = np.zeros((len(names), experts), dtype=np.int64)
     for i, sample in enumerate(data.samples):

@@ -26,10 +26,12 @@ from quantizers.system.errors import CheckpointError, OutputError, QuantizeError
 from quantizers.system.progress import progress
 from quantizers.team.ranks import ALONE, Ranks
 
-EVALUATION = "evaluation.json"  # what a resumable evaluation was begun with
+EVALUATION = "evaluation.json"  # in `work`: the settings that a resumable evaluation was started with
 
 
 def checked(step: Callable[[str], None], check: Callable[[], None]) -> Callable[[str], None]:
+    """`step`, with a call of `check` before it."""
+
     def both(note: str) -> None:
         check()
         step(note)
@@ -51,25 +53,25 @@ def measure(
     trust_remote_code: bool = False,
     ranks: Ranks = ALONE,
 ) -> list[dict[str, Any]]:
-    """Perplexity, KL and routing of candidates against their source on a held-out set.
+    """Perplexity, KL and routing of candidates against their source evaluated_on a held-out set.
 
     Args:
-        source, candidates: in any format that formats.py and weights.py read.
+        source, candidates: in any format that checkpoint/formats.py and forward/weights.py read.
         data_set: a calibration set file; tokenized with the source's tokenizer.
-        work: a folder for hidden states, made and removed here.
+        work: a folder for hidden states, created and removed here.
         check: called between steps; may raise to interrupt.
         weights: also compare the weights, layer by layer.
-        resumable: leave `work` when cut off, and go on from what it holds.
-        long: also measure the set's long texts; where it has no others they are measured in any case.
-        trust_remote_code: whether the tokenizer may bring code of its own.
-        ranks: who does it together; each of them calls this.
+        resumable: keep `work` when interrupted, and resume from what it holds.
+        long: also measure the set's long texts; a set that has only long texts is measured in any case.
+        trust_remote_code: whether the tokenizer may run code of its own.
+        ranks: the processes that share the work; each of them calls this.
 
     Returns:
-        Figures of each candidate, see `eval.perplexity.figures`, and evaluated_on (name and digest of the
-        set, and what of it lies past the model's positions); nothing in other ranks than 0.
+        Figures of each candidate, see `eval.fidelity.figures.figures`, and evaluated_on (name and digest of the
+        set, and how much of it lies past the model's positions). An empty list in all ranks except 0.
 
     Raises:
-        CheckpointError: a candidate is another model, or in a format that cannot be read.
+        CheckpointError: a candidate is a different model, or in a format that cannot be read.
         OutputError: `work` holds another evaluation.
     """
     from quantizers.architectures.architecture import architecture_for, sizes_of
@@ -81,16 +83,16 @@ def measure(
     sizes = sizes_of(facts, source.config, where)
     opened = [readable(checkpoint, facts) for checkpoint in (source, *candidates)]
     for candidate in candidates:
-        place = str(candidate.folder / "config.json")
-        other = sizes_of(architecture_for(candidate.config, place), candidate.config, place)
+        config_path = str(candidate.folder / "config.json")
+        other = sizes_of(architecture_for(candidate.config, config_path), candidate.config, config_path)
         if candidate.config.get("model_type") != facts.model_type or other != sizes:
-            raise CheckpointError(f"{place}: is another model than {source.name}; give checkpoints of one model")
+            raise CheckpointError(f"{config_path}: is another model than {source.name}; give checkpoints of one model")
     data = ranks.rank_zero_first(lambda: samples(data_set, source.folder, trust_remote_code))
     if not long and any(not sample.long for sample in data.samples):
         short = tuple(sample for sample in data.samples if not sample.long)
         data = replace(data, samples=short, digest=digest_of(short))
-    most = positions(source.config)
-    tokens = cut(token_tensors(data, sizes["vocabulary"]), most)
+    limit = positions(source.config)
+    tokens = cut(token_tensors(data, sizes["vocabulary"]), limit)
     scored = texts(data.samples, tokens, load_tokenizer(str(source.folder), trust_remote_code))
     dtype = forward_dtype(device)
     models = [LayeredModel(checkpoint, facts, sizes, device, dtype) for checkpoint in opened]
@@ -119,9 +121,9 @@ def measure(
             shutil.rmtree(work, ignore_errors=True)
         raise
     shutil.rmtree(work, ignore_errors=True)
-    on = {"name": data.name, "digest": data.digest, "past_the_model": past_the_model(data.samples, most)}
+    evaluated_on = {"name": data.name, "digest": data.digest, "past_the_model": past_the_model(data.samples, limit)}
     return [
-        _figures(one, scored, candidate) | {"evaluated_on": on}
+        _figures(one, scored, candidate) | {"evaluated_on": evaluated_on}
         for one, candidate in zip(measured, candidates, strict=True)
     ]
 
@@ -139,7 +141,7 @@ def _figures(one: Measured, scored: Sequence[Text], candidate: Checkpoint) -> di
 def _same_evaluation(
     work: Path, opened: list[Checkpoint], data: CalibrationData, device: torch.device, weights: bool
 ) -> None:
-    """Write what decides the figures beside the states, or compare it with what is there."""
+    """Write the settings that the figures depend on beside the states, or compare them with those already there."""
     settings = {
         "data": data.digest,
         "checkpoints": [

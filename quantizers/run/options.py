@@ -1,4 +1,4 @@
-"""What a run is told beside its recipe."""
+"""What a run is given besides its recipe."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from quantizers.team.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class Options:
-    """Where and how a run works; nothing here decides what a recipe means.
+    """Where and how a run works; nothing here changes the meaning of a recipe.
 
     Attributes:
         output: the folder to write.
         device: where layers are computed.
-        device_memory: bytes that may be used there, from which follows how many experts are solved at a
-            time; None for what the device has.
-        paranoid: keep the source's hashes, and compare them, and those of finished shards, when the run goes on.
-        with_data: copy the calibration sets' local data files beside the checkpoint.
-        ranks: which process this is, of how many that do the job together.
+        device_memory: bytes that may be used there, which decides how many experts are solved at a time;
+            None for all that the device has.
+        paranoid: record the source's hashes; when the run resumes, compare them and those of finished shards.
+        with_data: copy the calibration sets' local data files into the output folder.
+        ranks: which of the processes that share the run this one is.
     """
 
     output: Path

@@ -1,7 +1,7 @@
-"""A run from beginning to end: the loop over layers; then assemble, prove, move.
+"""A run from start to finish: the loop over layers, then assemble, prove, move into place.
 
-Nothing in the output folder looks finished before it is: everything is made under DIR/.quantize/ and
-moved into place by renames at the very end.
+An unfinished output never looks finished: everything is written under DIR/.quantize/ and renamed into
+place at the very end.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from .layer_loop import assist_layers, quantize_layers
 from .options import Options
 from .proof import fidelity, prove
 
-METHOD = 3  # changes whenever the same settings would give other bytes
+METHOD = 3  # increased whenever the same settings would give different bytes
 
 
 def run(job: Job, options: Options) -> dict[str, Any]:
-    """Do the whole job, or what is left of it; of several processes rank 0, while the others `assist`.
+    """Do the whole job, or what is left of it. With several ranks, rank 0 calls this and the others `assist`.
 
     Returns:
-        The report, as report.json holds it.
+        The contents of report.json.
 
     Raises:
         InputError: exit 2. QuantizeError: exit 1. Interrupted: 130 or 143.
@@ -72,7 +72,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
     if finished is not None:
         options.ranks.broadcast("run", None)
         return already_done(job, options, finished)
-    # Once, and before anything long: the sets may be edited while the run works.
+    # Read the sets once, before anything slow: they may be edited during the run.
     resolved = resolve_recipe(job.recipe, job.path)
     refuse_strangers(options.output)
     with (
@@ -88,25 +88,25 @@ def run(job: Job, options: Options) -> dict[str, Any]:
 
 
 def assist(job: Job, options: Options) -> None:
-    """What all processes but rank 0 do: their share of the layers, and of perplexity and KL. The rest is rank 0's.
+    """What all ranks except 0 do: their share of the layers, and of perplexity and KL. Rank 0 does the rest.
 
     Raises:
-        InputError: this process differs from rank 0 in what decides bytes.
+        InputError: this process differs from rank 0 in something that the output's bytes depend on.
         QuantizeError, Interrupted: as `run` does.
     """
     with interruptible(RESUME) as check:
         work = journal.work_folder(options.output)
         ranks = options.ranks.at(work / "ranks", check)
-        begun = ranks.receive("run")
-        if begun is None:
+        message = ranks.receive("run")
+        if message is None:
             return
-        job = replace(job, plan=job.plan.with_schemes([Scheme(**scheme) for scheme in begun["schemes"]]))
-        for key, first, own in journal.differences(begun["machine"], fingerprint(options.device)):
+        job = replace(job, plan=job.plan.with_schemes([Scheme(**scheme) for scheme in message["schemes"]]))
+        for key, first, own in journal.differences(message["machine"], fingerprint(options.device)):
             raise InputError(
                 f"process {ranks.rank} has another {key} ({own}) than process 0 ({first}); make them equal"
             )
         with journal.locked(options.output, ranks):
-            context = Context(work, options.device, begun["chunk"], check, ranks)
+            context = Context(work, options.device, message["chunk"], check, ranks)
             assist_layers(job, context)
             if job.recipe.verify and job.recipe.verify.perplexity:
                 fidelity(job, job.recipe.verify.perplexity, context)
@@ -132,7 +132,7 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     journal.remove_cut_files(work)
     if options.paranoid:
         check_hashes(source, work, options.output, check)
-    shutil.rmtree(work / "ranks", ignore_errors=True)  # what processes that were killed were about to hand over
+    shutil.rmtree(work / "ranks", ignore_errors=True)  # what killed processes were about to pass to each other
     for folder in ("layers", "output"):
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
@@ -163,12 +163,12 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
 
 
 def _samples(job: Job, name: str) -> CalibrationData:
-    """A set that the recipe names."""
+    """The samples of a calibration set that the recipe names."""
     return samples(set_location(name, job.path), job.opened.folder, job.recipe.source.trust_remote_code)
 
 
 def held_out_tokens(job: Job) -> int:
-    """Tokens of the held-out set that are scored; loaded now, so that what is wrong is not said after hours."""
+    """Scored tokens of the held-out set. It is loaded this early so that a faulty set fails now, not after hours."""
     asked = job.recipe.verify and job.recipe.verify.perplexity
     if not asked:
         return 0
@@ -177,7 +177,7 @@ def held_out_tokens(job: Job) -> int:
 
 
 def run_fingerprint(job: Job, data: CalibrationData, device: torch.device, chunk: int) -> dict[str, Any]:
-    """Every setting that decides bytes; gates and logging do not."""
+    """Every setting that the output's bytes depend on; gates and logging are not among them."""
     return {
         "method": METHOD,
         "experts": job.recipe.settings()["experts"],
@@ -189,13 +189,13 @@ def run_fingerprint(job: Job, data: CalibrationData, device: torch.device, chunk
 
 
 def assemble(job: Job, folder: Path) -> ShardDigest:
-    """What lies outside the layers: the last shard, index, config, and the source's side files.
+    """Write what lies outside the layers: the last shard, index, config, and the source's side files.
 
     Returns:
-        What was written of the last shard.
+        The digest of the last shard.
     """
     shards = {job.plan.shard_file(layer) for layer in range(job.plan.layers)}
-    for path in folder.iterdir():  # of an earlier attempt, which may have been told otherwise
+    for path in folder.iterdir():  # left by an earlier attempt, which may have had other options
         if path.name not in shards:
             path.unlink()
     last = write_shard(layer_tensors(job.plan, None, job.opened, None), folder / job.plan.shard_file(None))
@@ -208,7 +208,7 @@ def assemble(job: Job, folder: Path) -> ShardDigest:
 
 
 def add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:
-    """Write the recipe and its sets beside the checkpoint; their local data too, where that was asked for."""
+    """Write the recipe and its sets beside the checkpoint; with `with_data`, their local data files too."""
     for name, text in resolved.texts().items():
         write_text(text, folder / name)
     if with_data:
@@ -219,10 +219,11 @@ def add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:
 def write_report(
     job: Job, resolved: Resolved, data: CalibrationData, last: ShardDigest, started: float, context: Context
 ) -> None:
-    """Audit and evaluate what was assembled, and write report.json, its page and the card.
+    """Audit and evaluate the assembled files, and write report.json, the page and the card.
 
     Args:
-        last: of the shard that no layer's journal entry has.
+        last: digest of the last shard, which is in no layer's journal entry.
+        started: `time.monotonic()` when this process began.
     """
     from eval.report.card_pictures import draw
 

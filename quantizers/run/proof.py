@@ -1,4 +1,4 @@
-"""After the loop: audit, coverage, perplexity and KL of the assembled files, as one report with gates."""
+"""After the loop over layers: audit, coverage, perplexity and KL of the assembled files, as one report with gates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from quantizers.calibration.data import CalibrationData
     from quantizers.recipe.portable import Resolved
 
-JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest")  # of a layer's entry; the report has it elsewhere
+JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest")  # left out of `layers`: elsewhere in the report
 NOT_SIMULATED = (
     "vLLM quantizes activations to FP8 in the attention at run time; that is not simulated in these figures."
 )
@@ -49,13 +49,13 @@ def prove(
     """Measure the files in work/output against the source.
 
     Args:
-        resolved: the recipe as it travels with the output, which the report names.
+        resolved: the recipe as it is published with the output.
         layers: the journal's entries.
-        written: digests of the shards, from when they were written.
+        written: digests of the shards, taken when they were written.
         context: of rank 0; the other ranks call `fidelity`.
 
     Returns:
-        The report but for times, memory and the list of files.
+        The report without times, memory and the list of files.
     """
     folder, device = context.work / "output", context.device
     recipe, source = job.recipe, job.opened
@@ -66,9 +66,14 @@ def prove(
     counts = [np.array(entry["routed"], dtype=np.int64) for entry in layers]
     rule = recipe.verify.coverage if recipe.verify else None
     coverage = summarise(counts, names, rule.min_routed_tokens if rule else 1)
-    seen = [entry["error"]["expert_tokens"] for entry in layers if entry["error"].get("expert_tokens") is not None]
-    if seen:  # by every expert, whatever the router chose
-        coverage["forced"] = {"min": int(min(seen)), "tokens": sum(len(sample.tokens) for sample in data.samples)}
+    forced_tokens = [
+        entry["error"]["expert_tokens"] for entry in layers if entry["error"].get("expert_tokens") is not None
+    ]
+    if forced_tokens:  # tokens that every expert saw in the forced pass, independent of routing
+        coverage["forced"] = {
+            "min": int(min(forced_tokens)),
+            "tokens": sum(len(sample.tokens) for sample in data.samples),
+        }
     report: dict[str, Any] = {
         "source": {
             "model": resolved.recipe.source.model,
@@ -111,17 +116,17 @@ def prove(
         )
     if rule:
         gates += coverage_gates(coverage, counts, names, rule)
-    asked = recipe.verify.perplexity if recipe.verify else None
-    if asked:
-        (result,) = fidelity(job, asked, context)
+    gate = recipe.verify.perplexity if recipe.verify else None
+    if gate:
+        (result,) = fidelity(job, gate, context)
         report |= result
-        gates += fidelity_gates(result, asked)
+        gates += fidelity_gates(result, gate)
     report["gates"] = gates
     return report
 
 
 def _refuse_unreadable(folder: Path, differences: list[str]) -> None:
-    """Nothing can be measured of files that cannot be opened: the run stops, and goes on once they are restored."""
+    """Stop the run if the files cannot be opened and so cannot be measured; it resumes once they are restored."""
     try:
         open_folder(folder)
     except CheckpointError:
@@ -129,7 +134,7 @@ def _refuse_unreadable(folder: Path, differences: list[str]) -> None:
 
 
 def fidelity(job: Job, asked: PerplexityGate, context: Context) -> list[dict[str, Any]]:
-    """`measure` of the files in work/output, once rank 0 has made them; all ranks call this."""
+    """`measure` the files in work/output, once rank 0 has written them; all ranks call this."""
     context.ranks.barrier()
     return measure(
         job.opened,
@@ -144,10 +149,10 @@ def fidelity(job: Job, asked: PerplexityGate, context: Context) -> list[dict[str
 
 
 def describe(data: CalibrationData, resolved: Resolved) -> dict[str, Any]:
-    """A calibration set in numbers: its own summary, with samples, tokens and cut samples by category.
+    """A calibration set in numbers: its own summary, plus samples, tokens and truncated samples by category.
 
     Args:
-        resolved: by which names local data files are published.
+        resolved: gives the names under which local data files are published.
     """
     categories: dict[str, dict[str, int]] = {}
     for sample in data.samples:
@@ -162,7 +167,7 @@ def describe(data: CalibrationData, resolved: Resolved) -> dict[str, Any]:
 
 
 def fidelity_gates(result: dict[str, Any], asked: PerplexityGate) -> list[dict[str, Any]]:
-    """The recipe's limits on perplexity and KL."""
+    """Whether the recipe's limits on perplexity and KL are kept."""
     limits = (
         ("perplexity", result["perplexity"]["increase"], asked.max_increase, "relative increase of perplexity"),
         ("kl", result["kl"]["mean"], asked.max_kl, "mean KL(source || output), nats"),

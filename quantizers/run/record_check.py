@@ -1,4 +1,4 @@
-"""Whether a finished folder is still what its report.json recorded."""
+"""Checks that a finished folder is still as its report.json recorded it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quantizers.system.own_files import CALIBRATION, CARD, PAGE, RECIPE, REPORT,
 
 from .card import front_matter_of
 
-# What the front matter may say of the checkpoint itself; whoever publishes may add other keys, and tags.
+# Keys of the front matter that describe the checkpoint itself; who publishes it may add other keys, and list entries.
 CARD_KEYS = (
     "base_model", "base_model_relation", "pipeline_tag", "library_name", "license", "license_name", "license_link",
     "tags", "datasets", "language",
@@ -25,8 +25,8 @@ class Record:
     """What `check_record` found.
 
     Attributes:
-        differences: one line each, beginning with the file's name.
-        notes: what is no fault and should be known.
+        differences: one line each, starting with the file's name.
+        notes: what is not a fault but worth knowing.
     """
 
     differences: tuple[str, ...]
@@ -34,22 +34,22 @@ class Record:
 
 
 def check_record(folder: Path) -> Record:
-    """Whether report.json is as it was sealed, and everything that it records still what it was; shards apart.
+    """Check report.json against its own seal, and the files it records against their hashes, except shards.
 
     Args:
-        folder: a finished checkpoint, of this program or another's.
+        folder: a finished checkpoint, made by this program or another.
     """
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        left = [name for name in (PAGE, RECIPE, CALIBRATION) if (folder / name).is_file()]
-        if left:
-            return Record((f"{REPORT}: is gone, though {left[0]} is there; take it from where this was made",), ())
+        orphans = [name for name in (PAGE, RECIPE, CALIBRATION) if (folder / name).is_file()]
+        if orphans:
+            return Record((f"{REPORT}: is gone, though {orphans[0]} is there; take it from where this was made",), ())
         return Record((), (f"no {REPORT}, so what its maker wrote cannot be compared",))
     except (OSError, ValueError, RecursionError) as failure:
         return Record((f"{REPORT}: cannot be read ({type(failure).__name__})",), ())
     if not isinstance(report, dict) or ("seal" not in report and "sha256" not in report and "audit" not in report):
-        return Record((), (f"{REPORT} is none of this program's, so what its maker wrote cannot be compared",))
+        return Record((), (f"{REPORT} was not written by this program, so what its maker wrote cannot be compared",))
     if report.get("seal") != seal_of(report):
         return Record((f"{REPORT}: is not as it was sealed; it was changed since the run wrote it",), ())
     hashes, names, card = report.get("sha256"), report.get("files"), report.get("card", {"front_matter": {}})
@@ -80,8 +80,8 @@ def _card_changes(folder: Path, written: dict[str, Any]) -> tuple[list[str], lis
     lines = []
     for key in CARD_KEYS:
         before, now = dict(written.get("front_matter") or {}).get(key), front.get(key)
-        grown = isinstance(before, list) and isinstance(now, list) and all(item in now for item in before)
-        if now != before and not grown:
+        extended = isinstance(before, list) and isinstance(now, list) and all(item in now for item in before)
+        if now != before and not extended:
             lines.append(f"{CARD}: front matter: {key} is {_shown(now)}, the run wrote {_shown(before)}")
     edited = hashlib.sha256(raw).hexdigest() != written.get("sha256")
     return lines, [f"{CARD}: was edited since the run wrote it"] if edited and not lines else []

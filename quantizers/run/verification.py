@@ -1,4 +1,4 @@
-"""Everything that `quantize verify` and `quantize publish` hold a finished folder against."""
+"""Every check that `quantize verify` and `quantize publish` make of a finished folder."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found.
+    """What `verify_folder` found.
 
     Attributes:
-        audit: the files against the source.
-        record: the files against report.json, and report.json against its seal.
-        consumers: what servers would read; None where the folder cannot be opened, which the audit says.
+        audit: the files compared with the source.
+        record: the files compared with report.json, and report.json with its seal.
+        consumers: how serving engines would read it; None if the folder cannot be opened, which the audit reports.
     """
 
     audit: Audit
@@ -38,12 +38,12 @@ class Verification:
 
     @property
     def differences(self) -> list[str]:
-        """What is not as it should be in the files, one line each."""
+        """What is wrong with the files, one line each."""
         return [*self.audit.differences, *self.record.differences]
 
     @property
     def misread(self) -> list[str]:
-        """What servers would read otherwise than it is stored, one line each."""
+        """What serving engines would read differently from how it is stored, one line each."""
         return [str(finding) for finding in self.consumers.errors] if self.consumers else []
 
     def as_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Verification:
 
 
 def verify_folder(folder: Path, source: Checkpoint, device: torch.device) -> Verification:
-    """Compare a finished checkpoint with its source, with its own record, and with the rules of its readers.
+    """Compare a finished checkpoint with its source, with its own record, and with the serving engines' rules.
 
     Raises:
         CheckpointError: the folder does not exist, or the source is broken.
@@ -67,14 +67,14 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device) -> Ver
 
 
 def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoint:
-    """The source of a finished checkpoint: the one given, or what its report.json names.
+    """The source of a finished checkpoint: the one given, or the one that its report.json names.
 
     Args:
-        given: a folder or Hub id; with None it is the report's Hub id, or a shipped model of the report's name.
-        revision: on the Hub; the report's, or main, when None.
+        given: a folder or Hub id; if None, the report's Hub id, or the shipped model with the report's name.
+        revision: on the Hub; if None, the report's, or main.
 
     Raises:
-        InputError: the report names a folder that is not on this machine under any known name, or there is none.
+        InputError: the report names a folder and no shipped model has that name, or there is no report.
         DamagedRecord: the report cannot be read.
         CheckpointError: the source cannot be opened.
     """
@@ -92,7 +92,7 @@ def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoi
 
 
 def _named_source(folder: Path, needed: bool) -> tuple[str, str]:
-    """What report.json calls the source, and its revision; an empty name and main where it need not be known."""
+    """The source's name and revision in report.json; if it has none and none is needed, an empty name and main."""
     try:
         source = read_json(folder / REPORT)["source"]
         return str(source["model"]), str(source["revision"] or "main")

@@ -298,7 +298,7 @@ def test_another_tools_report_is_not_accused(copied: Path) -> None:
     (copied / "report.json").write_text('{"a": 1}')
     found = check_record(copied)
     assert found.differences == ()
-    assert "none of this program's" in found.notes[0]
+    assert "not written by this program" in found.notes[0]
 
 
 @pytest.mark.parametrize("damage", [lambda f: f.write_text(f.read_text()[:500]), lambda f: f.unlink()])
