@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,7 +141,13 @@ def architecture_for(config: dict[str, Any], where: str) -> Architecture:
         is_moe = any("expert" in key for key in config)
         reason = "no facts for this architecture" if is_moe else "not a mixture-of-experts model that is known here"
         raise ArchitectureError(f"{where}: model_type {model_type!r}: {reason}; give one of {', '.join(files)}")
-    return load(files[model_type], Architecture, ArchitectureError)
+    return _facts(files[model_type])
+
+
+@cache
+def _facts(file: Path) -> Architecture:
+    # A command asks four times or more, and reading the file takes longer than all else that it does with it.
+    return load(file, Architecture, ArchitectureError)
 
 
 def published_config(model: str) -> tuple[Architecture, dict[str, Any]] | None:
