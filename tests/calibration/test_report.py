@@ -213,5 +213,18 @@ def test_wrong_sets_cannot_be_compared(tmp_path: Path) -> None:
 
 
 def test_progress_is_one_moving_line() -> None:
-    with loading(Console(quiet=True)) as progress:
-        progress(3, "some/dataset")
+    """On a terminal: drawn again over itself, and wiped away at the end. Elsewhere nothing."""
+    again, wiped = "\r\x1b[2K", "\n\x1b[?25h\r\x1b[1A\x1b[2K"
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    pipe = Console(file=io.StringIO(), force_terminal=False)
+    for console in (terminal, pipe):
+        with loading(console) as progress:
+            progress(3, "some/dataset")
+            progress(1234, "other/dataset")
+    drawn = terminal.file.getvalue()
+    assert drawn.endswith(wiped)
+    assert "\n" not in drawn.removesuffix(wiped)
+    first, *_, last = drawn.removesuffix(wiped).split(again)[1:]
+    assert "loading calibration data" in first
+    assert "calibration: 1,234 samples, now other/dataset" in last
+    assert pipe.file.getvalue() == ""

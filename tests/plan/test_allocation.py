@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import time
 
+import numpy as np
 import pytest
 import tiny
 from hypothesis import given, settings
@@ -37,7 +37,7 @@ def by_trying(costs: list[list[int]], losses: list[list[float]], limit: int) -> 
     return best
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.lists(LAYER, min_size=1, max_size=5), st.integers(0, 60))
 def test_as_good_as_trying_everything(layers: list[list[tuple[int, float]]], limit: int) -> None:
     costs, losses = [[c for c, _ in row] for row in layers], [[loss for _, loss in row] for row in layers]
@@ -57,15 +57,24 @@ def test_of_equal_losses_the_cheaper_one() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
-def test_a_large_model_takes_no_time(share: float) -> None:
-    """62 layers, all schemes, costs that differ by a few bytes of header: seconds would be too long."""
+def test_a_large_model_takes_no_time(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """62 layers, all schemes, costs that differ by a few bytes of header: few enough choices are followed."""
+    real, followed = np.lexsort, []
+
+    def counted(keys: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        followed.append(len(keys[0]))
+        return real(keys)
+
+    monkeypatch.setattr(np, "lexsort", counted)
     rng = random.Random(1)
     costs = [[10**9 * scheme.bits // 8 + 2 * 10**9 // scheme.group_size + rng.randrange(99) for scheme in ALL]] * 62
     losses = [[rng.lognormvariate(0, 1) / 4**s.bits * s.group_size**0.4 for s in ALL] for _ in range(62)]
     low, high = sum(min(row) for row in costs), sum(max(row) for row in costs)
-    limit, started = low + int(share * (high - low)), time.process_time()
+    limit = low + int(share * (high - low))
     found = choose(costs, losses, limit)
-    assert time.process_time() - started < 5
+    print(f"{sum(followed):,} choices")
+    assert len(followed) == 62
+    assert sum(followed) < 200_000  # ten times what it is
     assert found is not None
     assert sum(row[i] for row, i in zip(costs, found, strict=True)) <= limit
     if share == 0.0:
