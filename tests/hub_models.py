@@ -215,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
                 hub.received.append(oid)
         if full:
             hub.stalled.set()
-            hub.release.wait(60)
+            hub.release.wait(600)
             return 503, b"", {}
         return (200 if good else 400), b"", {}
 

@@ -30,11 +30,11 @@ def test_the_block_and_the_background_work_at_the_same_time() -> None:
 
     def work() -> int:
         behind.set()
-        assert inside.wait(10)
+        assert inside.wait(60)
         return 7
 
     with in_background(work) as result:
-        assert behind.wait(10)
+        assert behind.wait(60)
         inside.set()
         assert result() == 7
 

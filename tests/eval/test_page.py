@@ -138,7 +138,7 @@ def look(text: str, folder: Path) -> tuple[int, bool, Path, str]:
     ]  # fmt: skip
 
     def browse(*words: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run([*common, *words], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([*common, *words], capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         return done
 

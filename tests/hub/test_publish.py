@@ -60,7 +60,7 @@ class Command:
 
     def ended(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
         """Exit code, standard output and standard error; no token in either."""
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
         assert TOKEN not in out + err
         return process.returncode, out, err
 

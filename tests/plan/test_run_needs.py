@@ -170,7 +170,7 @@ def plan_in_a_process(hub: ModelHub, home: Path, *words: object) -> subprocess.C
         env=kept | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 
