@@ -57,19 +57,25 @@ def test_a_write_is_waited_for_when_the_block_is_left_by_an_error(tmp_path: Path
     assert (tmp_path / "written").exists()
 
 
-def test_reading_ahead_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, size = tmp_path / "shard", 3 * BLOCK + 5
-    file.write_bytes(b"x" * size)
-    before, read = rchar(), Event()
-    real = overlap._read
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Event:
+    """Set when the thread that reads ahead has come to its end."""
+    done, real = Event(), overlap._read
 
     def all_of_it(*arguments: Any) -> None:
         real(*arguments)
-        read.set()
+        done.set()
 
     monkeypatch.setattr(overlap, "_read", all_of_it)
+    return done
+
+
+def test_reading_ahead_reads_each_byte_once(tmp_path: Path, read: Event) -> None:
+    file, size = tmp_path / "shard", 3 * BLOCK + 5
+    file.write_bytes(b"x" * size)
+    before = rchar()
     with read_ahead([tensor(file, BLOCK, 2 * BLOCK + 5), tensor(file, 0, BLOCK), tensor(file, 7, 0)]):
-        read.wait(60)
+        assert read.wait(60)
     assert size <= rchar() - before < size + BLOCK
 
 
@@ -85,8 +91,8 @@ def test_reading_ahead_stops_with_the_block(tmp_path: Path, monkeypatch: pytest.
     assert rchar() - before < size / 2
 
 
-def test_what_cannot_be_read_ahead_is_left_to_who_needs_it(tmp_path: Path) -> None:
+def test_what_cannot_be_read_ahead_is_left_to_who_needs_it(tmp_path: Path, read: Event) -> None:
     """A file that is gone, or shorter than its header says, ends the reading and nothing else."""
     (tmp_path / "short").write_bytes(b"x")
     with read_ahead([tensor(tmp_path / "gone", 0, 9), tensor(tmp_path / "short", 0, 9)]):
-        time.sleep(0.05)
+        assert read.wait(60)
