@@ -221,7 +221,7 @@ class _Walk:
             weight.data[: len(own)] = own.lerp(stored.to(own.device), factor)
 
     def parts(self, values: Sequence[float], sizes: Sequence[float]) -> dict[str, float]:
-        """Σ values / Σ sizes of a branch: of `all` sequences, of `some` that also ran with half the error, and `half`."""
+        """Σ values / Σ sizes of a branch: of `all` sequences, of `some` also run with half the error, and `half`."""
         parts = {"all": range(len(self.probes)), "some": self.halved, "half": range(len(self.probes), len(values))}
         totals = {name: (sum(values[n] for n in part), sum(sizes[n] for n in part)) for name, part in parts.items()}
         return {name: value / size if size > 0 else 0.0 for name, (value, size) in totals.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +49,14 @@ from stitch.mix.mix import mix
 CPU = torch.device("cpu")
 MEAN_BITS = 4.375  # half of the layers in groups of 32, half of 64: what the tiny model's width allows
 GATE, UP, DOWN = "w1", "w3", "w2"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_lanes() -> Iterator[None]:
+    """Some 600 tokens go on from each layer instead of all: here runs are compared with each other."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(measure_schemes, "LANE_TOKENS", 600)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from quantizers.forward.recorded import Recorded
 from quantizers.plan.job import prepare
 from quantizers.plan.plan import Plan, expected_tensors, make_plan
 from quantizers.plan.solve_memory import BATCH_TOKENS, DeviceMemory, device_memory
-from quantizers.recipe.schema import Experts
+from quantizers.recipe.schema import Awq, Experts
 from quantizers.run.layer_loop import _by_expert
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
