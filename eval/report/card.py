@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.fidelity.tables import past_the_model
+from quantizers.calibration.languages import language_code
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.byte_size import gib
 from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
@@ -18,12 +19,6 @@ from quantizers.system.text_table import number
 
 from .card_fidelity import fidelity
 from .schemes import choice_lines, layer_rows, leaning_line
-
-SPOKEN = {
-    "arabic": "ar", "chinese": "zh", "english": "en", "french": "fr", "german": "de", "hebrew": "he", "hindi": "hi",
-    "italian": "it", "japanese": "ja", "korean": "ko", "portuguese": "pt", "russian": "ru", "spanish": "es",
-    "turkish": "tr",
-}  # fmt: skip
 
 
 def card(report: dict[str, Any]) -> str:
@@ -61,7 +56,8 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
     front["tags"] += [*(tag for n in bits for tag in (f"int{n}", f"w{n}a16")), "moe", "vllm"]
     if calibration["datasets"]:
         front["datasets"] = calibration["datasets"]
-    return front | {"language": sorted({"en", *(SPOKEN[name.lower()] for name in spoken if name.lower() in SPOKEN)})}
+    codes = {code for name in spoken if (code := language_code(name)) is not None}
+    return front | {"language": sorted({"en", *codes})}
 
 
 def _fp8(report: dict[str, Any]) -> bool:

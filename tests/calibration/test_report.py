@@ -10,10 +10,11 @@ import pytest
 from calibration_tokenizer import write_tokenizer
 from rich.console import Console, RenderableType
 
+from quantizers.calibration.languages import CODES
 from quantizers.calibration.report.check import SetReport, check_set
 from quantizers.calibration.report.diff import diff_sets
 from quantizers.calibration.report.duplicates import find_duplicates
-from quantizers.calibration.report.spoken import CODES, identify
+from quantizers.calibration.report.spoken import identify
 from quantizers.calibration.report.view import loading, render, render_diff, render_samples, show_samples
 from quantizers.calibration.set import read_set
 from quantizers.system.errors import CalibrationError

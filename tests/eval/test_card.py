@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 
 from eval.report.card import card, front_matter
 from eval.report.card_pictures import draw
+from quantizers.calibration.languages import CODES
 from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 Report = dict[str, Any]
@@ -57,6 +58,11 @@ def test_front_matter(published: Report) -> None:
     }
     assert data.base_model == "MiniMaxAI/MiniMax-M2.1"
     assert "base_model" not in front_matter(published | {"source": published["source"] | {"model": "../models/x"}})
+
+
+def test_the_front_matter_has_the_code_of_every_language_that_a_set_can_show(published: Report) -> None:
+    published["calibration"]["languages"]["spoken"] = {name.lower(): 1 for name in CODES} | {"Klingon": 1}
+    assert front_matter(published)["language"] == sorted(CODES.values())
 
 
 def change(path: str, value: Any) -> Callable[[Report], None]:

@@ -10,11 +10,12 @@ from statistics import median
 from typing import Any
 
 from quantizers.calibration.data import CalibrationData, Sample, language_counts, missing_languages
+from quantizers.calibration.languages import CODES
 from quantizers.calibration.loading import Progress, load_samples
 from quantizers.calibration.set import KINDS, CalibrationSet, Kind, read_set
 
 from .duplicates import Duplicate, find_duplicates
-from .spoken import CODES, identify
+from .spoken import identify
 
 HELD_OUT = "held-out.yaml"  # beside a set: the texts that it must not contain
 
