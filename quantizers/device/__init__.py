@@ -1,1 +1,1 @@
-"""What computes: the device, its threads, its allocator and its timers, and what of it decides bits."""
+"""The device: its threads, allocator, timers, and the settings that decide the bits of a result."""

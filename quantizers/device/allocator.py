@@ -1,24 +1,23 @@
-"""Memory that is freed goes back to the system, and not too eagerly: glibc's allocator, told so.
+"""Settings of glibc's allocator, so that freed memory returns to the system soon, but not at once.
 
-Left alone it keeps freed blocks of up to 32 MB for later, in an arena of its own for every thread that
-ever ran. Between blocks that live on they fall to pieces, so that the peak of a layer crept up by a sixth
-over 24 layers, and by no rule. With one arena, blocks from 4 MiB mapped on their own, and the rest
-swept up before each chunk of experts, it stays where it is, within a few hundredths. Smaller blocks stay
-in the heap until then: a block that is mapped anew costs a page fault for every 4 KiB, which took a
-fifth of the tiny model's time.
+By default glibc keeps freed blocks of up to 32 MB, in a separate arena for every thread. The heap fragments,
+and the peak memory of a layer grew irregularly, by a sixth over 24 layers. With one arena, separate mappings
+for blocks of 4 MiB and more, and a trim of the heap before each chunk of experts, the peak stays constant
+within a few percent. Smaller blocks stay in the heap until the trim: a newly mapped block costs a page fault
+for every 4 KiB, which took a fifth of the tiny model's time.
 """
 
 from __future__ import annotations
 
 import ctypes
 
-TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # of malloc.h, M_ before each name
+TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # from malloc.h, where each name has the prefix M_
 LARGE = 4 * 2**20
 KEPT = 64 * 2**20
 
 
 def settle() -> None:
-    """From here on one arena, blocks of 4 MiB and more given back when they are freed. Nothing without glibc."""
+    """Use one arena from now on, and return freed blocks of 4 MiB and more at once. Does nothing without glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(ARENA_MAX, 1)
@@ -27,7 +26,7 @@ def settle() -> None:
 
 
 def give_back() -> None:
-    """Give back what lies free between small blocks. Nothing without glibc."""
+    """Return the free memory between small blocks to the system. Does nothing without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)

@@ -1,11 +1,12 @@
-"""What makes a GPU give the same bytes again: torch's deterministic algorithms, and float32 products in float32.
+"""Settings that make a GPU compute the same bytes every time: deterministic algorithms, and no TF32.
 
-A GPU's threads come in any order. Sums that they add up with atomics differ in the last bits from run to run, cuBLAS
-may take another algorithm where its workspace is another, and TF32 leaves a float32 product with 11 bits: some images
-switch that on for everything. All of it is settled here, once, before the first number is computed. What torch cannot
-do in a fixed order it then refuses, which `ordered` puts in one line of ours.
+The threads of a GPU run in any order. Sums made with atomics differ in the last bits from run to run, cuBLAS may
+choose another algorithm when its workspace differs, and TF32 computes float32 products with 11 bits of mantissa; some
+images switch TF32 on for everything. `settle_gpu` fixes all of this once, before the first computation. torch then
+refuses operations that have no fixed order; `ordered` turns that refusal into a one-line message.
 
-On a CPU nothing of this is needed: there threads and instructions decide bits, and both are in the fingerprint.
+A CPU needs none of this: there the number of threads and the instruction set decide the bits, and the fingerprint
+contains both.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from collections.abc import Iterator
 from quantizers.system.errors import InputError, QuantizeError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-WORKSPACES = (":4096:8", ":16:8")  # the two with which cuBLAS promises the same bits; the first is the faster one
-TF32 = "NVIDIA_TF32_OVERRIDE"  # above all settings of a program
-REFUSED = " does not have a deterministic implementation"  # as torch says it, after the operation's name
+WORKSPACES = (":4096:8", ":16:8")  # the two for which cuBLAS promises the same bits; the first is faster
+TF32 = "NVIDIA_TF32_OVERRIDE"  # overrides every setting that a program makes
+REFUSED = " does not have a deterministic implementation"  # torch's error message after the operation's name
 
 
 def settle_gpu() -> None:
-    """Let this process compute on a GPU in a fixed order and in full precision; before its first product.
+    """Make this process compute on a GPU in a fixed order and in full precision. Call it before the first product.
 
     Raises:
-        InputError: the environment rules it out.
+        InputError: an environment variable rules it out.
     """
     import torch
 
@@ -40,10 +41,10 @@ def settle_gpu() -> None:
             f"{' or '.join(WORKSPACES)}"
         )
     torch.use_deterministic_algorithms(True)
-    # Nothing reads uninitialized memory, and to fill it takes time. (A property that torch adds to its module.)
+    # We never read uninitialized memory, and filling it takes time. (torch adds this property to its module.)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # The older of torch's two ways to say so: an image's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 has used it already, and
-    # torch refuses a mixture of both when it multiplies.
+    # The older of torch's two interfaces: an image's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 has already used it, and
+    # torch's products raise an error when both interfaces were used.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -52,10 +53,10 @@ def settle_gpu() -> None:
 
 @contextlib.contextmanager
 def ordered() -> Iterator[None]:
-    """Within it, an operation that torch refuses because it has no fixed order is one line of ours.
+    """Within the block, replace torch's error about a nondeterministic operation with a one-line message.
 
     Raises:
-        QuantizeError: which names the operation.
+        QuantizeError: torch refused an operation; the message names it.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What computes: the device, its threads, and what of both decides bits."""
+"""The choice of device and threads, and a fingerprint of everything about them that decides bits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from quantizers.team.ranks import ALONE, Ranks
 if TYPE_CHECKING:
     import torch
 
-SMALL_LAYER = 20_000_000  # weights of a layer's experts, below which one thread is faster than several
+SMALL_LAYER = 20_000_000  # weights in a layer's experts; below this one thread is faster than several
 
 
 def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
-    """`auto` is the first GPU where there is one, else the CPU; of several processes each has a GPU of its own.
+    """The device of a name: `auto` is the first GPU if there is one, else the CPU. Several processes get a GPU each.
 
-    For a GPU the process is also set to give the same bytes again, see `determinism.settle_gpu`.
+    On a GPU this also makes the process deterministic, see `settle_gpu` in determinism.py.
 
     Raises:
-        InputError: no such device here, or an environment in which a GPU's bytes would not be the same again.
+        InputError: there is no such device, or an environment variable makes the GPU nondeterministic.
     """
     import torch
 
@@ -38,26 +38,26 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
             raise RuntimeError("not a device that is supported")
         torch.zeros(1, device=device)
         if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)  # events and streams are made there unless something else is said
+            torch.cuda.set_device(device)  # the default device for events and streams
     except (RuntimeError, AssertionError) as failure:
         raise InputError(f"--device {name}: {str(failure).splitlines()[0]}; give cpu, cuda or cuda:N") from None
     if device.type == "cuda":
-        settle_gpu()  # no library of CUDA's has been asked for anything yet
+        settle_gpu()  # no CUDA library has been used yet
     return device
 
 
 def use_threads(sizes: Sizes, begun_with: int | None = None, ranks: Ranks = ALONE) -> None:
-    """Set torch's threads: one where a layer has few weights, else one a core; OMP_NUM_THREADS overrules.
+    """Set torch's threads: one for a layer with few weights, else one per core. OMP_NUM_THREADS takes precedence.
 
-    With matrices this small, waiting for each other costs threads more than they win. On a CPU the number of
-    threads decides bits, so what was begun with a number goes on with it, however it is started: torchrun sets
-    OMP_NUM_THREADS to 1 where nothing is set, and that 1 is nobody's wish.
+    For small matrices the threads lose more time waiting for each other than they gain. On a CPU the number of
+    threads decides bits, so a resumed run keeps the number that it began with. torchrun sets OMP_NUM_THREADS=1
+    if it is unset; a resumed run with several processes ignores that 1, because the user did not choose it.
 
     Args:
-        begun_with: the threads of the unfinished run or evaluation that goes on here; None for a new one.
+        begun_with: the threads of the unfinished run or evaluation to resume; None for a new one.
 
     Raises:
-        OutputError: OMP_NUM_THREADS asks for another number than that.
+        OutputError: OMP_NUM_THREADS asks for another number than `begun_with`.
     """
     import torch
 
@@ -67,11 +67,11 @@ def use_threads(sizes: Sizes, begun_with: int | None = None, ranks: Ranks = ALON
             small = 3 * sizes["experts"] * sizes["hidden"] * sizes["width"] < SMALL_LAYER
             torch.set_num_threads(1 if small else len(os.sched_getaffinity(0)))
         return
-    wished = given is not None and not (ranks.several and given == "1")
-    if wished and given != str(begun_with):
+    chosen = given is not None and not (ranks.several and given == "1")
+    if chosen and given != str(begun_with):
         raise OutputError(
-            f"OMP_NUM_THREADS is {given}, and what goes on here was begun with {begun_with}, which decides bits; "
-            f"unset it, or set OMP_NUM_THREADS={begun_with}"
+            f"OMP_NUM_THREADS is {given}, but the unfinished work here was begun with {begun_with} threads, and their "
+            f"number decides bits; unset it, or set OMP_NUM_THREADS={begun_with}"
         )
     torch.set_num_threads(begun_with)
 
@@ -84,10 +84,10 @@ def forward_dtype(device: torch.device) -> torch.dtype:
 
 
 def device_limit(device: torch.device, processes: int = 1) -> int:
-    """Bytes to be used of a device when nothing else is said: most of its memory, which processes on a CPU share.
+    """Default bound on a device's memory in bytes: 85 % of it, on a CPU divided by the number of processes.
 
-    Of all its memory, not of what is free now: on a GPU the number of experts solved at a time decides
-    bits, and a run that goes on must find the same.
+    This is a share of all memory, not of what is free now: on a GPU the number of experts solved at a time
+    decides bits, and a resumed run must get the same number.
     """
     import torch
 
@@ -97,33 +97,33 @@ def device_limit(device: torch.device, processes: int = 1) -> int:
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
-    """What of the machine decides bits: the device and the versions of what computes; on a CPU how it computes, too."""
+    """What decides bits on this machine: device, library versions, and on a CPU threads and instruction set."""
     from importlib.metadata import version
 
     import torch
 
     from .determinism import WORKSPACE
 
-    shared = {"torch": torch.__version__, "transformers": version("transformers")}
+    libraries = {"torch": torch.__version__, "transformers": version("transformers")}
     if device.type != "cpu":
-        own = {"cuda": torch.version.cuda, "cublas_workspace": os.environ.get(WORKSPACE)}
-        return {"device": torch.cuda.get_device_name(device)} | own | shared
+        gpu = {"cuda": torch.version.cuda, "cublas_workspace": os.environ.get(WORKSPACE)}
+        return {"device": torch.cuda.get_device_name(device)} | gpu | libraries
     return {
         "device": "cpu",
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    } | shared
+    } | libraries
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """For reports: the fingerprint, and the CPU's threads also where they decide nothing."""
+    """For reports: the fingerprint, and the CPU threads even on a GPU, where they do not decide bits."""
     import torch
 
     return fingerprint(device) | {"threads": torch.get_num_threads()}
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decided the result."""
+    """Versions of the packages and of Python that decided the result."""
     from importlib.metadata import version
 
     names = ("moe-quantizers", "torch", "transformers", "compressed-tensors", "llmcompressor", "safetensors")

@@ -1,11 +1,11 @@
-"""Where time goes: blocks of code with a name, which count only while somebody listens.
+"""Timing of named blocks of code, active only within `listening`.
 
     with listening(device) as clock:
         solve(…)
     clock.seconds()          # {"forced pass": 2.4, "sums": 0.6, …}
 
-Without a listener a block costs a look at one variable. On a GPU a block is bounded by two events in
-the stream, so that nothing waits for it; times are read once, at the end. Blocks do not nest.
+Without a listener a block costs one variable lookup. On a GPU two events in the stream mark the block, so
+timing never waits for the GPU; the times are read once, at the end. Blocks do not nest.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 
 
 class Clock:
-    """Seconds by name.
+    """Adds up seconds by name.
 
     Args:
-        device: whose work is timed; on a CPU, or for work of the host, this is the time of day.
+        device: the device whose work is timed: CUDA events on a GPU, else wall-clock time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class Clock:
 
     @contextlib.contextmanager
     def block(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `name`."""
+        """Add the block's time to `name`."""
         if self.device.type == "cuda":
             before, after = _event(), _event()
             before.record()
@@ -46,7 +46,7 @@ class Clock:
         self._seconds[name] += time.perf_counter() - started
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by name so far, in the order in which the names came first. Waits for a GPU."""
+        """Seconds by name so far, names in order of first use. Waits for a GPU."""
         if self._events:
             torch.cuda.synchronize(self.device)
             for name, before, after in self._events:
@@ -64,7 +64,7 @@ _listener: ContextVar[Clock | None] = ContextVar("listener", default=None)
 
 @contextlib.contextmanager
 def listening(device: torch.device) -> Iterator[Clock]:
-    """Time the blocks that are entered, in this thread, until this one ends."""
+    """Time all blocks that this thread enters within this one."""
     clock = Clock(device)
     token = _listener.set(clock)
     try:
@@ -75,7 +75,7 @@ def listening(device: torch.device) -> Iterator[Clock]:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Count the block under `name` where somebody listens."""
+    """Time the block under `name` if this thread is within `listening`."""
     clock = _listener.get()
     if clock is None:
         yield

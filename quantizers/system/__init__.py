@@ -1,4 +1,4 @@
-"""What any program needs and nothing of models: errors, atomic files, strict YAML, progress, tables of text.
+"""General tools that know nothing about models: errors, atomic files, strict YAML, progress, text tables.
 
-Nothing here knows of recipes, checkpoints or torch modules, and nothing here imports another room.
+Nothing here knows about recipes, checkpoints or torch modules, and nothing here imports another room.
 """

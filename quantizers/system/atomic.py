@@ -1,4 +1,4 @@
-"""Files that appear under their name only when they are complete and on disk."""
+"""Atomic writes: a file appears under its name only when it is complete and on disk."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import IO, Any
 
 from .errors import QuantizeError
 
-BLOCK = 1 << 20  # bytes that are in memory while a file is copied
+BLOCK = 1 << 20  # bytes held in memory while a file is copied
 
 
 def write_json(path: Path, data: Any) -> None:
     """Write JSON with sorted keys, atomically.
 
     Raises:
-        ValueError: NaN or infinity, which JSON does not have; see plain_json.py.
+        ValueError: the data contains NaN or infinity, which JSON does not have; see plain_json.py.
     """
     write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n", path)
 
@@ -38,7 +38,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under its name when the block ends without an exception."""
+    """Open a temporary file that gets its name when the block ends without an exception."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as stream:
         yield stream
@@ -59,7 +59,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn what a full or failing disk raises into one line that says how to go on."""
+    """Turn the exceptions of a full or failing disk into a one-line message that says how to continue."""
     try:
         yield
     except OSError as failure:
@@ -68,7 +68,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             "then give the same command again"
         ) from None
     except Exception as failure:
-        # safetensors reports a full disk as an exception type of its own.
+        # safetensors reports a full disk with its own exception type.
         if type(failure).__name__ != "SafetensorError":
             raise
         raise QuantizeError(

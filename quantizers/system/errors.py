@@ -1,8 +1,8 @@
-"""One exception tree; each class knows the exit code that `quantize` ends with.
+"""The exceptions of this program; each class knows the exit code of `quantize`.
 
-0 done · 1 the run failed · 2 what was given is wrong · 3 a gate failed (not an exception: the
-output is finished) · 130 and 143 interrupted. The message is one line that names the place and
-the remedy; a traceback is printed only with --debug.
+0 done · 1 the run failed · 2 the input is wrong · 3 a gate failed (not an exception: the output is
+complete) · 130 and 143 interrupted. The message is one line that names the place and the remedy;
+a traceback is printed only with --debug.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ class QuantizeError(Exception):
 
 
 class InputError(QuantizeError):
-    """What the user gave is wrong. The message names file, line or key, and the remedy."""
+    """The user's input is wrong. The message names file, line or key, and the remedy."""
 
     exit_code = 2
 
 
 class RecipeError(InputError):
-    """A recipe cannot be read or does not fit its schema."""
+    """A recipe cannot be read or does not match its schema."""
 
 
 class CalibrationError(InputError):
-    """A calibration set, or a source it names, is wrong or cannot be reached."""
+    """A calibration set or one of its sources is wrong or cannot be reached."""
 
 
 class ArchitectureError(InputError):
-    """A model family without facts here, or a config.json that contradicts them."""
+    """There are no facts for this model family, or config.json contradicts them."""
 
 
 class CheckpointError(InputError):
@@ -37,20 +37,20 @@ class CheckpointError(InputError):
 
 
 class OutputError(InputError):
-    """The output folder cannot take this run."""
+    """The output folder cannot be used for this run."""
 
 
 class DamagedRecord(QuantizeError):
-    """A finished folder's report.json is damaged, so that what it names cannot be compared: something differs."""
+    """A finished folder's report.json is damaged, so its files cannot be checked; this counts as a difference."""
 
     exit_code = 3
 
 
 class Interrupted(QuantizeError):
-    """SIGINT or SIGTERM arrived; everything finished so far is on disk.
+    """SIGINT or SIGTERM arrived; all finished work is on disk.
 
     Args:
-        signal_number: the signal, from which the exit code 128 + n follows.
+        signal_number: the signal n; the exit code is 128 + n.
     """
 
     def __init__(self, message: str, signal_number: int) -> None:
@@ -59,7 +59,7 @@ class Interrupted(QuantizeError):
 
 
 class PeerFailed(QuantizeError):
-    """Another process of the same run failed, and has said why; this one ends with the same exit code."""
+    """Another process of the same run failed and printed why; this one ends with the same exit code."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("another process failed")

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run between two steps, never inside a write."""
+"""Ctrl-C and SIGTERM stop a run between two steps, never during a write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .errors import Interrupted
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within the block SIGTERM raises at once, as Ctrl-C does: for all that is no run, or comes before one."""
+    """Within the block SIGTERM raises at once, as Ctrl-C does. For all commands but runs, and before a run starts."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         raise Interrupted("interrupted by SIGTERM; give the same command again", number)
@@ -31,30 +31,30 @@ def stoppable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible(advice: str) -> Iterator[Callable[[], None]]:
-    """Within the block, the first signal is remembered; the yielded function raises when there was one.
+    """Within the block the first signal is only recorded; the yielded function raises if there was one.
 
     Args:
-        advice: how to go on, for the message.
+        advice: how to continue, for the message.
 
     Raises:
-        Interrupted: from the yielded function. A second signal ends the program as usual.
+        Interrupted: from the yielded function. A second signal has its usual effect.
     """
     caught: list[int] = []
     previous: dict[int, Any] = {}  # handlers, as signal.signal returns them
 
-    def remember(number: int, _frame: FrameType | None) -> None:
+    def record(number: int, _frame: FrameType | None) -> None:
         caught.append(number)
-        for known, handler in previous.items():
-            signal.signal(known, handler)
+        for signal_number, handler in previous.items():
+            signal.signal(signal_number, handler)
 
     def check() -> None:
         if caught:
             raise Interrupted(f"interrupted by {signal.Signals(caught[0]).name}; {advice}", caught[0])
 
     if threading.current_thread() is threading.main_thread():
-        previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, record) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield check
     finally:
-        for known, handler in previous.items():
-            signal.signal(known, handler)
+        for signal_number, handler in previous.items():
+            signal.signal(signal_number, handler)

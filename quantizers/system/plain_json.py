@@ -1,4 +1,4 @@
-"""Numbers that JSON has: it knows no NaN and no infinity, and a reader other than Python's refuses them."""
+"""Data that every JSON reader accepts: JSON has no NaN and no infinity, and only Python reads and writes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def finite(data: Any) -> Any:
-    """The same with null for every number that is not finite; tuples become lists."""
+    """The same data with None in place of every NaN or infinity; tuples become lists."""
     if isinstance(data, dict):
         return {key: finite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):

@@ -1,4 +1,4 @@
-"""How far long work has come: a bar with an estimate on a terminal, plain lines elsewhere. To stderr."""
+"""Progress of long work, on stderr: a bar with an estimate on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Step = Callable[[str], None]
 def duration(seconds: float) -> str:
     """`2 h 05 min`, `3 min 20 s` or `12 s`."""
     whole = round(seconds)
-    hours, minutes, rest = whole // 3600, whole % 3600 // 60, whole % 60
+    hours, minutes, left = whole // 3600, whole % 3600 // 60, whole % 60
     if hours:
         return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{minutes} min {left:02d} s" if minutes else f"{left} s"
 
 
 @contextlib.contextmanager
 def progress(title: str, total: int, done: int = 0, unit: str = "") -> Iterator[Step]:
-    """Yield a function that is called after each of `total` steps with a few words about it.
+    """Yield a function to call after each of `total` steps with a short note about the step.
 
     Args:
-        title: what is being done.
-        done: steps that an earlier run did; they do not count for the estimate.
-        unit: what one step is, for the lines.
+        title: the name of the work.
+        done: steps that an earlier run completed; the time estimate ignores them.
+        unit: the word for one step, for the plain lines.
     """
     if sys.stderr.isatty():
         from rich.console import Console
@@ -64,16 +64,20 @@ def progress(title: str, total: int, done: int = 0, unit: str = "") -> Iterator[
         count += 1
         now = time.monotonic()
         if count < total and now - last < 5.0:
-            return  # at most a line every five seconds, and the last one
-        last, fresh = now, count - done
-        left = f", {duration((now - started) / fresh * (total - count))} left" if fresh >= 3 and count < total else ""
+            return  # at most one line every five seconds; the last step always prints
+        last, completed = now, count - done
+        left = (
+            f", {duration((now - started) / completed * (total - count))} left"
+            if completed >= 3 and count < total
+            else ""
+        )
         print(f"{title}: {unit}{' ' if unit else ''}{count} of {total}{left}  {note}", file=sys.stderr, flush=True)
 
     yield line
 
 
 def layer_line(entry: dict[str, Any]) -> str:
-    """One layer in a line of numbers, for the log: seconds by phase, errors, fallbacks, memory.
+    """The log line of one layer: seconds by phase, errors, fallbacks, peak memory.
 
     Args:
         entry: the layer's journal entry.
@@ -87,7 +91,7 @@ def layer_line(entry: dict[str, Any]) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Largest resident memory of this process so far, in bytes; the device's on an accelerator."""
+    """Peak memory in bytes so far: resident memory of this process, or allocated memory on a GPU."""
     if device.type == "cuda":
         import torch
 

@@ -1,4 +1,4 @@
-"""Where the files that travel with the program lie: recipes, calibration sets, the tiny model."""
+"""Where to find the files shipped with the program: recipes, calibration sets, the tiny model."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ _PACKAGE = Path(__file__).parent.parent
 def shipped(folder: str) -> Path:
     """The folder `recipes`, `calibration` or `models` of the installed wheel, or of the clone.
 
-    A wheel carries them inside the package (pyproject.toml, force-include); in a clone or an
-    editable install they lie beside it.
+    A wheel contains them inside the package (pyproject.toml, force-include); in a clone or an
+    editable install they are next to the package.
     """
     inside = _PACKAGE / "shipped" / folder
     return inside if inside.is_dir() else _PACKAGE.parent / folder
 
 
 def find(name: str, folder: str, beside: Path | None = None, suffix: str = ".yaml") -> Path:
-    """Resolve a path as the contract says: relative to `beside`, or a bare name among the shipped.
+    """Find a file by its path, relative to `beside`, or by the bare name of a shipped file.
 
     Args:
-        name: what the user or a recipe wrote; may lack the suffix when it is a bare name.
-        folder: where bare names are looked up.
-        beside: the folder that relative paths start from; the working directory when None.
-        suffix: added to a bare name that has none.
+        name: the name that the user or a recipe wrote; a bare name may omit the suffix.
+        folder: the shipped folder in which bare names are looked up.
+        beside: the folder that relative paths start from; None for the working directory.
+        suffix: appended to a bare name that does not have it.
 
     Returns:
-        A path, which need not exist: the caller knows the better error message.
+        A path. It need not exist: the caller can give a better error message.
     """
     path = Path(os.path.expanduser(name))
     candidate = path if path.is_absolute() or beside is None else beside / path

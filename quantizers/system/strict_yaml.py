@@ -1,8 +1,8 @@
-"""YAML that tells the truth: line numbers in every error, nothing read that was not meant.
+"""Strict YAML: every error has a line number, and values are never guessed.
 
 PyYAML keeps the last of two equal keys, reads `1e-4` as text and `no` as False. Here duplicate
 keys are errors, numbers and booleans follow YAML 1.2's core schema, and aliases and tags are refused
-(a recipe has no use for them, and nested aliases can expand to gigabytes).
+(recipes do not need them, and nested aliases can expand to gigabytes).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import InputError
 
-MAX_BYTES = 200_000  # seconds for PyYAML at worst; the largest shipped file has 10,000
+MAX_BYTES = 200_000  # takes PyYAML seconds at worst; the largest shipped file has 10,000
 MAX_DEPTH = 32
 MAX_DIGITS = 1000
 
@@ -36,7 +36,7 @@ _CORE_SCHEMA = {
 
 
 class Refused(Exception):
-    """A place in a YAML file and what is wrong there; the caller adds the file's name."""
+    """What is wrong in a YAML file, and in which line; the caller adds the file's name."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -44,10 +44,10 @@ class Refused(Exception):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts in quotes what either schema takes for something other than text, such as `123e45` or `012`."""
+    """Quotes text that YAML 1.1 or 1.2 would read as something else, such as `123e45` or `012`."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """The reader refuses anchors: what stands at two places is written twice."""
+        """Write a value that occurs twice two times: `parse` refuses anchors and aliases."""
         return True
 
 
@@ -56,12 +56,12 @@ for _tag, _pattern in _CORE_SCHEMA.items():
 
 
 def dump(values: Mapping[str, Any], width: int = 80, *, short_in_one_line: bool = False) -> str:
-    """YAML that `parse` reads back as the same values, and so does a reader of YAML 1.1, keys in the given order.
+    """Write values as YAML, keys in the given order. `parse` and YAML 1.1 readers both read the same values back.
 
     Args:
-        values: texts, numbers, booleans, None, and lists and mappings of them.
-        width: where long texts are folded, in characters.
-        short_in_one_line: lists and mappings that hold only scalars are written as `[a, b]` and `{key: a}`.
+        values: text, numbers, booleans, None, and lists and mappings of these.
+        width: characters after which long text is folded.
+        short_in_one_line: write lists and mappings that contain only scalars as `[a, b]` and `{key: a}`.
     """
     return yaml.dump(
         dict(values),
@@ -119,7 +119,9 @@ def dotted(place: Iterable[str | int]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            key = part if part.isprintable() else repr(part)  # an error is one line, whatever a key holds
+            key = (
+                part if part.isprintable() else repr(part)
+            )  # an error must stay one line, even if a key contains a line break
             text += f".{key}" if text else key
     return text
 
@@ -129,10 +131,10 @@ def parse(path: Path, error: type[InputError] = InputError) -> tuple[dict[str, A
 
     Args:
         path: the file.
-        error: the class raised for whatever is wrong with the file.
+        error: the class to raise for any fault in the file.
 
     Returns:
-        The mapping, and the line of every key and list item by its place in it.
+        The mapping, and for the place of every key and list item the line where it begins.
     """
     try:
         with path.open("rb") as stream:
@@ -161,7 +163,7 @@ def parse(path: Path, error: type[InputError] = InputError) -> tuple[dict[str, A
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
         raise error(f"{where}: not valid YAML: {problem}; correct it") from None
-    except (ValueError, OverflowError) as failure:  # an escape such as "\\UFFFFFFFF", which PyYAML hands on to chr
+    except (ValueError, OverflowError) as failure:  # an escape such as "\\UFFFFFFFF", which PyYAML passes to chr
         raise error(f"{path}: not valid YAML: {failure}; correct it") from None
     if data is None:
         data = {}
@@ -180,7 +182,7 @@ _CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndTo
 
 
 def _refuse_unwanted(text: str) -> None:
-    # Before anything is composed: PyYAML recurses over nested values, and scans deep ones in quadratic time.
+    # Runs before yaml.compose, which recurses into nested values; scanning deep nesting takes quadratic time.
     depth = 0
     for token in yaml.scan(text, Loader=yaml.SafeLoader):
         line = token.start_mark.line + 1
@@ -197,28 +199,28 @@ def load(path: Path, model: type[Model], error: type[InputError] = InputError) -
     """Read a YAML file into a pydantic model.
 
     Raises:
-        error: one line `file:line: key: what is wrong (remedy)`; with several faults the first
-            by line, and the count of the others.
+        error: one line `file:line: key: what is wrong (remedy)`. Of several faults it shows the first
+            by line and the number of others.
     """
     data, lines = parse(path, error)
     try:
         return model.model_validate(data)
     except ValidationError as failure:
         details = [(_place(detail, lines), detail) for detail in failure.errors()]
-        # Of a union, only the member that got furthest: not "must be false" beside a fault in `awq.grid`.
-        furthest = [
+        # For a union, keep only the deepest faults: not "must be false" next to a fault in `awq.grid`.
+        deepest = [
             (place, detail)
             for place, detail in details
             if not any(len(place) < len(other) and other[: len(place)] == place for other, _ in details)
         ]
-        faults = sorted((_describe(place, detail, lines, model) for place, detail in furthest), key=lambda f: f[0])
+        faults = sorted((_describe(place, detail, lines, model) for place, detail in deepest), key=lambda f: f[0])
         line, message = faults[0]
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise error(f"{path}:{line}: {message}{more}") from None
 
 
 def _place(detail: ErrorDetails, lines: dict[Place, int]) -> Place:
-    # A union adds its member's name to the place; what is not in the file is dropped.
+    # pydantic adds the name of a union's member to the place; drop parts that are not in the file.
     known: Place = ()
     for part in detail["loc"]:
         if (*known, part) in lines:
@@ -245,7 +247,7 @@ def _describe(place: Place, detail: ErrorDetails, lines: dict[Place, int], model
 
 
 def _all_keys(model: type[BaseModel]) -> list[str]:
-    """Every key the schema knows at any depth: a typo is often the right word at the wrong depth."""
+    """Every key of the schema at any depth: a wrong key is often the right word at the wrong depth."""
     keys: list[str] = []
     pending: list[Any] = [model]
     seen: set[type[BaseModel]] = set()
@@ -263,6 +265,6 @@ def _all_keys(model: type[BaseModel]) -> list[str]:
 
 
 class Strict(BaseModel):
-    """Frozen, and unknown keys are errors: a misspelt option must never be one that does nothing."""
+    """Base of our schemas: frozen, and unknown keys are errors, so that a misspelt option is never ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -1,4 +1,4 @@
-"""Short plain tables for the end of a command."""
+"""Short plain tables and figures for the output of commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def plain(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns aligned with spaces: first column left, the others by what they hold."""
+    """A table whose columns are left-aligned with spaces, under a line of dashes."""
     text = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in text) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in text]
@@ -14,7 +14,7 @@ def plain(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def size(number: int) -> str:
-    """Bytes in decimal units: `131.8 GB`."""
+    """Bytes in decimal units, such as `131.8 GB`."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= factor:
             return f"{number / factor:.1f} {unit}"
@@ -22,5 +22,5 @@ def size(number: int) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """A figure of a report; null there is what JSON has no number for, see plain_json.py."""
+    """A number of a report, formatted; None stands for NaN or infinity, see plain_json.py."""
     return "no number" if value is None else format(value, form)

@@ -134,7 +134,7 @@ def test_an_image_that_switches_tf32_on() -> None:
     """In a process of its own: torch reads this variable once, when it starts."""
     script = (
         "import warnings; warnings.simplefilter('error')\n"
-        "import torch; from quantizers.determinism import settle_gpu\n"
+        "import torch; from quantizers.device.determinism import settle_gpu\n"
         "matmul = torch.backends.cuda.matmul; print(matmul.allow_tf32)\n"
         "settle_gpu(); print(matmul.allow_tf32, matmul.fp32_precision, torch.backends.cudnn.allow_tf32)\n"
     )

@@ -49,8 +49,8 @@ def sizes(finished: Finished) -> Sizes:
         (3, "3", 1, 3),
         (3, "1", 2, 3),  # torchrun sets 1 where nothing is set
         (1, "1", 2, 1),
-        (3, "1", 1, "OMP_NUM_THREADS is 1, .* begun with 3, .* unset it, or set OMP_NUM_THREADS=3"),
-        (3, "2", 2, "OMP_NUM_THREADS is 2, .* begun with 3, .* unset it, or set OMP_NUM_THREADS=3"),
+        (3, "1", 1, "OMP_NUM_THREADS is 1, .* begun with 3 threads, .* unset it, or set OMP_NUM_THREADS=3"),
+        (3, "2", 2, "OMP_NUM_THREADS is 2, .* begun with 3 threads, .* unset it, or set OMP_NUM_THREADS=3"),
     ],
 )
 def test_another_number_of_processes_keeps_the_threads(
@@ -93,8 +93,8 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
         patched.setenv("OMP_NUM_THREADS", "1")
         assert quantize(patched, *words) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "quantize: OMP_NUM_THREADS is 1, and what goes on here was begun with 2, which decides bits; unset it, or set "
-        "OMP_NUM_THREADS=2"
+        "quantize: OMP_NUM_THREADS is 1, but the unfinished work here was begun with 2 threads, and their number "
+        "decides bits; unset it, or set OMP_NUM_THREADS=2"
     )
     assert quantize(monkeypatch, *words) == 0
     assert json.loads((output / "report.json").read_text())["settings"]["machine"]["threads"] == 2
