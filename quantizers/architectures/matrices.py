@@ -6,5 +6,7 @@ from typing import Literal
 
 Matrix = Literal["gate", "up", "down"]
 
-
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")  # w1, w3, w2 in MiniMax's names
+
+# What transformers, llm-compressor and SGLang call them.
+PROJECTIONS: dict[Matrix, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.system.errors import CheckpointError
 
 from .reader import Checkpoint, block_size
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 # R rows, C columns, n groups of a row
 
 READ = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
-PROJECTIONS: dict[Matrix, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:

@@ -109,11 +109,6 @@ class Plan:
         return {self.shard_file(layer): tensors for layer, tensors in by_layer.items()}
 
 
-def has_fp8(tensors: Mapping[str, Spec], facts: Architecture) -> bool:
-    """Whether the attention of the first layer is FP8 (all layers are then checked to be)."""
-    return any(tensors[facts.layer(0, f"{m}.weight")].dtype == "F8_E4M3" for m in facts.linears)
-
-
 def expected_tensors(facts: Architecture, sizes: Sizes, block: tuple[int, int]) -> dict[str, Spec]:
     """Every tensor of a checkpoint as the family publishes it: for planning without the files."""
     tensors = {name: Spec(t.dtype, sizes.shape(t.shape)) for name, t in facts.outside.items()}

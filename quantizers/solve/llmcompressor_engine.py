@@ -31,7 +31,7 @@ from unittest.mock import patch
 
 import torch
 
-from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.architectures.matrices import MATRICES, PROJECTIONS, Matrix
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import QuantizeError
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 # E experts, H hidden, I expert width, g group size, T tokens of a sequence
 
-PROJECTIONS: dict[Matrix, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 # Warnings about what is meant here: a layer has no embeddings and no lm_head, a router has no scheme, and the
 # device is the caller's choice.
