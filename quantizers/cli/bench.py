@@ -54,6 +54,7 @@ def methods(
 
 @bench.command()
 def compare(
+    *,
     recipe: RecipeOption = TINY,
     experts: Annotated[int, typer.Option(min=2, help="of the random layer")] = 16,
     hidden: Annotated[int, typer.Option(min=128, help="of the random layer")] = 512,
@@ -87,6 +88,7 @@ def compare(
 
 @bench.command()
 def layer(
+    *,
     like: Annotated[str, typer.Option(help="a model whose facts are kept here, such as minimax-m2.1")],
     tokens: Annotated[int, typer.Option(min=16, help="calibration tokens")] = 131072,
     length: Annotated[int, typer.Option(min=16, help="tokens of a sequence")] = 8192,
@@ -124,6 +126,7 @@ def layer(
 
 @bench.command()
 def scaling(
+    *,
     hidden: Annotated[int, typer.Option(min=128, help="of the random layers")] = 128,
     width: Annotated[int, typer.Option(min=32, help="of their experts")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="seconds are the median")] = 3,

@@ -13,6 +13,7 @@ from .options import GATE_FAILED, DebugOption, JsonOption, show_rich
 
 
 def calibration(
+    *,
     words: Annotated[
         list[str],
         typer.Argument(metavar="SET | lock SET | diff SET SET", help="a set's file, or the name of a shipped one"),

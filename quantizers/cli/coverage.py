@@ -23,6 +23,7 @@ from .options import (
 
 
 def coverage(
+    *,
     context: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(metavar="[RECIPE]", help="its source, calibration set and gates are used")

@@ -14,6 +14,7 @@ from .options import DebugOption, DeviceOption, JsonOption, NoPictureOption, emi
 
 
 def evaluate(
+    *,
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="a folder or Hub id")],
     candidate: Annotated[

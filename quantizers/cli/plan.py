@@ -14,6 +14,7 @@ from .options import DebugOption, DeviceMemoryOption, JsonOption, RecipeArgument
 
 
 def plan(
+    *,
     recipe: RecipeArgument,
     vram: Annotated[
         list[str] | None, typer.Option(metavar="NxSIZE", help="cards to serve it on, such as 2x96GiB; may be repeated")

@@ -13,6 +13,7 @@ from .options import DebugOption, DeviceOption, JsonOption, emit
 
 
 def publish(
+    *,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a finished output of `quantize run`")],
     repo: Annotated[str, typer.Option(help="the repository on the Hub, owner/name; made where there is none")],
     source: Annotated[

@@ -26,6 +26,7 @@ from .options import (
 
 
 def run(
+    *,
     context: typer.Context,
     recipe: RecipeArgument,
     output: Annotated[

@@ -11,6 +11,7 @@ from .options import GATE_FAILED, DebugOption, DeviceOption, JsonOption, default
 
 
 def stitch(
+    *,
     source: Annotated[str, typer.Option(help="the FP8 checkpoint: a folder or Hub id")],
     experts: Annotated[str, typer.Option(help="a checkpoint with packed experts, made from a BF16 copy of it")],
     output: Annotated[

@@ -11,6 +11,7 @@ from .options import GATE_FAILED, DebugOption, DeviceOption, JsonOption, emit
 
 
 def verify(
+    *,
     candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE", help="a finished checkpoint")],
     source: Annotated[
         str | None, typer.Option(help="what it was made from: a folder or Hub id; as in report.json by default")

@@ -69,6 +69,7 @@ def estimate(
     plan: Plan,
     sizes: Sizes,
     output_bytes: int,
+    *,
     tokens: int | None,
     held_out: int | None,
     longest: int,
@@ -166,7 +167,8 @@ def estimate_run(job: Job, output_bytes: int) -> Estimate:
     asked = job.recipe.verify and job.recipe.verify.perplexity
     held_out = _most_tokens(set_location(asked.data, job.path)) if asked else 0
     grid = awq.grid if awq else 0
-    return estimate(job.plan, job.sizes, output_bytes, _most_tokens(path), held_out, longest, grid)
+    tokens = _most_tokens(path)
+    return estimate(job.plan, job.sizes, output_bytes, tokens=tokens, held_out=held_out, longest=longest, grid=grid)
 
 
 def _most_tokens(path: Path) -> int | None:

@@ -10,8 +10,7 @@ import torch
 from runs import write_job
 
 from quantizers.architectures.architecture import architecture_for, sizes_of
-from quantizers.bench import methods as bench
-from quantizers.bench import scaling as bench_scaling
+from quantizers.bench import methods, scaling
 from quantizers.bench.compare import compare_layer, compare_route, layer_sizes
 from quantizers.bench.layer import PHASES, extrapolate, measure_layer
 from quantizers.bench.pictures import compare_picture, layer_picture, scaling_picture
@@ -84,15 +83,15 @@ def test_both_engines_solve_the_same_layer() -> None:
 
 
 def test_exponents_are_slopes_of_logarithms() -> None:
-    assert bench_scaling.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
-    assert bench_scaling.slope([1, 10], [5, 5]) == pytest.approx(0)
+    assert scaling.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
+    assert scaling.slope([1, 10], [5, 5]) == pytest.approx(0)
 
 
 def test_every_size_is_varied_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     steps = {"tokens": (32, 64), "experts": (2, 4), "grid": (3, 5), "layers": (1, 2)}
-    monkeypatch.setattr(bench_scaling, "STEPS", steps)
-    monkeypatch.setattr(bench_scaling, "BASE", {"tokens": 64, "experts": 4, "grid": 3, "layers": 1})
-    result = bench_scaling.measure_scaling(128, 64, 1, CPU)
+    monkeypatch.setattr(scaling, "STEPS", steps)
+    monkeypatch.setattr(scaling, "BASE", {"tokens": 64, "experts": 4, "grid": 3, "layers": 1})
+    result = scaling.measure_scaling(128, 64, 1, CPU)
     assert {name: tuple(row[name] for row in part["rows"]) for name, part in result["varied"].items()} == steps
     assert set(result["varied"]["tokens"]["exponents"]) >= {"forced pass", "sums", "search", "rounding"}
     assert "exponent" in scaling_table(result)
@@ -118,8 +117,8 @@ def small_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def test_all_methods_go_through_a_whole_model(small_job: Job) -> None:
-    result = bench.compare(small_job, CPU, repeats=1, most_tokens=256)
-    names = [method.name for method in bench.methods(small_job.recipe.experts)]
+    result = methods.compare(small_job, CPU, repeats=1, most_tokens=256)
+    names = [method.name for method in methods.methods(small_job.recipe.experts)]
     assert [row["method"] for row in result["rows"]] == names
     assert all(row["kl"] > 0 for row in result["rows"])
     text = methods_table(result)

@@ -19,10 +19,7 @@ from torch import Tensor
 from eval.consumers.check import STORED
 from eval.report.schemes import choice_lines
 from quantizers.architectures.matrices import MATRICES
-from quantizers.budget import choice as scheme_choice
-from quantizers.budget import measure as measure_schemes
-from quantizers.budget import measurements
-from quantizers.budget import output_errors as scheme_errors_module
+from quantizers.budget import choice, measure, measurements, output_errors
 from quantizers.budget.output_errors import scheme_errors
 from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.reader import open_folder
@@ -39,7 +36,7 @@ from quantizers.recipe.scheme import ALL, Scheme
 from quantizers.run import pipeline
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
-from quantizers.solve import gram_engine as engines
+from quantizers.solve import gram_engine
 from quantizers.solve.rounding import minmax_scales, rounded
 from quantizers.system.errors import InputError, OutputError, QuantizeError
 from quantizers.team.ranks import Ranks
@@ -55,7 +52,7 @@ GATE, UP, DOWN = "w1", "w3", "w2"
 def short_lanes() -> Iterator[None]:
     """Some 600 tokens go on from each layer instead of all: here runs are compared with each other."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(measure_schemes, "LANE_TOKENS", 600)
+        patched.setattr(measure, "BRANCH_TOKENS", 600)
         yield
 
 
@@ -138,7 +135,7 @@ def test_what_is_predicted_from_is_what_the_run_stores(
     layer = make_layer(3)
     settings = Experts(group_size=32, bits=bits, awq=Awq(grid=8), scales=scales, rounding="nearest")
     of_s = list[Tensor]()
-    real, search = scheme_errors_module.divided, engines._width_scale
+    real, search = output_errors.divided, gram_engine._width_scale
 
     def predicted(scale: Tensor, codes: Tensor, s: Tensor) -> Tensor:
         of_s.append(s)
@@ -149,13 +146,13 @@ def test_what_is_predicted_from_is_what_the_run_stores(
         of_s.append(s)
         return of_s[0], totals
 
-    monkeypatch.setattr(scheme_errors_module, "divided", predicted)
-    monkeypatch.setattr(engines, "_width_scale", found)
+    monkeypatch.setattr(output_errors, "divided", predicted)
+    monkeypatch.setattr(gram_engine, "_width_scale", found)
     common: Any = {"norm": layer.norm, "activation": torch.nn.functional.silu, "settings": settings, "chunk": 8}
     guess = scheme_errors(
         layer.recorded(), layer.gate_up, layer.down, schemes=[Scheme(bits, 32)], experts=5, compared=[0], **common
     )
-    solved = engines.solve(layer.recorded(), layer.gate_up, layer.down, router=layer.router, **common)
+    solved = gram_engine.solve(layer.recorded(), layer.gate_up, layer.down, router=layer.router, **common)
     assert bool((solved.smooth != 1).any())
     s = of_s[0]
     assert bool((s != 1).any())
@@ -194,32 +191,32 @@ def test_a_lanes_kl_is_that_of_the_whole_model_with_this_layer_rounded(
     leave nothing of a layer: KL levels off, and the layer's loss is that of half of them.
     """
     job = prepare(str(budgeted(tmp_path, bits_per_weight=4.5, awq=False, scales="minmax")))
-    monkeypatch.setattr(measure_schemes, "MEASURED_EXPERTS", count)
-    disturb = measure_schemes._Walk._disturb
+    monkeypatch.setattr(measure, "MEASURED_EXPERTS", count)
+    disturb = measure._Walk._disturb
 
     def enlarged(experts: Any, exact: Any, coarsest: Any, times: float) -> None:
         disturb(experts, exact, coarsest, boost * times)
 
-    monkeypatch.setattr(measure_schemes._Walk, "_disturb", staticmethod(enlarged))
+    monkeypatch.setattr(measure._Walk, "_disturb", staticmethod(enlarged))
     factor = boost * (16 / count) ** 0.5
     source = job.source
     assert source is not None
     data = load_samples(tmp_path / "calibration.yaml", str(source.folder))
     tokens = [torch.from_numpy(sample.tokens).long() for sample in data.samples][:6]
-    monkeypatch.setattr(measure_schemes, "BRANCH_TOKENS", 300)
-    monkeypatch.setattr(measure_schemes, "BRANCH_LENGTH", 100)
-    monkeypatch.setattr(measure_schemes, "HALF_EVERY", 2)
-    branches = measure_schemes.branch_sequences([len(t) for t in tokens])
+    monkeypatch.setattr(measure, "BRANCH_TOKENS", 300)
+    monkeypatch.setattr(measure, "BRANCH_LENGTH", 100)
+    monkeypatch.setattr(measure, "HALF_EVERY", 2)
+    branches = measure.branch_sequences([len(t) for t in tokens])
     assert 3 <= len(branches) < 6
-    remove, sizes = measure_schemes._remove, dict[str, int]()
+    remove, sizes = measure._remove, dict[str, int]()
 
     def weigh(work: Path) -> None:
         sizes.update((path.name, path.stat().st_size) for path in (work / "schemes").glob("states-*"))
         remove(work)
 
-    monkeypatch.setattr(measure_schemes, "_remove", weigh)
-    entries = measure_schemes.measure_schemes(job, tokens, Context(tmp_path, CPU, 5))
-    rows = sum(map(len, tokens)) + measure_schemes.branch_rows([len(t) for t in tokens], 4)
+    monkeypatch.setattr(measure, "_remove", weigh)
+    entries = measure.measure_schemes(job, tokens, Context(tmp_path, CPU, 5))
+    rows = sum(map(len, tokens)) + measure.branch_rows([len(t) for t in tokens], 4)
     assert sizes == {"states-00004.bin": 4 * 128 * rows}
     modules = [name.removesuffix(".weight") for name, info in source.tensors.items() if name.endswith(".weight")]
     weights = {f"{m}.weight": read_weight(source, m, CPU) for m in modules}
@@ -409,7 +406,7 @@ def hashes(folder: Path) -> dict[str, str]:
 )
 def test_a_cut_while_measuring_costs_a_layer_at_most(name: str, calls: int, done: Any, tmp_path: Path) -> None:
     job, folder, _ = done
-    options, count, real = Options(tmp_path / "output", CPU), [0, 0], getattr(measure_schemes, name)
+    options, count, real = Options(tmp_path / "output", CPU), [0, 0], getattr(measure, name)
 
     def counted(*arguments: Any, **named: Any) -> Any:
         count[1] += 1
@@ -419,7 +416,7 @@ def test_a_cut_while_measuring_costs_a_layer_at_most(name: str, calls: int, done
         return real(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(measure_schemes, name, counted)
+        patched.setattr(measure, name, counted)
         with pytest.raises(QuantizeError, match="cut here"):
             run(job, options)
         assert not journal.layer_file(journal.work_folder(options.output), 0).exists()
@@ -436,7 +433,7 @@ def test_another_budget_or_choice_is_refused(done: Any, tmp_path: Path, budgeted
         patched.setattr(pipeline, "quantize_layers", lambda *_: (_ for _ in ()).throw(QuantizeError("cut")))
         with pytest.raises(QuantizeError, match="cut"):
             run(job, options)
-    shown = scheme_choice.read_choice(job, options.output)
+    shown = choice.read_choice(job, options.output)
     assert shown is not None
     assert json.loads(json.dumps(shown)) == json.loads((done[1] / "report.json").read_text())["schemes"]
     with pytest.raises(OutputError, match=r"another experts.bits_per_weight \(4.375, now 4.5\)"):
@@ -482,7 +479,7 @@ def test_a_budget_above_everything_takes_the_best_and_says_so(tmp_path: Path, bu
     assert job.allocation is not None
     assert job.allocation.exceeded
     entries = [{"loss": {str(s): 1 / s.bits_per_weight for s in job.allocation.candidates}} for _ in range(4)]
-    assert job.allocation.spell(scheme_choice.chosen_candidates(job.allocation, entries)) == [Scheme(8, 32)] * 4
+    assert job.allocation.spell(choice.chosen_candidates(job.allocation, entries)) == [Scheme(8, 32)] * 4
     assert job.allocation.as_dict()["above_the_largest"]
 
 

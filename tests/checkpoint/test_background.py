@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quantizers.checkpoint import background as overlap
+from quantizers.checkpoint import background
 from quantizers.checkpoint.background import BLOCK, in_background, read_ahead
 from quantizers.checkpoint.safetensors_header import TensorInfo
 
@@ -60,13 +60,13 @@ def test_a_write_is_waited_for_when_the_block_is_left_by_an_error(tmp_path: Path
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Event:
     """Set when the thread that reads ahead has come to its end."""
-    done, real = Event(), overlap._read
+    done, real = Event(), background._read
 
     def all_of_it(*arguments: Any) -> None:
         real(*arguments)
         done.set()
 
-    monkeypatch.setattr(overlap, "_read", all_of_it)
+    monkeypatch.setattr(background, "_read", all_of_it)
     return done
 
 
@@ -81,7 +81,7 @@ def test_reading_ahead_reads_each_byte_once(tmp_path: Path, read: Event) -> None
 
 def test_reading_ahead_stops_with_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file of 50 MB that is read in steps of a byte, most is unread when a block without work ends."""
-    monkeypatch.setattr(overlap, "BLOCK", 1)
+    monkeypatch.setattr(background, "BLOCK", 1)
     file, size = tmp_path / "shard", 50_000_000
     with file.open("wb") as stream:
         stream.truncate(size)

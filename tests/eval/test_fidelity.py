@@ -23,7 +23,7 @@ from quantizers.architectures.architecture import architecture_for
 from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.formats import readable
 from quantizers.checkpoint.reader import Checkpoint, open_folder
-from quantizers.forward import layered_model as layers
+from quantizers.forward import layered_model
 from quantizers.forward.weights import read_weight
 from quantizers.run.measure import measure
 from quantizers.system.errors import CheckpointError, Interrupted, OutputError
@@ -115,14 +115,14 @@ def materialised(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     """How often each model's layers are materialised; and that one is at a time."""
     counts: Counter[tuple[str, int]] = Counter()
     alive = 0
-    original = layers.layer_weights
+    original = layered_model.layer_weights
 
     def counted(checkpoint: Checkpoint, facts: Any, sizes: Any, layer: int, *rest: Any) -> Any:
         nonlocal alive
         counts[checkpoint.name, layer] += 1
         return original(checkpoint, facts, sizes, layer, *rest)
 
-    context = layers.LayeredModel.layer
+    context = layered_model.LayeredModel.layer
 
     @contextlib.contextmanager
     def alone(model: Any, number: int) -> Iterator[Any]:
@@ -133,8 +133,8 @@ def materialised(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
             yield layer
         alive -= 1
 
-    monkeypatch.setattr(layers, "layer_weights", counted)
-    monkeypatch.setattr(layers.LayeredModel, "layer", alone)
+    monkeypatch.setattr(layered_model, "layer_weights", counted)
+    monkeypatch.setattr(layered_model.LayeredModel, "layer", alone)
     return counts
 
 

@@ -19,10 +19,10 @@ import torch
 from conftest import REPOSITORY, Finished
 from hub_models import ModelHub
 
-from quantizers.checkpoint import reader as checkpoint
+from quantizers.checkpoint import reader
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli.tables.plan import needs_lines
-from quantizers.plan import run_needs as estimate
+from quantizers.plan import run_needs
 from quantizers.plan.job import prepare
 from quantizers.plan.run_needs import chunk_on_gpu, estimate_run
 from quantizers.plan.summary import listing, summary
@@ -93,10 +93,10 @@ def test_the_readme_has_the_time_that_plan_prints() -> None:
 def test_a_proof_costs_what_it_reads_and_hashes(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The counts of estimate.py against a proof whose reads are counted: digests, audit, evaluation."""
+    """The counts of run_needs.py against a proof whose reads are counted: digests, audit, evaluation."""
     read = {"source": 0, "output": 0}
     hashed = [0]
-    real_read, real_hash = checkpoint.read_bytes, hashlib.file_digest
+    real_read, real_hash = reader.read_bytes, hashlib.file_digest
 
     def reading(info: Any) -> bytearray:
         read["source" if info.file.parent == finished.source else "output"] += info.size
@@ -106,7 +106,7 @@ def test_a_proof_costs_what_it_reads_and_hashes(
         hashed[0] += os.fstat(stream.fileno()).st_size if str(stream.name).endswith(".safetensors") else 0
         return real_hash(stream, name)
 
-    monkeypatch.setattr(checkpoint, "read_bytes", reading)
+    monkeypatch.setattr(reader, "read_bytes", reading)
     monkeypatch.setattr(hashlib, "file_digest", hashing)
     job = prepare(str(finished.recipe))
     assert job.source is not None
@@ -126,7 +126,7 @@ def test_a_proof_costs_what_it_reads_and_hashes(
         with pytest.MonkeyPatch.context() as patched:
             endless = {"RATES": {"CPU": (math.inf, math.inf)}, "WEIGHTS": {"CPU": math.inf}}
             for name, value in (endless | {"DISK_RATE": math.inf, "HASH_RATE": math.inf} | rates).items():
-                patched.setattr(estimate, name, value)
+                patched.setattr(run_needs, name, value)
             seconds = estimate_run(job, output).seconds
         assert seconds is not None
         return seconds["CPU"]["proof"]

@@ -23,7 +23,7 @@ from quantizers.recipe.schema import Awq, Experts
 from quantizers.run.layer_loop import _by_expert
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
-from quantizers.solve import gram_engine as engines
+from quantizers.solve import gram_engine
 from quantizers.solve.gram_engine import CPU_CACHE_BYTES, CPU_EXPERTS, solve
 from quantizers.system.errors import InputError
 
@@ -124,8 +124,8 @@ def test_what_is_alive_while_a_layer_is_solved(
     shape: str, method: tuple[str, str, int], longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes foreseen are enough, and for the full method not more than twice what is used."""
-    monkeypatch.setattr(engines, "CPU_EXPERTS", 10**6)  # as on a device, where the chunk is what was asked for
-    monkeypatch.setattr(engines, "CPU_CACHE_BYTES", 10**12)
+    monkeypatch.setattr(gram_engine, "CPU_EXPERTS", 10**6)  # as on a device, where the chunk is what was asked for
+    monkeypatch.setattr(gram_engine, "CPU_CACHE_BYTES", 10**12)
     # Every scale that is tried needs the same arrays, so three say as much as twenty.
     few = Awq(grid=3)
     settings = Experts(rounding=method[0], scales=method[1], bits=method[2], awq=few)  # type: ignore[arg-type]

@@ -15,8 +15,7 @@ from conftest import Finished
 from runs import hashes, timeless
 
 from quantizers.cli import main as cli
-from quantizers.output import folder as output_folder
-from quantizers.output import journal
+from quantizers.output import folder, journal
 from quantizers.plan.job import prepare
 from quantizers.run import layer_loop, pipeline
 from quantizers.run.options import Options
@@ -130,7 +129,7 @@ def test_a_move_that_was_cut_goes_on(finished: Finished, tmp_path: Path) -> None
     shutil.copytree(finished.folder, work / "output")
     (work / "moving").touch()
     (work / "lock").touch()
-    real = output_folder.os.replace
+    real = folder.os.replace
     for _ in range(moves - 1):
         count = iter(range(1_000_000))
 
@@ -140,7 +139,7 @@ def test_a_move_that_was_cut_goes_on(finished: Finished, tmp_path: Path) -> None
             real(a, b)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(output_folder.os, "replace", once)
+            patched.setattr(folder.os, "replace", once)
             with pytest.raises(QuantizeError, match="cut here"):
                 run(job, Options(output, CPU))
         assert not (output / "config.json").exists()
