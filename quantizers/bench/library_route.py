@@ -21,7 +21,7 @@ from quantizers.architectures.architecture import Architecture, rotary_factor
 from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder
 from quantizers.device.devices import versions
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve.llmcompressor_engine import quiet_library
+from quantizers.solve.quiet_library import quiet_library
 
 STEPS = ("convert to BF16", "load", "oneshot", "save", "stitch")
 

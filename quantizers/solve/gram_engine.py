@@ -1,16 +1,7 @@
 """The gram engine: one layer's recorded inputs and weights ─► its solved experts.
 
-Order: sums of x ─► one scale for the norm and all its readers ─► chunk by chunk of experts: w1 and w3
-rounded ─► sums of what they then give w2 ─► w2 corrected for that ─► a scale s per expert for w3 → w2 ─► w2
-rounded. All experts of a chunk are solved as batched matrices. The other engine, the library's own, is
-llmcompressor_engine.py.
-
-With 8 bits s comes first. Found afterwards, it would divide w3's stored group scales, which bfloat16 rounds a
-second time: far below the codes' error at 4 bits, 4 to 39 % of it here. So s is searched from what the source's w1
-and w3 give w2 (the rounded ones differ by half a percent), of large sets on a part, and w3 / s is rounded as it is
-stored. INT8 in groups of 32, calibrated on each fifth of the tiny model's set, median KL: 4.58e-6 afterwards; 4.38e-6
-with s rounded to powers of two, whose division is exact, but the search then leaves w2 12 to 25 % more error;
-4.22e-6 so. (Setting w3's codes again after the division keeps half of its harm: group scales were fitted to the codes.)
+Order: sums of x ─► one scale for the norm and all its readers ─► chunk by chunk of experts, as batched matrices, what
+expert_chunk.py does. The other engine, the library's own, is llmcompressor_engine.py.
 
 Legend: E experts, c experts of a chunk, H hidden, I expert width, G Gram matrix.
 """
@@ -19,30 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.architectures.matrices import MATRICES
 from quantizers.device.allocator import give_back
 from quantizers.device.timing import phase
-from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import Recorded
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.team.ranks import ALONE, Ranks
 
-from .awq import divided, divided_first, fold_gram, fold_norm, grid_scales, row_step, scale_losses, weight_means
-from .correction import corrected
+from .awq import fold_gram, fold_norm, grid_scales, row_step, scale_losses, weight_means
+from .expert_chunk import DAMPING, SolvedChunk, solve_chunk
 from .expert_sums import Activation, WidthSums, input_grams, width_sums
-from .refine import refine
-from .rounding import damped, gptq, minmax_scales, mse_scales, nearest
 from .solved import Leaning, Solved
-from .symmetric import quadratic_loss
 from .token_weights import Blend, InputSums, batches, blend, input_sums
 
-DAMPING = 0.01
-SWEEPS = 2  # of refine.py after GPTQ; a third would lower the loss by less than 1 %
 SEARCH_TOKENS = 16  # with 8 bits, tokens for each column of w2: with more, s is searched over every n-th batch only
 # On a CPU a chunk has at most so many experts, and bytes of their weights in float32, so that it stays in the cache.
 CPU_EXPERTS, CPU_CACHE_BYTES = 8, 6 * 2**20
@@ -107,7 +91,7 @@ def solve(
         of_source = partial(width_inputs, some, own)
         of_rounded = partial(_sums_when_rounded, partial(width_inputs, together), own, smooth)
         parts.append(
-            _solve_chunk(own.float() * smooth, down[first:last].float(), input_gram, of_source, of_rounded, settings)
+            solve_chunk(own.float() * smooth, down[first:last].float(), input_gram, of_source, of_rounded, settings)
         )
     # Numbers for the report are fetched once all chunks are under way: a GPU never waits for them.
     whole = _together(parts, ranks, gate_up.device)
@@ -154,30 +138,14 @@ def _all_rows(parts: Sequence[torch.Tensor], ranks: Ranks, device: torch.device)
     return ranks.gather({"rows": torch.cat(list(parts))} if parts else {}, device)["rows"]
 
 
-@dataclass
-class _Chunk:
-    """The solved experts of one chunk, or all of them: codes and scales as in `Solved`, and numbers about them.
-
-    Attributes:
-        damping: per group of matrices that share a factorization, (c,), see `rounding.gptq`.
-        totals: of each expert (c,), losses (`…_lost`) and what they are relative to (`…_whole`), the w2
-            search's objective before and after, and rows `seen` and `dropped`, see `WidthSums`.
-    """
-
-    codes: dict[Matrix, torch.Tensor]
-    scales: dict[Matrix, torch.Tensor]
-    damping: dict[str, torch.Tensor]
-    totals: dict[str, torch.Tensor]
-
-
-def _together(parts: Sequence[_Chunk], ranks: Ranks, device: torch.device) -> _Chunk:
+def _together(parts: Sequence[SolvedChunk], ranks: Ranks, device: torch.device) -> SolvedChunk:
     """All experts in their order, from this process's chunks."""
     rows = {
         f"{field}.{key}": torch.cat([getattr(part, field)[key] for part in parts])
-        for field in _Chunk.__annotations__
+        for field in SolvedChunk.__annotations__
         for key in (getattr(parts[0], field) if parts else ())
     }
-    whole = _Chunk({}, {}, {}, {})
+    whole = SolvedChunk({}, {}, {}, {})
     for name, tensor in ranks.gather(rows, device).items():
         field, key = name.split(".")
         getattr(whole, field)[key] = tensor
@@ -199,107 +167,6 @@ def _sums_when_rounded(
     return sums((rounded / smooth).to(gate_up.dtype), source=gate_up if compare else None)
 
 
-def _solve_chunk(
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    input_gram: torch.Tensor,
-    of_source: Callable[[], WidthSums],
-    of_rounded: Callable[[torch.Tensor, bool], WidthSums],
-    settings: Experts,
-) -> _Chunk:
-    """Scale and round the experts of one chunk.
-
-    Args:
-        gate_up, down: (c, 2I, H) and (c, H, I) in float32; gate_up multiplied by the norm's scale. Changed.
-        input_gram: (c, H, H) float32, of what that reads.
-        of_source: gives the sums of w2's inputs as the source's w1 and w3 produce them.
-        of_rounded: from rounded w1 and w3 (c, 2I, H) to the sums of w2's inputs, with `changes` if asked for.
-    """
-    # What w2's columns are multiplied by, w3's rows are divided by: s (c, I).
-    rows, searched = torch.ones_like(gate_up[:, :, :1]), dict[str, torch.Tensor]()
-    s = torch.ones_like(down[:, 0])
-    early = bool(settings.awq) and divided_first(settings.bits)
-    if early:
-        s, searched = _width_scale(down, of_source(), settings)
-        rows[:, s.shape[1] :] = s.unsqueeze(-1)
-        gate_up.div_(rows)
-    # gate and up read the same inputs, so they share one factorization.
-    with phase("rounding"):
-        codes, scales, first_damping, totals = _round(gate_up, input_gram, settings, "gate_up", rows)
-    sums = of_rounded(dequantize(codes, scales).mul_(rows), settings.rounding == "gptq")
-    if sums.changes is not None:
-        with phase("rounding"):
-            down = corrected(down, sums.gram, sums.changes, DAMPING)
-    gate_codes, up_codes = codes.chunk(2, dim=1)
-    gate_scales, up_scales = scales.chunk(2, dim=1)
-    if settings.awq and not early:
-        s, searched = _width_scale(down, sums, settings)
-        # w3's codes stay as they are. (Its scales are rounded to bfloat16 once more, by far less than the codes were.)
-        up_scales = divided(up_scales, up_codes, s)
-    width_gram = sums.gram
-    if settings.awq:
-        down, width_gram = down * s.unsqueeze(1), fold_gram(width_gram, s)
-    with phase("rounding"):
-        down_codes, down_scales, damping, lost = _round(down, width_gram, settings, "down")
-    return _Chunk(
-        {"gate": gate_codes, "up": up_codes, "down": down_codes},
-        {"gate": gate_scales, "up": up_scales, "down": down_scales},
-        first_damping | damping,
-        totals | searched | lost | {"seen": sums.seen, "dropped": sums.dropped},
-    )
-
-
-def _width_scale(
-    down: torch.Tensor, sums: WidthSums, settings: Experts
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A scale (c, I) for each expert between w3 and w2, and its objective (c,) before and after, as `_Chunk.totals`."""
-    assert isinstance(settings.awq, Awq)
-    with phase("search"):
-        means = weight_means(down, settings.group_size)
-        grid = grid_scales(sums.mean, means, settings.awq.grid, settings.awq.duo_scaling)
-        losses = scale_losses(down, sums.gram, grid, settings.group_size, settings.bits)  # (P, c)
-        best = losses.argmin(0)
-        chosen = grid[best, torch.arange(len(best), device=best.device)]
-        after = losses.gather(0, best.unsqueeze(0))[0].double()
-        return chosen, {"down_search_before": losses[0].double(), "down_search_after": after}
-
-
-def _round(
-    weight: torch.Tensor, gram: torch.Tensor, settings: Experts, name: str, rows: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Gram matrix (c, C, C).
-
-    Args:
-        rows: (c, R, 1), what the rows were divided by; losses are those of the rows as they were.
-
-    Returns:
-        Codes, scales, and under `name` what `_Chunk` keeps as damping and as totals.
-    """
-    damping: dict[str, torch.Tensor] = {}
-    if settings.scales == "mse":
-        scale = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), settings.group_size, settings.bits)
-    else:
-        scale = minmax_scales(weight, settings.group_size, settings.bits)
-    if settings.rounding == "gptq":
-        codes, used = gptq(weight, gram, scale, settings.bits, DAMPING)
-        damping[name] = used
-        solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
-        refined = codes, scale
-        for _ in range(SWEEPS):
-            refined = refine(weight, damped(gram, used), *refined, settings.bits)
-        codes, scale = torch.where(solvable, refined[0], codes), torch.where(solvable, refined[1], scale)
-    else:
-        codes = nearest(weight, scale, settings.bits)
-    lost, whole = dequantize(codes, scale).sub_(weight), weight
-    if rows is not None:
-        lost, whole = lost.mul_(rows), whole * rows
-    totals = {
-        f"{name}_lost": quadratic_loss(lost, gram).double(),
-        f"{name}_whole": quadratic_loss(whole, gram).double(),
-    }
-    return codes.to(torch.int8), scale, damping, totals
-
-
 def _errors(totals: dict[str, torch.Tensor]) -> dict[str, float]:
     """Means and ratios over all experts, added in their order whatever chunks they were solved in."""
     sums = {key: float(value.sum()) for key, value in totals.items()}
@@ -316,7 +183,7 @@ def _leaning(blended: Blend) -> Leaning:
     return Leaning(blended.full_share_at, fewer, float(blended.share.min()))
 
 
-def _fallbacks(whole: _Chunk, blended: Blend, settings: Experts) -> list[str]:
+def _fallbacks(whole: SolvedChunk, blended: Blend, settings: Experts) -> list[str]:
     """One line for every expert that did not get what the recipe asks for; a smaller share is part of the method."""
     lines = []
     columns = (whole.totals["seen"], whole.totals["dropped"], blended.routed_tokens, blended.share)

@@ -20,12 +20,10 @@ Three things are not the library's, all on purpose:
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from io import StringIO
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -35,61 +33,13 @@ from quantizers.architectures.matrices import MATRICES, PROJECTIONS, Matrix
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import QuantizeError
 
+from .quiet_library import quiet_library
 from .solved import Solved
 
 if TYPE_CHECKING:
-    from loguru import Message
+    pass
 
 # E experts, H hidden, I expert width, g group size, T tokens of a sequence
-
-
-# Warnings about what is meant here: a layer has no embeddings and no lm_head, a router has no scheme, and the
-# device is the caller's choice.
-EXPECTED_WARNINGS = (
-    "Attempted to disable lm_head",
-    "Cannot check embeddings",
-    "No accelerator available",
-    "Unable to find quantization scheme for targeted layer",
-)
-
-
-@contextmanager
-def quiet_library() -> Iterator[None]:
-    """No progress bars, and no log but warnings, which go to Python's `logging`; then all is as it was.
-
-    llm-compressor logs through loguru; importing it removes whatever sinks there are and adds one on standard
-    output. loguru has no public way to set its sinks aside, hence `_core`.
-    """
-    from loguru import logger
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    shown = tqdm.__init__
-
-    def hidden(bar: Any, *args: Any, **options: Any) -> None:
-        shown(bar, *args, **options | {"disable": True})
-
-    core: Any = logger._core  # type: ignore[attr-defined]
-    with core.lock:
-        sinks = core.handlers, core.min_level
-        core.handlers, core.min_level = {}, float("inf")
-    try:
-        with redirect_stdout(StringIO()):
-            import llmcompressor  # noqa: F401  # its sink is added now, and removed by the next line
-        logger.remove()
-        logger.add(_forward, level="WARNING", format="{message}")
-        with patch.object(tqdm, "__init__", hidden):
-            yield
-    finally:
-        logger.remove()
-        with core.lock:
-            core.handlers, core.min_level = sinks
-
-
-def _forward(message: Message) -> None:
-    """A loguru sink: one record to the standard logger of the module that wrote it."""
-    record = message.record
-    if not record["message"].startswith(EXPECTED_WARNINGS):
-        logging.getLogger(record["name"]).log(record["level"].no, "%s", record["message"])
 
 
 @quiet_library()

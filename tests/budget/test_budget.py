@@ -36,7 +36,7 @@ from quantizers.recipe.scheme import ALL, Scheme
 from quantizers.run import pipeline
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
-from quantizers.solve import gram_engine
+from quantizers.solve import expert_chunk, gram_engine
 from quantizers.solve.rounding import minmax_scales, rounded
 from quantizers.system.errors import InputError, OutputError, QuantizeError
 from quantizers.team.ranks import Ranks
@@ -135,7 +135,7 @@ def test_what_is_predicted_from_is_what_the_run_stores(
     layer = make_layer(3)
     settings = Experts(group_size=32, bits=bits, awq=Awq(grid=8), scales=scales, rounding="nearest")
     of_s = list[Tensor]()
-    real, search = output_errors.divided, gram_engine._width_scale
+    real, search = output_errors.divided, expert_chunk._width_scale
 
     def predicted(scale: Tensor, codes: Tensor, s: Tensor) -> Tensor:
         of_s.append(s)
@@ -147,7 +147,7 @@ def test_what_is_predicted_from_is_what_the_run_stores(
         return of_s[0], totals
 
     monkeypatch.setattr(output_errors, "divided", predicted)
-    monkeypatch.setattr(gram_engine, "_width_scale", found)
+    monkeypatch.setattr(expert_chunk, "_width_scale", found)
     common: Any = {"norm": layer.norm, "activation": torch.nn.functional.silu, "settings": settings, "chunk": 8}
     guess = scheme_errors(
         layer.recorded(), layer.gate_up, layer.down, schemes=[Scheme(bits, 32)], experts=5, compared=[0], **common

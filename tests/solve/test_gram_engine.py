@@ -12,7 +12,7 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import Recorded
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve import gram_engine, token_weights
+from quantizers.solve import expert_chunk, token_weights
 from quantizers.solve.awq import grid_scales, weight_means
 from quantizers.solve.correction import corrected
 from quantizers.solve.gram_engine import solve
@@ -311,7 +311,7 @@ def test_the_scale_to_w2_costs_w3_nothing_with_8_bits(
     Stored scales that are divided by s and rounded to bfloat16 a second time cost 4 to 33 % here.
     """
     found: list[torch.Tensor] = []
-    real = gram_engine._width_scale
+    real = expert_chunk._width_scale
     lost = {}
     for scaled in (False, True):
 
@@ -320,7 +320,7 @@ def test_the_scale_to_w2_costs_w3_nothing_with_8_bits(
             found.append(s if scaled else torch.ones_like(s))
             return (found[-1], *rest)
 
-        monkeypatch.setattr(gram_engine, "_width_scale", search)
+        monkeypatch.setattr(expert_chunk, "_width_scale", search)
         inputs, own = 0.0, 0.0
         for seed in (13, 14):
             layer = make_layer(seed, experts=8, tokens=200, hidden=256, width=128)
@@ -347,13 +347,13 @@ def test_with_8_bits_a_part_of_a_large_set_is_searched_and_all_of_it_solved_from
     layer = make_layer(15, tokens=17 * WIDTH)
     layer.normed = [n[: 8 * WIDTH] for n in (layer.normed * 2)[:4]]
     monkeypatch.setattr(token_weights, "BATCH_TOKENS", 8 * WIDTH)
-    seen, real = list[int](), gram_engine._width_scale
+    seen, real = list[int](), expert_chunk._width_scale
 
     def search(down: torch.Tensor, sums: Any, settings: Experts) -> Any:
         seen.extend(sums.seen.tolist())
         return real(down, sums, settings)
 
-    monkeypatch.setattr(gram_engine, "_width_scale", search)
+    monkeypatch.setattr(expert_chunk, "_width_scale", search)
     solved = solve_layer(layer, bits=8)
     assert seen == [2 * 8 * WIDTH] * EXPERTS
     assert solved.error["expert_tokens"] == 4 * 8 * WIDTH

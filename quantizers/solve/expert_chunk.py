@@ -1,0 +1,154 @@
+"""One chunk of experts: from the sums of their inputs to codes and scales.
+
+w1 and w3 are rounded first. What the rounded ones then give w2 is what w2's sums are gathered from; w2 is corrected
+for the difference (correction.py), a scale s per expert between w3 and w2 is searched, and w2 is rounded.
+
+With 8 bits s comes first. Found afterwards, it would divide w3's stored group scales, which bfloat16 then rounds a
+second time. That is far below the codes' error at 4 bits, but 4 to 39 % of it at 8. So s is searched from what the
+source's w1 and w3 give w2 (the rounded ones differ by half a percent), on a part of large sets, and w3 / s is rounded
+as it is stored. Median KL of INT8 in groups of 32, calibrated on each fifth of the tiny model's set: 4.22e-6 this way;
+4.58e-6 with s found afterwards; 4.38e-6 afterwards with s rounded to powers of two, whose division is exact, but then
+the search leaves w2 12 to 25 % more error. (Setting w3's codes again after the division repairs only half of the harm,
+because the group scales were fitted to the codes.)
+
+Legend: c experts of the chunk, H hidden, I expert width, R rows, C columns, P grid points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quantizers.architectures.matrices import Matrix
+from quantizers.device.timing import phase
+from quantizers.forward.codes import dequantize
+from quantizers.recipe.schema import Awq, Experts
+
+from .awq import divided, divided_first, fold_gram, grid_scales, scale_losses, weight_means
+from .correction import corrected
+from .expert_sums import WidthSums
+from .refine import refine
+from .rounding import damped, gptq, minmax_scales, mse_scales, nearest
+from .symmetric import quadratic_loss
+
+DAMPING = 0.01  # of Gram matrices, as a share of their mean diagonal
+SWEEPS = 2  # of refine.py after GPTQ; a third would lower the loss by less than 1 %
+
+
+@dataclass
+class SolvedChunk:
+    """The solved experts of one chunk, or all of them: codes and scales as in `Solved`, and numbers about them.
+
+    Attributes:
+        damping: per group of matrices that share a factorization, (c,), see `rounding.gptq`.
+        totals: of each expert (c,), losses (`…_lost`) and what they are relative to (`…_whole`), the w2
+            search's objective before and after, and rows `seen` and `dropped`, see `WidthSums`.
+    """
+
+    codes: dict[Matrix, torch.Tensor]
+    scales: dict[Matrix, torch.Tensor]
+    damping: dict[str, torch.Tensor]
+    totals: dict[str, torch.Tensor]
+
+
+def solve_chunk(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    input_gram: torch.Tensor,
+    of_source: Callable[[], WidthSums],
+    of_rounded: Callable[[torch.Tensor, bool], WidthSums],
+    settings: Experts,
+) -> SolvedChunk:
+    """Scale and round the experts of one chunk.
+
+    Args:
+        gate_up, down: (c, 2I, H) and (c, H, I) in float32; gate_up multiplied by the norm's scale. Changed.
+        input_gram: (c, H, H) float32, of what that reads.
+        of_source: gives the sums of w2's inputs as the source's w1 and w3 produce them.
+        of_rounded: from rounded w1 and w3 (c, 2I, H) to the sums of w2's inputs, with `changes` if asked for.
+    """
+    # What w2's columns are multiplied by, w3's rows are divided by: s (c, I).
+    rows, searched = torch.ones_like(gate_up[:, :, :1]), dict[str, torch.Tensor]()
+    s = torch.ones_like(down[:, 0])
+    early = bool(settings.awq) and divided_first(settings.bits)
+    if early:
+        s, searched = _width_scale(down, of_source(), settings)
+        rows[:, s.shape[1] :] = s.unsqueeze(-1)
+        gate_up.div_(rows)
+    # gate and up read the same inputs, so they share one factorization.
+    with phase("rounding"):
+        codes, scales, first_damping, totals = _round(gate_up, input_gram, settings, "gate_up", rows)
+    sums = of_rounded(dequantize(codes, scales).mul_(rows), settings.rounding == "gptq")
+    if sums.changes is not None:
+        with phase("rounding"):
+            down = corrected(down, sums.gram, sums.changes, DAMPING)
+    gate_codes, up_codes = codes.chunk(2, dim=1)
+    gate_scales, up_scales = scales.chunk(2, dim=1)
+    if settings.awq and not early:
+        s, searched = _width_scale(down, sums, settings)
+        # w3's codes stay as they are. (Its scales are rounded to bfloat16 once more, by far less than the codes were.)
+        up_scales = divided(up_scales, up_codes, s)
+    width_gram = sums.gram
+    if settings.awq:
+        down, width_gram = down * s.unsqueeze(1), fold_gram(width_gram, s)
+    with phase("rounding"):
+        down_codes, down_scales, damping, lost = _round(down, width_gram, settings, "down")
+    return SolvedChunk(
+        {"gate": gate_codes, "up": up_codes, "down": down_codes},
+        {"gate": gate_scales, "up": up_scales, "down": down_scales},
+        first_damping | damping,
+        totals | searched | lost | {"seen": sums.seen, "dropped": sums.dropped},
+    )
+
+
+def _width_scale(
+    down: torch.Tensor, sums: WidthSums, settings: Experts
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A scale (c, I) for each expert between w3 and w2, and its objective (c,) before and after."""
+    assert isinstance(settings.awq, Awq)
+    with phase("search"):
+        means = weight_means(down, settings.group_size)
+        grid = grid_scales(sums.mean, means, settings.awq.grid, settings.awq.duo_scaling)
+        losses = scale_losses(down, sums.gram, grid, settings.group_size, settings.bits)  # (P, c)
+        best = losses.argmin(0)
+        chosen = grid[best, torch.arange(len(best), device=best.device)]
+        after = losses.gather(0, best.unsqueeze(0))[0].double()
+        return chosen, {"down_search_before": losses[0].double(), "down_search_after": after}
+
+
+def _round(
+    weight: torch.Tensor, gram: torch.Tensor, settings: Experts, name: str, rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Gram matrix (c, C, C).
+
+    Args:
+        rows: (c, R, 1), what the rows were divided by; losses are those of the rows as they were.
+
+    Returns:
+        Codes, scales, and under `name` what `SolvedChunk` keeps as damping and as totals.
+    """
+    damping: dict[str, torch.Tensor] = {}
+    if settings.scales == "mse":
+        scale = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), settings.group_size, settings.bits)
+    else:
+        scale = minmax_scales(weight, settings.group_size, settings.bits)
+    if settings.rounding == "gptq":
+        codes, used = gptq(weight, gram, scale, settings.bits, DAMPING)
+        damping[name] = used
+        solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
+        refined = codes, scale
+        for _ in range(SWEEPS):
+            refined = refine(weight, damped(gram, used), *refined, settings.bits)
+        codes, scale = torch.where(solvable, refined[0], codes), torch.where(solvable, refined[1], scale)
+    else:
+        codes = nearest(weight, scale, settings.bits)
+    lost, whole = dequantize(codes, scale).sub_(weight), weight
+    if rows is not None:
+        lost, whole = lost.mul_(rows), whole * rows
+    totals = {
+        f"{name}_lost": quadratic_loss(lost, gram).double(),
+        f"{name}_whole": quadratic_loss(whole, gram).double(),
+    }
+    return codes.to(torch.int8), scale, damping, totals
