@@ -1,1 +1,1 @@
-"""Finished files from solved experts and original bytes, and the audit of them against their source."""
+"""Writes finished files from solved experts and original bytes, and audits them against their source."""

@@ -1,1 +1,1 @@
-"""A finished checkpoint against its source, from the files alone. Nothing here writes."""
+"""Audits a finished checkpoint against its source, from the files alone. Nothing here writes."""

@@ -1,9 +1,9 @@
-"""A finished checkpoint against its source, from the files alone.
+"""Audits a finished checkpoint against its source, from the files alone.
 
-Every source tensor must be accounted for: kept and renamed ones byte for byte by hash, quantized
-ones by shape, range and closeness, the folded norm by its exact ratio, which must reappear inverted
-in the router (`closure`). Config, index and side files are held against the source's as well. Where
-report.json holds the digests of what the run wrote, any later change of any tensor is named too.
+Every source tensor must be accounted for: kept and renamed ones byte for byte, by hash; quantized ones by
+shape, range and closeness; the folded norm by its exact ratio, whose inverse must show up in the router
+(closure). Config, index and side files are compared with the source's as well. If report.json has the
+digests of what the run wrote, every tensor that changed since is named too.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Audit:
     Attributes:
         tensors: source tensors accounted for.
         kept: tensors compared byte for byte.
-        differences: one line each, beginning with the tensor's name; empty when all is well.
+        differences: one line each, starting with the tensor's name; empty if the audit passes.
         weight_error: per layer, the largest relative error of an expert's matrix after folding.
-        digests_checked: whether report.json recorded what the run wrote.
+        digests_checked: whether digests from when the run wrote the shards were available to compare with.
     """
 
     tensors: int = 0
@@ -79,14 +79,14 @@ def verify(
 
     Args:
         folder: the candidate.
-        source: what it was made from.
+        source: the checkpoint it was made from.
         device: where weights are dequantized for the closeness check.
-        digests: what the run wrote; read from the candidate's report.json when None.
+        digests: of the shards, from when they were written; if None, read from the candidate's report.json.
         step: called after each layer.
 
     Raises:
-        CheckpointError: the folder does not exist, or the source is broken. What is wrong with the
-            candidate's own files is a difference, not an exception.
+        CheckpointError: the folder does not exist, or the source is broken. A fault in the candidate's own
+            files is a difference, not an exception.
     """
     audit = Audit()
     if not folder.is_dir():
@@ -97,13 +97,13 @@ def verify(
     recorded = _recorded(folder) if digests is None else digests
     audit.digests_checked = bool(recorded)
     audit.differences += side_file_differences(folder, source.folder)
-    for name, written in recorded.items():  # first: where a header is damaged nothing else can be read
+    for name, written in recorded.items():  # first, because with a damaged header nothing else can be read
         audit.differences += changes(folder / name, written)
     try:
         candidate = open_folder(folder)
-        named = readable(candidate, facts)
+        renamed = readable(candidate, facts)
         schemes = declared_schemes(candidate, facts, sizes["layers"])
-        schemes = schemes or [scheme_of(named, facts, layer) for layer in range(sizes["layers"])]
+        schemes = schemes or [scheme_of(renamed, facts, layer) for layer in range(sizes["layers"])]
     except CheckpointError as failure:
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
@@ -119,32 +119,34 @@ def verify(
             if action.kind in ("keep", "rename"):
                 _check_bytes(action, source, candidate, audit)
         if layer is not None:
-            _check_layer(layer, facts, sizes, source, named, device, audit)
+            _check_layer(layer, facts, sizes, source, renamed, device, audit)
             step(f"layer {layer}")
     return _ordered(audit, folder)
 
 
 def _ordered(audit: Audit, folder: Path) -> Audit:
-    """What spoils every token comes first. Files are named without the folder: these lines travel in report.json."""
+    """Sort faults that spoil every token to the front, and drop the folder from file names: report.json is published
+    with these lines.
+    """
     lines = (line.replace(f"{folder}/", "").replace(f"{folder}: ", "") for line in audit.differences)
     audit.differences = sorted(dict.fromkeys(lines), key=lambda line: NOT_COMPENSATED not in line)
     return audit
 
 
 def declared_schemes(candidate: Checkpoint, facts: Architecture, layers: int) -> list[Scheme] | None:
-    """The scheme of each layer's experts from a candidate's quantization_config.
+    """The scheme of each layer's experts, from a candidate's quantization_config.
 
-    Where several groups are for integer experts, a layer's is the first that matches its expert 0.
+    If several config groups name integer experts, a layer gets the first that matches its expert 0.
 
     Returns:
-        None where it names no integer experts, or none for a layer.
+        None if no group names integer experts, or none matches some layer.
     """
     groups = _expert_groups(candidate)
     if len(groups) == 1:
         return [groups[0][1]] * layers
     names = [facts.expert(layer, 0, "gate") for layer in range(layers)]
-    found = [next((s for targets, s in groups if any(_matches(t, name) for t in targets)), None) for name in names]
-    schemes = [scheme for scheme in found if scheme is not None]
+    matched = [next((s for targets, s in groups if any(_matches(t, name) for t in targets)), None) for name in names]
+    schemes = [scheme for scheme in matched if scheme is not None]
     return schemes if len(schemes) == layers else None
 
 
@@ -156,27 +158,27 @@ def _matches(target: str, name: str) -> bool:
 
 
 def _expert_groups(candidate: Checkpoint) -> list[tuple[list[str], Scheme]]:
-    """Targets that name experts, with the scheme of their config group, as far as it is one of integers."""
+    """For each config group of integers that names experts: its expert targets, and its scheme."""
     section = candidate.config.get("quantization_config")
     groups = section.get("config_groups") if isinstance(section, dict) else None
-    found: list[tuple[list[str], Scheme]] = []
+    expert_groups: list[tuple[list[str], Scheme]] = []
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         targets = group.get("targets") if isinstance(group, dict) else None
         if not isinstance(weights, dict) or not isinstance(targets, list) or weights.get("type") != "int":
             continue
-        named = [target for target in targets if isinstance(target, str) and "experts" in target]
+        expert_targets = [target for target in targets if isinstance(target, str) and "experts" in target]
         bits, group_size = weights.get("num_bits"), weights.get("group_size")
-        if named and bits in BITS and group_size in GROUPS:
-            found.append((named, Scheme(bits, group_size)))
-    return found
+        if expert_targets and bits in BITS and group_size in GROUPS:
+            expert_groups.append((expert_targets, Scheme(bits, group_size)))
+    return expert_groups
 
 
 def _recorded(folder: Path) -> Mapping[str, ShardDigest]:
     try:
         report = read_json(folder / REPORT)
     except CheckpointError:
-        return {}  # there is none, or it is damaged, which record.py says
+        return {}  # there is no report, or it is damaged, which quantizers/run/record_check.py reports
     return {name: digest for name, digest in recorded_digests(report).items() if is_plain(name)}
 
 
@@ -184,13 +186,13 @@ def _check_names(plan: Plan, candidate: Checkpoint, audit: Audit) -> None:
     expected: dict[str, Spec] = {}
     for action in plan.actions:
         for name, spec in action.outputs.items():
-            # An unfolded layer keeps its router as it was, in the source's dtype.
-            alternatives = {spec.dtype, action.spec.dtype} if action.kind == "compensate" else {spec.dtype}
+            # A layer whose norm was not folded keeps its router in the source's dtype.
+            allowed_dtypes = {spec.dtype, action.spec.dtype} if action.kind == "compensate" else {spec.dtype}
             expected[name] = spec
             info = candidate.tensors.get(name)
             if info is None:
                 audit.differences.append(f"{name}: missing ({action.kind} of {action.source})")
-            elif info.dtype not in alternatives or info.shape != spec.shape:
+            elif info.dtype not in allowed_dtypes or info.shape != spec.shape:
                 audit.differences.append(
                     f"{name}: is {info.dtype} {list(info.shape)}, should be {spec.dtype} {list(spec.shape)}"
                 )
@@ -202,7 +204,7 @@ def _check_names(plan: Plan, candidate: Checkpoint, audit: Audit) -> None:
 def _check_bytes(action: Action, source: Checkpoint, candidate: Checkpoint, audit: Audit) -> None:
     (name,) = action.outputs
     if name not in candidate.tensors:
-        return  # already named as missing
+        return  # already reported as missing
     audit.kept += 1
     if hashlib.sha256(source.raw(action.source)).digest() != hashlib.sha256(candidate.raw(name)).digest():
         audit.differences.append(f"{name}: bytes differ from the source's {action.source}")
@@ -217,7 +219,7 @@ def _check_layer(
     device: torch.device,
     audit: Audit,
 ) -> None:
-    """Closure: the norm's ratio, inverted in the router, and consistent with every expert."""
+    """Closure: the router must carry the inverse of the norm's change, and every expert must agree with it."""
     norm_name, router_name = facts.layer(layer, facts.fold.norm), facts.layer(layer, facts.fold.router)
     if norm_name not in candidate.tensors or router_name not in candidate.tensors:
         return
@@ -261,8 +263,8 @@ def _check_router(
 ) -> None:
     expected = before.float() * smooth
     ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
-    wrong = ~((after.float() - expected).abs() <= ROUTER_ULPS * ulp)
-    if not bool(wrong.any()):
+    off = ~((after.float() - expected).abs() <= ROUTER_ULPS * ulp)
+    if not bool(off.any()):
         return
     folded = int((smooth != 1).sum())
     if router_state(before, after, smooth) == "not compensated":
@@ -273,6 +275,6 @@ def _check_router(
         )
     else:
         audit.differences.append(
-            f"{router_name}: {int(wrong.sum())} elements differ from the source's times the norm's ratio by more than "
+            f"{router_name}: {int(off.sum())} elements differ from the source's times the norm's ratio by more than "
             f"{ROUTER_ULPS} ulp"
         )

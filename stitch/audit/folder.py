@@ -1,6 +1,6 @@
-"""What lies beside the shards of a finished checkpoint, against its source: config.json, side files, strays.
+"""Audits what lies beside the shards of a finished checkpoint: config.json, side files, stray files.
 
-A tokenizer, a template or a rope_theta decides what a model says as much as its weights do.
+A tokenizer, a chat template or a rope_theta decides what a model says as much as its weights do.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from quantizers.checkpoint.reader import CONFIG, WEIGHTS, side_files
 from quantizers.system.own_files import file_sha256
 
 QUANTIZATION = "quantization_config"
-# Of what a folder may hold besides: what a loader reads or runs.
+# Endings and names of other files that a loader reads or runs.
 LOADED = (".py", ".json", ".jinja", ".model", ".tiktoken")
 LOADED_NAMES = ("vocab.txt", "merges.txt")
 
 
 def config_differences(found: Mapping[str, Any], expected: Mapping[str, Any], ours: bool) -> list[str]:
-    """Keys of config.json that are not what the source's should have become, one line each.
+    """Keys of config.json whose value is not what this program makes of the source's, one line each.
 
     Args:
-        found, expected: the candidate's config.json, and what this program would write.
-        ours: whether this program wrote the candidate. Another's quantization_config may be spelled in another way;
-            whether servers read it as it is meant is for eval/consumers.py to say.
+        found, expected: the candidate's config.json, and the one that this program would write.
+        ours: whether this program wrote the candidate. Other programs may write an equivalent quantization_config
+            differently, so theirs is not compared; eval/consumers checks how serving engines read it.
     """
     skipped = () if ours else (QUANTIZATION,)
     return [
@@ -55,7 +55,7 @@ def _shown(value: Any) -> str:
 
 
 def side_file_differences(folder: Path, source: Path) -> list[str]:
-    """Side files that are missing, have other bytes than the source's, or come from nowhere."""
+    """Side files that are missing, differ from the source's, or do not exist in the source."""
     lines = []
     names = set()
     for file in side_files(source):
@@ -80,25 +80,26 @@ def _is_loaded(file: Path) -> bool:
 
 
 def strays(folder: Path, shards: Collection[str]) -> list[str]:
-    """Weights beside those of the index, and folders with templates or code: some loaders take these too, or first.
+    """Weight files that the index does not name, and folders with templates or code: some loaders read them too, or
+    even prefer them.
 
     Args:
-        shards: the names of the files that the index names.
+        shards: the file names in the index.
     """
     lines = []
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.suffix in WEIGHTS and path.name not in shards:
             lines.append(f"{path.name}: weights that the index does not name, which some loaders take all the same")
         elif path.is_dir() and not path.name.startswith("."):
-            found = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix in (".py", ".jinja"))
-            if found:
+            loadable = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix in (".py", ".jinja"))
+            if loadable:
                 lines.append(
-                    f"{found[0].relative_to(folder)}: in a folder of its own, where loaders may look; remove it"
+                    f"{loadable[0].relative_to(folder)}: in a folder of its own, where loaders may look; remove it"
                 )
     return lines
 
 
 def folders_left_out(source: Path) -> list[str]:
-    """The source's own folders, none of which is copied: a line for the report where there are such."""
+    """A line for the report that names the source's sub-folders, none of which is copied; empty if it has none."""
     names = sorted(path.name for path in source.iterdir() if path.is_dir() and not path.name.startswith("."))
     return [f"folders of the source that were not copied: {', '.join(names)}"] if names else []

@@ -1,4 +1,4 @@
-"""The integer scheme of packed experts, read off their tensors."""
+"""Reads the integer scheme of packed experts from the shapes of their tensors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from quantizers.system.errors import CheckpointError
 
 
 def scheme_of(experts: Checkpoint, facts: Architecture, layer: int) -> Scheme:
-    """The integer scheme of a layer in an experts-only checkpoint, read off its tensors (under published names).
+    """The integer scheme of a layer in an experts-only checkpoint, from its tensors (under published names).
 
     Raises:
-        CheckpointError: its experts are not packed symmetric integers with a bfloat16-able scale per group.
+        CheckpointError: its experts are not packed symmetric integers of a supported bit width and group size.
     """
     module = facts.expert(layer, 0, "gate")
     where = f"{experts.folder}: {module}"

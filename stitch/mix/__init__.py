@@ -1,1 +1,1 @@
-"""`quantize stitch`: a mixed checkpoint from an FP8 source and experts that others quantized."""
+"""`quantize stitch`: builds a mixed checkpoint from an FP8 source and experts quantized by another tool."""

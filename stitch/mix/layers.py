@@ -1,10 +1,10 @@
-"""A mixed checkpoint from what exists: the FP8 source, and an experts-only checkpoint made from a BF16 copy of it.
+"""Builds the layers of a mixed checkpoint from the FP8 source and an experts-only checkpoint made from a BF16 copy.
 
-Packed experts and the norms that they were smoothed with come from the one; everything else keeps the
-source's bytes. That is how the published FrankenQuant was made, and where it goes wrong: AWQ divided
-the norm before the experts by s, the experts carry s, but the router, which reads the same norm, comes
-from the source and does not. So before anything is written, each layer's norms are compared, the ratio
-is confirmed on experts, and the router's compensation is judged.
+Packed experts, and the norms that their smoothing was folded into, come from the experts-only checkpoint;
+everything else keeps the source's bytes. The published FrankenQuant was made this way, and has this defect:
+AWQ divided the norm before the experts by s and multiplied the experts by s, but the router, which reads the
+same norm, comes from the source and was not multiplied. So before anything is written, each layer's norms are
+compared, their ratio is confirmed on some experts, and the router is checked for compensation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quantizers.system.atomic import write_json
 from quantizers.system.errors import CheckpointError
 from stitch.write.shard import write_shard
 
-PROBED = 3  # experts of each layer that the ratio of the norms is confirmed on; the audit reads them all
+PROBED = 3  # experts per layer on which the ratio of the norms is confirmed; the audit reads all of them
 Router = Literal["not smoothed", "compensated", "not compensated", "unclear"]
 
 
@@ -38,9 +38,9 @@ class Layer:
     Attributes:
         layer: its number.
         folded: channels of the norm that were divided.
-        router: what the experts' checkpoint did with its own router.
-        error: largest relative error of the probed experts, given the ratio of the norms.
-        error_unscaled: the same, had the experts not been smoothed.
+        router: the state of the experts' checkpoint's own router.
+        error: largest relative error of the probed experts against the source's times the ratio of the norms.
+        error_unscaled: the same against the source's unscaled experts.
     """
 
     layer: int
@@ -59,9 +59,9 @@ def examine(
         experts: the experts-only checkpoint, under published names.
 
     Raises:
-        CheckpointError: a layer's experts are not the source's times the ratio of the norms.
+        CheckpointError: a layer's experts differ too much from the source's times the ratio of the norms.
     """
-    found = []
+    layers = []
     for layer in range(sizes["layers"]):
         ratio = norm_ratio(source, experts, facts.layer(layer, facts.fold.norm))
         router = facts.layer(layer, facts.fold.router)
@@ -70,36 +70,37 @@ def examine(
             state = router_state(
                 source.tensor(router), experts.tensor(experts.require(router, "the router").name), ratio
             )
-        worst = [0.0, 0.0]
+        errors = [0.0, 0.0]
         for expert in sorted({0, sizes["experts"] // 2, sizes["experts"] - 1})[:PROBED]:
             modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
             old, new = ([read_weight(c, module, device) for module in modules] for c in (source, experts))
             for i, smooth in enumerate((ratio.to(device), torch.ones_like(ratio, device=device))):
-                worst[i] = max(worst[i], *matrix_errors(old, new, smooth))
-        if worst[0] >= CLOSE_ENOUGH:
+                errors[i] = max(errors[i], *matrix_errors(old, new, smooth))
+        if errors[0] >= CLOSE_ENOUGH:
             raise CheckpointError(
-                f"{experts.folder}: layer {layer}: its experts are {worst[0]:.0%} away from the source's times the "
+                f"{experts.folder}: layer {layer}: its experts are {errors[0]:.0%} away from the source's times the "
                 "ratio of the norms; they were made from another model, or smoothed in another way"
             )
-        found.append(Layer(layer, int((ratio != 1).sum()), state, *worst))
-    return found
+        layers.append(Layer(layer, int((ratio != 1).sum()), state, *errors))
+    return layers
 
 
 def describe(found: list[Layer]) -> list[str]:
-    """What a user must know of `examine`'s findings, one line each."""
+    """What a user must know about `examine`'s findings, one line each."""
     smoothed = [layer for layer in found if layer.folded]
     if not smoothed:
         return ["no norm was smoothed: the source's routers fit"]
-    bare = [layer.layer for layer in smoothed if layer.router == "not compensated"]
+    affected = [layer.layer for layer in smoothed if layer.router == "not compensated"]
     lines = [
         f"norms smoothed in {len(smoothed)} of {len(found)} layers; confirmed on their experts: "
         f"{max(layer.error for layer in smoothed):.1%} off at most with the ratio of the norms, "
         f"{min(layer.error_unscaled for layer in smoothed):.0%} and more without"
     ]
-    if bare:
+    if affected:
         lines.append(
-            f"router not compensated in {len(bare)} layers of the experts' checkpoint ({', '.join(map(str, bare[:8]))}"
-            f"{', …' if len(bare) > 8 else ''}): it chose other experts than the source while it was made"
+            f"router not compensated in {len(affected)} layers of the experts' checkpoint "
+            f"({', '.join(map(str, affected[:8]))}{', …' if len(affected) > 8 else ''}): it chose other experts than "
+            "the source while it was made"
         )
     return lines
 
@@ -110,10 +111,10 @@ def layer_tensors(
     """One layer's shard: packed experts and folded norm from `experts`, the rest from the source.
 
     Args:
-        repair_router: write router * norm / norm', in float32; else the source's values.
+        repair_router: write router * norm / norm', in float32; otherwise the source's values in float32.
 
     Raises:
-        CheckpointError: a tensor of `experts` is missing or not as the plan says.
+        CheckpointError: a tensor of `experts` is missing or has another shape than planned.
     """
     tensors: dict[str, torch.Tensor] = {}
     for action in plan.of_layer(layer):
@@ -122,7 +123,7 @@ def layer_tensors(
             tensors[name] = source.tensor(action.source)
         elif action.kind == "fold":
             name = action.source
-            # Read back as the source's dtype, in which it is stored: bfloat16 for what a BF16 copy gave.
+            # Stored in the source's dtype: bfloat16 for a norm that comes from a BF16 copy.
             tensors[name] = experts.tensor(experts.require(name, "the smoothed norm").name).to(
                 source.tensor(name).dtype
             )
@@ -155,7 +156,7 @@ def write_layers(
     work: Path,
     step: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """All layers' shards, into `work`/output, each with its entry in the journal; those that have one are done."""
+    """Write each layer's shard into `work`/output, then its journal entry; layers that have an entry are skipped."""
     for layer in range(plan.layers):
         if not journal.layer_file(work, layer).exists():
             shard = plan.shard_file(layer)

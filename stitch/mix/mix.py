@@ -1,4 +1,4 @@
-"""`quantize stitch`: examine, assemble, audit, move. See mixed.py for what is done to a layer."""
+"""`quantize stitch`: examine, assemble, audit, move into place. layers.py builds the layers."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def mix(
     versions: dict[str, str] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Build the mixed checkpoint, and check it against its source as `verify` does.
+    """Build the mixed checkpoint, and audit it against its source as `quantize verify` does.
 
     Args:
         source: the FP8 checkpoint.
-        experts: an experts-only checkpoint made from a BF16 copy of it, by whatever tool.
-        output: a new or empty folder, or that of the same call cut off.
+        experts: an experts-only checkpoint made from a BF16 copy of it, by any tool.
+        output: a new or empty folder, or that of the same call that was interrupted.
         repair_router: multiply the source's router by the ratio of the norms.
         versions: for report.json.
         check: called between steps; may raise to interrupt.
 
     Returns:
-        The report, as report.json holds it.
+        The contents of report.json.
 
     Raises:
-        CheckpointError: the two do not belong together, or in a format that cannot be stitched.
+        CheckpointError: the two do not belong together, or have a format that cannot be stitched.
         OutputError: the folder holds something else.
     """
     digests = {"source": source_digest(source), "experts": source_digest(experts)}
@@ -74,14 +74,14 @@ def mix(
     where = str(source.folder / CONFIG)
     facts = architecture_for(source.config, where)
     sizes = sizes_of(facts, source.config, where)
-    other = str(experts.folder / CONFIG)
-    if sizes_of(architecture_for(experts.config, other), experts.config, other) != sizes:
-        raise CheckpointError(f"{other}: is another model than {source.name}; give one made from a copy of it")
-    named = readable(experts, facts)
-    schemes = [scheme_of(named, facts, layer) for layer in range(sizes["layers"])]
-    found = examine(source, named, facts, sizes, device)
-    # Where nothing was folded every norm and router is kept.
-    experts_settings = Experts() if any(layer.folded for layer in found) else Experts(awq=False)
+    config_path = str(experts.folder / CONFIG)
+    if sizes_of(architecture_for(experts.config, config_path), experts.config, config_path) != sizes:
+        raise CheckpointError(f"{config_path}: is another model than {source.name}; give one made from a copy of it")
+    renamed = readable(experts, facts)
+    schemes = [scheme_of(renamed, facts, layer) for layer in range(sizes["layers"])]
+    examined = examine(source, renamed, facts, sizes, device)
+    # If no norm was folded, the plan keeps every norm and router.
+    experts_settings = Experts() if any(layer.folded for layer in examined) else Experts(awq=False)
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     plan = make_plan(facts, sizes, specs, experts_settings, str(source.folder), block_size(source))
     plan = plan.with_schemes(schemes)
@@ -97,7 +97,7 @@ def mix(
             (work / name).mkdir(exist_ok=True)
         folder = work / "output"
         with progress("stitching", sizes["layers"]) as step:
-            write_layers(plan, source, named, repair_router, work, _checked(step, check))
+            write_layers(plan, source, renamed, repair_router, work, _checked(step, check))
         last = write_shard(layer_tensors(plan, None, source, None), folder / plan.shard_file(None))
         for file in side_files(source.folder):
             copy_file(file, folder / file.name)
@@ -116,8 +116,8 @@ def mix(
                 "digest": digests["source"],
             },
             "versions": versions or {},
-            "notes": [*describe(found), *folders_left_out(source.folder)],
-            "layers": as_rows(found),
+            "notes": [*describe(examined), *folders_left_out(source.folder)],
+            "layers": as_rows(examined),
             "audit": audit.as_dict() | {"digests": written},
         }
         write_record(folder, report | describe_files(folder, {}))
@@ -135,15 +135,15 @@ def _checked(step: Step, check: Callable[[], None]) -> Step:
 
 def stitch_table(report: dict[str, Any], output: Path) -> str:
     """What `quantize stitch` prints."""
-    bare = [line for line in report["audit"]["differences"] if "not compensated" in line]
+    affected = [line for line in report["audit"]["differences"] if "not compensated" in line]
     lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
     lines += report["notes"]
     if report["stitched"]["repair_router"]:
         lines.append("the router of every smoothed layer was compensated: router * norm / norm', in float32")
-    elif bare:
+    elif affected:
         lines.append(
-            f"the source's router reads a smoothed norm in {len(bare)} layers, and sends tokens to other experts than "
-            "the source does; write the compensated router with --repair-router"
+            f"the source's router reads a smoothed norm in {len(affected)} layers, and sends tokens to other experts "
+            "than the source does; write the compensated router with --repair-router"
         )
     audit = report["audit"]
     lines.append(

@@ -1,1 +1,1 @@
-"""One shard and the config: what is written, and the digests taken while it is."""
+"""Writes shards and the config, and takes digests of what is written."""

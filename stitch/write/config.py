@@ -1,10 +1,10 @@
 """config.json's quantization_config for FP8 attention beside integer experts.
 
-Validated against what compressed-tensors 0.17 to 0.20, vLLM and transformers read: only old fields,
-no null options in a scheme. Three rules that are easy to get wrong, and load silently when wrong:
-experts must match under both of vLLM's naming generations (w1/w2/w3 and gate/up/down_proj, below
-`mlp.experts`); the attention regex names the fused qkv_proj for SGLang; and no group may target a
-class name such as "Linear".
+Validated against what compressed-tensors 0.17 to 0.20, vLLM and transformers read: only old fields, no
+null options in a scheme. Three rules are easy to break, and a checkpoint that breaks them loads without an
+error: the expert regex must match the names that both older and newer vLLM use (w1/w2/w3 and
+gate/up/down_proj, below `mlp.experts`); the attention regex must match the fused qkv_proj, for SGLang; and no
+group may target a class name such as "Linear".
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def quantization_config(schemes: Sequence[Scheme], fp8_block: tuple[int, int] | 
     """The whole section; it replaces the source's own.
 
     Args:
-        schemes: of each layer's experts. Where they differ, each has a group whose regex names its layers.
-        fp8_block: rows and columns of the kept FP8 attention's blocks; None where it is not FP8.
+        schemes: of each layer's experts. If they differ, each gets a config group whose regex lists its layers.
+        fp8_block: rows and columns of a block of the kept FP8 attention; None if the attention is not FP8.
     """
     groups: dict[str, Any] = {}
     if fp8_block is not None:
@@ -73,6 +73,6 @@ def _scheme(bits: int, kind: str, strategy: str, dynamic: bool = False, **extra:
 def output_config(
     source: dict[str, Any], schemes: Sequence[Scheme], fp8_block: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """config.json of the output: the source's fields as published, the quantization section replaced."""
+    """config.json of the output: the source's fields unchanged, except for the quantization section."""
     kept = {key: value for key, value in source.items() if key != "quantization_config"}
     return kept | {"quantization_config": quantization_config(schemes, fp8_block)}

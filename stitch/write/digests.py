@@ -1,9 +1,9 @@
-"""Digests of what a run wrote, taken as it is written and kept, so that any later change can be named.
+"""Digests of what a run writes, taken at the time of writing, so that any later change can be named.
 
-A shard's SHA-256 tells that it changed; eight bytes of BLAKE2b for each of its tensors tell which
-tensor did. (A full hash per tensor would make the report of a 256-expert model 12 MB.) Both are in the
-journal from the moment of writing on, and in report.json at the end: the proof compares the shards with
-these, never with digests of its own.
+A shard's SHA-256 shows that it changed; eight bytes of BLAKE2b per tensor show which tensor did. (A full
+hash per tensor would make the report of a 256-expert model 12 MB.) Both go into the journal when the shard
+is written, and into report.json at the end. The proof compares the shards with these digests, never with
+ones that it computes itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TENSOR_BYTES = 8
 
 
 class ShardDigest(TypedDict):
-    """`bytes` and `sha256` of the file; `tensors`: the tensors' digests in the order of their names, joined."""
+    """`bytes` and `sha256` of the file; `tensors`: the tensors' digests, sorted by tensor name and joined."""
 
     bytes: int
     sha256: str
@@ -47,21 +47,22 @@ def _short(raw: bytes | bytearray) -> str:
 
 
 def recorded_digests(report: Any) -> dict[str, ShardDigest]:
-    """The digests in a report, by shard; those that are none, in a damaged report, are left out."""
+    """The digests in a report, by shard; malformed ones, from a damaged report, are left out."""
     audit = report.get("audit") if isinstance(report, dict) else None
-    found = audit.get("digests") if isinstance(audit, dict) else None
+    by_shard = audit.get("digests") if isinstance(audit, dict) else None
     kinds = ShardDigest.__annotations__.keys()
     return {
         str(name): {"bytes": digest["bytes"], "sha256": digest["sha256"], "tensors": digest["tensors"]}
-        for name, digest in (found.items() if isinstance(found, dict) else ())
+        for name, digest in (by_shard.items() if isinstance(by_shard, dict) else ())
         if isinstance(digest, dict) and kinds <= digest.keys() and isinstance(digest["tensors"], str)
     }
 
 
 def changes(file: Path, written: ShardDigest) -> list[str]:
-    """What is not as it was written, one line each; empty when the file's hash is equal.
+    """What changed in a shard since it was written, one line each; empty if the file's hash is equal.
 
-    A changed tensor is named; the file itself where it holds others, cannot be read, or changed outside of them.
+    A line names the changed tensor, or the file if it holds another number of tensors, cannot be read, or changed
+    only in its header.
     """
     size = 2 * TENSOR_BYTES
     known = [written["tensors"][i : i + size] for i in range(0, len(written["tensors"]), size)]

@@ -1,4 +1,4 @@
-"""A solved layer and the source's own bytes ─► one finished shard, written atomically."""
+"""Turns a solved layer and the source's own bytes into one finished shard, written atomically."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def layer_tensors(plan: Plan, layer: int | None, source: Checkpoint, solved: Sol
     """Every tensor of one output shard, on the CPU.
 
     Args:
-        layer: a decoder layer, or None for what lies outside the layers.
-        solved: needed where the plan quantizes, folds or compensates.
+        layer: a decoder layer, or None for the tensors outside the layers.
+        solved: needed if the plan quantizes, folds or compensates in this layer.
     """
     tensors: dict[str, torch.Tensor] = {}
     for action in plan.of_layer(layer):
@@ -46,7 +46,7 @@ def layer_tensors(plan: Plan, layer: int | None, source: Checkpoint, solved: Sol
         if action.kind == "fold":
             tensors[action.source] = solved.norm
         elif action.kind == "compensate":
-            # Without a compensated router (the library's published recipe, for comparison) it keeps its values.
+            # If the router was not compensated (the library's published recipe, for comparison), its values are kept.
             tensors[action.source] = source.tensor(action.source).float() if solved.router is None else solved.router
         else:
             assert action.matrix is not None
@@ -61,7 +61,7 @@ def layer_tensors(plan: Plan, layer: int | None, source: Checkpoint, solved: Sol
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], where: str) -> None:
-    """Refuse to write a tensor that would spoil a model.
+    """Refuse to write a tensor that would break the model.
 
     Raises:
         QuantizeError: the first tensor with a NaN or infinity.
@@ -72,13 +72,13 @@ def check_finite(tensors: Mapping[str, torch.Tensor], where: str) -> None:
 
 
 def write_shard(tensors: Mapping[str, torch.Tensor], path: Path) -> ShardDigest:
-    """Write a safetensors file under its name only once it is complete and on disk.
+    """Write a safetensors file, which gets its final name only once it is complete and on disk.
 
     Args:
         tensors: on the CPU, contiguous.
 
     Returns:
-        What was written: the digest of the file, and of its tensors as they were in memory.
+        The digests of the file, and of its tensors as they were in memory.
 
     Raises:
         QuantizeError: the disk is full or cannot be written.
@@ -87,7 +87,7 @@ def write_shard(tensors: Mapping[str, torch.Tensor], path: Path) -> ShardDigest:
     temporary = path.with_name(path.name + ".tmp")
     with disk_errors(path):
         temporary.touch()
-        mode = temporary.stat().st_mode  # what the user's umask allows; safetensors' own file is for its owner alone
+        mode = temporary.stat().st_mode  # as the user's umask allows; save_file makes it readable by the owner only
         save_file(dict(tensors), temporary, metadata=METADATA)
         temporary.chmod(mode)
         with temporary.open("rb+") as stream:
