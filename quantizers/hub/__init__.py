@@ -1,1 +1,1 @@
-"""A finished checkpoint on the Hugging Face Hub: what is sent, and what the Hub then holds."""
+"""Publishes a finished checkpoint on the Hugging Face Hub: checks it, uploads it, and compares what the Hub holds."""

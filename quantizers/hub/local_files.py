@@ -1,4 +1,4 @@
-"""The files of a folder that are sent, each with the two names by which the Hub knows its content."""
+"""The files of a folder to upload, with their sizes and both hashes that the Hub identifies content by."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from typing import Any
 
 from quantizers.system.own_files import REPORT
 
-CHUNK = 1 << 24
-
+CHUNK = 1 << 24  # bytes read at a time
 
 Step = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file as it will lie on the Hub: its name, its bytes, and the two names that the Hub knows content by."""
+    """A file to upload.
+
+    Attributes:
+        name: in the folder, and on the Hub.
+        size: bytes.
+        sha256: the Hub's hash of a file that it stores as LFS or Xet.
+        blob: git's blob id (SHA-1), the Hub's hash of any other file.
+    """
 
     name: str
     size: int
@@ -31,7 +37,7 @@ def _is_file(folder: Path, name: str) -> bool:
 
 
 def local_files(folder: Path, report: dict[str, Any], step: Step = lambda _: None) -> list[LocalFile]:
-    """The files to send, hashed: those that the run wrote. Anything else in the folder stays where it is."""
+    """The files to upload, hashed: those that the run wrote. Any other file in the folder is not uploaded."""
     names = sorted({*report["files"], REPORT})
     files = []
     for name in names:
@@ -43,9 +49,9 @@ def local_files(folder: Path, report: dict[str, Any], step: Step = lambda _: Non
 
 def _hashed(path: Path) -> LocalFile:
     size = path.stat().st_size
-    whole, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
     with path.open("rb") as stream:
         while block := stream.read(CHUNK):
-            whole.update(block)
+            sha256.update(block)
             blob.update(block)
-    return LocalFile(path.name, size, whole.hexdigest(), blob.hexdigest())
+    return LocalFile(path.name, size, sha256.hexdigest(), blob.hexdigest())

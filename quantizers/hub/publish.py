@@ -1,8 +1,4 @@
-"""A finished checkpoint on the Hub: verified before, uploaded so that it can be resumed, compared after.
-
-The token is the Hub library's own business (its login or environment): it is never read into a message,
-and what the library says is searched for it before it is passed on.
-"""
+"""Checks before an upload to the Hub: the run's report, what speaks against publishing, and a forced publication."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ def read_report(folder: Path) -> dict[str, Any]:
     """The report of a finished run.
 
     Raises:
-        OutputError: the folder is no finished output of this program.
+        OutputError: the folder is not a finished output of this program.
     """
     if (folder / WORK).exists():
         raise OutputError(f"{folder}: the run is unfinished; give `quantize run` again, then publish")
@@ -41,28 +37,32 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 
 def problems_of(folder: Path, report: dict[str, Any], source: Checkpoint, device: torch.device) -> list[str]:
-    """Everything that speaks against publishing: what `quantize verify` finds, and gates that failed."""
+    """Everything that speaks against publishing: what `quantize verify` finds, and the gates that failed."""
     from quantizers.run.verification import verify_folder
 
-    found = verify_folder(folder, source, device)
+    verification = verify_folder(folder, source, device)
     failed = [
         f"gate {gate['name']} failed: {number(gate['value'], '.4g')}, limit {gate['limit']:.4g} ({gate['meaning']})"
         for gate in report["gates"]
         if not gate["passed"] and gate["name"] not in ("audit", "consumers")
     ]
-    return [*found.differences, *found.misread, *failed]
+    return [*verification.differences, *verification.misread, *failed]
 
 
 def state(folder: Path, report: dict[str, Any], reason: str | None, problems: list[str]) -> None:
-    """Let report and card say that a checkpoint was published although it fails; or no longer say so.
+    """State in report and card that a checkpoint is published despite its problems, or remove that statement.
+
+    Args:
+        reason: given by the user, with --force.
+        problems: see `problems_of`; if empty, the statement is removed.
 
     Raises:
-        OutputError: the report itself was changed: no reason makes its figures those that were measured.
+        OutputError: the report itself was changed, so its figures are not those that were measured.
     """
     if report.get("seal") != seal_of(report):
         raise OutputError(
-            f"{folder / REPORT}: was changed since the run wrote it, so its figures are not published whatever the "
-            "reason; restore it"
+            f"{folder / REPORT}: was changed since the run wrote it, so its figures are not published, even with "
+            "--force; restore it"
         )
     forced = {"reason": reason, "problems": problems} if problems else None
     if report.get("forced") == forced:

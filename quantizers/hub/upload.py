@@ -1,7 +1,7 @@
-"""Files sent to the Hub, resumably, and compared with what it then holds.
+"""Uploads files to the Hub, resumably, and compares them with what it then holds.
 
-The token is the Hub library's own business (its login or environment): it is never read into a message,
-and what the library says is searched for it before it is passed on.
+The Hub library takes the token from its own login or environment. No message may contain it, so it is
+masked in every message of the library before that is passed on.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ AGAIN = "give the same command again; what has arrived is not sent twice"
 
 @dataclass(frozen=True)
 class Published:
-    """What is on the Hub now.
+    """What is on the Hub after an upload.
 
     Attributes:
-        files: what was compared, all equal.
-        strangers: files on the Hub that this folder does not have.
+        files: the uploaded files, all compared and equal.
+        strangers: files on the Hub that were not uploaded from this folder.
     """
 
     url: str
@@ -46,17 +46,17 @@ class Published:
 def upload(
     folder: Path, files: list[LocalFile], repo: str, revision: str, private: bool | None, step: Step = lambda _: None
 ) -> Published:
-    """Create the repository where there is none, send the files, and compare what the Hub has.
+    """Create the repository if there is none, upload the files, and compare them with what the Hub holds.
 
     Args:
-        files: what `local_files` found.
-        revision: a branch; made where there is none.
-        private: of a new repository; the account's default when None.
+        files: from `local_files`.
+        revision: a branch; created if there is none.
+        private: visibility of a new repository; if None, the account's default.
 
     Raises:
-        InputError: no token, or one that may not write there.
-        QuantizeError: the Hub cannot be reached, or holds something else afterwards. The same command
-            again goes on where it stopped.
+        InputError: no token, or one without write access.
+        QuantizeError: the Hub cannot be reached, or holds something else afterwards. Giving the same command
+            again resumes the upload.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -90,7 +90,7 @@ def upload(
 
 
 def _same(file: LocalFile, entry: Any) -> bool:
-    """Whether the Hub's entry has this file's content: by SHA-256 where it is stored as LFS or Xet, else by blob."""
+    """Whether the Hub's entry has this file's content: by SHA-256 if stored as LFS or Xet, else by git blob id."""
     if entry is None or not hasattr(entry, "blob_id") or entry.size != file.size:
         return False
     stored = entry.lfs
@@ -99,7 +99,7 @@ def _same(file: LocalFile, entry: Any) -> bool:
 
 @contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """What the Hub's library raises as one line of ours, without a token in it."""
+    """Turn what the Hub's library raises into our own errors, with one line of message and no token in it."""
     from httpx import HTTPError
     from huggingface_hub.errors import HFValidationError
 
@@ -122,8 +122,11 @@ def _hub_errors(repo: str) -> Iterator[None]:
 
 @contextmanager
 def _ended_at_once(message: str) -> Iterator[None]:
-    """Within the block Ctrl-C and SIGTERM end the process: the library's threads would first finish their
-    shards, and nothing here is left half-written."""
+    """Within the block, Ctrl-C and SIGTERM end the process at once.
+
+    Otherwise the library's threads would first finish uploading their shards. Nothing is written to disk here, so
+    nothing is left incomplete.
+    """
 
     def end(number: int, _frame: FrameType | None) -> None:
         os.write(2, f"{message}\n".encode())

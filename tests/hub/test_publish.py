@@ -229,7 +229,7 @@ def test_no_reason_publishes_changed_figures(hub: ModelHub, publish: Publish, fo
     before = contents(folder)
     code, _, err = publish(folder, "--repo", REPO, "--source", finished.source, "--force", "a test")
     assert code == 2
-    assert "was changed since the run wrote it, so its figures are not published whatever the reason" in err
+    assert "was changed since the run wrote it, so its figures are not published, even with --force" in err
     assert contents(folder) == before
     assert hub.repositories == {}
 
