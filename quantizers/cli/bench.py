@@ -19,6 +19,7 @@ PictureOption = Annotated[Path | None, typer.Option(help="also draw the result i
 
 
 def _job(recipe: str) -> Any:
+    """The prepared job of a recipe that names a held-out set, with the number of threads set."""
     from quantizers.device.devices import use_threads
     from quantizers.plan.job import prepare
 
@@ -59,7 +60,7 @@ def compare(
     experts: Annotated[int, typer.Option(min=2, help="of the random layer")] = 16,
     hidden: Annotated[int, typer.Option(min=128, help="of the random layer")] = 512,
     width: Annotated[int, typer.Option(min=32, help="of the random layer's experts")] = 256,
-    tokens: Annotated[int, typer.Option(min=1, help="of the layer, and about so many of the calibration set")] = 16384,
+    tokens: Annotated[int, typer.Option(min=1, help="of the layer, and about as many of the calibration set")] = 16384,
     repeats: Annotated[int, typer.Option(min=1, help="seconds are the median")] = 3,
     picture: PictureOption = None,
     device: DeviceOption = "auto",

@@ -22,7 +22,7 @@ def calibration(
     held_out: Annotated[
         Path | None, typer.Option(help="a set that shares no text with it; held-out.yaml beside it by default")
     ] = None,
-    show: Annotated[int, typer.Option(min=0, help="print so many rendered samples, evenly spread")] = 0,
+    show: Annotated[int, typer.Option(min=0, help="print this many rendered samples, evenly spread")] = 0,
     workers: Annotated[int, typer.Option(min=1, help="sources loaded at the same time")] = 8,
     as_json: JsonOption = False,
     debug: DebugOption = False,

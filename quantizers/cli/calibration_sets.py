@@ -1,4 +1,4 @@
-"""What `quantize calibration` does, apart from parsing: a report for --json, and what is shown without."""
+"""The work of `quantize calibration`: each function returns a report for --json, and what is shown without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .options import find_set
 def check_calibration(
     name: str, tokenizer: str, held_out: Path | None, show: int, workers: int
 ) -> tuple[dict[str, Any], Any]:
-    """Load a set, look at it, and render `show` of its samples."""
+    """Load a set, check it, and render `show` of its samples."""
     from rich.console import Console, Group
 
     path = find_set(name, "embedded")
@@ -30,7 +30,7 @@ def check_calibration(
 
 
 def lock_calibration(name: str, workers: int) -> tuple[dict[str, Any], Any]:
-    """Write the lock beside a set."""
+    """Write a set's lock file, beside the set."""
     written = lock_set(find_set(name, "embedded"), workers=workers)
     return {"lock": str(written)}, f"wrote {written}"
 

@@ -56,25 +56,27 @@ def coverage(
     ranks: Ranks = context.obj or ALONE
     with shared_folder(work, ranks) as folder:
         answer = compared if compare else measured
-        found = answer(question, choose_device(device, ranks), folder, ranks)
+        result = answer(question, choose_device(device, ranks), folder, ranks)
     if not ranks.leads:
         return
     if compare:
         from eval.coverage.tables import compare_table
 
-        emit(found, as_json, compare_table(found))
+        emit(result, as_json, compare_table(result))
         return
     from eval.coverage.tables import coverage_table
 
-    text = coverage_table(found)
+    text = coverage_table(result)
     if not no_picture:
         import numpy as np
 
         from eval.report.pictures import coverage_picture
 
-        totals = np.array([layer["routed_tokens"] for layer in found["per_layer"]])
-        coverage_picture(totals, found["min_routed_tokens"], f"{Path(found['model']).name} on {found['set']}", picture)
+        totals = np.array([layer["routed_tokens"] for layer in result["per_layer"]])
+        coverage_picture(
+            totals, result["min_routed_tokens"], f"{Path(result['model']).name} on {result['set']}", picture
+        )
         text += f"\n\npicture: {picture}"
-    emit(found, as_json, text)
-    if not all(gate["passed"] for gate in found["gates"]):
+    emit(result, as_json, text)
+    if not all(gate["passed"] for gate in result["gates"]):
         raise typer.Exit(GATE_FAILED)

@@ -36,7 +36,7 @@ def evaluate(
     """Perplexity, bits per byte, KL, top-1, routing and weights of candidates against a source, layer by layer.
 
     SOURCE and CANDIDATE may be FP8, BF16, an output of this program, or what compressed-tensors calls
-    pack-quantized, int-quantized or float-quantized, made by whatever tool.
+    pack-quantized, int-quantized or float-quantized, made by any tool.
 
     Example: quantize eval models/tiny-minimax-m2 out/tiny --data held-out
     """
@@ -54,8 +54,8 @@ def evaluate(
     opened = ranks.rank_zero_first(lambda: [open_checkpoint(name) for name in (source, *candidate)])
     where = str(opened[0].folder / "config.json")
     sizes = sizes_of(architecture_for(opened[0].config, where), opened[0].config, where)
-    began = begun_with(work / "evaluation", EVALUATION) if work else {}
-    use_threads(sizes, began.get("threads"), ranks)
+    settings = begun_with(work / "evaluation", EVALUATION) if work else {}
+    use_threads(sizes, settings.get("threads"), ranks)
     advice = "give the same command again" + (" to go on" if work else "; with --work DIR it would go on")
     shared = shared_folder(work, ranks) if work is None else contextlib.nullcontext(work)
     with shared as folder, interruptible(advice) as check:

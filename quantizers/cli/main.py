@@ -1,4 +1,4 @@
-"""The commands: parse, call, print, exit code. No logic, and no heavy import before it is needed."""
+"""The `quantize` command: registers all commands, and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quantizers.team.ranks import Ranks, from_environment, join
 
 from . import bench, calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
 
-SEVERAL = {"run", "eval", "coverage"}  # commands that torchrun may start
+SEVERAL = {"run", "eval", "coverage"}  # commands that work with several processes, started by torchrun
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,7 +43,7 @@ def options(
 
 
 def _quiet() -> None:
-    """Keep libraries' chatter out of our output; warnings and errors still come through."""
+    """Keep libraries' progress bars and notes out of our output; their warnings and errors are still shown."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -63,7 +63,7 @@ app.add_typer(bench.bench, name="bench")
 
 
 def main() -> None:
-    """Entry point: every error of ours is one line and an exit code; a traceback only with --debug."""
+    """Entry point. Every error is printed as one line and gives an exit code; a traceback only with --debug."""
     _quiet()
     ranks = from_environment()
     try:
@@ -71,7 +71,7 @@ def main() -> None:
             if ranks.several and not {*sys.argv[1:2]} <= SEVERAL:
                 raise InputError("only run, eval and coverage work with several processes; start this without torchrun")
             ranks = join(ranks)
-            code = app(prog_name="quantize", standalone_mode=False, obj=ranks) or 0  # an Exit comes back as its code
+            code = app(prog_name="quantize", standalone_mode=False, obj=ranks) or 0  # typer.Exit is returned as a code
             ranks.finish()
             sys.exit(code)
     except typer.Abort:
@@ -81,7 +81,7 @@ def main() -> None:
             traceback.print_exc()
         _end(ranks, str(failure), failure.exit_code)
     except Exception as failure:
-        # typer brings a click of its own, under no public name: its errors are known by what they have.
+        # typer bundles its own click under a private name, so click's errors are recognised by their method.
         if type(failure).__module__.startswith("click") or hasattr(failure, "format_message"):
             _end(ranks, failure.format_message(), 2)  # type: ignore[attr-defined]
         if "--debug" in sys.argv:
@@ -92,9 +92,9 @@ def main() -> None:
 
 
 def _end(ranks: Ranks, message: str, code: int) -> NoReturn:
-    said, code = ranks.last_words(message, code)
-    if said:
-        print(f"quantize: {said}", file=sys.stderr)
+    line, code = ranks.last_words(message, code)
+    if line:
+        print(f"quantize: {line}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: their common options, and printing."""
+"""What the commands share: common options, printing, and finding files and folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GATE_FAILED = 3
 
 
 def _recipe_names(begun: str) -> list[str]:
-    """Shipped recipes that begin so, for the shell's completion."""
+    """Shipped recipes whose names start with `begun`, for the shell's completion."""
     from quantizers.system.shipped import shipped
 
     return [path.stem for path in sorted(shipped("recipes").glob("*.yaml")) if path.stem.startswith(begun)]
@@ -55,10 +55,10 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="a traceback with eve
 
 
 def default_output(name: str, say: bool = True) -> Path:
-    """Where a command writes that was not told where: out/`name` below the current folder.
+    """Where a command writes without --output: out/`name` below the current folder.
 
     Args:
-        say: on standard error; of several processes one does.
+        say: print it on standard error; only one of several processes should.
     """
     output = Path("out") / name
     if say:
@@ -67,7 +67,7 @@ def default_output(name: str, say: bool = True) -> Path:
 
 
 def emit(data: dict[str, Any], as_json: bool, text: str) -> None:
-    """Print a result: as JSON, or as the text made of it."""
+    """Print a result: as JSON, or as the text made from it."""
     print(json.dumps(finite(data), indent=1, sort_keys=True) if as_json else text)
 
 
@@ -85,10 +85,10 @@ def find_set(name: str, such_as: str) -> Path:
     """A calibration set by its path, or by the name of a shipped one.
 
     Args:
-        such_as: the shipped set that the error names as an example.
+        such_as: a shipped set, named in the error message as an example.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no such set.
     """
     from quantizers.system.shipped import find
 
@@ -100,7 +100,7 @@ def find_set(name: str, such_as: str) -> Path:
 
 @contextlib.contextmanager
 def shared_folder(folder: Path | None, ranks: Ranks) -> Iterator[Path]:
-    """A temporary folder in `folder`, of rank 0 and for all of them."""
+    """A temporary folder below `folder`, created by rank 0 and used by all ranks."""
     if not ranks.leads:
         yield Path(ranks.receive("work"))
         return

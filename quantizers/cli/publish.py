@@ -1,4 +1,4 @@
-"""`quantize publish`."""
+"""`quantize publish`: parse, call, print."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def publish(
     with progress("hashing", len(report["files"]) + 1) as step:
         files = local_files(folder, report, step)
     if dry_run:
-        others = sorted(path.name for path in folder.iterdir() if path.name not in {file.name for file in files})
+        not_sent = sorted(path.name for path in folder.iterdir() if path.name not in {file.name for file in files})
         plan = {
             "repo": repo,
             "revision": revision,
@@ -73,11 +73,11 @@ def publish(
             "forced": force,
             "files": [vars(file) for file in files],
             "bytes": sum(file.size for file in files),
-            "not_sent": others,
+            "not_sent": not_sent,
         }
         emit(plan, as_json, dry_run_table(plan))
         return
     with progress("publishing", 2) as step:
-        done = upload(folder, files, repo, revision, private, step)
-    result = done.as_dict() | {"repo": repo, "revision": revision, "problems": problems, "forced": force}
+        published = upload(folder, files, repo, revision, private, step)
+    result = published.as_dict() | {"repo": repo, "revision": revision, "problems": problems, "forced": force}
     emit(result, as_json, published_table(result))

@@ -1,4 +1,4 @@
-"""`quantize recipes` and `quantize new`."""
+"""`quantize recipes` and `quantize new`: parse, call, print."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _list(as_json: bool) -> None:
     from quantizers.recipe.catalogue import rows
     from quantizers.system.text_table import plain
 
-    found = rows()
+    listed = rows()
     header = ("name", "source", "calibration", "experts")
-    emit({"recipes": found}, as_json, plain(header, [[row[key] for key in header] for row in found]))
+    emit({"recipes": listed}, as_json, plain(header, [[row[key] for key in header] for row in listed]))
 
 
 @recipes.command(name="list")

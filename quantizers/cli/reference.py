@@ -1,4 +1,4 @@
-"""docs/commands.md and recipes/README.md, made from the program: `python -m quantizers.cli.reference [--check]`."""
+"""Generates docs/commands.md and recipes/README.md: `python -m quantizers.cli.reference [--check]`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ EVERYWHERE = {"as_json", "debug"}
 
 @dataclass(frozen=True)
 class Parameter:
-    """One argument or option of a command, as its signature says."""
+    """One argument or option of a command, from its signature.
+
+    Attributes:
+        spelled: an argument's metavar, or an option's names with its value.
+    """
 
     spelled: str
     help: str
@@ -40,11 +44,12 @@ class Parameter:
 
 
 def reference() -> str:
-    """docs/commands.md."""
+    """The text of docs/commands.md."""
     return HEAD + "".join(_section(f"quantize {words}", callback) for words, callback in _commands(app))
 
 
 def _commands(group: typer.Typer, before: str = "") -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Name and function of every command; `before` is the names of the groups around it."""
     callback = group.registered_callback
     if before and callback and callback.callback:
         yield before.strip(), callback.callback
@@ -87,7 +92,7 @@ def _parameter(name: str, parameter: inspect.Parameter, callback: Callable[..., 
     text = f"{info.help or ''}{stated}".replace("|", "\\|")
     if isinstance(info, ArgumentInfo):
         return Parameter((info.metavar or name.upper()).replace("|", "\\|"), text, False, required)
-    # Within Annotated the first declaration is where a default would be.
+    # Within Annotated, typer keeps the option's first name where the default would be.
     declared = [text for text in (info.default, *(info.param_decls or ())) if isinstance(text, str)]
     spelled = ", ".join(declared).replace("/--", " / --") or f"--{name.replace('_', '-')}"
     flag = kind is bool or bool in get_args(kind)
@@ -95,7 +100,7 @@ def _parameter(name: str, parameter: inspect.Parameter, callback: Callable[..., 
 
 
 def _value(kind: Any, metavar: str | None) -> str:
-    """What stands for an option's value: its metavar, its choices, or a word for its type."""
+    """The placeholder for an option's value: its metavar, its choices, or a word for its type."""
     kinds = [inner for inner in get_args(kind) if inner is not type(None)] or [kind]
     if metavar:
         return metavar
@@ -105,7 +110,7 @@ def _value(kind: Any, metavar: str | None) -> str:
 
 
 def main() -> None:
-    """Write both files, or with --check say whether they are as they should be."""
+    """Write both files; with --check, only report those that are not up to date."""
     recipes = shipped("recipes")
     wanted = {recipes.parent / "docs" / "commands.md": reference(), recipes / "README.md": catalogue()}
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]

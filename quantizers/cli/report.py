@@ -28,8 +28,8 @@ def report(
     from quantizers.system.atomic import write_text
     from quantizers.system.own_files import PAGE, REPORT
 
-    target, found = output or folder / PAGE, read_json(folder / REPORT)
-    write_text(page(found), target)
-    if target.resolve() == (folder / PAGE).resolve() and found.get("seal") == seal_of(found):
-        write_record(folder, add_files(folder, found, [PAGE]))
+    target, contents = output or folder / PAGE, read_json(folder / REPORT)
+    write_text(page(contents), target)
+    if target.resolve() == (folder / PAGE).resolve() and contents.get("seal") == seal_of(contents):
+        write_record(folder, add_files(folder, contents, [PAGE]))
     emit({"page": str(target)}, as_json, f"page: {target}")

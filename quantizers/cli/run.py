@@ -69,7 +69,7 @@ def run(
         output = default_output(find_recipe(recipe).stem, say=ranks.leads)
 
     def begin() -> Job:
-        """All that may refuse, ask, or load; rank 0 goes first."""
+        """Everything that may refuse, ask the user, or download; rank 0 does it first."""
         if ranks.leads:
             refuse_second_run(output)
         job = prepare(recipe, source_folder=source)
@@ -96,8 +96,7 @@ def run(
     report = run_job(job, options)
     from quantizers.cli.tables.run import run_table
 
-    # A Hub id stays what it is.
-    found = os.path.relpath(job.location) if Path(job.location).is_dir() else job.location
-    emit(report, as_json, run_table(report, output, found))
+    location = os.path.relpath(job.location) if Path(job.location).is_dir() else job.location  # or a Hub id
+    emit(report, as_json, run_table(report, output, location))
     if not all(gate["passed"] for gate in report["gates"]):
         raise typer.Exit(GATE_FAILED)

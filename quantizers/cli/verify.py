@@ -1,4 +1,4 @@
-"""`quantize verify`, `stitch` and `report`: parse, call, print, exit code."""
+"""`quantize verify`: parse, call, print, exit code."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def verify(
     from quantizers.device.devices import choose_device
     from quantizers.run.verification import source_of, verify_folder
 
-    found = verify_folder(candidate, source_of(candidate, source, revision), choose_device(device))
-    report = found.as_dict()
-    text, failed = audit_table(report), bool(found.differences or found.misread)
-    if found.consumers is not None:
-        text += "\n\n" + render(found.consumers)
+    verification = verify_folder(candidate, source_of(candidate, source, revision), choose_device(device))
+    report = verification.as_dict()
+    text, failed = audit_table(report), bool(verification.differences or verification.misread)
+    if verification.consumers is not None:
+        text += "\n\n" + render(verification.consumers)
     if with_vllm:
         from eval.consumers.vllm import ask_vllm
 
-        report["vllm"] = asked = ask_vllm(candidate)
-        text += f"\n\nvLLM {asked['version']}, asked for {asked['asked']:,} modules: " + (
-            "\n".join([f"{len(asked['differences'])} differ", *asked["differences"]])
-            if asked["differences"]
+        report["vllm"] = answers = ask_vllm(candidate)
+        text += f"\n\nvLLM {answers['version']}, asked for {answers['asked']:,} modules: " + (
+            "\n".join([f"{len(answers['differences'])} differ", *answers["differences"]])
+            if answers["differences"]
             else "every scheme is the one above"
         )
-        failed = failed or bool(asked["differences"])
+        failed = failed or bool(answers["differences"])
     emit(report, as_json, text)
     if failed:
         raise typer.Exit(GATE_FAILED)

@@ -1,1 +1,1 @@
-"""What the commands print at their end, as text made from a report."""
+"""Makes the text that commands print at their end from their reports."""

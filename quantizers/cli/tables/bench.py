@@ -9,7 +9,7 @@ from quantizers.system.text_table import plain, size
 
 
 def compare_table(result: dict[str, Any]) -> str:
-    """Layer and whole route, ours beside the library's."""
+    """What `quantize bench compare` prints: one layer and the whole route, ours beside the library's."""
     layer, route = result["layer"], result["route"]
     header = ("", "ours", "llm-compressor", "ratio")
 
@@ -45,13 +45,13 @@ def compare_table(result: dict[str, Any]) -> str:
 
 
 def layer_table(result: dict[str, Any]) -> str:
-    """Phases of one layer, and the whole model."""
+    """What `quantize bench layer` prints: the phases of one layer, and the time for the whole model."""
     shares, total = result["shares"], sum(result["seconds"].values())
     rows = [
         (phase, f"{seconds:.2f}", f"{seconds / total:.0%}", f"{shares[phase]:.0%}" if phase in shares else "")
         for phase, seconds in result["seconds"].items()
     ]
-    rates, sizes, whole = result["rates"], result["sizes"], result["whole_model"]
+    rates, sizes, model = result["rates"], result["sizes"], result["whole_model"]
     return "\n".join(
         [
             plain(("phase", "seconds", "of all", "of peak"), rows),
@@ -62,14 +62,14 @@ def layer_table(result: dict[str, Any]) -> str:
             f"{rates['matmul_float32'] / 1e12:.2f}e12; copy {rates['copy'] / 1e9:.1f} GB/s",
             f"memory {size(result['peak_memory_bytes'])}; read {size(result['source_bytes'])}, written "
             f"{size(result['written_bytes'])}",
-            f"all {whole['layers']} layers of {result['like']}, this many tokens: {duration(whole['seconds'])}; "
-            f"{duration(whole['seconds_overlapped'])} with reading and writing meanwhile",
+            f"all {model['layers']} layers of {result['like']}, this many tokens: {duration(model['seconds'])}; "
+            f"{duration(model['seconds_overlapped'])} with reading and writing meanwhile",
         ]
     )
 
 
 def scaling_table(result: dict[str, Any]) -> str:
-    """A table for each size that was varied, the fitted exponents below it."""
+    """What `quantize bench scaling` prints: a table for each varied size, with the fitted exponents in its last row."""
     parts = []
     for name, part in result["varied"].items():
         phases = list(part["exponents"])
@@ -81,7 +81,7 @@ def scaling_table(result: dict[str, Any]) -> str:
 
 
 def methods_table(result: dict[str, Any]) -> str:
-    """What `quantize bench methods` prints; ratios are to the library's AWQ with the router compensated."""
+    """What `quantize bench methods` prints; ratios are relative to the library's AWQ with the router compensated."""
     base = next(row for row in result["rows"] if row["method"] == "llm-compressor AWQ, router compensated")
     rows = [
         (

@@ -37,7 +37,7 @@ def plan_table(numbers: dict[str, Any]) -> str:
 
 
 def scheme_lines(schemes: dict[str, Any]) -> list[str]:
-    """A budget: the choice where it is made, else what it will be made from."""
+    """The lines about a budget: the choice once it is made, until then the candidates."""
     if "layers" in schemes:
         return [*candidate_lines(schemes), "", *choice_lines(schemes), "", layers_table(schemes), ""]
     assumed = f"the sizes above are those of {schemes['planned']} in every layer"
@@ -45,7 +45,7 @@ def scheme_lines(schemes: dict[str, Any]) -> list[str]:
 
 
 def needs_lines(needs: dict[str, Any]) -> list[str]:
-    """Disk, memory and time of a run, with the assumptions."""
+    """Disk, memory and time that a run needs, with the assumptions."""
     rows = []
     for device in ("CPU", "GPU"):
         states = "?" if needs["states"] is None else size(needs["states"][device])
@@ -66,14 +66,14 @@ def needs_lines(needs: dict[str, Any]) -> list[str]:
 
 
 def _time(seconds: dict[str, float]) -> str:
-    """Of all, and its parts."""
+    """The whole time, and that of the layers and of the proof."""
     if seconds["all"] < 60:
         return "under a minute"
     return f"{duration(seconds['all'])}: layers {duration(seconds['layers'])}, proof {duration(seconds['proof'])}"
 
 
 def memory_line(numbers: dict[str, Any]) -> str:
-    """What a run on a GPU makes of --device-memory."""
+    """How many experts a run on a GPU solves at a time with --device-memory, and the memory that takes."""
     memory = numbers["device_memory"]
     return (
         f"--device-memory: {memory['chunk']} of {numbers['experts_per_layer']} experts at a time, "

@@ -8,7 +8,7 @@ from quantizers.system.text_table import plain, size
 
 
 def dry_run_table(plan: dict[str, Any]) -> str:
-    """Every file that would be sent, and whether it would be."""
+    """What `--dry-run` prints: every file that would be sent, the files that would not, and failed checks."""
     rows = [(file["name"], f"{file['size']:,}", file["sha256"]) for file in plan["files"]]
     visibility = {True: "private", False: "public", None: "with your account's default visibility"}[plan["private"]]
     lines = [
@@ -25,7 +25,7 @@ def dry_run_table(plan: dict[str, Any]) -> str:
 
 
 def published_table(result: dict[str, Any]) -> str:
-    """Where it is now."""
+    """What is printed after an upload: where the files are now."""
     lines = [
         f"{result['url']} ({result['revision']}, commit {result['commit'][:12]}): {len(result['files'])} files, "
         f"{size(result['bytes'])}; the Hub's hashes equal the local ones",

@@ -12,7 +12,11 @@ from quantizers.system.text_table import number, plain, size
 
 
 def run_table(report: dict[str, Any], output: Path, source: str) -> str:
-    """What `quantize run` prints at its end; `source` is the checkpoint as the next commands find it from here."""
+    """What `quantize run` prints at its end.
+
+    Args:
+        source: the source's Hub id, or its folder relative to the current one, for the suggested next commands.
+    """
     lines = []
     if report.get("already_done"):
         lines.append(f"{output} was finished before; nothing was touched")
@@ -48,9 +52,9 @@ def run_table(report: dict[str, Any], output: Path, source: str) -> str:
     leaning = leaning_line(report)
     if leaning:
         lines.append(f"shares    {leaning}")
-    falls = sum(len(layer["fallbacks"]) for layer in report["layers"])
-    if falls:
-        lines.append(f"fallbacks {falls}, listed in report.json under layers")
+    fallbacks = sum(len(layer["fallbacks"]) for layer in report["layers"])
+    if fallbacks:
+        lines.append(f"fallbacks {fallbacks}, listed in report.json under layers")
     lines += [
         f"output    {output}",
         "",

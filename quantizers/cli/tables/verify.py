@@ -1,4 +1,4 @@
-"""What `quantize verify` prints of the files."""
+"""What `quantize verify` prints about the files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def audit_table(audit: dict[str, Any]) -> str:
-    """What `quantize verify` prints."""
+    """The part of `quantize verify`'s output that compares the files with the source and report.json."""
     lines = [
         f"{audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for byte",
         "what the run wrote: "
