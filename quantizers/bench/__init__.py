@@ -1,1 +1,1 @@
-"""Benchmarks: methods, engines, layers and sizes measured against each other. No other room needs them."""
+"""Benchmarks that compare methods, engines, layers and sizes. Only the `quantize bench` command uses them."""

@@ -1,8 +1,8 @@
-"""Ours against llm-compressor's, in one run: one layer by either engine, and the whole route on a model.
+"""Compares our engine with llm-compressor's in one process: on one layer, and over the whole route on a model.
 
-The layer is random, with MiniMax's proportions; both engines get the same weights and hidden states, and
-attention is part of both times. The whole route begins with the FP8 files and ends with a checkpoint of
-FP8 attention and INT4 experts on the disk; imports are done before, verifying is left out.
+The layer is random, with MiniMax's proportions. Both engines get the same weights and hidden states, and both
+times include attention. The whole route starts from the FP8 files and ends with a checkpoint of FP8 attention
+and INT4 experts on disk; imports are done before the clock starts, and our proof is not run.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from quantizers.solve.layer import LayerStores, solve_layer
 from .library_route import folder_bytes, library_route
 from .random_model import published, resized, write_random
 
-LENGTH = 512  # tokens of a sequence of the layer comparison
+LENGTH = 512  # tokens per sequence in the comparison of one layer
 OURS, LIBRARY = Experts(), Experts(engine="llmcompressor", scales="minmax", rounding="nearest", routed_weight=0.0)
 
 
 def layer_sizes(experts: int, hidden: int, width: int) -> dict[str, int]:
-    """One layer with about the proportions of MiniMax-M2: heads of 128 for twice the hidden size."""
+    """Sizes of one layer with roughly MiniMax-M2's proportions: heads of 128, together twice the hidden size."""
     heads = max(1, 2 * hidden // 128)
     return {
         "layers": 1,
@@ -67,11 +67,11 @@ def compare_layer(
 
     Args:
         sizes: see `layer_sizes`.
-        tokens: about; whole sequences of at most `LENGTH`.
+        tokens: approximate, since sequences are whole; each has at most `LENGTH` tokens.
 
     Returns:
-        For either engine seconds (median, and each; of the processor too), and memory beyond what was held
-        before, in bytes.
+        For each engine: seconds (the median, and each run), CPU seconds (the median), and the peak of memory
+        above what was held before, in bytes.
     """
     length = min(LENGTH, tokens)
     config = resized(published("minimax-m2.1"), **sizes) | {"bos_token_id": 0, "eos_token_id": 1}
@@ -91,7 +91,7 @@ def compare_layer(
 
         with torch.no_grad():
             _warm_up(model, solve, states)
-            ours, library = (_measured(partial(solve, one), repeats, device) for one in (OURS, LIBRARY))
+            ours, library = (_measured(partial(solve, settings), repeats, device) for settings in (OURS, LIBRARY))
     return {
         "sizes": sizes,
         "tokens": count * length,
@@ -102,7 +102,7 @@ def compare_layer(
 
 
 def _warm_up(model: LayeredModel, solve: Callable[[Experts], None], states: list[torch.Tensor]) -> None:
-    """Imports and first calls, on few tokens."""
+    """Run both engines once on 16 tokens per sequence, so that imports and first calls are not timed."""
     kept = states[:]
     states[:] = [states[0][:16]] * len(states)
     for settings in (OURS, LIBRARY):
@@ -111,40 +111,44 @@ def _warm_up(model: LayeredModel, solve: Callable[[Experts], None], states: list
 
 
 def _measured(work: Callable[[], object], repeats: int, device: torch.device) -> dict[str, Any]:
-    seconds, processor, memory = [], [], []
+    """Time and peak memory of some work, over several repeats."""
+    seconds, cpu_seconds, memory = [], [], []
     for _ in range(repeats):
         gc.collect()
         before = _reset_peak(device)
-        started, busy = time.perf_counter(), time.process_time()
+        started, cpu_started = time.perf_counter(), time.process_time()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
-        processor.append(time.process_time() - busy)
+        cpu_seconds.append(time.process_time() - cpu_started)
         memory.append(_peak(device) - before)
     return {
         "seconds": statistics.median(seconds),
         "each": seconds,
-        "cpu_seconds": statistics.median(processor),  # on a machine that others use too, the steadier figure
+        "cpu_seconds": statistics.median(cpu_seconds),  # varies less than seconds on a shared machine
         "memory_bytes": max(memory),
     }
 
 
 def _reset_peak(device: torch.device) -> int:
-    """Bytes held now; the peak starts from here."""
+    """Reset the peak of memory, and return the bytes held now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier work freed is given back, or it would hide this one's need
+    # Return freed memory to the system: reused by the next work, it would not show in that work's peak.
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def _peak(device: torch.device) -> int:
+    """Peak of memory since `_reset_peak`, in bytes."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
 
 
 def _status(key: str) -> int:
+    """A size from /proc/self/status, in bytes."""
     found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
@@ -153,13 +157,13 @@ def _status(key: str) -> int:
 def compare_route(
     job: Job, data: CalibrationData, repeats: int, device: torch.device, work: Path | None = None
 ) -> dict[str, Any]:
-    """The whole route on a recipe's source, and both results measured on its held-out set's short texts.
+    """Take both whole routes on a recipe's source, and measure both results on its held-out set's short texts.
 
     Args:
-        data: the calibration samples, see `bench.spread`.
+        data: the calibration samples, see `methods.spread`.
 
     Returns:
-        For either route seconds (median, and by step), memory, bytes written, and KL.
+        For each route: seconds (the median, and by step), memory, bytes written, and KL.
     """
     source = job.source
     assert source is not None
@@ -175,11 +179,11 @@ def compare_route(
             for name in ("layers", "output"):
                 (place / name).mkdir(parents=True)
             quantize_layers(own, data, tokens, Context(place, device, job.sizes["experts"]))
-            layered = time.perf_counter()
+            layers_done = time.perf_counter()
             assemble(own, place / "output")
             entries = journal.done_layers(place, job.sizes["layers"])
             phases = {p: sum(e["seconds"].get(p, 0.0) for e in entries) for p in entries[0]["seconds"]}
-            steps["ours"].append(phases | {"assemble": time.perf_counter() - layered})
+            steps["ours"].append(phases | {"assemble": time.perf_counter() - layers_done})
             states = _states_bytes(job, tokens, device)
             written["ours"] = {"output": folder_bytes(place / "output"), "states, removed": states}
 
@@ -193,7 +197,7 @@ def compare_route(
         warm = Path(folder) / "warm"
         library(warm, tokens[:2])  # imports and first calls
         shutil.rmtree(warm)
-        # Ours last: it sets how the allocator keeps memory, which the library is not measured under.
+        # Ours comes last: it changes settings of the allocator, which must not affect the library's figures.
         for name, route, place in (("library", library, "stitched"), ("ours", ours, "output")):
             steps[name].clear()
             runs = map(route, [Path(folder) / f"{name}-{n}" for n in range(repeats)])
@@ -217,7 +221,7 @@ def compare_route(
 
 
 def _states_bytes(job: Job, tokens: Sequence[torch.Tensor], device: torch.device) -> int:
-    """Hidden states before and after a layer and at its experts, with the router's choices, when they are most."""
+    """Peak bytes of the hidden states before and after a layer and at its experts, and of the router's choices."""
     row = 3 * forward_dtype(device).itemsize * job.sizes["hidden"] + 8 * job.sizes["chosen"]
     return row * sum(len(t) for t in tokens)
 
@@ -225,7 +229,7 @@ def _states_bytes(job: Job, tokens: Sequence[torch.Tensor], device: torch.device
 def compare(
     job: Job, sizes: dict[str, int], layer_tokens: int, route_tokens: int, repeats: int, device: torch.device
 ) -> dict[str, Any]:
-    """Both comparisons; see `compare_layer` and `compare_route`."""
+    """Make both comparisons; see `compare_layer` and `compare_route`."""
     from .methods import spread
 
     source = job.source

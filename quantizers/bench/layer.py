@@ -1,7 +1,7 @@
-"""One layer of real size through every phase: seconds, the share of what the device can do, and the whole model.
+"""Takes one layer of real size through every phase: seconds, share of the device's peak rate, time for the whole model.
 
-The rates to compare with are measured on the same device in the same run. What is timed is the program's
-own code; random FP8 weights are written to a temporary folder first, and dropped from the page cache.
+The peak rates are measured on the same device in the same run. The timed code is the program's own; random
+FP8 weights are first written to a temporary folder, and dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ PHASES = (
     "read", "dequantize", "observe", "forced pass", "sums", "changes", "search", "rounding", "pack", "write",
     "propagate",
 )  # fmt: skip
+# Phases whose time grows with the number of experts.
 PER_EXPERT = {"read", "dequantize", "forced pass", "sums", "changes", "search", "rounding", "pack", "write"}
-OVERLAPPED = {"read", "write"}  # done by a thread while a layer is computed
+OVERLAPPED = {"read", "write"}  # done by a background thread while a layer is computed
 
 
 def measure_layer(
@@ -55,15 +56,15 @@ def measure_layer(
     """Take one random layer through all phases.
 
     Args:
-        like: a model whose facts are kept here, see `random_model.published`.
+        like: a model with published facts in this program, see `random_model.published`.
         tokens: calibration tokens, in sequences of `length`.
-        experts: fewer than the model has, for small machines; the phases that grow with them are extrapolated.
-        limit: bytes of device memory that may be used, see `memory.device_memory`.
-        sizes: other sizes, by our words for them.
+        experts: fewer than the model has, for small machines; phases in PER_EXPERT are extrapolated.
+        limit: bytes of device memory that may be used, see `plan.solve_memory.device_memory`.
+        sizes: other sizes, by this program's names for them.
 
     Returns:
-        Seconds by phase; operations and bytes a second, and their share of the measured rates; peak
-        memory; what the whole model would take.
+        Seconds by phase; the device's peak rates, in operations and bytes per second, and the phases' shares of
+        them; peak memory; the time that the whole model would take.
     """
     config = published(like)
     facts = architecture_for(config, CONFIG)
@@ -139,7 +140,7 @@ def _stores(folder: Path, size: Sizes, tokens: int, length: int, dtype: torch.dt
 
 
 def _timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
-    """The result of some work, and its seconds."""
+    """The result of some work, and the seconds it took."""
     _wait(device)
     started = time.perf_counter()
     result = work()
@@ -153,7 +154,9 @@ def _wait(device: torch.device) -> None:
 
 
 def _read_cold(source: Checkpoint) -> tuple[float, int]:
-    """Seconds to read all the checkpoint's files from the disk, as far as the system lets go of them, and bytes."""
+    """Seconds to read all the checkpoint's files, and their bytes. The page cache is dropped first, as far as the
+    system complies.
+    """
     files = {info.file for info in source.tensors.values()}
     for file in files:
         with file.open("rb") as stream:
@@ -168,7 +171,7 @@ def _read_cold(source: Checkpoint) -> tuple[float, int]:
 
 
 def device_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """What this device reaches: operations a second of matmuls in `dtype` and float32, bytes a second of a copy."""
+    """The device's peak rates: operations per second of matmuls in `dtype` and float32, bytes per second of a copy."""
     size = 8192 if device.type == "cuda" else 2048
 
     def rate(kind: torch.dtype) -> float:
@@ -196,41 +199,43 @@ def shares(
     source_bytes: int,
     written: int,
 ) -> dict[str, float]:
-    """The share of the measured rate that a phase reaches, by the operations or bytes that it needs at least.
+    """The share of the peak rate that each phase reaches, from the minimum of operations or bytes that it needs.
 
-    Additions and multiplications of matmuls only, and of symmetric products the half that is computed;
-    rounding is more than matmuls and has none.
+    Only the additions and multiplications of matmuls are counted, and of symmetric products only the half that
+    is computed. Rounding does more than matmuls, so it has no share.
     """
     experts, hidden, width = size["experts"], size["hidden"], size["width"]
-    narrow, square = _half(width) * width, _half(hidden) * hidden
+    down_gram, hidden_gram = _half(width) * width, _half(hidden) * hidden
     grid = settings.awq.grid if settings.awq else 0
     forced = 2.0 * tokens * experts * 2 * width * hidden
-    sums = 2.0 * tokens * (experts * narrow + size["chosen"] * square + hidden**2)
-    search = 2.0 * grid * experts * (2 * width * square / row_step(experts, 2 * width) + hidden * narrow)
+    sums = 2.0 * tokens * (experts * down_gram + size["chosen"] * hidden_gram + hidden**2)
+    search = 2.0 * grid * experts * (2 * width * hidden_gram / row_step(experts, 2 * width) + hidden * down_gram)
     return {
         "forced pass": forced / seconds["forced pass"] / rates["matmul"],
         "sums": sums / seconds["sums"] / rates["matmul"],
         "search": search / seconds["search"] / rates["matmul_float32"],
-        "dequantize": 5.0 * source_bytes / seconds["dequantize"] / rates["copy"],  # a byte in, a float32 out
-        "pack": 1.5 * 3 * experts * hidden * width / seconds["pack"] / rates["copy"],  # a code in, half a byte out
+        "dequantize": 5.0 * source_bytes / seconds["dequantize"] / rates["copy"],  # reads 1 byte, writes 4 (float32)
+        "pack": 1.5 * 3 * experts * hidden * width / seconds["pack"] / rates["copy"],  # reads 1 byte, writes half
         "write": 1.0 * written / seconds["write"] / rates["copy"],
     }
 
 
 def _half(columns: int) -> float:
-    """Columns of the other side that are multiplied with each column of a symmetric product, on average."""
+    """How many columns each column of a symmetric product is multiplied with, on average: about half of them."""
     return sum((columns - start) * (end - start) for start, end in blocks(columns)) / columns
 
 
 def extrapolate(seconds: dict[str, float], size: Sizes, whole: Sizes) -> dict[str, float]:
-    """The whole model's layers for as many tokens: seconds in all, and with reading and writing done meanwhile."""
+    """Seconds for all layers of the whole model with as many tokens: one phase after the other, and with reading and
+    writing overlapped with computing.
+    """
     factor = {phase: whole["experts"] / size["experts"] if phase in PER_EXPERT else 1.0 for phase in seconds}
     layer = {phase: seconds[phase] * factor[phase] for phase in seconds}
-    beside = sum(layer[phase] for phase in OVERLAPPED)
-    computed = sum(layer.values()) - beside
+    overlapped = sum(layer[phase] for phase in OVERLAPPED)
+    computed = sum(layer.values()) - overlapped
     layers = whole["layers"]
     return {
         "layers": layers,
         "seconds": layers * sum(layer.values()),
-        "seconds_overlapped": layers * max(computed, beside),
+        "seconds_overlapped": layers * max(computed, overlapped),
     }

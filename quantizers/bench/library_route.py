@@ -1,9 +1,9 @@
-"""llm-compressor's own whole route, step by step as one takes it today, for comparison.
+"""The whole route with llm-compressor, with the steps that its users take today, for comparison.
 
 FP8 source ─► BF16 copy on disk ─► loaded ─► `oneshot` ─► saved ─► stitched with the source's FP8 attention.
 
-The router is in the AWQ mapping (without it the result is another, worse model). On a CPU the copy is
-loaded as float32, in which matmuls are faster there than in bfloat16.
+The router is in the AWQ mapping (without it the result is a different, worse model). The copy is loaded as
+float32, because matmuls on a CPU are faster in float32 than in bfloat16.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def library_route(
     """Take the whole route.
 
     Args:
-        tokens: one sequence of token numbers (T,) int64 a batch.
+        tokens: token ids, one sequence (T,) int64 per batch.
         experts: `bits`, `group_size` and `awq` are used.
-        work: an empty folder; what each step writes stays there, the stitched checkpoint in `stitched`.
+        work: an empty folder; the output of each step stays there, the stitched checkpoint in `stitched`.
 
     Returns:
         seconds by step, bytes written by step, and the folder of the result.
@@ -57,7 +57,7 @@ def library_route(
         seconds[step], started = now - started, now
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the library's own use of torch and transformers
+        warnings.simplefilter("ignore")  # the library's use of torch and transformers warns
         _convert(source, folders["bf16"])
         lap(STEPS[0])
         model = _load(folders["bf16"], facts)
@@ -87,7 +87,9 @@ def _convert(source: Checkpoint, folder: Path) -> None:
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
 
     class Dequantizer(FP8BlockDequantizer):  # type: ignore[misc]  # untyped
-        """Where a weight is no multiple of the block, 0.19 returns a view, which it then cannot save."""
+        """Makes weights contiguous: for one that is not a multiple of the block, compressed-tensors 0.19 returns a
+        view, which it then cannot save.
+        """
 
         def process(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {name: tensor.contiguous() for name, tensor in super().process(tensors).items()}
@@ -104,7 +106,7 @@ def _load(folder: Path, facts: Architecture) -> Any:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     factor = rotary_factor(facts, open_folder(folder).config)
-    if factor is not None:  # transformers 5.17 does not take it from config.json
+    if factor is not None:  # transformers 5.17 does not read it from config.json
         config.rope_parameters["partial_rotary_factor"] = factor
     return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
 

@@ -1,8 +1,8 @@
-"""Measuring methods against each other: same source, same tokens, one process, one table.
+"""Compares methods: same source, same tokens, one process, one table.
 
-Seconds are observe + solve, summed over the layers: reading, writing, propagation and evaluation are
-the same for all methods and left out, as are imports. The library's engine gathers its own
-activations, so for it observing for the coverage counts is left out too.
+Seconds are observe + solve, summed over the layers. Reading, writing, propagation and evaluation are the same
+for all methods and are not counted, nor are imports. The library's engine collects its own activations while
+solving, so for it the observe phase, which then only serves the coverage counts, is not counted either.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Method:
 
 
 def methods(base: Experts) -> list[Method]:
-    """Round to nearest, the library's AWQ with and without the router, ours step by step.
+    """Round to nearest, the library's AWQ with and without the router, and ours, adding one improvement at a time.
 
     Args:
-        base: bits and group size, which all rows share.
+        base: gives the bits and group size of all methods.
     """
 
     def experts(**changes: Any) -> Experts:
@@ -64,7 +64,7 @@ def methods(base: Experts) -> list[Method]:
 
 
 def spread(data: CalibrationData, most: int) -> CalibrationData:
-    """About `most` tokens of a set: every n-th sample, so that all its parts stay represented."""
+    """About `most` tokens of a set: every n-th sample, so that all its sources stay represented."""
     total = sum(len(sample.tokens) for sample in data.samples)
     step = max(1, round(total / most))
     return replace(data, samples=data.samples[::step])
@@ -74,12 +74,12 @@ def compare(job: Job, device: torch.device, repeats: int, most_tokens: int, work
     """Run every method on the recipe's source and calibration set, and measure all on its held-out set's short texts.
 
     Args:
-        most_tokens: of the calibration set, about; see `spread`.
-        repeats: how often each method is run; seconds are the median. The bytes are the same each time.
-        work: where the outputs are kept meanwhile; a temporary folder by default.
+        most_tokens: approximate number of calibration tokens; see `spread`.
+        repeats: runs of each method; seconds are the median. The bytes are the same each time.
+        work: folder for the temporary outputs; the system's by default.
 
     Returns:
-        rows (name, seconds, kl, top1, perplexity increase, router), and what they were measured on.
+        rows (method, seconds, kl, top1, perplexity increase, router), and what they were measured on.
     """
     source = job.source
     if job.allocation:

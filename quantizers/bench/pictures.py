@@ -1,4 +1,4 @@
-"""The benchmarks' results as pictures."""
+"""Draws the benchmarks' results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PHASE_COLOURS = {
 
 
 def layer_picture(result: dict[str, Any], path: Path) -> None:
-    """Seconds by phase as bars, with the share of the measured rate where there is one."""
+    """Bars of seconds by phase, with the share of the peak rate for phases that have one."""
     from matplotlib.figure import Figure
 
     seconds, shares = result["seconds"], result["shares"]
@@ -40,7 +40,7 @@ def layer_picture(result: dict[str, Any], path: Path) -> None:
 
 
 def scaling_picture(result: dict[str, Any], path: Path) -> None:
-    """A panel for each size that was varied, both axes logarithmic, with the fitted exponents."""
+    """A panel for each varied size, with logarithmic axes and the fitted exponents."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6.4), layout="constrained")

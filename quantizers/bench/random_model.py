@@ -1,4 +1,4 @@
-"""A checkpoint of random weights in a family's published layout: as large as one wants, for measuring.
+"""Writes a checkpoint of random weights in a family's published layout, in any size, for benchmarks.
 
 Legend: b rows and columns of an FP8 block.
 """
@@ -19,24 +19,24 @@ from quantizers.plan.plan import METADATA, expected_tensors
 from quantizers.system.errors import InputError
 
 BLOCK = (128, 128)
-OUTLIERS = 8  # every so-manieth channel of a norm is so many times as large: what AWQ is for
+OUTLIERS = 8  # number of outlier channels in a norm, and the factor that enlarges them
 
 
 def published(like: str) -> dict[str, Any]:
-    """The config.json of a model on the Hub whose facts are kept here.
+    """The config.json of a model on the Hub whose facts are kept in this program.
 
     Args:
-        like: its id, or the part after the slash, in any case: `minimax-m2.1`.
+        like: its id, or the part after the slash, ignoring case: `minimax-m2.1`.
 
     Raises:
-        InputError: there are no such facts; those that there are are named.
+        InputError: no facts are kept for it; the message lists the models that have them.
     """
     models = [model for path in known().values() for model in _models(path.stem)]
     for model in models:
         if like.casefold() in (model.casefold(), model.partition("/")[2].casefold()):
-            found = published_config(model)
-            assert found is not None
-            return found[1]
+            facts_and_config = published_config(model)
+            assert facts_and_config is not None
+            return facts_and_config[1]
     raise InputError(f"--like {like}: no facts are kept for it; give one of {', '.join(models)}")
 
 
@@ -46,7 +46,7 @@ def _models(model_type: str) -> list[str]:
 
 
 def resized(config: dict[str, Any], **sizes: int) -> dict[str, Any]:
-    """config.json with other sizes, by our words for them: layers, experts, hidden, width, …"""
+    """config.json with other sizes, by this program's names for them: layers, experts, hidden, width, …"""
     facts = architecture_for(config, CONFIG)
     return config | {facts.sizes[word]: size for word, size in sizes.items()}
 
@@ -54,8 +54,8 @@ def resized(config: dict[str, Any], **sizes: int) -> dict[str, Any]:
 def write_random(folder: Path, config: dict[str, Any], device: torch.device, seed: int = 0) -> Checkpoint:
     """Write the checkpoint that a config.json describes, with random weights, and open it.
 
-    Norms have outlier channels and linear weights the size that keeps a vector's length. One file; the
-    folder is made.
+    Norms have outlier channels; linear weights are scaled by 1/√columns, which preserves the length of a vector.
+    Creates the folder, and writes one safetensors file.
 
     Args:
         device: where random numbers are drawn; they differ between devices.
@@ -75,7 +75,7 @@ def _draw(
     name: str, spec: Spec, facts: Architecture, specs: dict[str, Spec], generator: torch.Generator
 ) -> torch.Tensor:
     module, _, suffix = name.rpartition(".")
-    if suffix == "weight_scale_inv":  # normal codes of standard deviation 64 become weights of size 1/√columns
+    if suffix == "weight_scale_inv":  # FP8 codes are normal with standard deviation 64; the weights' is 1/√columns
         return torch.full(spec.shape, specs[f"{module}.weight"].shape[1] ** -0.5 / 64)
     drawn = torch.randn(spec.shape, generator=generator, device=generator.device)
     if spec.dtype == "F8_E4M3":
@@ -86,5 +86,5 @@ def _draw(
         if suffix == "weight":
             drawn[:: max(1, drawn.numel() // OUTLIERS)] *= OUTLIERS
         return drawn.to(dtype).cpu()
-    table = name in (facts.embedding, facts.head)
-    return (drawn * (1 if table else spec.shape[1] ** -0.5)).to(dtype).cpu()
+    vocabulary_matrix = name in (facts.embedding, facts.head)
+    return (drawn * (1 if vocabulary_matrix else spec.shape[1] ** -0.5)).to(dtype).cpu()

@@ -1,4 +1,4 @@
-"""How cost grows: with tokens, experts, grid points and layers. Each varied alone, exponents fitted.
+"""How cost grows with tokens, experts, grid points and layers: varies one of them at a time and fits exponents.
 
 Seconds ~ size^p: p is the slope of a straight line through the logarithms.
 """
@@ -44,10 +44,10 @@ def measure_scaling(hidden: int, width: int, repeats: int, device: torch.device,
     Args:
         hidden, width: sizes of the layer.
         repeats: seconds are the median of as many runs.
-        factor: of all numbers of tokens; below 1 for a quick look.
+        factor: multiplies all numbers of tokens; below 1 for a quick look.
 
     Returns:
-        For every varied size a table of seconds by phase, and the exponents fitted to it.
+        For every varied size, a table of seconds by phase and the exponents fitted to it.
     """
     results = {}
     for name, values in STEPS.items():
@@ -65,12 +65,12 @@ def measure_scaling(hidden: int, width: int, repeats: int, device: torch.device,
 
 
 def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """p of seconds ~ size^p, by least squares of the logarithms."""
+    """p of seconds ~ size^p, by least squares on the logarithms."""
     return statistics.linear_regression([math.log(s) for s in sizes], [math.log(max(t, 1e-9)) for t in seconds]).slope
 
 
 def _run(at: dict[str, int], hidden: int, width: int, device: torch.device, *, whole: bool) -> dict[str, float]:
-    """Seconds by phase of one layer, or in all of a model of several."""
+    """Seconds by phase for one layer; with `whole`, the total for all layers of a model."""
     settings = Experts(awq=Awq(grid=at["grid"]))
     if whole:
         sizes = layer_sizes(at["experts"], hidden, width) | {"layers": at["layers"]}
@@ -87,7 +87,7 @@ def _run(at: dict[str, int], hidden: int, width: int, device: torch.device, *, w
     recorded = []
     for _ in range(at["tokens"] // length):
         x = normal(length, hidden) * norm.float()
-        # Two experts a token, whatever their number: what a token costs is then the same.
+        # Always two experts per token, so that the cost of a token does not depend on the number of experts.
         weight, chosen = torch.sigmoid(x @ router.mT).topk(2, dim=-1)
         weight /= weight.sum(-1, keepdim=True)
         recorded.append(Recorded(x.to(device, dtype), chosen.to(device), weight.to(device)))
@@ -104,6 +104,7 @@ def _run(at: dict[str, int], hidden: int, width: int, device: torch.device, *, w
 
 
 def _model_seconds(sizes: dict[str, int], tokens: int, settings: Experts, device: torch.device) -> float:
+    """Seconds to solve and propagate through all layers of a random model."""
     config = resized(published("minimax-m2.1"), **sizes) | {"bos_token_id": 0, "eos_token_id": 1}
     facts = architecture_for(config, CONFIG)
     size: Sizes = sizes_of(facts, config, CONFIG)

@@ -169,10 +169,10 @@ def _samples(job: Job, name: str) -> CalibrationData:
 
 def held_out_tokens(job: Job) -> int:
     """Scored tokens of the held-out set. It is loaded this early so that a faulty set fails now, not after hours."""
-    asked = job.recipe.verify and job.recipe.verify.perplexity
-    if not asked:
+    gate = job.recipe.verify and job.recipe.verify.perplexity
+    if not gate:
         return 0
-    data = _samples(job, asked.data)
+    data = _samples(job, gate.data)
     return sum(len(t) for t in cut(token_tensors(data, job.sizes["vocabulary"]), positions(job.config)))
 
 
