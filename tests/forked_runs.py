@@ -1,11 +1,15 @@
-"""Runs that are killed at random moments, forked from a process that has imported everything.
+"""Runs that are killed at seeded moments, forked from a process that has imported everything.
 
     python tests/forked_runs.py RECIPE FOLDER SIGNAL KILLS SEED
 
 The parent makes FOLDER/whole in its own process, unbroken, which also loads whatever is imported late.
-Then it starts runs into FOLDER/0, FOLDER/1, …, sends each the signal at a random moment, and starts
-the same command again until it finishes, however often that takes. Prints, as JSON, how each run ended
-and the output folders. Forking is sound here: one thread, and those of a finished run have ended.
+Then it starts runs into FOLDER/0, FOLDER/1, …, each of which gets the signal at a moment drawn from the
+seed, and starts the same command again until it finishes, however often that takes. Prints, as JSON, how
+each run ended and the output folders. Forking is sound here: one thread, and those of a finished run have
+ended.
+
+A moment is a number of calls and returns of functions, not of seconds: it lies at the same place on a
+fast machine and on a slow one. Between any two writes there are many.
 """
 
 from __future__ import annotations
@@ -15,14 +19,16 @@ import os
 import random
 import signal
 import sys
-import time
 from pathlib import Path
+from types import FrameType
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 import torch
 
 from quantizers.cli import main as cli
+
+MOMENTS = ".moments"  # suffix of the file with their number
 
 
 def quantize(recipe: str, output: Path) -> int:
@@ -35,8 +41,11 @@ def quantize(recipe: str, output: Path) -> int:
     raise AssertionError("main() always exits")
 
 
-def start(recipe: str, output: Path, log: Path) -> int:
-    """A forked run. SIGTERM is blocked until its handler is there, so that none arrives in between."""
+def start(recipe: str, output: Path, log: Path, number: signal.Signals | None = None, moment: int = 0) -> int:
+    """A forked run that gets the signal at its moment; without one it leaves how many it had in MOMENTS.
+
+    SIGTERM is blocked until its handler is there, so that none arrives in between.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     child = os.fork()
     if child:
@@ -52,7 +61,25 @@ def start(recipe: str, output: Path, log: Path) -> int:
     with log.open("a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    os._exit(quantize(recipe, output))
+    moments = 0
+
+    def count(_frame: FrameType, _event: str, _what: object) -> None:
+        nonlocal moments
+        moments += 1
+        if moments == moment and number:
+            os.kill(os.getpid(), number)
+
+    sys.setprofile(count)
+    code = quantize(recipe, output)
+    sys.setprofile(None)
+    if not number:
+        log.with_suffix(MOMENTS).write_text(str(moments))
+    os._exit(code)
+
+
+def ended(child: int) -> int:
+    """How it ended: its exit code, or minus the signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def main(recipe: str, folder: Path, number: signal.Signals, kills: int, seed: int) -> dict[str, object]:
@@ -61,28 +88,22 @@ def main(recipe: str, folder: Path, number: signal.Signals, kills: int, seed: in
         sys.stdout, before = nothing, sys.stdout
         assert quantize(recipe, folder / "whole") == 0
         sys.stdout = before
-    began = time.monotonic()
-    os.waitpid(start(recipe, folder / "again", folder / "again.log"), 0)
-    seconds = time.monotonic() - began
-    moments = random.Random(seed)
-    ended: list[int] = []  # how each signalled run ended: its exit code, or minus the signal
+    ended(start(recipe, folder / "again", folder / "again.log"))
+    most = int((folder / "again").with_suffix(MOMENTS).read_text())
+    chance = random.Random(seed)
+    codes: list[int] = []  # of the runs that the signal ended
     outputs = ["again"]
-    while len(ended) < kills:
+    while len(codes) < kills:
         name = str(len(outputs) - 1)
-        child = start(recipe, folder / name, folder / f"{name}.log")
-        time.sleep(moments.uniform(0.0, seconds))
-        if os.waitpid(child, os.WNOHANG)[0] == 0:
-            os.kill(child, number)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if code == 0 and number is signal.SIGKILL:  # it was on its way out already
-                outputs.append(name)
-            else:
-                ended.append(code)
-        else:
+        moment = chance.randint(1, most)
+        code = ended(start(recipe, folder / name, folder / f"{name}.log", number, moment))
+        if code:
+            codes.append(code)
+        else:  # what was left of it had fewer moments, or after this one nothing that could be stopped
             outputs.append(name)
     name = str(len(outputs) - 1)
-    last = os.waitstatus_to_exitcode(os.waitpid(start(recipe, folder / name, folder / f"{name}.log"), 0)[1])
-    return {"ended": ended, "outputs": [*outputs, name], "last": last, "seconds": seconds}
+    last = ended(start(recipe, folder / name, folder / f"{name}.log"))
+    return {"ended": codes, "outputs": [*outputs, name], "last": last, "moments": most}
 
 
 if __name__ == "__main__":

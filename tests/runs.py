@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import yaml
-from calibration_tokenizer import write_tokenizer
+from tiny import write_job
 
 from quantizers.calibration.sources.lock import lock_set
 from quantizers.plan.job import prepare
@@ -39,30 +38,6 @@ def timeless(report: dict[str, Any]) -> dict[str, Any]:
     varying = ("seconds", "peak_memory_bytes", "already_done", "card", "seal")
     kept = {k: v for k, v in report.items() if k not in varying}
     return kept | {"layers": [{k: v for k, v in layer.items() if k != "seconds"} for layer in report["layers"]]}
-
-
-LAYERS = 6
-
-
-def write_job(folder: Path, layers: int = LAYERS, words: int = 40, samples: int = 6, **experts: Any) -> Path:
-    """A random checkpoint, calibration and held-out set, and the recipe of them."""
-    write_tokenizer(tiny.make(folder / "model", num_hidden_layers=layers))
-    for name in ("calibration", "held-out"):
-        rows = [{"text": " ".join(f"{name} {i} {j}" for j in range(words))} for i in range(samples)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        source = {
-            "dataset": f"{name}.jsonl", "columns": ["text"], "shape": "text", "samples": "all", "category": "spoken"
-        }  # fmt: skip
-        body = {"name": name, "sequence_length": 256, "seed": 1, "sources": [source]}
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(body))
-    recipe = {
-        "source": {"model": "model"},
-        "calibration": "calibration.yaml",
-        "experts": experts,
-        "verify": {"perplexity": {"data": "held-out.yaml"}},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return folder / "recipe.yaml"
 
 
 def cut_at(step: str, recipe: Path, options: Options) -> None:

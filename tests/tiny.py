@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from calibration_tokenizer import write_tokenizer
 from safetensors.torch import save_file
 
 
@@ -121,3 +123,24 @@ def make(folder: Path, seed: int = 0, shards: int = 2, **changes: Any) -> Path:
     """A random checkpoint with `changes` to the config."""
     c = config(**changes)
     return write(folder, c, tensors(c, seed), shards)
+
+
+def write_job(folder: Path, layers: int = 4, words: int = 40, samples: int = 6, **experts: Any) -> Path:
+    """A random checkpoint, calibration and held-out set, and the recipe of them."""
+    write_tokenizer(make(folder / "model", num_hidden_layers=layers))
+    for name in ("calibration", "held-out"):
+        rows = [{"text": " ".join(f"{name} {i} {j}" for j in range(words))} for i in range(samples)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = {
+            "dataset": f"{name}.jsonl", "columns": ["text"], "shape": "text", "samples": "all", "category": "spoken"
+        }  # fmt: skip
+        body = {"name": name, "sequence_length": 256, "seed": 1, "sources": [source]}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(body))
+    recipe = {
+        "source": {"model": "model"},
+        "calibration": "calibration.yaml",
+        "experts": experts,
+        "verify": {"perplexity": {"data": "held-out.yaml"}},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import write_job
+from tiny import write_job
 
 from quantizers.architectures.architecture import architecture_for, sizes_of
 from quantizers.bench import methods, scaling

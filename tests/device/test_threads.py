@@ -14,7 +14,8 @@ import pytest
 import torch
 from commands import quantize
 from conftest import REPOSITORY, Finished
-from runs import assert_same, write_job
+from runs import assert_same
+from tiny import write_job
 
 from quantizers.architectures.architecture import Sizes, architecture_for, sizes_of
 from quantizers.checkpoint.reader import open_folder

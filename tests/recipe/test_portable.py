@@ -13,8 +13,9 @@ import torch
 import yaml
 from commands import quantize
 from conftest import REPOSITORY
-from runs import change, cut_at, hashes, private_job, write_job
+from runs import change, cut_at, hashes, private_job
 from safetensors.torch import load_file, save_file
+from tiny import write_job
 
 from quantizers.calibration.loading import load_samples
 from quantizers.calibration.set import read_set

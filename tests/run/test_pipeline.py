@@ -13,10 +13,11 @@ import pytest
 import torch
 from conftest import Finished
 from runs import hashes, timeless
+from tiny import write_job
 
 from quantizers.cli import main as cli
 from quantizers.output import folder, journal
-from quantizers.plan.job import prepare
+from quantizers.plan.job import Job, prepare
 from quantizers.run import layer_loop, pipeline
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
@@ -95,6 +96,14 @@ def raise_in(module: ModuleType, name: str, calls: int) -> Cut:
     return cut
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path, dict[str, Any]]:
+    """A random model of four layers: its job, what an unbroken run makes of it, and that run's report."""
+    folder = tmp_path_factory.mktemp("small")
+    job = prepare(str(write_job(folder)))
+    return job, folder / "whole", run(job, Options(folder / "whole", CPU))
+
+
 @pytest.mark.parametrize(
     "cut",
     [
@@ -108,8 +117,10 @@ def raise_in(module: ModuleType, name: str, calls: int) -> Cut:
         raise_in(pipeline, "move_into_place", 0),
     ],
 )
-def test_a_run_that_was_cut_goes_on_and_gives_the_same_bytes(cut: Cut, finished: Finished, tmp_path: Path) -> None:
-    job, options = prepare(str(finished.recipe)), Options(tmp_path / "output", CPU)
+def test_a_run_that_was_cut_goes_on_and_gives_the_same_bytes(
+    cut: Cut, small: tuple[Job, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    (job, whole, unbroken), options = small, Options(tmp_path / "output", CPU)
     with pytest.MonkeyPatch.context() as patched:
         cut(patched)
         with pytest.raises(QuantizeError, match="cut here"):
@@ -117,8 +128,8 @@ def test_a_run_that_was_cut_goes_on_and_gives_the_same_bytes(cut: Cut, finished:
     assert not (options.output / "config.json").exists()
     assert not (options.output / "model.safetensors.index.json").exists()
     report = run(job, options)
-    assert hashes(options.output) == hashes(finished.folder)
-    assert timeless(report) == timeless(finished.report)
+    assert hashes(options.output) == hashes(whole)
+    assert timeless(report) == timeless(unbroken)
 
 
 def test_a_move_that_was_cut_goes_on(finished: Finished, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from conftest import REPOSITORY, Finished
 from one_layer import EXPERTS, GROUP, assert_same, make_layer, silu
 from runs import assert_same as assert_same_output
-from runs import write_job
+from tiny import write_job
 from torch.distributed import HashStore
 
 from eval.coverage.measure import Asked, measured
