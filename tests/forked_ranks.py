@@ -5,7 +5,8 @@
 Makes FOLDER/one in its own process. Then FOLDER/two and FOLDER/four with so many; FOLDER/cut-0 and
 FOLDER/cut-2 with three, of which the one of that number is killed in the middle, and which go on with
 one process and with two. What a group says goes to FOLDER/NAME.log. Prints, as JSON, exit codes and
-seconds. Unlike torchrun it signals nobody: that a process has died, the others must notice themselves.
+how many layers were done. Unlike torchrun it signals nobody: that a process has died, the others must
+notice themselves.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
@@ -23,11 +24,25 @@ import torch
 from forked_runs import quantize
 from torch.distributed import TCPStore
 
+from quantizers import layer_loop
+
 stores: list[TCPStore] = []  # one for each group, kept as torchrun keeps it
 
 
-def start(recipe: str, output: Path, log: Path, count: int) -> list[int]:
-    """The process numbers of `count` forked ranks."""
+def die_in_the_second_layer() -> None:
+    """Let this process kill itself as it begins to solve one, while the others are in the same layer."""
+    real, layers = layer_loop.solve_layer, iter(range(1_000_000))
+
+    def die(*arguments: Any) -> Any:
+        if next(layers) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments)
+
+    layer_loop.solve_layer = die
+
+
+def start(recipe: str, output: Path, log: Path, count: int, victim: int | None = None) -> list[int]:
+    """The process numbers of `count` forked ranks, of which one may die."""
     stores.append(TCPStore("localhost", 0, None, True, wait_for_workers=False))
     os.environ["MASTER_PORT"] = str(stores[-1].port)
     children = []
@@ -38,6 +53,8 @@ def start(recipe: str, output: Path, log: Path, count: int) -> list[int]:
             with log.open("a") as stream:
                 os.dup2(stream.fileno(), 1)
                 os.dup2(stream.fileno(), 2)
+            if rank == victim:
+                die_in_the_second_layer()
             os._exit(quantize(recipe, output))
         children.append(child)
     return children
@@ -60,13 +77,7 @@ def main(recipe: str, folder: Path) -> dict[str, object]:
     for victim, count in ((0, 1), (2, 2)):
         name = f"cut-{victim}"
         output, log = folder / name, folder / f"{name}.log"
-        children = start(recipe, output, log, 3)
-        while not (output / ".quantize" / "layers" / "00000.json").exists():
-            time.sleep(0.01)
-        os.kill(children[victim], signal.SIGKILL)
-        began = time.monotonic()
-        result[name] = ends(children)
-        result[f"{name} seconds"] = time.monotonic() - began
+        result[name] = ends(start(recipe, output, log, 3, victim))
         result[f"{name} layers"] = len(list((output / ".quantize" / "layers").glob("*.json")))
         result[f"{name} again"] = ends(start(recipe, output, folder / f"{name}-again.log", count))
     return result

@@ -1,7 +1,8 @@
-"""`quantize` with the rule for small layers lowered, so that threads differ; after a layer rank 0 may be interrupted.
+"""`quantize` with the rule for small layers lowered, so that threads differ; a process may stop at a given place.
 
 python tests/stopping.py run RECIPE --output DIR        or below torchrun
-STOP_AFTER_LAYER=N    SIGTERM as soon as layer N is in the journal
+STOP_AFTER_LAYER=N    rank 0 gets SIGTERM as soon as layer N is in the journal
+KILLED_RANK=N         rank N gets SIGKILL as it begins to solve the second layer
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from quantizers.run import layer_loop
 
 devices.SMALL_LAYER = 0
 real, last = layer_loop.write_json, int(os.environ.get("STOP_AFTER_LAYER", "-1"))
+real_solve, layers = layer_loop.solve_layer, iter(range(1_000_000))
 
 
 def stop_after(path: Any, entry: Any) -> None:
@@ -24,7 +26,15 @@ def stop_after(path: Any, entry: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def die_in_the_second(*arguments: Any) -> Any:
+    if next(layers) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real_solve(*arguments)
+
+
 layer_loop.write_json = stop_after
+if os.environ.get("KILLED_RANK", "nobody") == os.environ.get("RANK"):
+    layer_loop.solve_layer = die_in_the_second
 
 if __name__ == "__main__":
     cli.main()

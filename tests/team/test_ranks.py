@@ -18,6 +18,7 @@ import torch
 from conftest import REPOSITORY, Finished
 from one_layer import EXPERTS, GROUP, assert_same, make_layer, silu
 from runs import assert_same as assert_same_output
+from sets import write_set
 from tiny import write_job
 from torch.distributed import HashStore
 
@@ -180,17 +181,20 @@ def peer() -> Any:
 
 
 @pytest.mark.usefixtures("keep_sigterm")
-def test_a_killed_process_is_noticed(peer: tuple[subprocess.Popen[bytes], HashStore]) -> None:
+def test_a_killed_process_is_noticed(
+    peer: tuple[subprocess.Popen[bytes], HashStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first look, so without waiting once."""
     process, store = peer
     ranks = Ranks(0, 2, 0, Rendezvous(store, 0, 2))
     assert ranks.rendezvous
     assert ranks.rendezvous.gone() == []
     process.kill()
-    began = time.monotonic()
+    process.wait()
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waited for the dead"))
     with pytest.raises(QuantizeError, match=r"process 1 of 2 is gone: .* the same command again") as ended:
         ranks.barrier()
     assert ended.value.exit_code == 1
-    assert time.monotonic() - began < 5
     # torchrun interrupts the others; that is not the reason
     said, code = ranks.last_words("interrupted by SIGTERM", 143)
     assert (str(said), code) == (str(ended.value), 1)
@@ -315,6 +319,18 @@ def test_an_evaluation_by_several(finished: Finished, tmp_path: Path) -> None:
     assert work(ALONE, "cut") == wanted
 
 
+def test_long_texts_by_several(finished: Finished, tmp_path: Path) -> None:
+    """They have rows and figures of their own, which are those of one process too."""
+    source, candidate, data = open_folder(finished.source), open_folder(finished.folder), write_set(tmp_path)
+    (wanted,) = measure(source, [candidate], data, CPU, tmp_path / "alone")
+    assert wanted["long"]
+    first, *others = together(3, tmp_path, lambda ranks: measure(
+        source, [candidate], data, CPU, tmp_path / "three", ranks=ranks,
+    ))  # fmt: skip
+    assert first == [wanted]
+    assert others == [[], []]
+
+
 def test_coverage_by_several(finished: Finished, tmp_path: Path) -> None:
     question = Asked(str(finished.source), "main", False, (finished.calibration,), CoverageGate(), "")
     wanted = measured(question, CPU, tmp_path)
@@ -329,7 +345,7 @@ def own_lines(log: Path) -> list[str]:
 
 def test_the_bytes_of_one_process_whoever_is_killed(tmp_path: Path) -> None:
     """Two, four (of which one has no sequence); three with rank 0 or 2 killed, then one or two to go on."""
-    recipe = write_job(tmp_path, layers=4, samples=3)
+    recipe = write_job(tmp_path, layers=3, samples=3)
     script = REPOSITORY / "tests" / "forked_ranks.py"
     done = subprocess.run(
         [sys.executable, "-P", str(script), str(recipe), str(tmp_path)],
@@ -346,8 +362,7 @@ def test_the_bytes_of_one_process_whoever_is_killed(tmp_path: Path) -> None:
     for victim, count in ((0, 1), (2, 2)):
         name = f"cut-{victim}"
         assert result[name] == [-9 if rank == victim else 1 for rank in range(3)]
-        assert result[f"{name} seconds"] < 30
-        assert result[f"{name} layers"] < 4, "killed too late to be a test"
+        assert result[f"{name} layers"] == 1
         assert result[f"{name} again"] == count * [0]
         assert len(own_lines(tmp_path / f"{name}.log")) == 1
         assert own_lines(tmp_path / f"{name}.log")[0].startswith(f"quantize: process {victim} of 3 is gone")
@@ -356,47 +371,42 @@ def test_the_bytes_of_one_process_whoever_is_killed(tmp_path: Path) -> None:
         assert_same_output(tmp_path / name, tmp_path / "one")
         table = (tmp_path / f"{name}.log").read_text()
         assert table.count("what it is") == 1
-        assert table.count("quantizing: layer 4 of 4") == 1
+        assert table.count("quantizing: layer 3 of 3") == 1
     assert "Traceback" not in "".join(log.read_text() for log in tmp_path.glob("*.log"))
 
 
 @pytest.mark.slow
-def test_torchrun_on_the_tiny_model(tmp_path: Path) -> None:
-    """The main job by one, two and four processes; then two of which one is killed, and one that goes on."""
-    recipe = REPOSITORY / "recipes" / "tiny-minimax-m2-fp8-int4.yaml"
+def test_torchrun_on_the_tiny_model(tmp_path: Path, write_recipe: Callable[..., Path]) -> None:
+    """By one, two and four processes of torchrun's; then two of which one is killed, and one that goes on."""
+    recipe = write_recipe(tmp_path / "recipe")
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
     }
 
-    def start(count: int, name: str) -> subprocess.Popen[str]:
+    def run_by(count: int, name: str, *program: str, **more: str) -> tuple[int, Path]:
+        """The command's exit code and its log; `program` is `quantize` unless something else is said."""
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(count)] if count > 1 else []
-        command = [*launcher, "-m", "quantizers", "run", str(recipe), "--output", str(tmp_path / name)]
-        with (tmp_path / f"{name}-{count}.log").open("w") as log:
-            return subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, env=environment, text=True)
+        command = [*launcher, *(program or ("-m", "quantizers")), "run", str(recipe), "--output", str(tmp_path / name)]
+        log = tmp_path / f"{name}-{count}.log"
+        with log.open("w") as stream:
+            done = subprocess.run(
+                [sys.executable, *command], stdout=stream, stderr=stream, env=environment | more, check=False
+            )
+        return done.returncode, log
 
     for count in (1, 2, 4):
-        began = time.monotonic()
-        assert start(count, f"by-{count}").wait() == 0, (tmp_path / f"by-{count}-{count}.log").read_text()
-        print(f"{count} processes: {time.monotonic() - began:.0f} s")
+        code, log = run_by(count, f"by-{count}")
+        assert code == 0, log.read_text()
     for count in (2, 4):
         assert_same_output(tmp_path / f"by-{count}", tmp_path / "by-1")
 
-    torchrun = start(2, "cut")
-    while not (tmp_path / "cut" / ".quantize" / "layers" / "00000.json").exists():
-        time.sleep(0.05)
-    (rank_1,) = (
-        int(child)
-        for child in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-        if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()
-    )
-    os.kill(rank_1, signal.SIGKILL)
-    began = time.monotonic()
-    assert torchrun.wait() == 1
-    assert time.monotonic() - began < 30
-    said = own_lines(tmp_path / "cut-2.log")
+    code, log = run_by(2, "cut", str(Path(__file__).with_name("stopping.py")), KILLED_RANK="1")
+    assert code == 1, log.read_text()
+    assert [path.name for path in (tmp_path / "cut" / journal.WORK / "layers").iterdir()] == ["00000.json"]
+    said = own_lines(log)
     assert len(said) == 1
     assert said[0].startswith("quantize: process 1 of 2 is gone")
-    assert "exitcode  : 1 " in (tmp_path / "cut-2.log").read_text()  # of rank 0, in torchrun's summary
-    assert start(1, "cut").wait() == 0
+    assert "exitcode  : 1 " in log.read_text()  # of rank 0, in torchrun's summary
+    assert run_by(1, "cut")[0] == 0
     assert_same_output(tmp_path / "cut", tmp_path / "by-1")
