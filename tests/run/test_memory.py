@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import tracemalloc
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +18,22 @@ import tiny
 import torch
 from calibration_tokenizer import write_tokenizer
 from safetensors.torch import save_file
+from test_device_memory import Alive
+
+from quantizers import pipeline
+from quantizers.errors import QuantizeError
+from quantizers.memory import JOINED
+from quantizers.session import prepare
 
 HIDDEN, WIDTH, EXPERTS, SEQUENCE = 2048, 1024, 4, 128  # few large matrices, as real layers have them
-GROWTH = 1.05
-ALLOWED = 400_000_000  # bytes of data above those after imports, for the largest model
+SMALL = (256, 128)  # hidden size and width where bytes are counted
+LAYERS = 18  # of 27 MB
+ALLOWED = 400_000_000  # bytes of data above those after imports
 
-# Runs a recipe in a process of its own and prints what it used above what the imports did. Whatever is
-# imported late counts as imports, so a run over another folder comes first.
+# Runs a recipe in a process of its own, which may have so many bytes of data more than its imports, and prints
+# what was resident at most above them. Whatever is imported late counts as imports, so a small run comes first.
 CHILD = """
-import gc, json, os, resource, sys, threading, time
+import gc, json, resource, sys
 from pathlib import Path
 import torch
 from quantizers import heap, pipeline, session
@@ -37,51 +48,19 @@ pipeline.run(session.prepare(first), pipeline.Options(Path(output + "-first"), c
 job = session.prepare(recipe)
 gc.collect()
 heap.give_back()  # or what the first run left free would be counted as used before
-before, anonymous, most, done = status("VmRSS"), status("RssAnon"), 0, False
-
-def watch():
-    global most
-    while not done:
-        most = max(most, status("RssAnon"))
-        time.sleep(0.005)
-
-limit = 0
-if int(allowed):
-    limit = status("VmData") + int(allowed)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+before, limit = status("VmRSS"), status("VmData") + int(allowed)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from here
-watcher = threading.Thread(target=watch)
-watcher.start()
-began = time.monotonic()
-try:
-    report = pipeline.run(job, pipeline.Options(Path(output), cpu))
-finally:
-    done = True
-    watcher.join()
-print(json.dumps({
-    "peak": status("VmHWM") - before, "anonymous": most - anonymous, "limit": limit,
-    "seconds": time.monotonic() - began, "tokens": report["calibration"]["tokens"],
-}))
+pipeline.run(job, pipeline.Options(Path(output), cpu))
+print(json.dumps(status("VmHWM") - before))
 """
 
 
-@dataclass(frozen=True)
-class Used:
-    """Bytes above those after imports: at most resident, at most anonymous. The limit on data, the model's bytes."""
-
-    peak: int
-    anonymous: int
-    limit: int
-    model: int
-    seconds: float
-    tokens: int
-
-
-def write_model(folder: Path, layers: int) -> int:
+def write_model(folder: Path, layers: int, hidden: int, width: int) -> int:
     """A model of equal layers, a shard each, written without ever holding more than one; its bytes."""
     config = tiny.config(
-        hidden_size=HIDDEN,
-        intermediate_size=WIDTH,
+        hidden_size=hidden,
+        intermediate_size=width,
         num_local_experts=EXPERTS,
         num_hidden_layers=layers,
         vocab_size=320,
@@ -106,8 +85,8 @@ def write_model(folder: Path, layers: int) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def write_job(folder: Path, layers: int, samples: int, **experts: Any) -> Path:
-    write_model(folder / "model", layers)
+def write_job(folder: Path, layers: int, samples: int, hidden: int = HIDDEN, width: int = WIDTH) -> Path:
+    write_model(folder / "model", layers, hidden, width)
     rows = [{"text": f"text number {i}, " + "repeated until it is long enough. " * 30} for i in range(samples)]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "set.yaml").write_text(
@@ -115,15 +94,15 @@ def write_job(folder: Path, layers: int, samples: int, **experts: Any) -> Path:
         "  - {dataset: texts.jsonl, columns: [text], shape: text, samples: all, category: text}\n"
     )
     # Quick settings: memory is that of one layer and its sums, whatever the search.
-    settings = {"rounding": "nearest", "scales": "minmax", "awq": False} | experts
+    settings = {"rounding": "nearest", "scales": "minmax", "awq": False}
     recipe = {"source": {"model": "model"}, "calibration": "set.yaml", "experts": settings}
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     return folder / "recipe.yaml"
 
 
-def used(folder: Path, layers: int, samples: int, allowed: int = 0, **experts: Any) -> Used:
-    first = write_job(folder / "first", 2, 2, **experts)
-    recipe = write_job(folder / "job", layers, samples, **experts)
+def resident(folder: Path, recipe: Path, allowed: int) -> int:
+    """The most bytes above those after imports that a run had resident, with a limit on its data."""
+    first = write_job(folder / "first", 1, 2, *SMALL)
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(first), str(recipe), str(folder / "output"), str(allowed)],
         capture_output=True,
@@ -132,55 +111,86 @@ def used(folder: Path, layers: int, samples: int, allowed: int = 0, **experts: A
         env={"PATH": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
     )
     assert done.returncode == 0, done.stderr
-    size = sum(file.stat().st_size for file in (folder / "job" / "model").glob("*.safetensors"))
-    return Used(**json.loads(done.stdout.splitlines()[-1]), model=size)
+    return int(done.stdout.splitlines()[-1])
 
 
-def mb(number: int) -> str:
-    return f"{number / 1e6:8.1f} MB"
+class InMemory(Alive):
+    """Without the tensors whose bytes are a file's pages."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.ops.aten.from_file.default:
+            return super().__torch_dispatch__(function, types, args, kwargs)
+        result = function(*args, **(kwargs or {}))
+        storage = result.untyped_storage()
+        self.known.add(storage._cdata)
+        weakref.finalize(storage, self.known.discard, storage._cdata)
+        return result
 
 
-@pytest.fixture(scope="module")
-def by_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Used]:
-    """Models of 4, 16 and 64 layers of 25 MB; the data of the last run are limited.
+@dataclass(frozen=True)
+class Living:
+    """The most bytes that were alive at a time while the layers were worked on: of tensors, and of all else."""
 
-    Where the heap has its holes wanders by a hundredth or two from layer to layer, and the most of 64 layers is
-    more than the most of 4. So the short model runs four times: as many layers as that of 16 has.
+    tensors: int
+    others: int
+
+
+@pytest.fixture
+def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Living]:
+    """`living(layers, samples)`: counted while a small model is quantized, not what the system makes of it."""
+    real, runs, found = pipeline.quantize_layers, iter(range(100)), list[Living]()
+
+    def counted(*arguments: Any, **named: Any) -> None:
+        gc.collect()
+        tracemalloc.start()
+        with InMemory() as alive:
+            real(*arguments, **named)
+        found.append(Living(alive.most, tracemalloc.get_traced_memory()[1]))
+        tracemalloc.stop()
+        raise QuantizeError("counted")  # what comes after the layers is not asked about
+
+    monkeypatch.setattr(pipeline, "quantize_layers", counted)
+
+    def count(layers: int, samples: int) -> Living:
+        folder = tmp_path / str(next(runs))
+        job = prepare(str(write_job(folder, layers, samples, *SMALL)))
+        with pytest.raises(QuantizeError, match="counted"):
+            pipeline.run(job, pipeline.Options(folder / "output", torch.device("cpu")))
+        print(f"{layers} layers, {samples} samples: {found[-1]}")
+        return found[-1]
+
+    count(1, 1)  # whatever is imported late
+    return count
+
+
+LAYER = 4 * 3 * SMALL[0] * SMALL[1]  # bytes of a small layer's experts in the source
+
+
+def test_what_is_alive_does_not_grow_with_the_number_of_layers(living: Callable[[int, int], Living]) -> None:
+    """Not by a byte of tensors; by less of names and entries than a tenth of the layer that each stands for."""
+    short, longer = living(2, 2), living(6, 2)
+    assert longer.tensors == short.tensors > LAYER
+    assert longer.others - short.others < 4 * LAYER / 10
+
+
+def test_what_is_alive_does_not_grow_with_the_number_of_tokens(living: Callable[[int, int], Living]) -> None:
+    """Four times as many: not by a byte of tensors outside files, and of all else by less than a state takes."""
+    few, many = living(1, 9), living(1, 36)
+    assert 9 * SEQUENCE > JOINED  # so that there are batches as large as they get
+    more = (36 - 9) * SEQUENCE
+    assert many.tensors == few.tensors
+    assert many.others - few.others <= 100 * more < 4 * SMALL[0] * more / 10
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_the_memory_allowed(tmp_path: Path) -> None:
+    """RLIMIT_DATA bounds all that is not a file's page, above the imports: the model is larger than that.
+
+    That is of resident memory, which holes in the heap and the system's mood change, so it is asked once and broadly.
     """
-    folder = tmp_path_factory.mktemp("layers")
-    short = [used(folder / f"4-{i}", 4, 4) for i in range(4)]
-    longer = {n: used(folder / str(n), n, 4, allowed=ALLOWED if n == 64 else 0) for n in (16, 64)}
-    return {4: max(short, key=lambda row: row.peak)} | longer
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_number_of_layers(by_layers: dict[int, Used]) -> None:
-    print("\nlayers    resident   anonymous")
-    for layers, row in by_layers.items():
-        print(f"{layers:6} {mb(row.peak)} {mb(row.anonymous)}  {row.seconds:.0f} s")
-    assert by_layers[16].peak <= GROWTH * by_layers[4].peak
-    assert by_layers[64].peak <= GROWTH * by_layers[4].peak
-
-
-@pytest.mark.slow
-def test_a_model_larger_than_the_memory_allowed(by_layers: dict[int, Used]) -> None:
-    """RLIMIT_DATA bounds all that is not a file's page; the model is larger than that, imports included."""
-    row = by_layers[64]
-    print(f"\nmodel {mb(row.model)}, allowed {mb(row.limit)}, of it for the run {mb(ALLOWED)}")
-    assert row.model > row.limit > 0
-
-
-@pytest.mark.slow
-def test_memory_grows_with_tokens_only_by_the_pages_of_the_states(tmp_path: Path) -> None:
-    """Once, four and sixteen times the tokens: what is not a file's pages grows by 5 % at most."""
-    fewest = [used(tmp_path / f"1-{i}", 4, 8) for i in range(3)]  # the most of few batches is less than of many
-    rows = {1: max(fewest, key=lambda row: row.anonymous)}
-    rows |= {factor: used(tmp_path / str(factor), 4, 8 * factor) for factor in (4, 16)}
-    print("\ntokens    resident   anonymous   states")
-    for row in rows.values():
-        print(f"{row.tokens:6} {mb(row.peak)} {mb(row.anonymous)} {mb(row.tokens * 4 * 3 * HIDDEN)}")
-    for factor, row in rows.items():
-        more = row.tokens - rows[1].tokens
-        assert row.tokens == factor * rows[1].tokens
-        assert row.anonymous <= GROWTH * rows[1].anonymous
-        assert row.peak <= GROWTH * rows[1].peak + more * (4 * 3 * HIDDEN + 16)
+    recipe = write_job(tmp_path / "job", LAYERS, 4)
+    model = sum(file.stat().st_size for file in (tmp_path / "job" / "model").glob("*.safetensors"))
+    most = resident(tmp_path, recipe, ALLOWED)
+    print(f"model {model / 1e6:.0f} MB, allowed {ALLOWED / 1e6:.0f} MB, most resident {most / 1e6:.0f} MB")
+    assert model > 1.2 * ALLOWED
+    assert most < model
