@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import subprocess
@@ -29,29 +28,34 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 
-source, target, job = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+source = Path(sys.argv[1])
 IntermediatesCache.pin_memory = lambda *_: None  # 0.14 pins without asking; there is no accelerator here
-config = AutoConfig.from_pretrained(source)
-config.rope_parameters = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.5}
-model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.bfloat16)
-weights = QuantizationArgs(**job["weights"])
-targets = ["re:.*experts.*proj$"] if job["experts_only"] else ["Linear"]
-scheme = QuantizationScheme(targets=targets, weights=weights)
-recipe = [QuantizationModifier(config_groups={"group_0": scheme}, ignore=["lm_head", "re:.*gate$"])]
-options = {}
-if job["awq"]:
-    readers = ["re:.*mlp.gate$"] * job["compensate"] + ["re:.*experts.*gate_proj$", "re:.*experts.*up_proj$"]
-    mappings = [
-        AWQMapping("re:.*post_attention_layernorm$", readers),
-        AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
-    ]
-    recipe.insert(0, AWQModifier(mappings=mappings))
-    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in job["sequences"]]
-    longest = max(len(row["input_ids"]) for row in rows)
-    options = {"dataset": Dataset.from_list(rows), "max_seq_length": longest, "num_calibration_samples": len(rows)}
-model = oneshot(model=model, recipe=recipe, **options) or model
-model.save_pretrained(target, save_compressed=True)
-AutoTokenizer.from_pretrained(source).save_pretrained(target)
+
+def make(target, job):
+    config = AutoConfig.from_pretrained(source)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.5}
+    model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.bfloat16)
+    weights = QuantizationArgs(**job["weights"])
+    targets = ["re:.*experts.*proj$"] if job["experts_only"] else ["Linear"]
+    scheme = QuantizationScheme(targets=targets, weights=weights)
+    recipe = [QuantizationModifier(config_groups={"group_0": scheme}, ignore=["lm_head", "re:.*gate$"])]
+    options = {}
+    if job["awq"]:
+        readers = ["re:.*mlp.gate$"] * job["compensate"] + ["re:.*experts.*gate_proj$", "re:.*experts.*up_proj$"]
+        mappings = [
+            AWQMapping("re:.*post_attention_layernorm$", readers),
+            AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
+        ]
+        recipe.insert(0, AWQModifier(mappings=mappings))
+        rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in job["sequences"]]
+        longest = max(len(row["input_ids"]) for row in rows)
+        options = {"dataset": Dataset.from_list(rows), "max_seq_length": longest, "num_calibration_samples": len(rows)}
+    model = oneshot(model=model, recipe=recipe, **options) or model
+    model.save_pretrained(target, save_compressed=True)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+
+for target, job in json.loads(sys.argv[2]).items():
+    make(target, job)
 """
 
 
@@ -74,34 +78,27 @@ def bf16_copy(source: Path, folder: Path) -> Path:
     return folder
 
 
-def oneshot(
-    copy: Path,
-    folder: Path,
-    weights: dict[str, object],
-    *,
-    experts_only: bool = False,
-    awq: bool = False,
-    compensate: bool = False,
-    sequences: list[list[int]] | None = None,
-) -> Path:
-    """Quantize a BF16 copy with llm-compressor's oneshot, and save it as it does.
+def oneshots(copy: Path, jobs: dict[Path, dict[str, object]]) -> list[Path]:
+    """Quantize a BF16 copy with llm-compressor's oneshot, and save it as it does, once for each folder.
+
+    One process makes all of them, since it imports the library for longer than it quantizes.
 
     Args:
-        weights: arguments of QuantizationArgs.
-        compensate: AWQ's mapping of the norm includes the router.
-        sequences: token ids to calibrate on, for AWQ.
+        jobs: for each folder `weights`, the arguments of QuantizationArgs; and where they are wanted
+            `experts_only`; `awq`, with the `sequences` of token ids to calibrate on; `compensate`: AWQ's mapping
+            of the norm includes the router.
     """
-    job = {"weights": weights, "experts_only": experts_only, "awq": awq, "compensate": compensate}
-    with contextlib.suppress(FileExistsError):
-        folder.parent.mkdir(parents=True)
+    plain = {"experts_only": False, "awq": False, "compensate": False}
+    for folder in jobs:
+        folder.parent.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(copy), str(folder), json.dumps(job | {"sequences": sequences})],
+        [sys.executable, "-c", CHILD, str(copy), json.dumps({str(path): plain | job for path, job in jobs.items()})],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return folder
+    return list(jobs)
 
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}

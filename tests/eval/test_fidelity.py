@@ -14,9 +14,9 @@ import pytest
 import torch
 from commands import quantize
 from conftest import Finished
-from foreign import FORMATS, bf16_copy, oneshot
+from foreign import FORMATS, bf16_copy, oneshots
 from safetensors.torch import load_file, save_file
-from whole_models import run_whole, source_weights
+from whole_models import Run, run_whole, source_weights
 
 from eval.fidelity.figures import Measured, Text, figures
 from quantizers.architectures.architecture import architecture_for
@@ -36,6 +36,25 @@ NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 @pytest.fixture(scope="module")
 def copy(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bf16_copy(tiny_model, tmp_path_factory.mktemp("copy") / "bf16")
+
+
+@pytest.fixture(scope="module")
+def stock(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each format, made by the library."""
+    folder = tmp_path_factory.mktemp("stock")
+    made = oneshots(copy, {folder / str(n): {"weights": weights} for n, weights in enumerate(FORMATS.values())})
+    return dict(zip(FORMATS, made, strict=True))
+
+
+@pytest.fixture(scope="module")
+def texts(finished: Finished) -> list[torch.Tensor]:
+    data = load_samples(finished.held_out, str(finished.source))
+    return [torch.from_numpy(sample.tokens).long() for sample in data.samples]
+
+
+@pytest.fixture(scope="module")
+def whole_source(finished: Finished, whole_model: WholeModel, texts: list[torch.Tensor]) -> Run:
+    return run_whole(whole_model(*source_weights(finished.source)), texts)
 
 
 def library_weights(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -66,10 +85,16 @@ def library_weights(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tenso
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_stock_checkpoint_measures_as_the_whole_model_does(
-    name: str, copy: Path, finished: Finished, whole_model: WholeModel, tmp_path: Path
+    name: str,
+    stock: dict[str, Path],
+    finished: Finished,
+    whole_model: WholeModel,
+    whole_source: Run,
+    texts: list[torch.Tensor],
+    tmp_path: Path,
 ) -> None:
     """Figures equal those of transformers with both models in memory, weights decompressed by the library."""
-    folder = oneshot(copy, tmp_path / "made", FORMATS[name])
+    folder = stock[name]
     config, weights = library_weights(folder)
     opened = open_folder(folder)
     named = readable(opened, architecture_for(opened.config, "x"))
@@ -77,12 +102,9 @@ def test_a_stock_checkpoint_measures_as_the_whole_model_does(
         full = f"model.layers.2.{module}"
         assert torch.equal(read_weight(named, full, CPU), weights[f"{full}.weight"])
     found = measure(open_folder(finished.source), [opened], finished.held_out, CPU, tmp_path / "work", weights=True)[0]
-    data = load_samples(finished.held_out, str(finished.source))
-    texts = [torch.from_numpy(sample.tokens).long() for sample in data.samples]
     config["rope_theta"] = 10000
-    source = run_whole(whole_model(*source_weights(finished.source)), texts)
     candidate = run_whole(whole_model(config, weights), texts)
-    pairs = list(zip(source.logs, candidate.logs, strict=True))
+    pairs = list(zip(whole_source.logs, candidate.logs, strict=True))
     kl = torch.cat([(p[:-1].exp() * (p[:-1] - q[:-1])).sum(-1) for p, q in pairs])
     nll = torch.cat([-q[:-1].gather(1, t[1:, None])[:, 0] for q, t in zip(candidate.logs, texts, strict=True)])
     same = torch.cat([p[:-1].argmax(-1) == q[:-1].argmax(-1) for p, q in pairs])

@@ -17,13 +17,13 @@ import pytest
 import tiny
 import torch
 from calibration_tokenizer import write_tokenizer
+from quantizers.errors import QuantizeError
+from quantizers.memory import JOINED
+from quantizers.session import prepare
 from safetensors.torch import save_file
 from test_device_memory import Alive
 
 from quantizers import pipeline
-from quantizers.errors import QuantizeError
-from quantizers.memory import JOINED
-from quantizers.session import prepare
 
 HIDDEN, WIDTH, EXPERTS, SEQUENCE = 2048, 1024, 4, 128  # few large matrices, as real layers have them
 SMALL = (256, 128)  # hidden size and width where bytes are counted

@@ -9,7 +9,7 @@ import pytest
 import torch
 from commands import quantize
 from conftest import Finished
-from foreign import FORMATS, INT4, bf16_copy, oneshot
+from foreign import FORMATS, INT4, bf16_copy, oneshots
 from safetensors.torch import load_file, save_file
 
 from quantizers.calibration.loading import load_samples
@@ -88,7 +88,7 @@ def test_verify_names_the_router_of_any_published_checkpoint(finished: Finished,
 
 def test_experts_that_were_not_smoothed(finished: Finished, copy: Path, tmp_path: Path) -> None:
     """No norm was divided: nothing to repair, and every norm and router keeps its bytes."""
-    experts = oneshot(copy, tmp_path / "rtn", FORMATS["pack-quantized, group"], experts_only=True)
+    (experts,) = oneshots(copy, {tmp_path / "rtn": {"weights": FORMATS["pack-quantized, group"], "experts_only": True}})
     source = open_folder(finished.source)
     report = mix(source, open_folder(experts), tmp_path / "output", CPU)
     assert report["notes"] == ["no norm was smoothed: the source's routers fit"]
@@ -118,15 +118,15 @@ def test_the_repair_wins_the_divergence_back(finished: Finished, copy: Path, tmp
     data = load_samples(finished.calibration, str(finished.source))
     sequences = [sample.tokens.tolist() for sample in data.samples]
     source = open_folder(finished.source)
+    common = {"weights": INT4, "experts_only": True, "awq": True, "sequences": sequences}
+    without, with_router = oneshots(copy, {tmp_path / f"awq-{n}": common | {"compensate": n == 1} for n in (0, 1)})
     made = {}
-    for name, compensate, repair in (
-        ("left out", False, False),
-        ("repaired", False, True),
-        ("compensated", True, True),
+    for name, folder, repair in (
+        ("left out", without, False),
+        ("repaired", without, True),
+        ("compensated", with_router, True),
     ):
-        folder = tmp_path / f"awq-{compensate}"
-        if not folder.exists():
-            oneshot(copy, folder, INT4, experts_only=True, awq=True, compensate=compensate, sequences=sequences)
+        compensate = folder == with_router
         report = mix(source, open_folder(folder), tmp_path / name, CPU, repair_router=repair)
         states = [layer["router"] for layer in report["layers"]]
         assert states == ["compensated" if compensate else "not compensated"] * 4
