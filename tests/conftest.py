@@ -40,6 +40,13 @@ class Finished:
     held_out: Path
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """With -s what tests print is wanted, which the processes that run two at a time do not pass on."""
+    if config.option.capture == "no":
+        config.option.numprocesses = 0
+
+
 @pytest.fixture(scope="session", autouse=True)
 def threads() -> Iterator[int]:
     """One thread: the same bits on every machine, and no fight with whatever else runs there."""
