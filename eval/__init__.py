@@ -1,4 +1,5 @@
-"""Measuring a checkpoint against its source, and saying what was measured.
+"""Measures a checkpoint against its source, and presents what was measured.
 
-Nothing here writes a checkpoint. Imported as `from eval.fidelity.figures import …`, never `import eval`.
+Nothing here writes a checkpoint. Import as `from eval.fidelity.figures import …`, never `import eval`, which would
+hide the builtin.
 """

@@ -1,1 +1,1 @@
-"""Perplexity, KL, top-1, routing and weights of candidates against their source, layer by layer in lock-step."""
+"""Compares candidates with their source layer by layer, in lock-step: perplexity, KL, top-1, routing and weights."""

@@ -1,11 +1,11 @@
 """Figures of a candidate against its source: perplexity, bits per byte, KL, top-1, by category of text.
 
 KL is KL(source || candidate) in nats over the whole vocabulary at every scored position. Intervals are
-95 % bootstrap intervals: whole samples are drawn with replacement, since tokens of one text depend on
-each other; where a category has one sample there is none. lockstep.py runs the models.
+95 % bootstrap intervals: whole samples are drawn with replacement, since the tokens of one text depend on
+each other; a category with a single sample has no interval. lockstep.py runs the models.
 
-Long texts are a part of their own: the figures at the top, which gates and tables read, are those of the
-short texts, and `long` has the same ones of the long texts. A set that has only one kind has no parts.
+Long texts are reported separately: the top-level figures, which gates and tables read, are those of the
+short texts, and `long` has the same figures for the long texts. A set with only one kind has no `long`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Text:
         tokens: (T,) int64.
         category: e.g. code/rust.
         scored_bytes: UTF-8 bytes of the tokens that are predicted, all but the first.
-        long: whether it belongs to the long part.
+        long: whether it counts as a long text.
     """
 
     tokens: torch.Tensor
@@ -45,15 +45,15 @@ class Measured:
     """One candidate against the source, at every scored position (N of them).
 
     Attributes:
-        source_nll, candidate_nll: (N,) float64, −log p of the token that follows, nats.
+        source_nll, candidate_nll: (N,) float64, −log p of the next token, nats.
         kl: (N,) float64, nats.
-        same_top1: (N,) bool.
+        same_top1: (N,) bool, whether both models find the same token most likely.
         lengths: scored positions of each sequence.
-        router_agreement: per layer, the share of the source's choices that the candidate makes too; of
-            long texts see below.
-        hidden_error: per layer, ‖h_candidate − h_source‖ / ‖h_source‖ over the same tokens.
-        weight_error: per layer, relative error of experts and attention; empty where not asked for.
-        long_router_agreement, long_hidden_error: the same of the long part; empty where there is none.
+        router_agreement: per layer, the share of the source's expert choices that the candidate makes too, over
+            the texts of the top-level figures.
+        hidden_error: per layer, ‖h_candidate − h_source‖ / ‖h_source‖ over the same texts.
+        weight_error: per layer, relative error of experts and attention; empty if not asked for.
+        long_router_agreement, long_hidden_error: the same over the separate long texts; empty if there are none.
     """
 
     source_nll: np.ndarray
@@ -69,28 +69,27 @@ class Measured:
 
 
 def parts(texts: Sequence[Text]) -> tuple[list[int], list[int]]:
-    """Which texts the figures at the top are over, and which are the long part beside them, by their numbers.
+    """Split the texts, by index: those of the top-level figures, and the long ones that are reported separately.
 
-    Where all texts are long they are all there is, so they stand at the top.
+    If all texts are long, the top-level figures are over all of them.
     """
     short, long = ([i for i, text in enumerate(texts) if text.long is kind] for kind in (False, True))
     return (short, long) if short else (long, [])
 
 
 def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
-    """The numbers of report.json: of the short texts, of the long ones, by category and by position.
+    """The figures in report.json: of the short texts, of the long ones, by category and by position.
 
     Returns:
-        perplexity {source, candidate, increase (relative)}, bits_per_byte (None where the scored tokens, special
-        ones, have no bytes), kl {mean, median, p99, max},
-        top1, interval {kl, top1, increase} (None with one sample), tokens, samples, longest (tokens of the
-        longest text), router {agreement per layer, min}, hidden_error per layer, categories, families
-        (`code` for `code/rust` and its like); long, with the same keys, where there are long texts beside
-        short ones; positions, see `by_position`, of the long texts where there are such, else of all; and
-        weight_error where it was asked for.
+        perplexity {source, candidate, increase (relative)}, bits_per_byte (None if the scored tokens have no
+        bytes, because all are special tokens), kl {mean, median, p99, max}, top1,
+        interval {kl, top1, increase} (None with one sample), tokens, samples, longest (tokens of the longest
+        text), router {agreement per layer, min}, hidden_error per layer, categories, families (`code` sums up
+        `code/rust` etc.); long, with the same keys, if there are both short and long texts; positions, see
+        `by_position`, of the separate long texts or else of all; and weight_error if it was measured.
 
     Raises:
-        OverflowError: a loss is not finite, or so large that its perplexity is not.
+        OverflowError: a loss is not finite, or so large that its perplexity is infinite.
     """
     if not all(np.isfinite(values).all() for values in (measured.source_nll, measured.candidate_nll, measured.kl)):
         raise OverflowError("a loss is not finite")
@@ -106,30 +105,30 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
 
 
 def _part(
-    measured: Measured, texts: Sequence[Text], numbers: Sequence[int], agreement: list[float], hidden: list[float]
+    measured: Measured, texts: Sequence[Text], indices: Sequence[int], agreement: list[float], hidden: list[float]
 ) -> dict[str, Any]:
-    """All figures over the texts of these numbers."""
+    """All figures over the texts with these indices."""
     sizes = np.array([text.scored_bytes for text in texts])
-    names = {i: texts[i].category for i in numbers}
-    above = {i: name.partition("/")[0] for i, name in names.items()}
+    names = {i: texts[i].category for i in indices}
+    families = {i: name.partition("/")[0] for i, name in names.items()}
 
     def table(members: Iterable[int]) -> dict[str, Any]:
         return _table(measured, np.isin(np.arange(len(texts)), list(members)), sizes)
 
     def by(group: dict[int, str]) -> dict[str, Any]:
-        return {name: table(i for i in numbers if group[i] == name) for name in sorted(set(group.values()))}
+        return {name: table(i for i in indices if group[i] == name) for name in sorted(set(group.values()))}
 
-    return table(numbers) | {
-        "longest": max(len(texts[i].tokens) for i in numbers),
+    return table(indices) | {
+        "longest": max(len(texts[i].tokens) for i in indices),
         "router": {"agreement": agreement, "min": min(agreement)},
         "hidden_error": hidden,
         "categories": by(names),
-        "families": by(above),
+        "families": by(families),
     }
 
 
 def _table(measured: Measured, members: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:
-    """Figures over the samples (N,) bool that are members."""
+    """Figures over some texts; `members` (texts,) bool selects them, `sizes` (texts,) are their scored bytes."""
     lengths = np.array(measured.lengths)
     mask = np.repeat(members, lengths)
     source, candidate, kl = measured.source_nll[mask], measured.candidate_nll[mask], measured.kl[mask]
@@ -162,7 +161,7 @@ def _table(measured: Measured, members: np.ndarray, sizes: np.ndarray) -> dict[s
 def _intervals(
     lengths: np.ndarray, kl: np.ndarray, same: np.ndarray, loss: np.ndarray
 ) -> dict[str, list[float]] | None:
-    """Bootstrap intervals of mean KL, top-1 and the increase of perplexity, from samples of these lengths."""
+    """Bootstrap intervals of mean KL, top-1 and the increase of perplexity, over samples of these lengths."""
     if len(lengths) < 2:
         return None
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])

@@ -1,7 +1,7 @@
-"""Held-out samples as what the evaluation reads.
+"""Turns held-out samples into the texts that the evaluation scores.
 
-Nothing is scored past the positions that a model was made for: a text that is longer than its
-`max_position_embeddings` is cut there, and counted. What a model does beyond is no property of its quants.
+Nothing is scored past the model's `max_position_embeddings`: longer texts are truncated there and counted.
+How a model behaves beyond that says nothing about its quantization.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 def positions(config: dict[str, Any]) -> int | None:
-    """The most tokens of one sequence that a model was made for; None where its config.json does not say."""
+    """The longest sequence, in tokens, that a model was made for; None if its config.json does not say."""
     return int(config.get("max_position_embeddings") or 0) or None
 
 
 def cut(tokens: Sequence[torch.Tensor], most: int | None) -> list[torch.Tensor]:
-    """Sequences (T,), each with its first `most` tokens at most."""
+    """Sequences (T,), each truncated to its first `most` tokens; None truncates nothing."""
     return [sequence[:most] for sequence in tokens]
 
 
 def texts(samples: Sequence[Sample], tokens: Sequence[torch.Tensor], tokenizer: Any) -> list[Text]:
-    """What is scored of each sample.
+    """The text to score for each sample.
 
     Args:
-        tokens: of each sample, (T,) int64, cut already.
-        tokenizer: theirs; it says how many bytes they stand for.
+        tokens: of each sample, (T,) int64, already truncated.
+        tokenizer: the one that made the tokens; used to count their bytes.
     """
     return [
         Text(sequence, sample.category, scored_bytes(tokenizer, sequence.tolist()), sample.long)
@@ -43,6 +43,6 @@ def texts(samples: Sequence[Sample], tokens: Sequence[torch.Tensor], tokenizer: 
 
 
 def past_the_model(samples: Sequence[Sample], most: int | None) -> dict[str, int | None]:
-    """For report.json: `positions` of the model, and how many `texts` were cut there and lost how many `tokens`."""
+    """For report.json: the model's `positions`, how many `texts` were truncated there, and the `tokens` they lost."""
     lost = [len(sample.tokens) - most for sample in samples if most is not None and len(sample.tokens) > most]
     return {"positions": most, "texts": len(lost), "tokens": sum(lost)}

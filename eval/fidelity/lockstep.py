@@ -1,11 +1,11 @@
-"""Source and candidates layer by layer in lock-step: the numbers that perplexity.py makes figures of.
+"""Runs source and candidates layer by layer in lock-step, and collects the numbers that figures.py summarises.
 
-Each model keeps hidden states of its own for every sequence, in files. Layer by layer the source's
-weights are materialised, run over all sequences and freed, then each candidate's; so one layer is in
-memory at a time, and the source is computed once however many candidates there are. A model's step
-reads one file of states and writes another, and is journaled when both are on disk: an evaluation
-that is cut off goes on at the step it was in. Several processes deal the sequences among them; what
-is added over sequences is added by rank 0, in their order.
+Each model keeps its own hidden states for every sequence, in files. Layer by layer, the source's weights are
+materialised, run over all sequences and freed, then each candidate's; so only one layer is in memory at a
+time, and the source is computed once for any number of candidates. A step (one layer of one model) reads one
+file of states and writes another, and is journaled once both are on disk: an interrupted evaluation resumes
+at the step it was in. Several ranks deal the sequences among themselves; sums over sequences are formed by
+rank 0, in the order of the sequences.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .figures import Measured, Text, parts
 from .logits import log_probabilities
 from .weight_error import weight_errors
 
-CHUNK = 256  # positions whose logits exist at a time: 0.2 GB at 200,064 words
+CHUNK = 256  # positions whose logits are in memory at a time: 0.2 GB with a vocabulary of 200,064
 Step = Callable[[str], None]
-Stage = Callable[[str, int, int], AbstractContextManager[Step]]  # its name, its steps, how many an earlier call did
+Stage = Callable[[str, int, int], AbstractContextManager[Step]]  # its name, its steps, steps done by an earlier call
 Pair = tuple[torch.Tensor, torch.Tensor]  # of one text: the source's rows, the candidate's
 Scores = tuple[np.ndarray, np.ndarray, np.ndarray]  # nll, kl, same: (T - 1,) each
 
@@ -55,13 +55,14 @@ def evaluate(
 
     Args:
         source, candidates: models of one architecture and vocabulary.
-        texts: at least one, of two tokens or more.
-        work: an existing folder for states and journal: empty, or that of the same evaluation cut off.
-        stage: entered twice, for layers ("evaluating") and for chunks of scored positions ("scoring"), since these
-            take far less time than a layer; what it gives is called after each of them.
+        texts: at least one; each has two tokens or more.
+        work: an existing folder for states and journal: empty, or left by the same evaluation when interrupted.
+        stage: shows progress. Entered twice, for layers ("evaluating") and for chunks of scored positions
+            ("scoring"), which take far less time than a layer; the function it yields is called after each step.
         weights: also compare the weights, layer by layer.
-        resumable: keep a journal in `work`, so that the same call goes on there.
-        ranks: who does it together; each of them calls this. Only what rank 0 gets holds agreement and errors.
+        resumable: keep a journal in `work`, so that the same call can resume.
+        ranks: the processes that share the work; each of them calls this. Only rank 0's result holds agreement and
+            errors.
 
     Raises:
         QuantizeError: a model's hidden states are not finite.
@@ -72,60 +73,62 @@ def evaluate(
     ranks.rank_zero_first(lambda: _open(lanes, texts, journal))
     top, long = parts(texts)
     entries: list[list[dict[str, Any]]] = [[] for _ in candidates]
-    compared: list[list[dict[str, float]]] = [[] for _ in candidates]
+    weight_error: list[list[dict[str, float]]] = [[] for _ in candidates]
     steps = [(number, lane) for number in range(source.sizes["layers"]) for lane in lanes]
-    before = sum(journal.holds(_name(*one)) for one in steps)
-    with stage("evaluating", len(steps), before) as step:
+    done = sum(journal.holds(_name(number, lane)) for number, lane in steps)
+    with stage("evaluating", len(steps), done) as step:
         for position, (number, lane) in enumerate(steps):
             entry = journal.once(
                 _name(number, lane),
                 partial(_layer, lanes, lane, number, top, long, weights, ranks),
             )
-            ranks.barrier()  # what this step has written, the next one overwrites
+            ranks.barrier()  # the next step may overwrite files that this one still reads
             if not ranks.leads:
                 continue
             if lane.number:
                 entries[lane.number - 1].append(entry)
             elif weights:
-                for found, error in zip(compared, entry["weight_error"], strict=True):
-                    found.append(error)
-            if position >= before:
+                for of_candidate, error in zip(weight_error, entry["weight_error"], strict=True):
+                    of_candidate.append(error)
+            if position >= done:
                 step(f"layer {number}, " + (f"candidate {lane.number}" if lane.number else "source"))
     scores = _score(lanes, texts, journal, stage, ranks)
     return [
         Measured(
             scores[0][0], nll, kl, same, [n - 1 for n in lengths],
-            [entry["agreement"] for entry in found], [entry["hidden_error"] for entry in found], weights_of,
-            [entry["long"]["agreement"] for entry in found if "long" in entry],
-            [entry["long"]["hidden_error"] for entry in found if "long" in entry],
+            [layer["agreement"] for layer in layers], [layer["hidden_error"] for layer in layers], errors,
+            [layer["long"]["agreement"] for layer in layers if "long" in layer],
+            [layer["long"]["hidden_error"] for layer in layers if "long" in layer],
         )
-        for (nll, kl, same), found, weights_of in zip(scores[1:], entries, compared, strict=True)
+        for (nll, kl, same), layers, errors in zip(scores[1:], entries, weight_error, strict=True)
     ]  # fmt: skip
 
 
 def _name(number: int, lane: _Lane) -> str:
-    """What the journal calls one layer of one model."""
+    """The journal's name for one layer of one model."""
     return f"layer-{number:05d}-{lane.number}"
 
 
 class _Journal:
-    """What is done, each with its result, in a file of its own. Kept in memory only where not resumable.
+    """One file per finished step, with its result. If not resumable, nothing is written and nothing looked up.
 
-    All ranks look for a step's file before any can have done the step, so they agree on what is done.
+    All ranks look for a step's file before any rank can have finished the step, so they agree on what is done.
     """
 
     def __init__(self, work: Path, resumable: bool, ranks: Ranks) -> None:
         self.work, self.resumable, self.ranks = work, resumable, ranks
 
     def holds(self, name: str) -> bool:
-        """Whether an earlier call has done it, or this one."""
+        """Whether this step is done, in this call or an earlier one."""
         return self.resumable and (self.work / f"{name}.json").exists()
 
     def once(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of a step: from its file if it is done, else computed and, by rank 0, written."""
         path = self.work / f"{name}.json"
+        result: dict[str, Any]
         if self.holds(name):
-            found: dict[str, Any] = json.loads(path.read_text())
-            return found
+            result = json.loads(path.read_text())
+            return result
         result = compute()
         if self.resumable and self.ranks.leads:
             for states in self.work.glob("*.bin"):
@@ -143,24 +146,24 @@ def _sync(path: Path) -> None:
 
 
 class _Lane:
-    """One model with its hidden states: two files, read and written in turn; and its router's choices."""
+    """One model with the files of its hidden states, two that are read and written in turn, and of its routing."""
 
     def __init__(self, model: LayeredModel, number: int, lengths: Sequence[int], work: Path) -> None:
         self.model, self.number, self._lengths, self._work = model, number, lengths, work
 
     def states(self, layer: int) -> Rows:
-        """The states that enter a layer; `layers` for those that leave the last."""
+        """The states that enter a layer; the number of layers stands for those that leave the last."""
         path = self._work / f"states-{self.number}-{layer % 2}.bin"
         return Rows(path, self._lengths, self.model.sizes["hidden"], self.model.dtype)
 
     def chosen(self) -> Rows:
-        """The choices of the layer that ran last."""
+        """The experts chosen in the layer that ran last."""
         path = self._work / f"chosen-{self.number}.bin"
         return Rows(path, self._lengths, self.model.sizes["chosen"], torch.int32)
 
 
 def _open(lanes: Sequence[_Lane], texts: Sequence[Text], journal: _Journal) -> None:
-    """Make all files, by rank 0, or see that they are there."""
+    """Create or open all files; rank 0 also fills the states that enter layer 0."""
     if journal.ranks.leads:
         journal.once("embedded", lambda: _embed(lanes, texts))
     for lane in lanes:
@@ -180,9 +183,9 @@ def _embed(lanes: Sequence[_Lane], texts: Sequence[Text]) -> dict[str, Any]:
 def _layer(
     lanes: Sequence[_Lane], lane: _Lane, number: int, top: list[int], long: list[int], weights: bool, ranks: Ranks
 ) -> dict[str, Any]:
-    """One layer of one model; a candidate is compared, by rank 0, with the source, which has just run it.
+    """Run one layer of one model. For a candidate, rank 0 then compares it with the source, which ran just before.
 
-    Short and long texts are compared apart: `top` and `long` are the numbers that `parts` gives.
+    Short and long texts are compared separately: `top` and `long` are the indices from `figures.parts`.
     """
     model, before, after, chosen = lane.model, lane.states(number), lane.states(number + 1), lane.chosen()
     with model.layer(number) as layer:
@@ -196,7 +199,7 @@ def _layer(
         return {}
     if lane.number:
         reference, states = lanes[0].chosen(), lanes[0].states(number + 1)
-        found = [
+        compared = [
             {
                 "agreement": _agreement([(reference[i], chosen[i]) for i in part]),
                 "hidden_error": _relative_error([(states[i], after[i]) for i in part]),
@@ -204,7 +207,7 @@ def _layer(
             for part in (top, long)
             if part
         ]
-        return found[0] | ({"long": found[1]} if long else {})
+        return compared[0] | ({"long": compared[1]} if long else {})
     if not weights:
         return {}
     candidates = [other.model.checkpoint for other in lanes[1:]]
@@ -212,7 +215,7 @@ def _layer(
 
 
 def _agreement(pairs: Sequence[Pair]) -> float:
-    """The share of the source's choices that the candidate makes too."""
+    """The share of the source's expert choices that the candidate makes too."""
     same = sum(int((a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1).sum()) for a, b in pairs)
     return same / sum(a.numel() for a, _ in pairs)
 
@@ -226,18 +229,19 @@ def _relative_error(pairs: Sequence[Pair]) -> float:
 def _score(
     lanes: Sequence[_Lane], texts: Sequence[Text], journal: _Journal, stage: Stage, ranks: Ranks
 ) -> list[Scores]:
+    """Score every text with every model; the same result in all ranks, one entry per model over all texts."""
     layers = lanes[0].model.sizes["layers"]
     heads: list[torch.Tensor] = []
     tables: dict[str, torch.Tensor] = {}
-    # A step is a chunk of positions, since a long text takes as long as many short ones. With each text of this
-    # process, each of the others scores one: they count too.
-    steps = [math.ceil((len(text.tokens) - 1) / CHUNK) for text in texts]
-    own = {i: sum(steps[i : i + ranks.count]) for i in ranks.round_robin(len(texts))}
+    # Progress counts chunks of positions, since a long text takes as long as many short ones. While this rank scores
+    # a text, every other rank scores one too, so their chunks are counted with it.
+    chunks = [math.ceil((len(text.tokens) - 1) / CHUNK) for text in texts]
+    own = {i: sum(chunks[i : i + ranks.count]) for i in ranks.round_robin(len(texts))}
     paths = {i: journal.work / f"scores-{i:05d}.npy" for i in own}
-    before = {i for i, path in paths.items() if journal.resumable and path.exists()}
-    with stage("scoring", sum(steps), sum(own[i] for i in before)) as step:
-        for i, scored in own.items():
-            if i in before:
+    done = {i for i, path in paths.items() if journal.resumable and path.exists()}
+    with stage("scoring", sum(chunks), sum(own[i] for i in done)) as step:
+        for i, scored_chunks in own.items():
+            if i in done:
                 tables[str(i)] = torch.from_numpy(np.load(paths[i]))
                 continue
             heads = heads or [lane.model.head() for lane in lanes]
@@ -248,20 +252,20 @@ def _score(
                     np.save(stream, table)
                 os.replace(temporary, paths[i])
             tables[str(i)] = torch.from_numpy(table)
-            for _ in range(scored):
+            for _ in range(scored_chunks):
                 step(f"text {i + 1} of {len(texts)}")
     tables = ranks.gather(tables, torch.device("cpu"))
-    parts: list[list[Scores]] = [[] for _ in lanes]
+    by_lane: list[list[Scores]] = [[] for _ in lanes]
     for i in range(len(texts)):
-        for part, (nll, kl, same) in zip(parts, tables[str(i)].numpy(), strict=True):
-            part.append((nll, kl, same.astype(bool)))
+        for by_text, (nll, kl, same) in zip(by_lane, tables[str(i)].numpy(), strict=True):
+            by_text.append((nll, kl, same.astype(bool)))
     return [
         (
-            np.concatenate([p[0] for p in part]),
-            np.concatenate([p[1] for p in part]),
-            np.concatenate([p[2] for p in part]),
+            np.concatenate([scores[0] for scores in by_text]),
+            np.concatenate([scores[1] for scores in by_text]),
+            np.concatenate([scores[2] for scores in by_text]),
         )
-        for part in parts
+        for by_text in by_lane
     ]
 
 
@@ -269,20 +273,20 @@ def _score(
 def _score_text(
     lanes: Sequence[_Lane], heads: Sequence[torch.Tensor], text: Text, states: Sequence[torch.Tensor]
 ) -> np.ndarray:
-    """(models, 3, T - 1) float64: nll, KL from the source, 1 where the most likely token is the source's."""
+    """(models, 3, T - 1) float64: nll, KL from the source, and 1 where the model's top-1 token is the source's."""
     device = lanes[0].model.device
     targets = text.tokens[1:].to(device)
     final = [lane.model.final(rows[:-1]) for lane, rows in zip(lanes, states, strict=True)]
     chunks = []
     for start in range(0, len(targets), CHUNK):
-        wanted = targets[start : start + CHUNK, None]
+        target = targets[start : start + CHUNK, None]
         logs = [log_probabilities(x[start : start + CHUNK], head) for x, head in zip(final, heads, strict=True)]
         p, best = logs[0].exp(), logs[0].argmax(-1)
         rows = []
         for q in logs:
-            # A source equal to itself gives exactly 0: the difference of equal logarithms is 0.
+            # The source against itself gives exactly 0, since the difference of equal logarithms is 0.
             kl = (p * (logs[0] - q)).sum(-1, dtype=torch.float64)
             same = (q.argmax(-1) == best).double()
-            rows.append(torch.stack([-q.gather(1, wanted)[:, 0].double(), kl, same]).cpu())
+            rows.append(torch.stack([-q.gather(1, target)[:, 0].double(), kl, same]).cpu())
         chunks.append(torch.stack(rows).numpy())
     return np.concatenate(chunks, axis=-1)

@@ -1,4 +1,4 @@
-"""What `quantize eval` prints: one row a candidate, then by category, then by depth."""
+"""What `quantize eval` prints: one row per candidate, then tables by category, by depth and by position."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from quantizers.system.text_table import number, plain
 
-MOST, WORST = 24, 5
+MOST, WORST = 24, 5  # with more than MOST categories, their families and the WORST categories are shown
 
 
 def eval_table(report: dict[str, Any]) -> str:
@@ -41,14 +41,15 @@ def _long(one: dict[str, Any]) -> str:
 
 
 def by_part(one: dict[str, Any]) -> dict[str, Any]:
-    """What has figures over many categories, by its name: all texts, or the short and the long ones apart."""
+    """The parts of a candidate's figures, by name: all texts, or short and long ones separately."""
     return {"short texts": one, "long texts": one["long"]} if "long" in one else {"all": one}
 
 
 def shown_categories(one: dict[str, Any]) -> dict[str, Any]:
-    """All categories where they are few; else their families, and the categories that lose most.
+    """The categories to show: all of them, or if there are too many, the families and the WORST by KL.
 
-    Of one part: where there are long texts beside short ones, `one["long"]` has categories of its own.
+    Args:
+        one: figures of one part, see `by_part`; `one["long"]` has categories of its own.
     """
     if len(one["categories"]) <= MOST:
         return dict(one["categories"])
@@ -115,7 +116,7 @@ def _depth(one: dict[str, Any]) -> str:
 
 
 def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """One row a candidate, and where it was measured on long texts too, another one for these."""
+    """One row per candidate, followed by one for its long texts if they were measured separately."""
     parts = [(label, part) for name, r in results for label, part in ((name, r), ("long", r.get("long"))) if part]
     rows = [
         (
@@ -137,7 +138,7 @@ def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 
 def positions_table(report: dict[str, Any]) -> str:
-    """A row for each band of positions, of the long texts where there are such."""
+    """A row per band of positions; over the long texts if they were measured separately."""
     rows = [
         (
             row["name"],
@@ -156,7 +157,7 @@ def positions_table(report: dict[str, Any]) -> str:
 
 
 def past_the_model(report: dict[str, Any]) -> list[str]:
-    """A line where texts were cut at the last position that the model was made for; else nothing."""
+    """A line if texts were truncated at the model's last position; otherwise an empty list."""
     lost = report.get("evaluated_on", {}).get("past_the_model", {"texts": 0})
     if not lost["texts"]:
         return []

@@ -1,8 +1,8 @@
-"""How far a candidate's weights are from the source's, layer by layer, smoothing undone.
+"""How far a candidate's weights are from the source's, layer by layer, with the smoothing undone.
 
-AWQ moves a scale from a norm into the matrices that read it, and another between w3's rows and w2's
-columns; neither changes what the model computes, and neither is an error. The first is read off the
-ratio of the norms, the second off w3's rows by least squares; the rest is what quantization did.
+AWQ moves one scale from a norm into the matrices that read it, and another between w3's rows and w2's columns.
+Neither changes what the model computes, so neither counts as an error: the first is found as the ratio of the
+norms, the second from w3's rows by least squares, and both are undone. The rest is the quantization error.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ INPUT_NORM = "input_layernorm.weight"
 
 
 class _Total:
-    """‖found − wanted‖ / ‖wanted‖ over many matrices."""
+    """Accumulates ‖candidate − source‖ / ‖source‖ over many matrices."""
 
     def __init__(self) -> None:
-        self.lost = self.whole = 0.0
+        self.error = self.size = 0.0  # sums of squares
 
-    def add(self, found: torch.Tensor, wanted: torch.Tensor) -> None:
-        self.lost += float((found - wanted).double().square().sum())
-        self.whole += float(wanted.double().square().sum())
+    def add(self, candidate: torch.Tensor, source: torch.Tensor) -> None:
+        self.error += float((candidate - source).double().square().sum())
+        self.size += float(source.double().square().sum())
 
     def relative(self) -> float:
-        return math.sqrt(self.lost / self.whole) if self.whole else 0.0
+        return math.sqrt(self.error / self.size) if self.size else 0.0
 
 
 def weight_errors(
@@ -43,7 +43,7 @@ def weight_errors(
     layer: int,
     device: torch.device,
 ) -> list[dict[str, float]]:
-    """Relative error of one layer's experts and attention, for each candidate; a matrix in memory at a time.
+    """Relative error of one layer's experts and attention, for each candidate; holds one expert in memory at a time.
 
     Returns:
         experts and attention: ‖candidate − source‖ / ‖source‖ over all their matrices.
@@ -64,9 +64,9 @@ def weight_errors(
         norm_ratio(source, c, facts.layer(layer, INPUT_NORM)).to(device) if has_norm else None for c in candidates
     ]
     for name in facts.linears:
-        wanted = read_weight(source, facts.layer(layer, name), device)
+        original = read_weight(source, facts.layer(layer, name), device)
         for total, candidate, ratio in zip(attention, candidates, ratios, strict=True):
-            found = read_weight(candidate, facts.layer(layer, name), device)
-            reads_norm = ratio is not None and not name.endswith("o_proj") and len(ratio) == found.shape[1]
-            total.add(found / ratio if reads_norm and ratio is not None else found, wanted)
+            weight = read_weight(candidate, facts.layer(layer, name), device)
+            reads_norm = ratio is not None and not name.endswith("o_proj") and len(ratio) == weight.shape[1]
+            total.add(weight / ratio if reads_norm and ratio is not None else weight, original)
     return [{"experts": e.relative(), "attention": a.relative()} for e, a in zip(experts, attention, strict=True)]
