@@ -1,1 +1,1 @@
-"""Which experts the router sends tokens to, counted over a calibration set; gates on it."""
+"""Counts which experts the router sends tokens to over a calibration set, and checks gates on the counts."""

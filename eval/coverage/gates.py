@@ -1,8 +1,7 @@
-"""How many tokens the router sent to each expert, by category of text; gates on it.
+"""Summarises how many tokens the router sent to each expert, by category of text, and checks gates on the counts.
 
-While calibrating, every expert sees every token by construction, so the forced counts prove only
-that the mechanism works. What tells a well-calibrated expert from a guessed one is what the router
-sent to it: these are the counts below.
+In the forced pass every expert sees every token, so its counts only prove that the pass works. Whether an
+expert is well calibrated depends on how many tokens the router itself sends to it: those are counted here.
 
 Legend: L layers, C categories, E experts.
 """
@@ -18,7 +17,7 @@ import numpy as np
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import InputError
 
-NAMED = 20  # uncovered pairs that a message names
+NAMED = 20  # uncovered pairs (layer, expert) that a message lists at most
 
 
 def summarise(counts: Sequence[np.ndarray], categories: Sequence[str], minimum: int) -> dict[str, Any]:
@@ -27,11 +26,11 @@ def summarise(counts: Sequence[np.ndarray], categories: Sequence[str], minimum: 
     Args:
         counts: for each layer (C, E) int64.
         categories: names of the rows.
-        minimum: routed tokens from which an expert counts as covered.
+        minimum: routed tokens that an expert needs to count as covered.
 
     Returns:
-        min, median, uncovered (pairs), pairs, min_entropy, and per layer min, median, uncovered, the worst
-        expert and the entropy of the load.
+        min, median, uncovered (pairs), pairs, min_entropy, routed_by_category, and per layer min, median,
+        uncovered, the worst expert, the entropy of the load and the routed tokens of each expert.
     """
     totals = np.stack([layer.sum(0) for layer in counts])  # (L, E)
     layers = [
@@ -62,21 +61,21 @@ def summarise(counts: Sequence[np.ndarray], categories: Sequence[str], minimum: 
 
 
 def entropy(load: np.ndarray) -> float:
-    """Entropy of a load (E,) over that of an even one: 1 where all experts get the same, 0 where one gets all."""
+    """Entropy of a load (E,) relative to an even load: 1 if all experts get the same, 0 if one gets everything."""
     share = load[load > 0] / max(load.sum(), 1)
     return float(-(share * np.log(share)).sum() / math.log(len(load))) + 0.0 if len(load) > 1 else 1.0
 
 
 def members(floor: str, categories: Sequence[str]) -> list[int]:
-    """Rows of the categories that a floor names: itself, or what lies below it (`code` for `code/rust`)."""
+    """Rows of the categories that a floor covers: the one of that name, and those below it (`code` for `code/rust`)."""
     return [i for i, name in enumerate(categories) if name == floor or name.startswith(f"{floor}/")]
 
 
 def check_floors(rule: CoverageGate, categories: Iterable[str], where: str) -> None:
-    """Refuse a floor for a category that the set does not have, before anything long starts.
+    """Refuse a floor for a category that the calibration set does not have, before any slow work starts.
 
     Raises:
-        InputError: with the categories there are.
+        InputError: there is such a floor; the message lists the categories of the set.
     """
     known = sorted(set(categories))
     for floor in rule.categories:
@@ -90,14 +89,14 @@ def check_floors(rule: CoverageGate, categories: Iterable[str], where: str) -> N
 def gates(
     summary: dict[str, Any], counts: Sequence[np.ndarray], categories: Sequence[str], rule: CoverageGate
 ) -> list[dict[str, Any]]:
-    """The recipe's gates: the share of pairs below the minimum, below each category's floor, and the entropy.
+    """Check the recipe's gates: the share of pairs below the minimum and below each category's floor, and the entropy.
 
     Args:
-        summary: of the same counts.
+        summary: what `summarise` made of the same counts.
         counts: for each layer (C, E) int64.
     """
     share = summary["uncovered"] / summary["pairs"]
-    found = [
+    results = [
         {
             "name": "coverage",
             "passed": share <= rule.max_uncovered,
@@ -109,7 +108,7 @@ def gates(
     for floor, minimum in rule.categories.items():
         rows = members(floor, categories)
         below = float(np.mean([layer[rows].sum(0) < minimum for layer in counts]))
-        found.append(
+        results.append(
             {
                 "name": f"coverage {floor}",
                 "passed": below <= rule.max_uncovered,
@@ -119,7 +118,7 @@ def gates(
             }
         )
     if rule.min_entropy is not None:
-        found.append(
+        results.append(
             {
                 "name": "entropy",
                 "passed": summary["min_entropy"] >= rule.min_entropy,
@@ -129,10 +128,10 @@ def gates(
                 "meaning": "entropy of the load in the most uneven layer; 1 is even",
             }
         )
-    return found
+    return results
 
 
 def named(pairs: Sequence[Sequence[int]]) -> str:
-    """`layer 1 expert 3, layer 2 expert 0`, with the number of those left out."""
+    """Pairs as text: `layer 1 expert 3, layer 2 expert 0`, and how many are left out."""
     text = ", ".join(f"layer {layer} expert {expert}" for layer, expert in pairs[:NAMED])
     return text + (f" and {len(pairs) - NAMED:,} more" if len(pairs) > NAMED else "")

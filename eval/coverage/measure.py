@@ -1,4 +1,4 @@
-"""What `quantize coverage` is asked, and its answer: a model streamed over one calibration set or two."""
+"""`quantize coverage`: reads the arguments, then streams a model over one calibration set or two."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def asked(
     max_uncovered: float | None,
     source: Path | None = None,
 ) -> Asked:
-    """Put the arguments together; what a recipe says comes first, and `model` and `data` may replace parts of it.
+    """Combine the arguments: a recipe, of which `model` and `data` may replace parts, or `model` and `data` alone.
 
     Args:
-        source: where the recipe's model lies on this machine.
+        source: folder of the recipe's model on this machine.
 
     Raises:
         InputError: something is missing, or given twice.
     """
-    rule, found, path = CoverageGate(), None, None
+    rule, parsed, path = CoverageGate(), None, None
     if recipe is not None:
-        found, path = read_recipe(recipe)
+        parsed, path = read_recipe(recipe)
         if min_routed_tokens is not None or max_uncovered is not None:
             raise InputError(f"{path}: holds the gates (verify.coverage); leave --min-routed-tokens and the like away")
-        rule = (found.verify and found.verify.coverage) or rule
+        rule = (parsed.verify and parsed.verify.coverage) or rule
     else:
         given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}
         rule = rule.model_copy(update={key: value for key, value in given.items() if value is not None})
@@ -61,24 +61,24 @@ def asked(
         raise InputError("--source says where a recipe's model lies; give a recipe and no --model with it")
     if compare and data:
         raise InputError("--compare names both sets; leave --data away")
-    if model is None and found is None:
+    if model is None and parsed is None:
         raise InputError("give a recipe, or --model with --data")
     sets = [find(name, "calibration") for name in (compare or ([data] if data else []))]
     if not sets:
-        if found is None or path is None:
+        if parsed is None or path is None:
             raise InputError("--data is missing; name a calibration set, such as embedded")
-        sets = [set_location(found.calibration, path)]
+        sets = [set_location(parsed.calibration, path)]
     for file in sets:
         if not file.is_file():
             raise InputError(f"{file}: no such set; give a file, or the name of a shipped set such as embedded")
-    if model is not None or found is None or path is None:
+    if model is not None or parsed is None or path is None:
         return Asked(str(model), "main", False, tuple(sets), rule, str(path or model))
-    place = source_location(found, path) if source is None else given_folder(source)
-    return Asked(place, found.source.revision, found.source.trust_remote_code, tuple(sets), rule, str(path))
+    location = source_location(parsed, path) if source is None else given_folder(source)
+    return Asked(location, parsed.source.revision, parsed.source.trust_remote_code, tuple(sets), rule, str(path))
 
 
 def measured(question: Asked, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """The report on one set; see `eval.coverage_report.report`."""
+    """The report on one set; see `eval.coverage.tables.report`."""
     from .tables import report
 
     routed, (name,) = _stream(question, device, work, ranks)
@@ -86,18 +86,18 @@ def measured(question: Asked, device: torch.device, work: Path, ranks: Ranks = A
 
 
 def compared(question: Asked, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """What the second set wins and loses against the first; see `eval.coverage_report.compare`."""
+    """What the second set wins and loses compared with the first; see `eval.coverage.tables.compare`."""
     from .tables import compare
 
     routed, names = _stream(question, device, work, ranks)
-    found = compare(routed.part("0:"), routed.part("1:"), question.rule)
+    comparison = compare(routed.part("0:"), routed.part("1:"), question.rule)
     for side, name in zip(("before", "after"), names, strict=True):
-        found[side]["name"] = name
-    return {"model": question.model} | found
+        comparison[side]["name"] = name
+    return {"model": question.model} | comparison
 
 
 def _stream(question: Asked, device: torch.device, work: Path, ranks: Ranks) -> tuple[Routed, list[str]]:
-    """All sets in one pass; the categories of set n begin with `n:`."""
+    """Stream all sets in one pass; the categories of set n get the prefix `n:`."""
     from quantizers.architectures.architecture import architecture_for, sizes_of
     from quantizers.calibration.samples import samples
     from quantizers.calibration.texts import token_tensors

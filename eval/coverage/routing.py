@@ -1,9 +1,8 @@
-"""Where a model's router sends the tokens of texts: the model streamed layer by layer, nothing quantized.
+"""Counts where a model's router sends the tokens of texts: streams the model layer by layer, quantizes nothing.
 
-One sequence at a time and without padding, so a padding token cannot count. Two rows of numbers go
-beside the counts: tokens whose choice hangs on a margin below TIE, which another machine may choose
-otherwise; and tokens that rank an expert among the first 2 K, which tells what would help an expert
-that no token chooses.
+Runs one sequence at a time without padding, so padding tokens cannot count. Besides the counts, two more are
+kept: tokens whose choice depends on a margin below TIE, which another machine may route differently; and
+tokens that rank an expert among the first 2 K, which shows what would help an expert that no token chooses.
 
 Legend: L layers, C categories, E experts, T tokens of a sequence, K experts chosen per token.
 """
@@ -24,18 +23,18 @@ from quantizers.forward.states import Rows
 from quantizers.system.errors import QuantizeError
 from quantizers.team.ranks import ALONE, Ranks
 
-TIE = 1e-6  # difference of the scores that experts K and K + 1 are chosen by
+TIE = 1e-6  # difference between the scores of the experts ranked K and K + 1
 
 
 @dataclass(frozen=True)
 class Routed:
-    """What the router did.
+    """How the router distributed the tokens.
 
     Attributes:
         categories: names of the rows, C of them.
-        tokens: (C,) int64.
-        counts: (L, C, E) int64, tokens sent to each expert.
-        close: (L, C, E) int64, how many of these hang on a margin below TIE.
+        tokens: (C,) int64, tokens of each category.
+        counts: (L, C, E) int64, tokens routed to each expert.
+        close: (L, C, E) int64, how many of these depend on a margin below TIE.
         near: (L, C, E) int64, tokens that rank the expert among the first 2 K.
     """
 
@@ -46,7 +45,7 @@ class Routed:
     near: np.ndarray
 
     def part(self, prefix: str) -> Routed:
-        """The categories that begin with `prefix`, which is taken off their names."""
+        """The categories that start with `prefix`, which is removed from their names."""
         rows = [i for i, name in enumerate(self.categories) if name.startswith(prefix)]
         names = tuple(self.categories[i].removeprefix(prefix) for i in rows)
         return Routed(names, self.tokens[rows], self.counts[:, rows], self.close[:, rows], self.near[:, rows])
@@ -67,7 +66,7 @@ def count_routes(
         categories: of each sequence.
         work: an empty folder for the hidden states.
         step: called after each layer.
-        ranks: who does it together, each its share of the sequences; all of them get the result.
+        ranks: the processes that share the sequences; each of them gets the result.
 
     Raises:
         QuantizeError: a layer's output is not finite.
@@ -104,26 +103,26 @@ def count_routes(
                 near[number, row] += route_counts(order, sizes["experts"]).cpu()
             router.remove()
         step(f"layer {number}")
-    each = {"counts": counts.unsqueeze(0), "close": close.unsqueeze(0), "near": near.unsqueeze(0)}
-    whole = {name: table.sum(0).numpy() for name, table in ranks.gather(each, torch.device("cpu")).items()}
+    own = {"counts": counts.unsqueeze(0), "close": close.unsqueeze(0), "near": near.unsqueeze(0)}
+    sums = {name: table.sum(0).numpy() for name, table in ranks.gather(own, torch.device("cpu")).items()}
     if ranks.leads:
         states.path.unlink()
-    return Routed(names, tokens, **whole)
+    return Routed(names, tokens, **sums)
 
 
 class _RouterScores:
-    """Overhears the scores (T, E) that a layer's router chooses by.
+    """Captures, with a forward hook, the scores (T, E) by which a layer's router chooses experts.
 
-    transformers' routers return their logits first, and are called with the correction bias where the
-    family has one; with a sigmoid the bias is added to the probabilities.
+    transformers' routers return their logits first. Families with a correction bias pass it to the router
+    as an argument; with sigmoid scoring it is added to the probabilities.
     """
 
     def __init__(self, layer: torch.nn.Module, model: LayeredModel) -> None:
         self._sigmoid = model.facts.asserts.get("scoring_func") == "sigmoid"
         self._scores: torch.Tensor | None = None
-        self._hook = layer.get_submodule(model.facts.modules.router).register_forward_hook(self._overhear)
+        self._hook = layer.get_submodule(model.facts.modules.router).register_forward_hook(self._capture)
 
-    def _overhear(self, _module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _capture(self, _module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         logits = (output[0] if isinstance(output, tuple) else output).float()
         self._scores = logits.sigmoid() if self._sigmoid else logits
         for extra in inputs[1:]:

@@ -1,4 +1,4 @@
-"""Coverage as a table and as JSON: the worst experts, what would help them, and what a change of set does.
+"""Coverage as tables and JSON: the worst experts, what would help them, and what changing the set does.
 
 Legend: L layers, C categories, E experts.
 """
@@ -15,12 +15,12 @@ from quantizers.system.text_table import plain
 from .gates import gates, named, summarise
 from .routing import Routed
 
-WORST = 15
-HELPFUL = 3
+WORST = 15  # rows of a table: experts with the fewest tokens, or whose tokens change most
+HELPFUL = 3  # categories named for each of them
 
 
 def report(routed: Routed, rule: CoverageGate) -> dict[str, Any]:
-    """Everything that `quantize coverage` says of one model and one set, gates included."""
+    """Everything that `quantize coverage` reports about one model and one set, gates included."""
     summary = summarise(list(routed.counts), routed.categories, rule.min_routed_tokens)
     return summary | {
         "tokens": dict(zip(routed.categories, routed.tokens.tolist(), strict=True)),
@@ -32,29 +32,29 @@ def report(routed: Routed, rule: CoverageGate) -> dict[str, Any]:
 
 
 def worst(routed: Routed) -> list[dict[str, Any]]:
-    """The experts with the fewest tokens, and the categories that send them, or nearly send them, the most."""
+    """The experts with the fewest tokens, and the categories that send, or nearly send, the most tokens to them."""
     totals = routed.counts.sum(1)  # (L, E)
-    even = totals.sum(1) / totals.shape[1]  # (L,)
+    even = totals.sum(1) / totals.shape[1]  # (L,), tokens per expert under an even load
     rows = []
     for pair in np.argsort(totals, axis=None, kind="stable")[:WORST]:
         layer, expert = (int(i) for i in np.unravel_index(pair, totals.shape))
-        chosen = _rates(routed, routed.counts[layer, :, expert])
-        near = _rates(routed, routed.near[layer, :, expert])
+        sent_by = _rates(routed, routed.counts[layer, :, expert])
+        nearly_sent_by = _rates(routed, routed.near[layer, :, expert])
         rows.append(
             {
                 "layer": layer,
                 "expert": expert,
                 "tokens": int(totals[layer, expert]),
                 "share_of_even": float(totals[layer, expert] / even[layer]) if even[layer] else 0.0,
-                "sent_by": chosen,
-                "nearly_sent_by": near,
+                "sent_by": sent_by,
+                "nearly_sent_by": nearly_sent_by,
             }
         )
     return rows
 
 
 def _rates(routed: Routed, counts: np.ndarray) -> dict[str, float]:
-    """The categories with most tokens in a thousand of their own, from (C,) counts; none with 0."""
+    """The HELPFUL categories with the highest rates, in tokens per thousand of the category; counts is (C,)."""
     rates = 1000 * counts / np.maximum(routed.tokens, 1)
     order = np.argsort(-rates, kind="stable")[:HELPFUL]
     return {routed.categories[i]: float(rates[i]) for i in order if rates[i] > 0}
@@ -91,7 +91,7 @@ def _help(row: dict[str, Any]) -> str:
 
 
 def gate_table(found: list[dict[str, Any]]) -> str:
-    """Gates with their limits, as `quantize run` prints them."""
+    """Gates with their values and limits, in the format of `quantize run`."""
     rows = [
         (
             gate["name"],
@@ -106,11 +106,12 @@ def gate_table(found: list[dict[str, Any]]) -> str:
 
 
 def compare(before: Routed, after: Routed, rule: CoverageGate) -> dict[str, Any]:
-    """What a change from one set to another wins and loses.
+    """What changing from one set to another wins and loses.
 
     Returns:
         won: pairs (layer, expert) that only the second set covers; lost: those that only the first covers;
-        more, fewer: the pairs whose tokens change most, with both numbers.
+        more, fewer: the pairs whose token counts change most, with both counts; before, after: a summary of
+        each set.
     """
     old, new = (routed.counts.sum(1) for routed in (before, after))  # (L, E)
     minimum = rule.min_routed_tokens
