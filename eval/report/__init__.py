@@ -1,1 +1,1 @@
-"""What people look at: the card, the page, pictures. Made from report.json alone; nothing is measured here."""
+"""Makes the card, the page and the pictures from report.json alone; nothing is measured here."""

@@ -1,6 +1,6 @@
-"""README.md of the output: the Hub card. Every number in it is taken from report.json.
+"""README.md of the output: the Hub's model card. Every number in it comes from report.json.
 
-Front matter: the Hub's conventions (https://huggingface.co/docs/hub/model-cards).
+The front matter follows the Hub's conventions (https://huggingface.co/docs/hub/model-cards).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def card(report: dict[str, Any]) -> str:
     """The card as Markdown with front matter.
 
     Args:
-        report: what report.json holds.
+        report: the contents of report.json.
     """
-    report = json.loads(json.dumps(report, sort_keys=True))  # the same card from memory and from the file
+    report = json.loads(json.dumps(report, sort_keys=True))  # so the card is the same from memory and from the file
     parts = [
         _head(report),
         _forced(report) or _failed(report),
@@ -65,14 +65,14 @@ def _fp8(report: dict[str, Any]) -> bool:
 
 
 def _bits(report: dict[str, Any]) -> list[int]:
-    """Bits of the experts' integers; several where layers differ."""
+    """Bit widths of the experts' integers; several if layers differ."""
     if report.get("schemes"):
         return sorted({layer["bits"] for layer in report["schemes"]["layers"]})
     return [report["settings"]["recipe"]["experts"]["bits"]]
 
 
 def _stored(report: dict[str, Any]) -> str:
-    """How the experts' integers are stored."""
+    """The storage format of the experts in words."""
     if report.get("schemes"):
         name = " and ".join(f"INT{n}" for n in _bits(report))
         return f"{name}, symmetric, one bfloat16 scale per group ({report['schemes']['chosen']})"
@@ -81,7 +81,7 @@ def _stored(report: dict[str, Any]) -> str:
 
 
 def _chosen(report: dict[str, Any]) -> list[str]:
-    """The choice within a budget; nothing where the recipe has none."""
+    """What was chosen within the recipe's budget; nothing if it has none."""
     schemes = report.get("schemes")
     if not schemes:
         return []
@@ -208,7 +208,7 @@ def _calibration(report: dict[str, Any]) -> str:
 def _audit(report: dict[str, Any]) -> str:
     audit = report["audit"]
     equal = "all equal" if audit["kept_bytes_equal"] else "**not all equal**"
-    found = "no difference" if not audit["differences"] else f"**{len(audit['differences'])} differences**"
+    verdict = "no difference" if not audit["differences"] else f"**{len(audit['differences'])} differences**"
     bar = "\\|"
     gates = [
         f"| {gate['name']} | {gate['meaning'].replace('|', bar)} | {number(gate['value'], '.4g')} | "
@@ -220,7 +220,7 @@ def _audit(report: dict[str, Any]) -> str:
         [
             "## Audit",
             "",
-            f"After writing, {audit['tensors']:,} source tensors were accounted for against these files: {found}. "
+            f"After writing, {audit['tensors']:,} source tensors were accounted for against these files: {verdict}. "
             f"{audit['kept_tensors']:,} kept tensors were compared with the source's by SHA-256, {equal}. The router "
             "of each layer was checked against the ratio of the folded norm, each expert against its source matrix.",
             "",
@@ -241,8 +241,8 @@ def _audit(report: dict[str, Any]) -> str:
 
 def _serving(report: dict[str, Any]) -> str:
     serving = report["serving"]
-    whole = [row for row in serving["fits"] if row["fits"]]
-    best = min(whole, key=lambda row: row["tensor_parallel"] * row["pipeline_parallel"], default=None)
+    fitting = [row for row in serving["fits"] if row["fits"]]
+    best = min(fitting, key=lambda row: row["tensor_parallel"] * row["pipeline_parallel"], default=None)
     options = [f"--{option} {value}" for option, value in serving["parsers"].items()]
     if "tool-call-parser" in serving["parsers"]:
         options.insert(0, "--enable-auto-tool-choice")
@@ -300,7 +300,7 @@ def _made(report: dict[str, Any]) -> str:
 
 
 def _limits(report: dict[str, Any]) -> str:
-    falls = sum(len(layer["fallbacks"]) for layer in report["layers"])
+    fallbacks = sum(len(layer["fallbacks"]) for layer in report["layers"])
     lines = [*report["notes"]]
     if "kl" not in report:
         lines.append("Perplexity and KL were not measured: the recipe names no held-out set.")
@@ -316,9 +316,9 @@ def _limits(report: dict[str, Any]) -> str:
     leaning = leaning_line(report)
     if leaning:
         lines.append(f"{leaning}.")
-    if falls:
+    if fallbacks:
         lines.append(
-            f"{falls:,} fallbacks while solving (no routed tokens, rows left out, groups of zeros, more damping), "
+            f"{fallbacks:,} fallbacks while solving (no routed tokens, rows left out, groups of zeros, more damping), "
             "listed in `report.json`."
         )
     return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)

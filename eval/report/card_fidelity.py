@@ -14,7 +14,7 @@ OTHER = "other fields"
 
 
 def fidelity(report: dict[str, Any]) -> str:
-    """The section as Markdown; empty where nothing was measured."""
+    """The section as Markdown; empty if nothing was measured."""
     if "kl" not in report:
         return ""
     categories = report["categories"]
@@ -51,7 +51,7 @@ def fidelity(report: dict[str, Any]) -> str:
 
 
 def _positions(report: dict[str, Any]) -> list[str]:
-    """By position in the text; nothing where all texts end in the first band."""
+    """The table by position in the text; nothing if all texts end in the first band."""
     rows = report.get("positions", ())
     if len(rows) < 2:
         return []
@@ -96,9 +96,10 @@ def _row(name: str, row: Mapping[str, Any]) -> str:
 
 
 def _group_row(name: str, members: list[dict[str, Any]]) -> str:
-    """Several categories as one, weighted by tokens; a 99th percentile cannot be had from theirs."""
+    """Several categories as one row, weighted by tokens. The p99 cell stays empty: it does not follow from theirs."""
     source, candidate = (_perplexity(members, which) for which in ("source", "candidate"))
-    # Tokens without bytes, and a loss of exactly 0, say nothing about bits per byte.
+    # Bytes of a category = its bits / its bits per byte. Categories where bits per byte is None (tokens without bytes)
+    # or 0 (a loss of exactly 0) are left out.
     bits = {n: row["tokens"] * math.log2(row["perplexity"]["candidate"]) for n, row in enumerate(members)}
     rates = {n: members[n]["bits_per_byte"]["candidate"] for n in bits}
     known = [n for n in bits if rates[n]]
@@ -135,7 +136,7 @@ def _grouped(categories: Mapping[str, dict[str, Any]]) -> dict[str, list[dict[st
 
 
 def _mean(rows: list[dict[str, Any]], value: Any) -> float:
-    """Over tokens."""
+    """Mean of a figure, weighted by tokens."""
     return float(sum(value(row) * row["tokens"] for row in rows) / sum(row["tokens"] for row in rows))
 
 

@@ -1,6 +1,6 @@
-"""The card's two pictures: what the model was calibrated on, and what the router sent to each expert.
+"""The card's two pictures: what the model was calibrated on, and how many tokens the router sent to each expert.
 
-The same report gives the same bytes: no date, no software name, no display.
+The same report gives the same bytes: the files hold no date and no software name, and no display is used.
 """
 
 from __future__ import annotations

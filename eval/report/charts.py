@@ -1,7 +1,7 @@
-"""Charts of the report's page as inline SVG: a heat map, lines and bars. Text only, no library, no request.
+"""Charts for the report's page as inline SVG: a heat map, lines and bars. Plain strings: no library, no web request.
 
-Colours are CSS classes and variables of the page, so that they follow its light or dark scheme; every
-mark has a <title>, which browsers show as a tooltip.
+Colours are CSS classes and variables of the page, so they follow its light or dark scheme. Every mark has a
+<title>, which browsers show as a tooltip.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ TICKS = 16
 
 
 def heat_map(totals: Sequence[Sequence[int]], minimum: int) -> str:
-    """Layers by experts, colour by the logarithm of the tokens; below the minimum red with a cross.
+    """A grid of layers by experts, coloured by the logarithm of the tokens; red with a cross below the minimum.
 
     Args:
-        totals: for each layer the routed tokens of each expert.
-        minimum: routed tokens from which an expert counts as covered.
+        totals: for each layer, the routed tokens of each expert.
+        minimum: routed tokens that an expert needs to count as covered.
     """
     layers, experts = len(totals), len(totals[0])
     wide = (WIDTH - LEFT - RIGHT) / experts
     high = max(6.0, min(wide, 24.0))
-    seen = [math.log(n) for row in totals for n in row if n >= max(minimum, 1)]
-    low, top = (min(seen), max(seen)) if seen else (0.0, 1.0)
+    covered_logs = [math.log(n) for row in totals for n in row if n >= max(minimum, 1)]
+    low, top = (min(covered_logs), max(covered_logs)) if covered_logs else (0.0, 1.0)
     marks = []
     for layer, row in enumerate(totals):
         for expert, tokens in enumerate(row):
@@ -42,14 +42,14 @@ def heat_map(totals: Sequence[Sequence[int]], minimum: int) -> str:
                 share = (math.log(tokens) - low) / (top - low) if top > low else 1.0
                 marks.append(f'<rect fill="{colour(share)}" {box}>{tip}</rect>')
     bottom = TOP + layers * high
-    across = "".join(_text(LEFT + (i + 0.5) * wide, bottom + 14, str(i)) for i in ticks(experts))
-    down = "".join(_text(LEFT - 6, TOP + (i + 0.5) * high + 4, str(i), "end") for i in ticks(layers))
+    expert_labels = "".join(_text(LEFT + (i + 0.5) * wide, bottom + 14, str(i)) for i in ticks(experts))
+    layer_labels = "".join(_text(LEFT - 6, TOP + (i + 0.5) * high + 4, str(i), "end") for i in ticks(layers))
     axes = _text((WIDTH + LEFT) / 2, bottom + 29, "expert") + _text(14, TOP + layers * high / 2, "layer")
-    return _svg(bottom + BOTTOM, "".join(marks) + across + down + axes)
+    return _svg(bottom + BOTTOM, "".join(marks) + expert_labels + layer_labels + axes)
 
 
 def colour(share: float) -> str:
-    """A colour of viridis for 0 to 1."""
+    """The colour of the viridis map for a share from 0 to 1, as #rrggbb."""
     at = min(max(share, 0.0), 1.0) * (len(VIRIDIS) - 1)
     i = min(int(at), len(VIRIDIS) - 2)
     mixed = (round(a + (b - a) * (at - i)) for a, b in zip(VIRIDIS[i], VIRIDIS[i + 1], strict=True))
@@ -57,12 +57,12 @@ def colour(share: float) -> str:
 
 
 def ticks(count: int) -> range:
-    """At most TICKS of `count` positions, evenly."""
+    """At most TICKS of `count` positions, evenly spaced."""
     return range(0, count, max(1, -(-count // TICKS)))
 
 
 def lines(series: Mapping[str, Sequence[float | None]], unit: str) -> str:
-    """One line for each named series over the layers, from 0 up; None leaves a gap."""
+    """A line over the layers for each named series; the y axis starts at 0, and None values are skipped."""
     count = max(len(values) for values in series.values())
     top = max((v for values in series.values() for v in values if v is not None), default=0.0) or 1.0
     height, width = 220, WIDTH - LEFT - RIGHT
@@ -80,9 +80,9 @@ def lines(series: Mapping[str, Sequence[float | None]], unit: str) -> str:
             f"<title>{escape(name)}, layer {i}: {v:.4g}</title></circle>"
             for i, x, y, v in points
         ]
-    across = "".join(_text(place(i, 0)[0], TOP + height + 15, str(i)) for i in ticks(count))
-    label = _text((WIDTH + LEFT) / 2, TOP + height + 30, f"layer; {unit}")
-    return _svg(TOP + height + BOTTOM, "".join(parts) + across + label) + _legend(list(series))
+    layer_labels = "".join(_text(place(i, 0)[0], TOP + height + 15, str(i)) for i in ticks(count))
+    axis_title = _text((WIDTH + LEFT) / 2, TOP + height + 30, f"layer; {unit}")
+    return _svg(TOP + height + BOTTOM, "".join(parts) + layer_labels + axis_title) + _legend(list(series))
 
 
 def _grid(top: float, height: float) -> str:
@@ -95,7 +95,7 @@ def _grid(top: float, height: float) -> str:
 
 
 def bars(values: Mapping[str, tuple[float, tuple[float, float] | None]], unit: str) -> str:
-    """A horizontal bar for each name, with an interval where there is one."""
+    """A horizontal bar for each name, with a whisker for its interval if it has one."""
     left, row = 170, 18
     top = max(max(value, *interval) if interval else value for value, interval in values.values()) or 1.0
     width = WIDTH - left - 90

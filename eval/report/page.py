@@ -1,6 +1,6 @@
-"""report.html: report.json as one self-contained page. Opened from a disk, it asks the network for nothing.
+"""report.html: report.json as one self-contained page, which loads nothing from the network.
 
-It holds no times and no memory figures, so that two runs of the same recipe give the same page.
+It shows no times and no memory figures, so two runs of the same recipe give the same page.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def page(report: dict[str, Any]) -> str:
     """The whole page.
 
     Args:
-        report: what report.json holds, of a run or of a stitch; a part that it lacks is left out.
+        report: the contents of report.json, from a run or a stitch; sections without data are left out.
     """
     sections: Sequence[tuple[str, str, Callable[[dict[str, Any]], str]]] = (
         ("gates", "Gates", _gates),
@@ -76,7 +76,7 @@ def _name(source: dict[str, Any]) -> str:
 
 
 def _table(header: Sequence[object], rows: Iterable[Sequence[object]], long: int | None = None) -> str:
-    """Cells are escaped; `long` is the column whose text is set left."""
+    """An HTML table; cells are escaped, and the column `long` is left-aligned."""
 
     def cells(row: Sequence[object], tag: str) -> str:
         marks = (' class="long"' if i == long else "" for i in range(len(row)))
@@ -144,10 +144,12 @@ def _coverage(report: dict[str, Any]) -> str:
 def _search(report: dict[str, Any]) -> str:
     layers = report["layers"]
     errors = [layer.get("error") or {} for layer in layers]
-    if not isinstance(errors[0], dict):  # of a stitch, which searched nothing
-        found = {"with the ratio of the norms": errors, "without": [row["error_unscaled"] for row in layers]}
-        return lines(found, "largest relative error of probed experts")
-    left = {
+    if not isinstance(errors[0], dict):  # from a stitch, which has no search: `error` is a number
+        probed = {"with the ratio of the norms": errors, "without": [row["error_unscaled"] for row in layers]}
+        return lines(probed, "largest relative error of probed experts")
+    # The gram engine has the first and third pair of keys, llmcompressor the others; the trailing spaces keep the
+    # names of equal charts apart.
+    share_left = {
         name: [_left(error, before, after) for error in errors]
         for name, before, after in (
             ("norm → router, w1, w3", "norm_search_before", "norm_search_after"),
@@ -162,23 +164,24 @@ def _search(report: dict[str, Any]) -> str:
     }
     parts = []
     for title, chart, unit in (
-        ("AWQ's objective after the search, relative to before", left, "share left"),
+        ("AWQ's objective after the search, relative to before", share_left, "share left"),
         ("Error of the rounded matrices' outputs on the calibration inputs", rounding, "relative error"),
     ):
-        kept = {name: values for name, values in chart.items() if any(v is not None for v in values)}
-        if kept:
-            parts.append(f"<p>{title}</p>" + lines(kept, unit))
+        present = {name: values for name, values in chart.items() if any(v is not None for v in values)}
+        if present:
+            parts.append(f"<p>{title}</p>" + lines(present, unit))
     leaning = leaning_line(report)
     if leaning:
         parts.append(f"<p>{escape(leaning)}.</p>")
-    falls = [f"layer {layer['layer']}: {line}" for layer in layers for line in layer.get("fallbacks", ())]
-    if falls:
-        items = "".join(f"<li>{escape(line)}</li>" for line in falls[:200])
-        parts.append(f"<details><summary>{len(falls):,} fallbacks</summary><ul>{items}</ul></details>")
+    fallbacks = [f"layer {layer['layer']}: {line}" for layer in layers for line in layer.get("fallbacks", ())]
+    if fallbacks:
+        items = "".join(f"<li>{escape(line)}</li>" for line in fallbacks[:200])
+        parts.append(f"<details><summary>{len(fallbacks):,} fallbacks</summary><ul>{items}</ul></details>")
     return "".join(parts)
 
 
 def _left(error: dict[str, float | None], before: str, after: str) -> float | None:
+    """The share of a loss that is left after a search, from the keys of the loss before and after it."""
     first, last = error.get(before), error.get(after)
     return last / first if first and last is not None else None
 
@@ -217,7 +220,7 @@ def _fidelity(report: dict[str, Any]) -> str:
 
 
 def _positions(report: dict[str, Any]) -> str:
-    """By position in the text; nothing where all texts end in the first band."""
+    """The table by position in the text; nothing if all texts end in the first band."""
     bands = report.get("positions", ())
     if len(bands) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""coverage.png and fidelity.png: what the tables say, at a glance. Drawn without a display."""
+"""Draws coverage.png and fidelity.png, which show the tables at a glance. Needs no display."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from quantizers.system.atomic import atomic, disk_errors
 
 UNCOVERED = "#d62728"
 STYLES = {"-": "hidden states", "--": "experts' weights", ":": "router's other choices"}
-TICKS = 16  # at most so many layers or experts are numbered
+TICKS = 16  # layers or experts that get a tick label, at most
 
 
 def coverage_picture(totals: np.ndarray, minimum: int, title: str, path: Path) -> None:
-    """Layers by experts, brightness by the logarithm of the tokens; those below the minimum in red with a cross.
+    """Draw layers by experts, brighter with the logarithm of the tokens; red with a cross below the minimum.
 
     Args:
         totals: (layers, experts), routed tokens.
-        minimum: routed tokens from which an expert counts as covered.
+        minimum: routed tokens that an expert needs to count as covered.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -37,12 +37,12 @@ def coverage_picture(totals: np.ndarray, minimum: int, title: str, path: Path) -
     image = axes.imshow(
         covered, aspect="auto", cmap="viridis", norm=LogNorm(low, max(high, low + 1)), interpolation="nearest"
     )
-    axes.set_facecolor(UNCOVERED)  # what is masked shows it
-    bare = np.argwhere(totals < max(minimum, 1))
-    if len(bare):
+    axes.set_facecolor(UNCOVERED)  # shows through where cells are masked
+    uncovered = np.argwhere(totals < max(minimum, 1))
+    if len(uncovered):
         size = 60 if experts <= 32 else 12
-        axes.scatter(bare[:, 1], bare[:, 0], marker="x", s=size, c="white", linewidths=1.2)
-        label = f"below {max(minimum, 1):,} tokens: {len(bare):,} of {totals.size:,}"
+        axes.scatter(uncovered[:, 1], uncovered[:, 0], marker="x", s=size, c="white", linewidths=1.2)
+        label = f"below {max(minimum, 1):,} tokens: {len(uncovered):,} of {totals.size:,}"
         figure.legend(handles=[Patch(color=UNCOVERED, label=label)], loc="outside lower right", frameon=False)
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel("expert")
@@ -61,10 +61,10 @@ def _ticks(count: int) -> list[int]:
 
 
 def fidelity_picture(results: Sequence[tuple[str, dict[str, Any]]], path: Path) -> None:
-    """Mean KL by category with its interval and by position, and by depth the deviation of states, weights and router.
+    """Draw mean KL by category, with intervals, and by position; and by depth the errors of states, weights, router.
 
     Args:
-        results: a name and the figures of each candidate.
+        results: name and figures of each candidate.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D

@@ -1,4 +1,4 @@
-"""What is shown of a budget: the candidates, the choice, and what it rests on."""
+"""Text about a bit budget: the candidates, the choice, and the measurements behind it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def limit_text(schemes: dict[str, Any]) -> str:
 
 
 def candidate_lines(schemes: dict[str, Any]) -> list[str]:
-    """What there is to choose from, and the bounds."""
+    """The candidate schemes, and the bounds of possible budgets."""
     rows = []
     for row in schemes["candidates"]:
         least, most = row["layer_bytes"]
@@ -40,28 +40,28 @@ def candidate_lines(schemes: dict[str, Any]) -> list[str]:
 
 
 def choice_lines(schemes: dict[str, Any]) -> list[str]:
-    """What was chosen, in a few lines."""
+    """The choice in a few lines."""
     shares, coarsest = schemes["by_matrix"], schemes["coarsest"]
-    harm = [row["loss"][coarsest] for row in schemes["layers"]]
-    worst, least = harm.index(max(harm)), harm.index(min(harm))
+    kl = [row["loss"][coarsest] for row in schemes["layers"]]
+    worst, least = kl.index(max(kl)), kl.index(min(kl))
     parts = ", ".join(f"{NAMES[matrix]} {share:.0%}" for matrix, share in sorted(shares.items(), key=lambda p: -p[1]))
     above = "; the budget is above the largest possible" if schemes["above_the_largest"] else ""
     halved = [str(row["layer"]) for row in schemes["layers"] if row.get("at_half")]
-    less = [
-        f"KL did not grow with the square of the disturbance in {len(halved)} of {len(harm)} layers "
+    halved_line = (
+        f"KL did not grow with the square of the disturbance in {len(halved)} of {len(kl)} layers "
         f"({', '.join(halved)}), which were measured with half of it"
-    ]
+    )
     return [
         f"{schemes['chosen']}: {size(schemes['output_bytes'])} of shards, {schemes['bits_per_weight']:.4g} bits per "
         f"weight, within {limit_text(schemes)}{above}",
-        f"predicted KL of a layer as {coarsest}: most {harm[worst]:.2g} (layer {worst}), least {harm[least]:.2g} "
-        f"(layer {least}), first {harm[0]:.2g}; of it {parts}",
-        *(less if halved else []),
+        f"predicted KL of a layer as {coarsest}: most {kl[worst]:.2g} (layer {worst}), least {kl[least]:.2g} "
+        f"(layer {least}), first {kl[0]:.2g}; of it {parts}",
+        *([halved_line] if halved else []),
     ]
 
 
 def layer_rows(schemes: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows: each layer's scheme with what was measured of it."""
+    """Header and rows of a table: each layer's scheme with its measurements."""
     coarsest = schemes["coarsest"]
     header = ("layer", "scheme", "bytes", "predicted KL", f"as {coarsest}", *(f"error of {m}" for m in NAMES))
     rows = [
@@ -84,23 +84,24 @@ def layers_table(schemes: dict[str, Any]) -> str:
 
 
 def leaning_line(report: dict[str, Any]) -> str:
-    """How many experts got too few routed tokens for these to count fully; empty where none did.
+    """How many experts got too few routed tokens for the recipe's full `routed_weight`; empty if none did.
 
     Args:
-        report: of a run with either engine, of a stitch, or of an older version: what it lacks is not said.
+        report: of a run with either engine, of a stitch, or of an older version; without these counts the line is
+            empty.
     """
-    found = [layer["leaning"] for layer in report["layers"] if layer.get("leaning")]
-    few = sum(one["experts"] for one in found)
+    leaning = [layer["leaning"] for layer in report["layers"] if layer.get("leaning")]
+    few = sum(layer["experts"] for layer in leaning)
     if not few:
         return ""
-    experts, asked = report["plan"]["experts_per_layer"], report["settings"]["recipe"]["experts"]["routed_weight"]
+    experts, weight = report["plan"]["experts_per_layer"], report["settings"]["recipe"]["experts"]["routed_weight"]
+    smallest = min(layer["smallest_share"] for layer in leaning)
     return (
-        f"{few:,} of {experts * len(found):,} experts got fewer than {found[0]['full_share_at']:,} routed tokens and "
-        f"lean on all tokens in part (smallest share {min(one['smallest_share'] for one in found):.2f} of {asked:g})"
+        f"{few:,} of {experts * len(leaning):,} experts got fewer than {leaning[0]['full_share_at']:,} routed tokens "
+        f"and lean on all tokens in part (smallest share {smallest:.2f} of {weight:g})"
     )
 
 
 def scheme_lines(report: dict[str, Any]) -> list[str]:
-    """What a budget chose; nothing where the recipe has none."""
-
+    """`choice_lines` of a report; nothing if the recipe has no budget."""
     return choice_lines(report["schemes"]) if "schemes" in report else []
