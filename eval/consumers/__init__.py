@@ -1,1 +1,1 @@
-"""Would vLLM, SGLang and transformers read a checkpoint as it is meant? Their rules, applied to config and headers."""
+"""Checks whether vLLM, SGLang and transformers would read a checkpoint correctly, from its config and headers."""

@@ -1,8 +1,8 @@
-"""What each serving engine would make of a checkpoint, from its config.json and headers alone.
+"""How each serving engine would read a checkpoint, from its config.json and headers alone.
 
-consumer_rules.py says which scheme an engine gives a module, consumer_tensors.py what the module is;
-here the two are held together, and the shapes against what tensor parallelism leaves on each rank.
-Most of these mistakes give no error when the checkpoint is loaded, or one that names something else.
+rules.py and readings.py say which scheme an engine gives a module, tensors.py how the module is stored; this
+module compares the two, and checks the shapes that tensor parallelism leaves on each rank. Most of these
+mistakes cause no error when the checkpoint is loaded, or an error that points elsewhere.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KEYS = {
 }  # fmt: skip
 Severity = Literal["error", "warning"]
 
-# What becomes of each mistake, by the engine's first word.
+# What each mistake leads to, by engine family: the first word of the engine's name.
 CONSEQUENCES: dict[Mistake, dict[str, str]] = {
     "no weight": dict.fromkeys(FAMILIES, "loading fails, or it keeps what happened to be in memory"),
     "scale not renamed": {
@@ -96,11 +96,12 @@ class Finding:
     """One mistake.
 
     Attributes:
-        severity: `error` where an engine stops, or computes something else than what is stored.
-        engine: the engines it concerns.
+        severity: `error` if an engine stops, or computes with other weights than those stored.
+        engine: the engines that it concerns.
         where: a tensor, a module or a key of config.json; the first of `count`.
         problem: what is wrong.
         consequence: what these engines then do.
+        count: places with the same mistake.
     """
 
     severity: Severity
@@ -120,9 +121,9 @@ class Consumers:
     """What `check` found.
 
     Attributes:
-        schemes: text by engine and kind of tensor; the row STORED says what the tensors are.
+        schemes: text by engine and kind of module; the row STORED says how the tensors are stored.
         findings: mistakes, errors first.
-        tensor_parallel: by number of ranks `ok`, or why vLLM cannot divide the model by it.
+        tensor_parallel: by number of ranks, `ok` or the reason why vLLM cannot divide the model among them.
     """
 
     schemes: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -131,7 +132,7 @@ class Consumers:
 
     @property
     def errors(self) -> list[Finding]:
-        """The findings for which `verify` fails."""
+        """The findings that make `quantize verify` fail."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
     def as_dict(self) -> dict[str, Any]:
@@ -144,13 +145,13 @@ class Consumers:
 
 
 class Findings:
-    """Counts equal mistakes, and joins the engines that make the same of one."""
+    """Collects mistakes: counts equal ones, and joins engines with the same consequence."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[Severity, str, str, str], tuple[str, int]] = {}
 
     def add(self, severity: Severity, engines: Iterable[str], where: str, problem: str, consequence: str) -> None:
-        """One mistake, as several engines see it."""
+        """Add one mistake, for several engines."""
         for engine in engines:
             first, count = self._seen.get((severity, engine, problem, consequence), (where, 0))
             self._seen[severity, engine, problem, consequence] = first, count + 1
@@ -195,12 +196,12 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     for engine, answers in readings.items():
         table[engine] = _by_kind((reading.kind, _text(reading)) for reading in answers)
         for reading in answers:
-            if not (differ and engine == TRANSFORMERS and reading.kind == EXPERTS):  # said above, once
+            if not (differ and engine == TRANSFORMERS and reading.kind == EXPERTS):  # added once, above
                 _compare(engine, reading, modules, expected, facts, sizes, findings)
     experts = {reading.scheme for reading in readings[TRANSFORMERS] if reading.kind == EXPERTS}
-    beside = [targets for targets, s in rules.groups if s not in experts and not names_experts(targets)]
-    if len(beside) > 1:
-        problem = f"{len(beside)} groups beside that of the experts"
+    other_groups = [targets for targets, s in rules.groups if s not in experts and not names_experts(targets)]
+    if len(other_groups) > 1:
+        problem = f"{len(other_groups)} groups beside that of the experts"
         findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, "at most one of them is honoured")
     attention, routed = ([r.scheme for r in readings[VLLM.name] if r.kind == kind] for kind in (ATTENTION, EXPERTS))
     parallel = {ranks: tensor_parallel(ranks, sizes, attention, routed) for ranks in PARALLEL}
@@ -212,7 +213,7 @@ def _text(reading: Reading) -> str:
 
 
 def _by_kind(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """One text per kind; where members differ, each with its number."""
+    """One text per kind; if its members differ, all their texts, each with its count."""
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     for kind, text in pairs:
         counts[kind][text] += 1
@@ -231,7 +232,7 @@ def _compare(
     sizes: Sizes,
     findings: Findings,
 ) -> None:
-    """Hold what an engine makes of a module against the tensors that it will load into it."""
+    """Compare an engine's reading of a module with the tensors that it will load into it."""
     family = engine.split(maxsplit=1)[0]
     if reading.refused is not None:
         findings.add("error", [engine], reading.asked, f"{reading.kind}: {reading.refused}", STOPS)
@@ -241,7 +242,7 @@ def _compare(
         members = (facts.expert(reading.layer, e, matrix) for e in range(sizes["experts"]) for matrix in MATRICES)
     for name in members:
         if name not in modules:
-            continue  # named as missing
+            continue  # reported as missing by `_check_names`
         for mistake, problem in mistakes(reading.scheme, modules[name], expected[name].shape):
             severity: Severity = "warning" if mistake in WARNINGS else "error"
             findings.add(severity, [engine], name, f"{reading.kind}: {problem}", CONSEQUENCES[mistake][family])
@@ -269,7 +270,11 @@ def _check_names(
 
 
 def _read_section(section: Any, packed: bool, findings: Findings) -> Rules | None:
-    """The rules, or None where there are none to apply; what is wrong with the section itself is found here."""
+    """The rules in quantization_config, or None if there are none to apply; adds mistakes in the section itself.
+
+    Args:
+        packed: whether the checkpoint has packed integers.
+    """
     severity: Severity = "error" if packed else "warning"
     if not isinstance(section, Mapping):
         if packed:
@@ -285,7 +290,7 @@ def _read_section(section: Any, packed: bool, findings: Findings) -> Rules | Non
         problem = "no key of compressed-tensors; the source's own section must be replaced as a whole"
         findings.add("warning", ENGINES, f"{SECTION}.{name}", problem, "passed over or misread")
     for where, problem in validation_errors(section):
-        # vLLM and SGLang validate the arguments within a group, but not the keys around them.
+        # vLLM and SGLang validate the quantization arguments within a group, but not the keys around them.
         engines = ENGINES if {"weights", "input_activations"} & set(where.split(".")) else (TRANSFORMERS,)
         findings.add("error", engines, where, problem, "validation error, before a tensor is loaded")
     try:
@@ -296,27 +301,27 @@ def _read_section(section: Any, packed: bool, findings: Findings) -> Rules | Non
 
 
 def validation_errors(section: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Key and message of everything that compressed-tensors' own QuantizationConfig refuses."""
+    """Key and message of every error that compressed-tensors' own QuantizationConfig reports."""
     from compressed_tensors.quantization import QuantizationConfig
     from pydantic import ValidationError
 
     try:
         QuantizationConfig.model_validate(copy.deepcopy(dict(section)))
     except ValidationError as failure:
-        found = []
+        errors = []
         for error in failure.errors():
-            # A group may also be a list of targets, for a preset; that branch's message would only mislead.
+            # pydantic also tries a group as a list of targets, for a preset; that branch's message would mislead.
             if "list[str]" not in error["loc"]:
                 path = [str(part) for part in error["loc"] if not str(part).startswith("function-")]
-                found.append((".".join([SECTION, *path]), error["msg"]))
-        return found
+                errors.append((".".join([SECTION, *path]), error["msg"]))
+        return errors
     except (KeyError, TypeError, ValueError) as failure:
         return [(SECTION, str(failure).strip("'\""))]
     return []
 
 
 def render(consumers: Consumers) -> str:
-    """A short plain table: schemes, then mistakes, then tensor parallelism."""
+    """Plain text: a table of schemes, the mistakes, and a table of tensor parallelism."""
     rows = [(engine, *(kinds[kind] for kind in KINDS)) for engine, kinds in consumers.schemes.items()]
     lines = [plain(("", *KINDS), rows), ""]
     lines += [str(finding) for finding in consumers.findings] or ["every engine reads it as it is stored"]

@@ -1,4 +1,4 @@
-"""The check of consumers.py on a folder."""
+"""Runs `check.check` on a folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .check import Consumers, check
 
 
 def check_folder(folder: Path) -> Consumers | None:
-    """What each serving engine would read; None where the folder cannot be opened, which the audit has said."""
+    """How each serving engine would read a folder; None if it cannot be opened, which the audit reports."""
     try:
         candidate = open_folder(folder)
         facts = architecture_for(candidate.config, str(folder / CONFIG))

@@ -1,9 +1,9 @@
-"""Whether vLLM can divide a model over so many ranks, from its sizes and schemes.
+"""Whether vLLM can divide a model among a number of tensor-parallel ranks, from its sizes and schemes.
 
-The rules are its own checks: groups must not cross ranks (CompressedTensorsWNA16MoEMethod), the
-Marlin kernel for experts takes groups of 32, 64 and 128 and a hidden size in multiples of 128
-(check_moe_marlin_supports_config), and FP8 blocks must not cross parts of a fused layer nor ranks
-(validate_fp8_block_shape). Key and value heads are repeated where there are fewer than ranks.
+The rules are vLLM's own checks: groups must not cross ranks (CompressedTensorsWNA16MoEMethod); the Marlin
+kernel for experts takes groups of 32, 64 and 128 and a hidden size in multiples of 128
+(check_moe_marlin_supports_config); and FP8 blocks must cross neither the parts of a fused layer nor ranks
+(validate_fp8_block_shape). With fewer key and value heads than ranks, vLLM repeats the heads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARLIN_GROUPS, MARLIN_HIDDEN = (32, 64, 128), 128
 def tensor_parallel(
     ranks: int, sizes: Sizes, attention: Iterable[Scheme | None], experts: Iterable[Scheme | None]
 ) -> str:
-    """`ok`, or the first reason against it.
+    """`ok`, or the first reason why it is not possible.
 
     Args:
         attention, experts: the schemes of all layers' fused q, k, v and of their experts.

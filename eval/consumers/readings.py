@@ -1,7 +1,7 @@
-"""Everything that an engine asks of a quantization_config when it builds a model, with the answers.
+"""Every module that an engine looks up in a quantization_config when it builds a model, with the scheme it gets.
 
-Servers fuse q, k and v into one layer and all experts of a layer into one; transformers asks for each
-linear layer by itself. The router is built without quantization everywhere.
+Servers (vLLM, SGLang) fuse q, k and v into one module and all experts of a layer into another; transformers
+looks up each linear layer separately. All of them build the router without quantization.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ TRANSFORMERS = "transformers"
 
 @dataclass(frozen=True)
 class Reading:
-    """What an engine makes of one module of its own.
+    """The scheme that an engine gives one of its modules.
 
     Attributes:
         kind: one of KINDS.
-        asked: the name that it asks for.
-        members: the checkpoint's modules that go into it; none are listed for a layer's experts.
-        scheme: None where it is not quantized.
-        layer: None outside the layers.
-        refused: why the engine stops here; None where it does not.
+        asked: the name under which the engine looks it up.
+        members: the checkpoint's modules that go into it; not listed for a layer's experts.
+        scheme: None if it is not quantized.
+        layer: None outside the decoder layers.
+        refused: why the engine stops here; None if it does not.
     """
 
     kind: str
@@ -60,17 +60,17 @@ def module_of(tensor: str) -> str:
 
 
 def kind_of(linear: str) -> str:
-    """ATTENTION for what servers fuse into one layer, else OUTPUT."""
+    """The kind of an attention linear: ATTENTION for q, k and v, which servers fuse, else OUTPUT."""
     return ATTENTION if linear.rpartition(".")[2] in FUSED["qkv_proj"] else OUTPUT
 
 
 def attention(facts: Architecture) -> list[tuple[str, str, tuple[str, ...]]]:
-    """A layer's linears as servers build them: name, class and published members, without the layer's prefix."""
+    """The attention linears as servers build them: name, class and published members, without the layer's prefix."""
     fused: dict[str, tuple[str, ...]] = {}
     for name in facts.linears:
         parent = name.rpartition(".")[0]
-        whole = f"{parent}.qkv_proj" if kind_of(name) == ATTENTION else name
-        fused[whole] = (*fused.get(whole, ()), name)
+        fused_name = f"{parent}.qkv_proj" if kind_of(name) == ATTENTION else name
+        fused[fused_name] = (*fused.get(fused_name, ()), name)
     return [
         (name, "QKVParallelLinear" if len(members) > 1 else "RowParallelLinear", members)
         for name, members in fused.items()
@@ -78,7 +78,7 @@ def attention(facts: Architecture) -> list[tuple[str, str, tuple[str, ...]]]:
 
 
 def server_readings(engine: Engine, facts: Architecture, layers: int, rules: Rules) -> Iterator[Reading]:
-    """Everything a server asks for, with its answer."""
+    """Every module that a server looks up, with the scheme it gets."""
 
     def ask(kind: str, name: str, class_name: str, members: tuple[str, ...], layer: int | None = None) -> Reading:
         if kind in engine.plain_kinds:
@@ -107,7 +107,7 @@ def server_readings(engine: Engine, facts: Architecture, layers: int, rules: Rul
 
 
 def transformers_readings(facts: Architecture, layers: int, rules: Rules) -> Iterator[Reading]:
-    """Everything transformers decides: each linear layer by itself, the experts by their group alone."""
+    """Every module that transformers looks up: each linear layer separately; all layers' experts share one group."""
 
     def linear(kind: str, name: str, class_name: str = "Linear", layer: int | None = None) -> Reading:
         return Reading(kind, name, (name,), _transformers_scheme(name, class_name, rules), layer)
@@ -117,7 +117,7 @@ def transformers_readings(facts: Architecture, layers: int, rules: Rules) -> Ite
             yield linear(kind_of(name), facts.layer(layer, name), layer=layer)
         yield Reading(EXPERTS, facts.layer(layer, facts.modules.experts), (), _transformers_experts(rules), layer)
         router = module_of(facts.layer(layer, facts.fold.router))
-        yield Reading(ROUTER, router, (router,), None, layer)  # a class of its own, no nn.Linear
+        yield Reading(ROUTER, router, (router,), None, layer)  # its class is not nn.Linear, so it is never quantized
     yield linear(HEAD, module_of(facts.head))
     yield linear(EMBEDDINGS, module_of(facts.embedding), "Embedding")
 
@@ -131,7 +131,7 @@ def _transformers_scheme(name: str, class_name: str, rules: Rules) -> Scheme | N
 
 
 def names_experts(targets: Iterable[str]) -> bool:
-    """Whether transformers would take a group with these targets for that of the experts."""
+    """Whether transformers would use a group with these targets for the experts."""
     return any(target.startswith("re:") and "experts" in target for target in targets)
 
 

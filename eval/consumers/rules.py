@@ -1,18 +1,18 @@
 """Which scheme a serving engine gives a module: the engines' matching rules, as functions of names.
 
-A `target` of a config group is `re:` and a regular expression (matched from the start), a module's
-name, or the name of a class such as "Linear". The engines differ in the names that they ask for and
-in the order in which they try the three:
+A `target` of a config group is `re:` and a regular expression (matched from the start), a module's name, or
+the name of a class such as "Linear". The engines differ in the names that they look up and in the order in
+which they try the kinds of target:
 
     vLLM          name, then the parts of a fused layer, then the class; no match: not quantized
-    SGLang        name, class, parts; no match: an error. Router, head and embedding are never asked for
-    transformers  name, then class, q, k and v apart; for experts the first group with a `re:` target
-                  that has "experts" in it, whatever it matches
+    SGLang        name, class, parts; no match: an error. Router, head and embedding are never looked up
+    transformers  name, then class; q, k and v separately; for experts the first group with a `re:` target
+                  that contains "experts", even if that expression does not match them
 
-Both servers ask for expert 0 only, and all three of its matrices must get the same answer. vLLM calls
-them w1/w3/w2 since 0.32 and gate_proj/up_proj/down_proj before, below `mlp.experts`; SGLang the latter
-below `block_sparse_moe.experts`. Read from vLLM 0.15 to 0.33 (before about 0.23 it tried the class
-before the parts), SGLang 0.5.23 and transformers 5.17; eval/consumer_vllm.py asks vLLM itself.
+Both servers look up expert 0 only, and its three matrices must get the same scheme. vLLM calls them w1/w3/w2
+since 0.32 and gate_proj/up_proj/down_proj before, below `mlp.experts`; SGLang uses the latter names below
+`block_sparse_moe.experts`. Taken from the sources of vLLM 0.15 to 0.33 (before about 0.23 it tried the class
+before the parts), SGLang 0.5.23 and transformers 5.17; eval/consumers/vllm.py asks an installed vLLM.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ ATTENTION, OUTPUT, EXPERTS, ROUTER, HEAD, EMBEDDINGS = KINDS = (
     "lm_head",
     "embeddings",
 )
-# Formats under which servers take a scheme to quantize activations too, FP8 among them.
+# Formats under which servers assume that a scheme quantizes activations too, FP8 among them.
 ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 PACKED = "pack-quantized"
 
 
 class Refused(Exception):
-    """The engine stops at this module. The message says where and why; it is no error of this program."""
+    """An engine stops at this module; the message says where and why. A finding, not an error of this program."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a config group says about a weight. Equal means equal to the engines, whatever group it came from."""
+    """What a config group says about a weight. Schemes compare equal if engines treat them alike, in any group."""
 
     type: str
     bits: int
@@ -69,19 +69,19 @@ class Scheme:
 
     @property
     def origin(self) -> str:
-        """Where it comes from, for messages."""
+        """The group and target it comes from, for messages."""
         return f"group {self.group!r}, target {self.target!r}"
 
 
 @dataclass(frozen=True)
 class Rules:
-    """A quantization_config as the matching needs it.
+    """A quantization_config in the form that the matching needs.
 
     Attributes:
-        targets: scheme by target, in the order of the file; a target named twice keeps its place and
-            takes the later group's scheme.
+        targets: scheme by target, in the order of the file; a target that occurs twice keeps its first place
+            and takes the later group's scheme.
         groups: the groups' targets and schemes, in order.
-        ignore: names and expressions that are not quantized.
+        ignore: names and expressions of modules that are not quantized.
         format: the format of the whole checkpoint.
     """
 
@@ -93,18 +93,18 @@ class Rules:
 
 @dataclass(frozen=True)
 class Engine:
-    """A server: what it asks for, and how it matches.
+    """A server: which names it looks up, and how it matches them.
 
     Attributes:
         name: with the versions it stands for.
         expert_class: the class that holds a layer's experts.
-        own_names: it asks for experts' matrices by the family's names (w1/w3/w2), else by PROJECTIONS.
-        below_mlp: it calls the experts as transformers does (`mlp.experts`), else as published.
-        plain_kinds: what it builds without looking at the rules.
+        own_names: whether it looks up experts' matrices by the family's names (w1/w3/w2), or else by PROJECTIONS.
+        below_mlp: whether it names the experts' module as transformers does (`mlp.experts`), or else as published.
+        plain_kinds: the kinds that it builds without consulting the rules.
         class_before_parts: it tries the class before the parts of a fused layer.
-        unmatched_is_error: no match stops it; else the module is not quantized.
+        unmatched_is_error: it stops if nothing matches; otherwise such a module is not quantized.
         ignores_fused_name: an expression in `ignore` is also tried on the fused layer's own name.
-        ignores_by_suffix: an entry of `ignore` also covers names that end in it.
+        ignores_by_suffix: an entry of `ignore` also covers names that end with it.
         packed_only: integer experts need `pack-quantized` as the format of the whole checkpoint.
     """
 
@@ -120,11 +120,11 @@ class Engine:
     packed_only: bool = False
 
     def expert_parts(self, facts: Architecture) -> tuple[str, ...]:
-        """gate, up and down as it asks for them."""
+        """The names under which it looks up gate, up and down."""
         return tuple(facts.expert_linears[m].name for m in MATRICES) if self.own_names else PROJECTIONS
 
     def expert_prefix(self, facts: Architecture, layer: int) -> str:
-        """The module that holds a layer's experts, as it calls it."""
+        """Its name for the module that holds a layer's experts."""
         own = facts.expert_prefix.partition(".{expert}")[0]
         return facts.layer(layer, facts.modules.experts if self.below_mlp else own)
 
@@ -151,14 +151,14 @@ def read_rules(section: Mapping[str, Any]) -> Rules:
     """The rules of a quantization_config.
 
     Raises:
-        Refused: it is not shaped as the engines need it.
+        Refused: it does not have the structure that the engines need.
     """
     try:
-        whole = str(section.get("format"))
+        whole_format = str(section.get("format"))
         targets: dict[str, Scheme] = {}
         groups: list[tuple[tuple[str, ...], Scheme]] = []
         for name, group in section["config_groups"].items():
-            scheme = scheme_of(name, group, whole)
+            scheme = scheme_of(name, group, whole_format)
             for target in group["targets"]:
                 targets[target] = replace(scheme, target=target)
             groups.append((tuple(group["targets"]), scheme))
@@ -170,11 +170,11 @@ def read_rules(section: Mapping[str, Any]) -> Rules:
         raise Refused(f"{failure.pattern!r} is not a regular expression ({failure.msg})") from None
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as failure:
         raise Refused(f"config_groups is not shaped as the engines need it ({failure!r})") from None
-    return Rules(targets, tuple(groups), ignore, whole)
+    return Rules(targets, tuple(groups), ignore, whole_format)
 
 
 def scheme_of(name: str, group: Mapping[str, Any], whole: str) -> Scheme:
-    """The scheme of a config group; `whole` is the format that it takes where it has none of its own."""
+    """The scheme of a config group; `whole` is the checkpoint's format, used if the group has none of its own."""
     weights = group["weights"]
     size, block = weights.get("group_size"), weights.get("block_structure")
     strategy = weights.get("strategy") or ("tensor" if size is None else "group" if size > 0 else "channel")
@@ -195,7 +195,7 @@ def scheme_of(name: str, group: Mapping[str, Any], whole: str) -> Scheme:
 
 
 def matches(name: str, target: str) -> bool:
-    """Whether a target is this name, or an expression that matches from its start."""
+    """Whether a target is this name, or an expression that matches it from the start."""
     return re.match(target[3:], name) is not None if target.startswith("re:") else target == name
 
 
@@ -205,7 +205,7 @@ def first(name: str, targets: Iterable[str]) -> str | None:
 
 
 def _first_class(name: str, targets: Iterable[str]) -> str | None:
-    # The servers take a target anywhere in the class name, in any case: "Linear" is in QKVParallelLinear.
+    # The servers accept a target that occurs anywhere in the class name, ignoring case: "Linear" in QKVParallelLinear.
     for target in targets:
         if matches(name, target) if target.startswith("re:") else target.lower() in name.lower():
             return target
@@ -218,27 +218,27 @@ def _parts(name: str) -> tuple[str, ...]:
 
 
 def _first_of_parts(name: str, targets: Iterable[str]) -> str | None:
-    found = [first(part, targets) for part in _parts(name)]
-    return found[0] if found and all(found) else None
+    matched = [first(part, targets) for part in _parts(name)]
+    return matched[0] if matched and all(matched) else None
 
 
 def is_ignored(engine: Engine, name: str, ignore: Sequence[str]) -> bool:
     """Whether `ignore` covers a module.
 
     Raises:
-        Refused: it covers some of a fused layer's parts only.
+        Refused: it covers only some of a fused layer's parts.
     """
 
-    def one(module: str) -> bool:
+    def covers(module: str) -> bool:
         return any(
             matches(module, entry) or (engine.ignores_by_suffix and module.endswith(f".{entry}")) for entry in ignore
         )
 
     if not _parts(name):
-        return one(name)
-    if name in ignore or (engine.ignores_fused_name and one(name)):
+        return covers(name)
+    if name in ignore or (engine.ignores_fused_name and covers(name)):
         return True
-    covered = [one(part) for part in _parts(name)]
+    covered = [covers(part) for part in _parts(name)]
     if any(covered) and not all(covered):
         raise Refused(
             "`ignore` covers only some of " + ", ".join(FUSED[name.rpartition(".")[2]]) + ", which are one layer"
@@ -247,7 +247,7 @@ def is_ignored(engine: Engine, name: str, ignore: Sequence[str]) -> bool:
 
 
 def find(engine: Engine, name: str, class_name: str, rules: Rules, targets: Mapping[str, Scheme]) -> Scheme | None:
-    """The scheme that a server gives a module; None where it is not quantized.
+    """The scheme that a server gives a module; None if it is not quantized.
 
     Raises:
         Refused: the server stops here.
@@ -264,21 +264,21 @@ def find(engine: Engine, name: str, class_name: str, rules: Rules, targets: Mapp
 
 
 def find_experts(engine: Engine, facts: Architecture, layer: int, rules: Rules) -> Scheme | None:
-    """The scheme of a layer's experts: expert 0's, under the engine's own names.
+    """The scheme of a layer's experts: that of expert 0, looked up under the engine's own names.
 
     Raises:
-        Refused: its three matrices get different answers, or the server stops earlier.
+        Refused: its three matrices get different schemes, or the server stops earlier.
     """
     targets = dict(rules.targets)
-    if "Linear" in targets:  # experts are made of linear layers, so that this target reaches them too
+    if "Linear" in targets:  # experts consist of linear layers, so this target covers them too
         targets.setdefault(engine.expert_class, targets["Linear"])
     prefix = f"{engine.expert_prefix(facts, layer)}.0"
     parts = engine.expert_parts(facts)
-    found = [find(engine, f"{prefix}.{part}", engine.expert_class, rules, targets) for part in parts]
-    if any(one != found[0] for one in found):
-        answers = ", ".join(f"{part} {one or 'not quantized'}" for part, one in zip(parts, found, strict=True))
+    schemes = [find(engine, f"{prefix}.{part}", engine.expert_class, rules, targets) for part in parts]
+    if any(scheme != schemes[0] for scheme in schemes):
+        answers = ", ".join(f"{part} {s or 'not quantized'}" for part, s in zip(parts, schemes, strict=True))
         raise Refused(f"multiple schemes for the matrices of an expert: {answers}")
-    return found[0]
+    return schemes[0]
 
 
 def require_kernel(engine: Engine, scheme: Scheme | None, kind: str, rules: Rules) -> None:

@@ -1,7 +1,7 @@
-"""What a checkpoint's tensors are, against the scheme under which an engine would read them.
+"""Compares how a checkpoint's tensors are stored with the scheme under which an engine would read them.
 
-All of it from headers: a matrix of known shape is packed integers (`weight_packed`, `weight_scale`),
-FP8 (`weight`, `weight_scale`), or plain (`weight`); bits, group and block follow from the shapes.
+Uses headers only: a matrix of known shape is packed integers (`weight_packed`, `weight_scale`), FP8 (`weight`,
+`weight_scale`), or plain (`weight`); bits, group size and block follow from the shapes.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Stored(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-Parts = Mapping[str, Stored]  # a module's tensors by what follows its name
+Parts = Mapping[str, Stored]  # a module's tensors, by the last part of their names
 
 
 @dataclass(frozen=True)
 class Module:
-    """A published module that an engine may quantize: what kind it is, and its shape (outputs, inputs)."""
+    """A published module that an engine may quantize: its kind, and its shape (outputs, inputs)."""
 
     kind: str
     shape: tuple[int, ...]
 
 
 def by_module(tensors: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
-    """Tensors by module and the last part of their names."""
+    """Group tensors by module, then by the last part of their names."""
     modules: dict[str, dict[str, Stored]] = {}
     for name, info in tensors.items():
         module, _, part = name.rpartition(".")
@@ -79,27 +79,27 @@ def expected_modules(facts: Architecture, sizes: Sizes) -> dict[str, Module]:
 
 
 def expected_vectors(facts: Architecture, sizes: Sizes) -> list[str]:
-    """The other tensors that must be there: norms and the router's correction."""
+    """The other tensors that must exist: norms and the router's correction bias."""
     names = [facts.layer(layer, name) for layer in range(sizes["layers"]) for name in facts.in_layer]
     matrices = {facts.head, facts.embedding, *(facts.layer(n, facts.fold.router) for n in range(sizes["layers"]))}
     return [name for name in (*names, *facts.outside) if name not in matrices]
 
 
 def misnamed_experts(modules: Mapping[str, Parts], facts: Architecture, sizes: Sizes) -> dict[str, str]:
-    """Modules of experts under other names than the family's: that name by module."""
+    """Expert modules stored under another naming than the family's: by module, the last part of its name."""
     own = {linear.name for linear in facts.expert_linears.values()}
-    found: dict[str, str] = {}
+    misnamed: dict[str, str] = {}
     for layer in range(sizes["layers"]):
         for expert in range(sizes["experts"]):
             prefix = facts.layer(layer, facts.expert_prefix.format(expert=expert))
             for other in ("gate_proj", "up_proj", "down_proj", "w1", "w3", "w2"):
                 if other not in own and prefix + other in modules:
-                    found[prefix + other] = other
-    return found
+                    misnamed[prefix + other] = other
+    return misnamed
 
 
 def describe(parts: Parts, shape: tuple[int, ...]) -> str:
-    """What a module's tensors are, in the words of `Scheme`."""
+    """How a module is stored, worded like `str(Scheme)`."""
     scale = parts.get("weight_scale")
     if "weight_packed" in parts:
         bits = parts["weight_packed"].shape[-1] * 32 / shape[-1]
@@ -124,31 +124,31 @@ def describe(parts: Parts, shape: tuple[int, ...]) -> str:
 
 
 def _block(size: int, count: int) -> int:
-    """The block's edge: 128 where that gives `count` blocks, else the smallest that does."""
+    """The edge of a block: 128 if that gives `count` blocks, else the smallest edge that does."""
     return 128 if math.ceil(size / 128) == count else math.ceil(size / max(count, 1))
 
 
 def mistakes(scheme: Scheme | None, parts: Parts, shape: tuple[int, ...]) -> list[tuple[Mistake, str]]:
-    """What is wrong when these tensors are read under this scheme (None: as not quantized).
+    """What goes wrong if these tensors are read under this scheme (None: as not quantized).
 
     Returns:
-        Kind of mistake and one sentence. A scheme that this program never writes is not judged.
+        Kind of mistake and one sentence, for each. Schemes that this program never writes are not checked.
     """
-    found: list[tuple[Mistake, str]] = []
+    problems: list[tuple[Mistake, str]] = []
     if scheme is None or scheme.symmetric:
-        found += [("extra", f"{part} belongs to no symmetric scheme") for part in ASYMMETRIC if part in parts]
+        problems += [("extra", f"{part} belongs to no symmetric scheme") for part in ASYMMETRIC if part in parts]
     if "weight_packed" in parts and "weight" in parts:
-        found.append(("extra", "weight lies beside weight_packed"))
+        problems.append(("extra", "weight lies beside weight_packed"))
     if "weight_packed" not in parts and "weight" not in parts:
-        return [*found, ("no weight", "neither weight nor weight_packed is there")]
+        return [*problems, ("no weight", "neither weight nor weight_packed is there")]
     if "weight_scale_inv" in parts and "weight_scale" not in parts:
-        return [*found, ("scale not renamed", "the FP8 scale is called weight_scale_inv; it must be weight_scale")]
+        return [*problems, ("scale not renamed", "the FP8 scale is called weight_scale_inv; it must be weight_scale")]
     quantized = "weight_packed" in parts or "weight_scale" in parts or parts["weight"].dtype not in FLOATING
     if scheme is None:
         if quantized:
             text = f"no group matches: it is taken as not quantized, but is stored as {describe(parts, shape)}"
-            found.append(("not quantized", text))
-        return found
+            problems.append(("not quantized", text))
+        return problems
     mistake: Mistake | None = "another scheme"
     needed = required(scheme, shape)
     if not quantized:
@@ -158,13 +158,13 @@ def mistakes(scheme: Scheme | None, parts: Parts, shape: tuple[int, ...]) -> lis
     elif needed.keys() <= parts.keys() and _fit(parts, needed):
         mistake = None
         if "weight_packed" in parts and parts["weight_scale"].dtype != "BF16":
-            found.append(("scale dtype", f"the scale is {parts['weight_scale'].dtype}, not BF16"))
+            problems.append(("scale dtype", f"the scale is {parts['weight_scale'].dtype}, not BF16"))
     elif "weight_scale" not in parts and next(iter(needed)) in parts and _fit(parts, needed):
-        return [*found, ("no scale", f"weight_scale is missing: stored as {describe(parts, shape)}")]
+        return [*problems, ("no scale", f"weight_scale is missing: stored as {describe(parts, shape)}")]
     if mistake:
         takes = f"takes the scheme {scheme} ({scheme.origin}), but is stored as {describe(parts, shape)}"
-        found.append((mistake, takes))
-    return found
+        problems.append((mistake, takes))
+    return problems
 
 
 @dataclass(frozen=True)
@@ -175,16 +175,17 @@ class Needed:
     shape: tuple[int, ...]
 
     def holds(self, info: Stored) -> bool:
-        """Whether it has."""
+        """Whether a tensor has them."""
         return info.dtype in self.dtypes and tuple(info.shape) == self.shape
 
 
 def _fit(parts: Parts, needed: Mapping[str, Needed]) -> bool:
-    return all(wanted.holds(parts[part]) for part, wanted in needed.items() if part in parts)
+    """Whether all those tensors of a scheme that exist are as it needs them."""
+    return all(need.holds(parts[part]) for part, need in needed.items() if part in parts)
 
 
 def required(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, Needed] | None:
-    """The tensors that a scheme needs for a matrix, the weight first; None for schemes that are not written here."""
+    """The tensors that a scheme needs for a matrix, weight first; None for schemes that this program never writes."""
     rows, columns = shape
     if scheme.type == "int" and scheme.strategy == "group" and scheme.group_size and not scheme.activations:
         return {

@@ -1,9 +1,9 @@
-"""vLLM's own answers, where a vLLM is importable: its code decides, and consumer_rules is compared.
+"""Asks an installed vLLM which scheme it gives each module, and compares the answers with those of rules.py.
 
-Its CompressedTensorsConfig is built from config.json as vLLM builds it, and asked for every layer's
-fused attention and experts, the head and the embedding. No weight is read and no kernel is made:
-layers are bare instances of vLLM's classes, and what it looks up in the config is overheard, so that
-the names under which it asks for experts are its own too.
+Builds vLLM's own CompressedTensorsConfig from config.json as vLLM does, and queries it for every layer's
+fused attention and experts, the head and the embedding. No weight is read and no kernel is created: the
+layers are bare instances of vLLM's classes. Its lookups in the config are recorded, so the names under
+which it looks up experts are its own too.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ REMEDY = (
 )
 LAYERS = "vllm.model_executor.layers"
 QUANTIZATION = f"{LAYERS}.quantization.compressed_tensors"
-# Where vLLM decides. An exception from elsewhere comes from a kernel's constructor: the scheme was accepted.
+# Files in which vLLM chooses the scheme. An exception from another file comes from a kernel's constructor, so the
+# scheme was accepted.
 DECIDES = ("compressed_tensors.py", "compressed_tensors_moe.py", "utils.py", "config_utils.py")
 
 
 def ask_vllm(folder: Path) -> dict[str, Any]:
-    """Compare vLLM's scheme for every layer with that of consumer_rules.
+    """Compare vLLM's scheme for every module with that of rules.py.
 
     Args:
         folder: a checkpoint; only its config.json is read.
 
     Returns:
-        `version` of vLLM; `rules`, the row of consumer_rules that it was compared with; `asked`, the
-        number of modules; `schemes`, its answers by kind with their numbers; `differences`, one line
-        for each answer that is not ours.
+        `version` of vLLM; `rules`, the name of the `rules.Engine` that it was compared with; `asked`, the
+        number of modules; `schemes`, its answers by kind with their counts; `differences`, one line for each
+        answer that differs from ours.
 
     Raises:
         InputError: vLLM is not importable here.
@@ -61,7 +62,7 @@ def ask_vllm(folder: Path) -> dict[str, Any]:
     try:
         rules = read_rules(section)
         asker = _Asker(section, facts)
-    # Whatever vLLM's or our reading of a section may raise: it becomes a difference, which fails, never nothing.
+    # Anything that vLLM or our own reader raises on a section becomes a difference, which fails, and is never ignored.
     except (Refused, ValueError, TypeError, KeyError, NotImplementedError) as failure:
         result["differences"].append(f"quantization_config: refused ({' '.join(str(failure).split())})")
         return result
@@ -89,7 +90,7 @@ def _load(module: str, where: str) -> Any:
 
 
 class _Asker:
-    """A CompressedTensorsConfig of vLLM, and bare layers to ask it about."""
+    """vLLM's CompressedTensorsConfig, queried with bare layers."""
 
     def __init__(self, section: Mapping[str, Any], facts: Architecture) -> None:
         linear, embedding = import_module(f"{LAYERS}.linear"), import_module(f"{LAYERS}.vocab_parallel_embedding")
@@ -105,15 +106,15 @@ class _Asker:
         self._config = config.from_config(copy.deepcopy(dict(section)))
         model = import_module("vllm.model_executor.models").ModelRegistry.models[facts.model_class].load_model_cls()
         import_module("vllm.model_executor.model_loader.utils").configure_quant_config(self._config, model)
-        self._heard: list[tuple[str, Any]] = []
+        self._lookups: list[tuple[str, Any]] = []  # name and answer, of the last query
         look_up = self._config.get_scheme_dict
 
-        def overheard(layer: Any, layer_name: str | None = None) -> Any:
+        def recorded(layer: Any, layer_name: str | None = None) -> Any:
             found = look_up(layer, layer_name)
-            self._heard.append((str(layer_name), found))
+            self._lookups.append((str(layer_name), found))
             return found
 
-        self._config.get_scheme_dict = overheard
+        self._config.get_scheme_dict = recorded
 
     def _bare(self, reading: Reading, facts: Architecture) -> Any:
         kind = reading.kind
@@ -129,27 +130,27 @@ class _Asker:
         return layer
 
     def expert_names(self, facts: Architecture) -> tuple[str, ...]:
-        """gate, up and down as this vLLM asks for them."""
+        """The names under which this vLLM looks up gate, up and down."""
         self.ask(Reading(EXPERTS, "model.layers.0.mlp.experts", (), None, 0), facts)
-        return tuple(name.rpartition(".")[2] for name, _ in self._heard)
+        return tuple(name.rpartition(".")[2] for name, _ in self._lookups)
 
     def ask(self, reading: Reading, facts: Architecture) -> tuple[str, str]:
-        """vLLM's answer in the words of `Scheme` (or `plain`, `refused`), and the class it would use."""
+        """vLLM's answer, worded like `str(Scheme)` (or `plain`, `refused`), and the class it would use."""
         layer = self._bare(reading, facts)
-        self._heard.clear()
+        self._lookups.clear()
         kernel = ""
         try:
             method = self._config.get_quant_method(layer, reading.asked)
             scheme = getattr(layer, "scheme", None)
             kernel = "" if method is None else type(scheme or method).__name__
         except Exception as failure:
-            # vLLM's own exceptions have no common base; which one it was is told by where it comes from.
+            # vLLM's exceptions have no common base class, so the file that raised it shows which kind it is.
             frames = list(traceback.walk_tb(failure.__traceback__))
             if Path(frames[-1][0].f_code.co_filename).name in DECIDES:
                 return "refused", type(failure).__name__
             built = [frame.f_locals["self"] for frame, _ in frames if frame.f_code.co_name == "__init__"]
             kernel = type(built[0]).__name__ if built else type(failure).__name__
-        found = self._heard[-1][1] if self._heard else None
+        found = self._lookups[-1][1] if self._lookups else None
         if not found:
             return "plain", kernel
         weights = found["weights"].model_dump(mode="json")
