@@ -1,4 +1,4 @@
-"""Recipes: their schema, the shipped ones, and the form in which a recipe travels with a finished checkpoint.
+"""Recipes: their schema, the shipped ones, and the portable form that is published with a finished checkpoint.
 
-What a recipe means on this machine is not decided here but in `plan/`.
+`plan/` decides what a recipe means on this machine.
 """

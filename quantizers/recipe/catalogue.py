@@ -1,4 +1,4 @@
-"""The shipped recipes: their table, and a new recipe for a model that is known here."""
+"""The table of shipped recipes, and the text of a new recipe for a known model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ This table is kept equal to the files by a test; `python -m quantizers.cli.refer
 
 
 def rows() -> list[dict[str, str]]:
-    """Every shipped recipe in short, by name."""
-    found = []
+    """One row for every shipped recipe, sorted by name."""
+    table = []
     for path in sorted(shipped("recipes").glob("*.yaml")):
         recipe, _ = read_recipe(str(path))
         experts = recipe.experts
-        found.append(
+        table.append(
             {
                 "name": path.stem,
                 "source": recipe.source.model,
@@ -33,7 +33,7 @@ def rows() -> list[dict[str, str]]:
                 "about": path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip(),
             }
         )
-    return found
+    return table
 
 
 def _stored(experts: Experts) -> str:
@@ -45,7 +45,7 @@ def _stored(experts: Experts) -> str:
 
 
 def catalogue() -> str:
-    """recipes/README.md."""
+    """The text of recipes/README.md."""
     lines = [HEADER, "| recipe | source | calibration | experts | |", "|---|---|---|---|---|"]
     for row in rows():
         name = f"[{row['name']}]({row['name']}.yaml)"
@@ -54,10 +54,10 @@ def catalogue() -> str:
 
 
 def text_of(name: str) -> str:
-    """A shipped recipe as it is written.
+    """The text of a shipped recipe.
 
     Raises:
-        RecipeError: there is none of this name.
+        RecipeError: no recipe has this name.
     """
     path = shipped("recipes") / f"{name.removesuffix('.yaml')}.yaml"
     if Path(name).name != name or not path.is_file():
@@ -66,7 +66,7 @@ def text_of(name: str) -> str:
 
 
 def copied(name: str) -> str:
-    """A shipped recipe to be kept elsewhere: paths to shipped files become their bare names or full paths."""
+    """A shipped recipe's text for another folder: relative paths become bare names (sets) or full paths (models)."""
     text = text_of(name)
     for folder in ("calibration", "models"):
         text = text.replace(f"../{folder}/", "" if folder == "calibration" else f"{shipped(folder)}/")
@@ -74,10 +74,10 @@ def copied(name: str) -> str:
 
 
 def new_recipe(model: str) -> str:
-    """A commented recipe for a model on the Hub, or for a checkpoint folder of a known family.
+    """A commented recipe for a known model on the Hub, or for a checkpoint folder.
 
     Raises:
-        InputError: neither.
+        InputError: `model` is neither.
     """
     models = published_models()
     if not Path(model).is_dir() and model not in models:
@@ -106,7 +106,7 @@ verify:                                # exit code 3 when one fails; the output 
 
 
 def write_new(text: str, path: Path) -> None:
-    """Write a recipe where there is none yet.
+    """Write a recipe to a new file.
 
     Raises:
         OutputError: the file exists, or cannot be written.

@@ -1,11 +1,11 @@
-"""A recipe as it travels with a finished checkpoint: nothing in it names a path of the machine it was made on.
+"""The portable form of a recipe, published with a finished checkpoint: it contains no path of the machine.
 
     source       its Hub id, or the folder's own name
-    sets         copied beside the recipe as calibration.yaml and held-out.yaml, each with its lock where there is one
-    local data   named by their content, `data-<SHA-256>.jsonl`; copied with --with-data
+    sets         copied next to the recipe as calibration.yaml and held-out.yaml, each with its lock if it has one
+    local data   named by content, `data-<first 16 digits of the SHA-256>.jsonl`; copied with --with-data
 
-The copies give the same samples as the originals: a local file's order, which follows from its name, is written
-into the copy. Comments are left behind; they may name anything.
+The copied sets give the same samples as the originals: the order of a local file's rows depends on the file's
+name, so the copy states the seed of that order. Comments are removed, because they could contain anything.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe with all that it names.
+    """A portable recipe with everything that it names.
 
     Attributes:
-        recipe: with the names of the copies.
+        recipe: the recipe, naming the copies.
         hash: see `settings_hash`.
         sets: text of each copied set and lock, by file name.
-        data: where each local data file lies here, by its published name.
-        renamed: the published name of each local file of the calibration set, by what the set calls it.
+        data: path of each local data file on this machine, by its published name.
+        renamed: published name of each local file of the calibration set, by its name in the set.
     """
 
     recipe: Recipe
@@ -50,40 +50,40 @@ class Resolved:
     renamed: Mapping[str, str]
 
     def texts(self) -> dict[str, str]:
-        """The files to write beside the checkpoint, by name."""
+        """The files to write next to the checkpoint: text by name."""
         return {RECIPE: recipe_text(self.recipe.settings()), **self.sets}
 
     def published(self, place: str) -> str:
-        """A row's place in the calibration set, such as `./texts.jsonl:12`, without the file's own name."""
-        # The longest: a place in a.jsonl begins with a.json too.
-        found = max((name for name in self.renamed if place.startswith(name)), key=len, default="")
-        return self.renamed[found] + place.removeprefix(found) if found else place
+        """A row's place in the calibration set, such as `./texts.jsonl:12`, with the file's published name instead."""
+        # Take the longest matching name: a place in a.jsonl starts with a.json too.
+        original = max((name for name in self.renamed if place.startswith(name)), key=len, default="")
+        return self.renamed[original] + place.removeprefix(original) if original else place
 
 
 def recipe_text(settings: Mapping[str, Any]) -> str:
-    """recipe.yaml of a recipe's settings."""
+    """The text of recipe.yaml for a recipe's settings."""
     return dump(settings)
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a name is spelled as on the Hub, owner/name."""
+    """Whether a name has the form of a Hub id, owner/name."""
     return _HUB_ID.fullmatch(model) is not None
 
 
 def source_name(model: str, beside: Path) -> str:
-    """What a source is called where it is published: a Hub id as it is, a folder by its own name.
+    """The published name of a source: a Hub id unchanged, or the name of a folder without its path.
 
-    A snapshot in the Hub's cache is called by the id that it was loaded under.
+    A snapshot folder in the Hub's cache gets the Hub id that it belongs to.
 
     Args:
         model: a Hub id, or a folder.
-        beside: the folder that a relative one starts from.
+        beside: the folder to which a relative path is relative.
     """
     path = Path(os.path.expanduser(model))
     folder = path if path.is_absolute() else beside / path
     if not folder.is_dir() and is_hub_id(model):
         return model
-    # A link is called by its own name: where it leads to may be nobody's business.
+    # Use a link's own name: its target may be private.
     folder = Path(os.path.abspath(folder))
     cached = _SNAPSHOT.fullmatch(folder.parent.parent.name)
     if cached and folder.parent.name == "snapshots":
@@ -92,10 +92,10 @@ def source_name(model: str, beside: Path) -> str:
 
 
 def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
-    """Read a recipe's sets, and hash the local files that they name.
+    """Make a recipe portable: read its sets, and hash the local files that they name.
 
     Args:
-        path: of the recipe, from whose folder its paths start.
+        path: the recipe's path; paths in the recipe are relative to its folder.
 
     Raises:
         CalibrationError: a set is wrong, or one of its local files is missing.
@@ -111,21 +111,21 @@ def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
         file, names = set_location(name, path), renamed.setdefault(target, {})
 
         def called(source: DataSource, folder: Path = file.parent, names: dict[str, str] = names) -> str:
-            found = local_file(source, folder)
-            name = published_name(file_hash(found).removeprefix("sha256:"), found.suffix)
-            data[name], names[source.dataset] = found, name
+            data_file = local_file(source, folder)
+            name = published_name(file_hash(data_file).removeprefix("sha256:"), data_file.suffix)
+            data[name], names[source.dataset] = data_file, name
             return name
 
         sets |= _copies(file, target, called)
-    own = _with_copies(recipe, path)
-    return Resolved(own, settings_hash(recipe, path), sets, data, renamed[CALIBRATION])
+    portable = _with_copies(recipe, path)
+    return Resolved(portable, settings_hash(recipe, path), sets, data, renamed[CALIBRATION])
 
 
 def settings_hash(recipe: Recipe, path: Path) -> str:
-    """SHA-256, hexadecimal: equal for two recipes that mean the same, wherever they and their data lie.
+    """SHA-256, hexadecimal: equal for two recipes with the same meaning, wherever they and their data are.
 
-    Over the settings, the sets and their locks; not over local data, which need not be there any more when a run
-    has finished.
+    It covers the settings, the sets and their locks, but not local data, which may be gone when a run has
+    finished.
 
     Raises:
         CalibrationError: a set or its lock is wrong.
@@ -140,26 +140,26 @@ def settings_hash(recipe: Recipe, path: Path) -> str:
 
 
 def _named_sets(recipe: Recipe) -> list[tuple[str, str]]:
-    """What each set is called beside a checkpoint, and by the recipe."""
-    asked = recipe.verify.perplexity if recipe.verify else None
-    return [(CALIBRATION, recipe.calibration), *([(HELD_OUT, asked.data)] if asked else [])]
+    """For each set its file name next to a checkpoint, and its name in the recipe."""
+    perplexity = recipe.verify.perplexity if recipe.verify else None
+    return [(CALIBRATION, recipe.calibration), *([(HELD_OUT, perplexity.data)] if perplexity else [])]
 
 
 def _with_copies(recipe: Recipe, path: Path) -> Recipe:
-    """The recipe with its source's name and the copies' names."""
+    """The recipe with the published name of its source and the names of the copied sets."""
     source = recipe.source.model_copy(update={"model": source_name(recipe.source.model, path.parent)})
     changes: dict[str, Any] = {"source": source, "calibration": CALIBRATION}
     if recipe.verify and recipe.verify.perplexity:
-        asked = recipe.verify.perplexity.model_copy(update={"data": HELD_OUT})
-        changes["verify"] = recipe.verify.model_copy(update={"perplexity": asked})
+        perplexity = recipe.verify.perplexity.model_copy(update={"data": HELD_OUT})
+        changes["verify"] = recipe.verify.model_copy(update={"perplexity": perplexity})
     return recipe.model_copy(update=changes)
 
 
 def _copies(path: Path, target: str, called: Callable[[DataSource], str]) -> dict[str, str]:
-    """The text of a set's copy, and of its lock's where there is one, by file name.
+    """The text of a set's copy, and of its lock's copy if it has a lock, by file name.
 
     Args:
-        called: the published name of a local source's file.
+        called: returns the published name of a local source's file.
     """
     from quantizers.calibration.set import read_set
     from quantizers.calibration.sources.lock import read_lock
@@ -171,8 +171,8 @@ def _copies(path: Path, target: str, called: Callable[[DataSource], str]) -> dic
     def copied(index: int, source: DataSource) -> DataSource:
         if not source.is_local:
             return source
-        drawn = source.samples != "all" or source.shape == "code-contests"
-        order = order_of(calibration, index) if drawn else source.order
+        uses_seed = source.samples != "all" or source.shape == "code-contests"
+        order = order_of(calibration, index) if uses_seed else source.order
         return source.model_copy(update={"dataset": called(source), "order": order})
 
     sources = for_each_source(calibration, path, copied, 1)
@@ -189,6 +189,6 @@ def _copies(path: Path, target: str, called: Callable[[DataSource], str]) -> dic
 
 
 def set_text(calibration: CalibrationSet) -> str:
-    """A set as YAML, every key that means something given."""
+    """A set as YAML, with every key whose value is not None."""
     values = calibration.model_dump(mode="json", exclude_none=True)
     return dump(values, width=120, short_in_one_line=True)

@@ -1,4 +1,4 @@
-"""The schema of a recipe. A recipe decides every byte; flags only say where, and on what device."""
+"""The schema of a recipe. A recipe decides every output byte; flags decide only paths and the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .scheme import Scheme
 
 
 class Source(Strict):
-    """The checkpoint to read: a Hub id, or a folder (relative to the recipe)."""
+    """The checkpoint to read: a Hub id, or a folder relative to the recipe."""
 
     model: Annotated[str, Field(min_length=1)]
     revision: str = "main"
@@ -31,21 +31,22 @@ class Source(Strict):
 
 
 class Awq(Strict):
-    """The grid of the scale search: the identity, then `grid - 1` ratios from 0 to 1."""
+    """AWQ's scale search. The grid has the identity and `grid - 1` ratios from 0 to 1."""
 
     grid: Annotated[int, Field(ge=3, le=200)] = 20
     duo_scaling: bool = True
 
 
 class Experts(Strict):
-    """How the routed experts' matrices are quantized. Everything else keeps its bytes.
+    """How the matrices of the routed experts are quantized. Everything else keeps its bytes.
 
-    With `budget` (bytes of all shards, kept tensors included) or `bits_per_weight` (of the experts, scales
-    included) bits and group size are chosen for each layer by what was measured, see allocation.py; the cards
-    that `tensor_parallel` splits an expert over then bound the groups.
+    With `budget` (bytes of all shards, including kept tensors) or `bits_per_weight` (of the experts, including
+    scales), bits and group size are chosen for each layer from measurements, see plan/allocation.py. A group must
+    then fit the part of an expert that each of `tensor_parallel` cards holds.
     """
 
-    # First, so that the validators of what they exclude find them. Not part of the settings where not given.
+    # These three come first, so that the validators of the keys that they exclude can see them. Keys that the
+    # recipe does not give are not part of the settings.
     budget: str | None = None
     bits_per_weight: Annotated[float, Field(gt=0.0)] | None = None
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] | None = None
@@ -56,16 +57,16 @@ class Experts(Strict):
     awq: Awq | Literal[False] = Awq()
     routed_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
     scales: Literal["mse", "minmax"] = "mse"
-    rounding: Literal["gptq", "nearest"] = "gptq"  # gptq: with one refining sweep, see refine.py
+    rounding: Literal["gptq", "nearest"] = "gptq"  # gptq: with one refining sweep, see solve/refine.py
 
     @property
     def by_budget(self) -> bool:
-        """Whether each layer's scheme is chosen; `bits` and `group_size` then mean nothing."""
+        """Whether each layer's scheme is chosen within a budget; `bits` and `group_size` are then unused."""
         return self.budget is not None or self.bits_per_weight is not None
 
     @property
     def scheme(self) -> Scheme:
-        """The one scheme of all layers, where it is not chosen."""
+        """The scheme of all layers, for a recipe without a budget."""
         return Scheme(self.bits, self.group_size)
 
     @field_validator("budget", mode="before")
@@ -80,7 +81,7 @@ class Experts(Strict):
     @field_validator("bits_per_weight", "tensor_parallel", "bits", "group_size", "engine")
     @classmethod
     def _agree(cls, value: Any, info: ValidationInfo) -> Any:
-        """Called for what the file gives, in the order of the fields."""
+        """Check a key against the keys before it. pydantic calls this only for keys in the file, in field order."""
         name = str(info.field_name)
         given = next((key for key in ("budget", "bits_per_weight") if info.data.get(key) is not None), None)
         if name == "tensor_parallel":
@@ -105,10 +106,10 @@ class Experts(Strict):
 class CoverageGate(Strict):
     """How many tokens of the calibration set the router must send to the experts.
 
-    At most the share `max_uncovered` of (layer, expert) pairs may get fewer than `min_routed_tokens`; the same
-    share, for each category in `categories` (`code/rust`, or `code` for all of its kinds), fewer tokens of it
-    than the floor there; and the load of every layer must have at least the entropy `min_entropy`, from 0 (one
-    expert gets all tokens) to 1 (all get the same).
+    At most a share `max_uncovered` of the (layer, expert) pairs may get fewer than `min_routed_tokens` tokens. The
+    same share applies to each category in `categories` (`code/rust`, or `code` for all its subcategories), with the
+    minimum number of tokens given there. The normalized entropy of every layer's expert load must be at least
+    `min_entropy`, from 0 (one expert gets all tokens) to 1 (all experts get the same number).
     """
 
     min_routed_tokens: Annotated[int, Field(ge=0)] = 1
@@ -118,7 +119,7 @@ class CoverageGate(Strict):
 
 
 class PerplexityGate(Strict):
-    """`max_increase` is relative (0.02 is 2 %); `max_kl` in nats. Left out: measured, not gated."""
+    """Limits: `max_increase` is relative (0.02 is 2 %), `max_kl` in nats. A figure without a limit is only reported."""
 
     data: str
     max_increase: Annotated[float, Field(ge=0.0)] | None = None
@@ -126,14 +127,14 @@ class PerplexityGate(Strict):
 
 
 class Verify(Strict):
-    """What is measured after the run, and what must hold for exit code 0 rather than 3."""
+    """What is measured after the run, and the gates: if one fails, the exit code is 3 instead of 0."""
 
     coverage: CoverageGate | None = None
     perplexity: PerplexityGate | None = None
 
 
 class Recipe(Strict):
-    """One recipe file. `path` is where it was read from; it is not part of the settings."""
+    """One recipe file."""
 
     source: Source
     calibration: str
@@ -142,15 +143,15 @@ class Recipe(Strict):
     verify: Verify | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Every key with its value, defaults filled in: what recipe.yaml and report.json hold."""
+        """Every key with its value, including defaults, as stored in recipe.yaml and report.json."""
         return self.model_dump(mode="json")
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe: a path, or the bare name of a shipped one (`tiny-minimax-m2-fp8-int4`).
+    """The file of a recipe, from a path or the bare name of a shipped one (`tiny-minimax-m2-fp8-int4`).
 
     Raises:
-        RecipeError: there is none.
+        RecipeError: there is no such file.
     """
     path = find(name, "recipes")
     if not os.path.isfile(path):
@@ -165,17 +166,17 @@ def read_recipe(name: str) -> tuple[Recipe, Path]:
         name: see `find_recipe`.
 
     Returns:
-        The recipe, and its path, from whose folder its relative paths start.
+        The recipe and its path; relative paths in the recipe start from that path's folder.
 
     Raises:
-        RecipeError: one line naming file, line and key.
+        RecipeError: the recipe is wrong; one line naming file, line and key.
     """
     path = find_recipe(name)
     return load(path, Recipe, RecipeError), path
 
 
 def source_location(recipe: Recipe, path: Path) -> str:
-    """The source as a folder where the recipe's relative path leads to one, else the Hub id as written."""
+    """The source's folder if the recipe names an existing one, else the Hub id as written."""
     folder = Path(os.path.expanduser(recipe.source.model))
     if not folder.is_absolute():
         folder = path.parent / folder
@@ -183,5 +184,5 @@ def source_location(recipe: Recipe, path: Path) -> str:
 
 
 def set_location(recipe_value: str, path: Path) -> Path:
-    """A calibration set that a recipe names: relative to the recipe, or shipped."""
+    """The path of a calibration set that a recipe names: relative to the recipe, or a shipped set."""
     return find(recipe_value, "calibration", beside=path.parent)
