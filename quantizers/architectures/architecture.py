@@ -1,7 +1,7 @@
 """Facts about a model family, read from architectures/*.yaml and checked against config.json.
 
-What differs between models is data: names, shapes, what a norm feeds, what the router is. A model
-type without a file here is refused, and so is a config.json that contradicts its file.
+The differences between families are data: names, shapes, which tensors read a norm's output, where the router is.
+A model type without a YAML file is refused, and so is a config.json that contradicts its file.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from quantizers.system.strict_yaml import load
 from .matrices import Matrix
 
 FOLDER = Path(__file__).parent
-# A config.json that asks for more than this is broken or hostile, not a model.
+# A config.json with larger sizes than these is broken or hostile.
 LIMITS = {"layers": 1000, "experts": 4096, "vocabulary": 10_000_000}
 LARGEST_SIZE = 1 << 20
 MOST_EXPERTS = 200_000  # over all layers
 
 
 class Facts(BaseModel):
-    """Base of the records below: frozen, unknown keys refused."""
+    """Base of the classes below: frozen, unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class TensorFacts(Facts):
-    """Shape in terms of `sizes`, and the dtype in which it is published."""
+    """A tensor's shape in terms of `sizes`, and its published dtype."""
 
     shape: list[str]
     dtype: str
@@ -47,7 +47,7 @@ class LinearFacts(Facts):
 
 
 class Fold(Facts):
-    """The norm that AWQ folds into, and every tensor that reads its output."""
+    """The norm into which AWQ folds its scales, and every tensor that reads the norm's output."""
 
     norm: str
     router: str
@@ -55,7 +55,7 @@ class Fold(Facts):
 
 
 class Modules(Facts):
-    """The decoder layer in transformers' names: submodule paths, and published names renamed."""
+    """The decoder layer in transformers: paths of submodules, and `rename`, from published to transformers' names."""
 
     rename: dict[str, str]
     norm: str
@@ -64,7 +64,7 @@ class Modules(Facts):
 
 
 class Published(Facts):
-    """Models of this family on the Hub, the licence fields of their cards, and their config.json."""
+    """The models of this family on the Hub, the license fields of their cards, and their config.json."""
 
     models: list[str]
     license: dict[str, str]
@@ -94,16 +94,16 @@ class Architecture(Facts):
     published: Published | None = None
 
     def layer(self, layer: int, name: str) -> str:
-        """The full name of a layer's tensor or module: `model.layers.3.` + name."""
+        """The full name of a tensor or module of a layer: `model.layers.3.` + name."""
         return self.layer_prefix.format(layer=layer) + name
 
     def expert(self, layer: int, expert: int, matrix: Matrix) -> str:
-        """The full name of an expert's linear module, without `.weight`."""
+        """The full name of an expert's linear module, without the suffix `.weight`."""
         prefix = self.expert_prefix.format(expert=expert)
         return self.layer(layer, prefix + self.expert_linears[matrix].name)
 
     def in_transformers(self, name: str) -> str:
-        """A layer's published tensor name, without the layer's prefix, as transformers calls it."""
+        """transformers' name for a published tensor name, both without the layer's prefix."""
         for published, module in self.modules.rename.items():
             if name.startswith(published + "."):
                 return module + name.removeprefix(published)
@@ -111,15 +111,15 @@ class Architecture(Facts):
 
 
 class Sizes(dict[str, int]):
-    """The sizes of one model by our words for them: layers, experts, chosen, hidden, width, …"""
+    """The sizes of one model, by our names for them: layers, experts, chosen, hidden, width, …"""
 
     def shape(self, terms: list[str]) -> tuple[int, ...]:
-        """`["heads * head_dim", "hidden"]` in numbers."""
+        """Evaluate a shape such as `["heads * head_dim", "hidden"]`."""
         return tuple(math.prod(self[factor.strip()] for factor in term.split("*")) for term in terms)
 
 
 def known() -> dict[str, Path]:
-    """Model types that there are facts for, with their files."""
+    """The known model types, with their YAML files."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 
 
@@ -131,7 +131,7 @@ def architecture_for(config: dict[str, Any], where: str) -> Architecture:
         where: its path, for the message.
 
     Raises:
-        ArchitectureError: the model type is missing, or there are no facts for it.
+        ArchitectureError: config.json has no model type, or there are no facts for it.
     """
     model_type = config.get("model_type")
     files = known()
@@ -151,7 +151,7 @@ def _facts(file: Path) -> Architecture:
 
 
 def published_config(model: str) -> tuple[Architecture, dict[str, Any]] | None:
-    """The kept facts of a model on the Hub, for planning without network; None where there are none."""
+    """Facts and config.json kept here for a model on the Hub, to plan without a network; None for other models."""
     for path in known().values():
         facts = load(path, Architecture, ArchitectureError)
         if facts.published and model in facts.published.models:
@@ -160,26 +160,26 @@ def published_config(model: str) -> tuple[Architecture, dict[str, Any]] | None:
 
 
 def published_models() -> list[str]:
-    """Every model on the Hub whose facts are kept here."""
-    everything = [load(path, Architecture, ArchitectureError).published for path in known().values()]
-    return [model for published in everything if published for model in published.models]
+    """Every model on the Hub whose config.json we keep."""
+    families = [load(path, Architecture, ArchitectureError).published for path in known().values()]
+    return [model for published in families if published for model in published.models]
 
 
 def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
-    """Check config.json against the facts and read its sizes.
+    """Read the sizes from config.json and check it against the facts.
 
     Raises:
         ArchitectureError: a size is missing or absurd, or a value contradicts the facts.
     """
     sizes = Sizes()
-    for word, key in facts.sizes.items():
+    for name, key in facts.sizes.items():
         value = config.get(key)
-        limit = LIMITS.get(word, LARGEST_SIZE)
+        limit = LIMITS.get(name, LARGEST_SIZE)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
             raise ArchitectureError(
                 f"{where}: {key} is {reprlib.repr(value)}; a whole number from 1 to {limit} is needed"
             )
-        sizes[word] = value
+        sizes[name] = value
     for key, expected in facts.asserts.items():
         if key in config and config[key] != expected:
             raise ArchitectureError(
@@ -205,7 +205,7 @@ def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
 
 
 def rotary_factor(facts: Architecture, config: dict[str, Any], where: str = "config.json") -> float | None:
-    """The share of each head that is rotated, where the family has a key for it.
+    """The share of each attention head that is rotated; None if the family or config.json has no key for it.
 
     Raises:
         ArchitectureError: the key is out of range, or contradicts rope_parameters.
@@ -234,7 +234,7 @@ def rotary_factor(facts: Architecture, config: dict[str, Any], where: str = "con
 
 
 def transformers_config(facts: Architecture, config: dict[str, Any]) -> dict[str, Any]:
-    """config.json as transformers must see it: the rotary factor handed on, no quantization."""
+    """config.json for transformers: with the rotary factor in rope_parameters, without quantization_config."""
     adapted = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     factor = rotary_factor(facts, config)
     if factor is not None:

@@ -1,4 +1,4 @@
-"""The three matrices of a routed expert, by the names that this program gives them in every family."""
+"""The three matrices of a routed expert, with the names that this program uses for every family."""
 
 from __future__ import annotations
 
