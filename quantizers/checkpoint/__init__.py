@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's files: headers, tensors, published formats, on a disk or on the Hub. Read only.
+"""The files of a checkpoint, on disk or on the Hub: headers, tensors, published formats. Read only.
 
-Bytes are found and named here; what they mean as numbers is in `forward/`.
+This room finds and names bytes; `forward/` turns them into numbers, except for formats of others (formats.py).
 """

@@ -1,10 +1,10 @@
-"""Reading and writing beside the work, within a fixed bound of memory.
+"""Reading and writing in background threads, with a fixed amount of memory.
 
-The next layer's bytes are read by a thread and forgotten: afterwards they lie in the page cache, from
-where the layer's own reading takes them. This process holds none of them, so the bound of one layer
-stays, and an error needs no way back: who really reads the bytes will meet it. A finished shard is
-written, hashed and synced by another thread while the layer's output is computed; its outcome is
-waited for before the layer counts as done.
+A thread reads the bytes of the next layer and discards them. They stay in the page cache, where the real
+read of that layer finds them. The process itself holds none of them, so its memory is still bounded by one
+layer. The thread ignores read errors, because the real read will raise them. Another thread writes, hashes
+and syncs a finished shard while the layer's output is computed; the layer is not marked as done before that
+thread has finished.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from .safetensors_header import TensorInfo
 
-BLOCK = 2**20  # bytes read at a time: all the memory that reading ahead takes
+BLOCK = 2**20  # bytes read at a time, and all the memory that reading ahead needs
 Result = TypeVar("Result")
 
 
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 def in_background(work: Callable[[], Result]) -> Iterator[Callable[[], Result]]:
     """Run `work` in a thread. The yielded function waits for it and returns its result, or raises its error.
 
-    Leaving the block waits as well: no write is cut off, whatever ended the block.
+    Leaving the block also waits, even after an exception, so no write is interrupted.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         yield pool.submit(work).result
@@ -33,9 +33,9 @@ def in_background(work: Callable[[], Result]) -> Iterator[Callable[[], Result]]:
 
 @contextlib.contextmanager
 def read_ahead(tensors: Iterable[TensorInfo]) -> Iterator[None]:
-    """Within the block, a thread brings the bytes of these tensors into the page cache.
+    """Within the block, a thread reads the bytes of these tensors into the page cache.
 
-    What it has not come to when the block ends stays unread.
+    When the block ends, the thread stops; the remaining tensors stay unread.
     """
     stop = Event()
     with in_background(lambda: _read(sorted(tensors, key=lambda info: (info.file, info.start)), stop)):

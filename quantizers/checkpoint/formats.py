@@ -1,12 +1,12 @@
-"""Checkpoints that others made: their names for a module, and their ways to store its weight.
+"""Checkpoints made by other programs: their names for modules, and their formats of a weight.
 
     integers with a scale per tensor, row or group      weight int8, weight_scale (, weight_zero_point int8)
     FP8 with a scale per tensor, row, group or block    weight, weight_scale
     packed integers with zero points                    weight_packed, weight_scale, weight_shape, weight_zero_point
 
-What compressed-tensors calls pack-quantized, int-quantized, float-quantized and naive-quantized is one of
-these or of those in weights.py. Other formats are refused by name: read as something else, they would give
-figures of a model that nobody has.
+The formats that compressed-tensors calls pack-quantized, int-quantized, float-quantized and naive-quantized are
+all among these or those in forward/weights.py. Other formats are refused by name, because reading them as one of
+these would silently give wrong weights.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
     from .safetensors_header import TensorInfo
 
-# R rows, C columns, n groups of a row
+# Legend: R rows, C columns, n groups per row
 
 READ = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
 
 
 def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
-    """The checkpoint under the family's published names, whoever saved it.
+    """The checkpoint with its tensors renamed to the family's published names.
 
-    Experts called gate_proj, up_proj and down_proj (as llm-compressor saves them) and layers spelled as
-    transformers does (`mlp.` for `block_sparse_moe.`) are read under the names of `facts`.
+    This maps gate_proj, up_proj and down_proj of the experts (as llm-compressor saves them) and transformers'
+    names of modules (`mlp.` for `block_sparse_moe.`) to the names in `facts`.
 
     Raises:
-        CheckpointError: its format is none that can be read, or two of its tensors have one name.
+        CheckpointError: its format cannot be read, or two of its tensors get the same name.
     """
     where = f"{checkpoint.folder}/config.json"
     section = checkpoint.config.get("quantization_config")
@@ -63,7 +63,7 @@ def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
 
 
 def _refused(section: dict[str, Any]) -> Iterator[str]:
-    """What of a quantization_config would be read wrongly."""
+    """The reasons why a checkpoint with this quantization_config would be read wrongly."""
     method = section.get("quant_method", "compressed-tensors")
     if method not in ("fp8", "compressed-tensors"):
         yield f"quant_method is {method!r}, not 'fp8' or 'compressed-tensors'"
@@ -83,20 +83,20 @@ def _published(name: str, facts: Architecture) -> str:
     for published, module in facts.modules.rename.items():
         name = name.replace(f".{module}.", f".{published}.", 1)
     name = re.sub(r"\.gate\.(e_score_correction_bias)$", r".\1", name)
-    found = re.search(r"\.experts\.\d+\.(\w+)\.", name)
-    if found:
+    expert = re.search(r"\.experts\.\d+\.(\w+)\.", name)
+    if expert:
         for matrix in MATRICES:
-            if found[1] == PROJECTIONS[matrix]:
-                at, end = found.span(1)
+            if expert[1] == PROJECTIONS[matrix]:
+                at, end = expert.span(1)
                 name = name[:at] + facts.expert_linears[matrix].name + name[end:]
     return name
 
 
 def foreign_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor | None:
-    """A module's weight (R, C) in float32 on `device`, where it is stored in one of the ways above.
+    """A module's weight (R, C) in float32 on `device`, if it is stored in a format of this module.
 
     Returns:
-        None where it is stored in one of the ways of weights.py.
+        The weight, or None if it is stored in a format of forward/weights.py.
 
     Raises:
         CheckpointError: the module's tensors do not belong together.
@@ -127,7 +127,7 @@ def _blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
 
 
 def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, device: torch.device) -> torch.Tensor:
-    """A scale or zero point as it applies to each element: broadcastable to the weight's (R, C), float32."""
+    """A scale or zero point in float32, expanded so that it broadcasts to the weight's shape (R, C)."""
     rows, columns = weight.shape
     values = checkpoint.tensor(scale.name).to(device).float()
     if values.numel() == 1:
@@ -146,11 +146,11 @@ def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, devic
 
 
 def _weight_schemes(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """`weights` of every config group."""
+    """The `weights` entry of every config group."""
     section = checkpoint.config.get("quantization_config")
     groups = section.get("config_groups") if isinstance(section, dict) else None
-    found = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
-    return [weights for weights in found if isinstance(weights, dict)]
+    schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    return [weights for weights in schemes if isinstance(weights, dict)]
 
 
 def _all_symmetric(checkpoint: Checkpoint) -> bool:
@@ -158,7 +158,7 @@ def _all_symmetric(checkpoint: Checkpoint) -> bool:
 
 
 def _declared_block(checkpoint: Checkpoint) -> tuple[int, int] | None:
-    """`block_structure` of the first config group that has one."""
+    """The `block_structure` of the first config group that has one."""
     for weights in _weight_schemes(checkpoint):
         block = weights.get("block_structure")
         if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
@@ -167,7 +167,7 @@ def _declared_block(checkpoint: Checkpoint) -> tuple[int, int] | None:
 
 
 def _asymmetric(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
-    """(code - zero) * scale; the zero points (R, n) are packed along the rows."""
+    """Dequantize as (code - zero) * scale. The zero points (R, n) are packed along the rows."""
     import torch
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
@@ -195,6 +195,6 @@ def _asymmetric(checkpoint: Checkpoint, module: str, device: torch.device) -> to
         )
     codes = unpack_from_int32(packed.to(device), bits, torch.Size((rows, columns))).float()
     zeros = unpack_from_int32(zero.to(device), bits, torch.Size((rows, groups)), packed_dim=0).float()
-    spread = codes.view(rows, groups, -1) - zeros.unsqueeze(-1)
-    weight: torch.Tensor = (spread * scale.to(device).float().unsqueeze(-1)).view(rows, columns)
+    shifted = codes.view(rows, groups, -1) - zeros.unsqueeze(-1)
+    weight: torch.Tensor = (shifted * scale.to(device).float().unsqueeze(-1)).view(rows, columns)
     return weight

@@ -1,4 +1,4 @@
-"""A checkpoint on the Hub seen through its headers: config.json and a few kilobytes of every shard."""
+"""Read the headers of a checkpoint on the Hub: config.json and a few kilobytes of every shard."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .safetensors_header import DTYPE_BYTES, Spec
 
 
 def read_hub(model: str, revision: str) -> tuple[dict[str, Any], dict[str, Spec], str]:
-    """Ask the Hub for config.json and for the header of every shard; no shard is downloaded.
+    """Fetch config.json and the header of every shard from the Hub, without downloading shards.
 
     Returns:
         config.json, dtype and shape of every tensor, and the commit.
 
     Raises:
-        CheckpointError: the Hub cannot be reached, has no such model, or it is no safetensors checkpoint.
+        CheckpointError: the Hub cannot be reached or has no such model, or it is not a safetensors checkpoint.
     """
-    from httpx import HTTPError  # the Hub's own errors are among them
+    from httpx import HTTPError  # base class of the Hub's own errors
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError
 

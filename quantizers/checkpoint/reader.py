@@ -1,7 +1,7 @@
-"""Reading a checkpoint: a header index over its shards, tensors and raw bytes on demand.
+"""Read a checkpoint: an index of all shards' headers, and tensors or raw bytes on demand.
 
-Files are opened for each read and closed again: an open safetensors handle keeps its mapped pages
-resident, which over 130 shards is the whole model.
+Every read opens its file and closes it again. An open safetensors handle would keep its mapped pages
+resident, and with 130 shards that is the whole model.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Checkpoint:
     """A checkpoint folder whose headers have been read and checked.
 
     Attributes:
-        folder: where it lies.
-        name: what the user called it: a Hub id or a folder.
-        config: config.json.
-        tensors: every tensor of every shard by name.
-        revision: on the Hub; None where it is not from there.
+        folder: its path.
+        name: the user's name for it: a Hub id or a folder.
+        config: the content of config.json.
+        tensors: every tensor of every shard, by name.
+        revision: its revision on the Hub; None for a local checkpoint.
     """
 
     folder: Path
@@ -47,15 +47,15 @@ class Checkpoint:
     revision: str | None = None
 
     def raw(self, name: str) -> bytearray:
-        """The bytes of one tensor, as they are in the file."""
+        """The bytes of one tensor as stored in the file."""
         return read_bytes(self.tensors[name])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor in its stored dtype, in memory of its own."""
+        """One tensor in its stored dtype, in newly allocated memory."""
         return as_tensor(self.tensors[name], self.raw(name))
 
     def require(self, name: str, why: str) -> TensorInfo:
-        """The header entry of a tensor that must be there."""
+        """The header entry of a tensor that must exist; `why` says in the error what it is."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder}: {name} is missing ({why}); the checkpoint is incomplete")
         return self.tensors[name]
@@ -65,7 +65,7 @@ def read_bytes(info: TensorInfo) -> bytearray:
     """The bytes of one tensor.
 
     Raises:
-        CheckpointError: the file vanished or shrank since its header was read.
+        CheckpointError: the file is gone or has shrunk since its header was read.
     """
     buffer = bytearray(info.size)
     try:
@@ -80,7 +80,7 @@ def read_bytes(info: TensorInfo) -> bytearray:
 
 
 def as_tensor(info: TensorInfo, raw: bytearray) -> torch.Tensor:
-    """Bytes as a tensor of the dtype and shape that the header says, without a copy."""
+    """View bytes as a tensor with the dtype and shape from the header, without a copy."""
     import torch
 
     dtypes = {
@@ -96,10 +96,10 @@ def as_tensor(info: TensorInfo, raw: bytearray) -> torch.Tensor:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
-        CheckpointError: it cannot be read, is not JSON, or is not an object.
+        CheckpointError: the file cannot be read, is not JSON, or does not contain an object.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -118,7 +118,7 @@ def open_folder(folder: Path, name: str | None = None, revision: str | None = No
 
     Args:
         folder: a checkpoint in the Hugging Face layout.
-        name: what to call it; the folder's path when None.
+        name: the user's name for it; None for the folder's path.
 
     Raises:
         CheckpointError: one line naming the file or tensor at fault.
@@ -150,7 +150,7 @@ def open_folder(folder: Path, name: str | None = None, revision: str | None = No
 
 
 def _shard_name(index: Path, shard: object) -> str:
-    # A shard lies beside its index. `../x` and absolute paths would read files the user never named.
+    # A shard must be in the folder of its index: `../x` or an absolute path would read other files of the user.
     if not isinstance(shard, str) or shard in ("", "..") or Path(shard).name != shard or not shard.isprintable():
         raise CheckpointError(
             f"{index}: names the shard {reprlib.repr(shard)}, which is not a plain file name, and is refused; "
@@ -161,7 +161,7 @@ def _shard_name(index: Path, shard: object) -> str:
 
 
 def _refuse_link_out(path: Path) -> None:
-    # The Hub's cache links each file into a folder `blobs` beside `snapshots`; any other way out is refused.
+    # The Hub's cache links each file to the folder `blobs` next to `snapshots`; other links out are refused.
     if os.path.islink(path):
         target, home = Path(os.path.realpath(path)), path.parent.resolve()
         cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
@@ -183,12 +183,12 @@ def _check_index(index: Path, weight_map: dict[str, Any], tensors: dict[str, Ten
 
 
 def block_size(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Rows and columns of an FP8 block: config.json's weight_block_size, 128x128 where it has none."""
+    """Rows and columns of an FP8 block: weight_block_size in config.json, or 128x128 if that is missing."""
     return declared_block(checkpoint.config, str(checkpoint.folder / CONFIG))
 
 
 def declared_block(config: dict[str, Any], where: str) -> tuple[int, int]:
-    """`block_size` from a config.json alone; `where` is its path, for the message."""
+    """As `block_size`, from the content of config.json; `where` is its path, for messages."""
     section = config.get("quantization_config") or {}
     if not isinstance(section, dict):
         raise CheckpointError(f"{where}: quantization_config is {reprlib.repr(section)}; an object is needed")
@@ -202,9 +202,9 @@ def declared_block(config: dict[str, Any], where: str) -> tuple[int, int]:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Everything beside weights and config that a checkpoint is used with: tokenizer, template, licence, code.
+    """The other files of a checkpoint, without weights and config.json: tokenizer, chat template, license, code.
 
-    What a run of this program adds of its own is none of it.
+    Files that a run of this program adds are left out.
     """
     return sorted(
         path
@@ -219,15 +219,15 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None = None) -> Path:
-    """The folder of a checkpoint: the one given, or the Hub's cache after downloading what is missing.
+    """The folder of a checkpoint: the given one, or the one in the Hub's cache, after downloading missing files.
 
     Args:
         model: a folder, or a Hub id.
         revision: branch, tag or commit on the Hub.
-        patterns: which files to fetch; all of the checkpoint when None.
+        patterns: glob patterns of the files to download; None for all files of the checkpoint.
 
     Raises:
-        CheckpointError: the id is unknown or the Hub cannot be reached, and the cache does not have it.
+        CheckpointError: the Hub does not know the id or cannot be reached, and the cache does not have it.
     """
     folder = os.path.expanduser(model)
     if os.path.isdir(folder):
@@ -255,5 +255,5 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
 
 
 def open_checkpoint(model: str, revision: str = "main") -> Checkpoint:
-    """`resolve` and `open_folder` in one."""
+    """`resolve`, then `open_folder`."""
     return open_folder(resolve(model, revision), model, revision)

@@ -1,7 +1,7 @@
 """The header of a safetensors file: names, dtypes, shapes and byte ranges, read without the data.
 
-The library maps whole files and keeps their pages resident; the plan, the audit and one-layer
-reading need byte ranges only. Everything is validated here, because a header is the user's input.
+The safetensors library maps whole files and keeps their pages resident, but the plan, the audit and reading
+one layer need only byte ranges. Headers are user input, so everything in them is validated here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from quantizers.system.errors import CheckpointError
 
 MAX_HEADER = 100_000_000  # the format's own limit
-# In the library's order, by which it also sorts the tensors of a file (from the last to the first).
+# In the library's order of dtypes; it writes a file's tensors sorted by dtype in the reverse of this order.
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
@@ -29,9 +29,9 @@ class TensorInfo:
     Attributes:
         name: full name.
         dtype: as safetensors spells it, e.g. F8_E4M3.
-        shape: dimensions.
-        file: where it lies.
-        start, end: byte range from the start of the file.
+        shape: its dimensions.
+        file: the path of its file.
+        start, end: its byte range, counted from the start of the file.
     """
 
     name: str
@@ -43,21 +43,21 @@ class TensorInfo:
 
     @property
     def size(self) -> int:
-        """Bytes of data."""
+        """Number of data bytes."""
         return self.end - self.start
 
 
 def printed(name: str) -> str:
-    """A name out of a file as it may stand in an error, which is one line."""
+    """A name from a file, escaped if needed, because an error message must be one line."""
     return name if name.isprintable() else repr(name)
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a safetensors file, in the order of its bytes.
+    """Every tensor of a safetensors file, in the order of their bytes.
 
     Raises:
-        CheckpointError: one line naming the file, and the tensor where one is at fault: truncated,
-            overlapping, of unknown dtype, or of a size that its shape contradicts.
+        CheckpointError: one line naming the file and, if possible, the tensor: it is truncated, overlaps
+            another, has an unknown dtype, or its size contradicts its shape.
     """
     try:
         length = file.stat().st_size
@@ -77,14 +77,16 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     base = 8 + start
     infos = [_entry(file, name, entry, base, length) for name, entry in header.items() if name != "__metadata__"]
     infos.sort(key=lambda info: (info.start, info.end))
-    at = base
+    expected_start = base
     for info in infos:
-        if info.start != at:
-            what = "overlaps another" if info.start < at else "leaves a gap before it"
+        if info.start != expected_start:
+            what = "overlaps another" if info.start < expected_start else "leaves a gap before it"
             raise CheckpointError(f"{file}: {info.name}: its byte range {what}; download this shard again")
-        at = info.end
-    if at != length:
-        raise CheckpointError(f"{file}: has {length - at:,} bytes after its last tensor; download this shard again")
+        expected_start = info.end
+    if expected_start != length:
+        raise CheckpointError(
+            f"{file}: has {length - expected_start:,} bytes after its last tensor; download this shard again"
+        )
     return {info.name: info for info in infos}
 
 
@@ -112,12 +114,12 @@ def _entry(file: Path, name: str, entry: object, base: int, length: int) -> Tens
 
 @dataclass(frozen=True)
 class Spec:
-    """Dtype (safetensors' spelling) and shape of a tensor."""
+    """Dtype (in safetensors' spelling) and shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Bytes of data."""
+        """Number of data bytes."""
         return DTYPE_BYTES[self.dtype] * math.prod(self.shape)

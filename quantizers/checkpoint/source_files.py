@@ -1,4 +1,4 @@
-"""Whether the source is still what a run began with: size and time of its files always, hashes on request."""
+"""Check that the source is unchanged when a run resumes: by size and time of its files, or by hashes on request."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from quantizers.system.progress import progress
 
 from .reader import Checkpoint
 
-SPOTS, PIECE = 32, 4096  # pieces of a shard that tell a source from another, and their bytes
+SPOTS, PIECE = 32, 4096  # number and bytes of the pieces of each shard that `source_digest` covers
 
 
 def shard_files(source: Checkpoint) -> list[Path]:
-    """The files that hold its tensors."""
+    """The files that contain its tensors."""
     return sorted({info.file for info in source.tensors.values()})
 
 
 def source_stats(source: Checkpoint) -> dict[str, Any]:
-    """Size and time of last change (nanoseconds) of each shard."""
+    """Size and modification time (in nanoseconds) of each shard."""
     stats: dict[str, Any] = {}
     for file in shard_files(source):
         try:
@@ -37,10 +37,11 @@ def source_stats(source: Checkpoint) -> dict[str, Any]:
 
 
 def source_digest(source: Checkpoint) -> str:
-    """SHA-256, hexadecimal, by which a source is known again wherever it lies, without reading all of it.
+    """SHA-256, hexadecimal, that identifies a source in any folder, without reading all of it.
 
-    Over config.json, every tensor's name, dtype and shape, and of each shard its size and SPOTS pieces, evenly
-    spread. A sample: two checkpoints of one layout that differ in none of the pieces are taken for one.
+    It covers config.json, every tensor's name, dtype and shape, and of each shard the size and SPOTS evenly spaced
+    pieces. As it only samples the data, two checkpoints of the same layout have the same digest if they differ
+    only between the pieces.
     """
     digest = hashlib.sha256(json.dumps(source.config, sort_keys=True).encode())
     for name, info in sorted(source.tensors.items()):
@@ -59,12 +60,12 @@ def source_digest(source: Checkpoint) -> str:
 
 
 def check_hashes(source: Checkpoint, work: Path, output: Path, check: Callable[[], None]) -> None:
-    """Hash every shard; keep the hashes at first, compare them with those kept when the run goes on.
+    """Hash every shard. A new run stores the hashes; a resumed run compares them with the stored ones.
 
     Raises:
-        OutputError: a shard's bytes are not those that the run began with.
+        OutputError: a shard has changed since the run began.
     """
-    kept = work / "source.json"
+    hash_file = work / "source.json"
     hashes = {}
     files = shard_files(source)
     with progress("hashing", len(files), unit="shard") as step:
@@ -75,17 +76,17 @@ def check_hashes(source: Checkpoint, work: Path, output: Path, check: Callable[[
             except OSError as failure:
                 raise CheckpointError(f"{file}: cannot be read ({failure.strerror}); check the folder") from None
             step(file.name)
-    if not kept.exists():
+    if not hash_file.exists():
         if any((work / "layers").glob("*.json")):
             print(
                 f"{output}: the layers done so far were made without --paranoid; hashes are kept from now on",
                 file=sys.stderr,
             )
-        write_json(kept, hashes)
+        write_json(hash_file, hashes)
         return
-    for name, before in json.loads(kept.read_text()).items():
-        if hashes.get(name) != before:
+    for name, old in json.loads(hash_file.read_text()).items():
+        if hashes.get(name) != old:
             raise OutputError(
-                f"{output}: the source's {name} has other bytes than when this run began (SHA-256 {before[:16]}…, now "
+                f"{output}: the source's {name} has other bytes than when this run began (SHA-256 {old[:16]}…, now "
                 f"{hashes.get(name, 'gone')[:16]}…); restore it, or start over with --fresh"
             )
