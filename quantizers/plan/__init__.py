@@ -1,4 +1,4 @@
-"""What a run will do and need, from headers alone: actions for tensors, schemes for layers, disk, memory, time, cards.
+"""Plan a run from headers alone: an action for each tensor, a scheme for each layer, and disk, memory, time and cards.
 
 Nothing here reads a weight.
 """

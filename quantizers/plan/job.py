@@ -1,6 +1,6 @@
-"""What a recipe means on this machine: the source opened, the plan made, what a run of it needs.
+"""Prepare a recipe on this machine: open the source and make the plan.
 
-Everything here happens before anything long starts, so that whatever is wrong is said at once.
+All of this happens before any long computation starts, so that errors are reported at once.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .plan import Plan, expected_tensors, make_plan
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe whose source has been found and whose plan has been made.
+    """A recipe with its source and its plan.
 
     Attributes:
-        source: the opened checkpoint; None where the plan comes from the kept facts.
-        location: where the source lies: a folder, or a Hub id.
-        basis: in words, what the plan was made from.
-        block: rows and columns of the source's FP8 blocks; None where its attention is not FP8.
-        allocation: of a recipe with a budget, what there is to choose from; until it is chosen, the plan is
-            that of the best uniform choice.
+        source: the opened checkpoint; None if the plan was made without the source's shards.
+        location: where the source is: a folder, or a Hub id.
+        basis: what the plan was made from, as text for users.
+        block: rows and columns of the source's FP8 blocks; None if its attention is not FP8.
+        allocation: the possible schemes and the limit of a recipe with a budget. Before the choice is made, the
+            plan uses the best uniform scheme.
     """
 
     recipe: Recipe
@@ -62,25 +62,25 @@ class Job:
 
 
 def prepare(name: str, offline_facts: bool = False, hub: bool = False, source_folder: Path | None = None) -> Job:
-    """Read a recipe, find and check its source, make the plan.
+    """Read a recipe, find and check its source, and make the plan.
 
     Args:
         name: a recipe's path or shipped name.
-        source_folder: where the source lies on this machine, whatever the recipe calls it.
-        offline_facts: plan from a config.json, or from the architecture's kept facts, where the
-            source's shards are not on this machine, or else from the headers on the Hub.
-        hub: then prefer the headers on the Hub to the kept facts.
+        source_folder: the source's folder on this machine, instead of the one that the recipe names.
+        offline_facts: if the source's shards are not on this machine, plan from its config.json, from the facts
+            kept for its architecture, or from the headers on the Hub.
+        hub: with `offline_facts`, prefer the headers on the Hub to the kept facts.
 
     Raises:
         InputError: one line naming what is wrong and where.
     """
     recipe, path = read_recipe(name)
-    for named in (recipe.calibration, recipe.verify and recipe.verify.perplexity and recipe.verify.perplexity.data):
-        if named and not set_location(named, path).is_file():
-            raise InputError(f"{path}: {named}: no such calibration set; correct the path")
+    for set_name in (recipe.calibration, recipe.verify and recipe.verify.perplexity and recipe.verify.perplexity.data):
+        if set_name and not set_location(set_name, path).is_file():
+            raise InputError(f"{path}: {set_name}: no such calibration set; correct the path")
     location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)
-    if offline_facts and (found := _without_shards(location, recipe.source.revision, hub)):
-        config, headers, basis = found
+    if offline_facts and (offline := _without_shards(location, recipe.source.revision, hub)):
+        config, headers, basis = offline
         facts = architecture_for(config, basis)
         sizes = sizes_of(facts, config, basis)
         block = declared_block(config, basis)
@@ -104,10 +104,10 @@ def prepare(name: str, offline_facts: bool = False, hub: bool = False, source_fo
 
 
 def given_folder(folder: Path) -> str:
-    """The folder that --source names.
+    """The folder given with --source, as an absolute path.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such folder.
     """
     if not folder.is_dir():
         raise CheckpointError(f"--source {folder}: no such folder; give the folder in which the source lies")
@@ -115,7 +115,7 @@ def given_folder(folder: Path) -> str:
 
 
 def _within_budget(job: Job) -> Job:
-    """What a recipe's budget leaves to choose from; any other recipe's job as it is.
+    """Add the allocation to the job of a recipe with a budget; return any other job unchanged.
 
     Raises:
         RecipeError: the budget is too small.
@@ -125,14 +125,17 @@ def _within_budget(job: Job) -> Job:
         return job
     key = "budget" if experts.budget is not None else "bits_per_weight"
     line = parse(job.path)[1].get(("experts", key), 1)
-    found = allocation(job.plan, job.sizes, experts, f"{job.path}:{line}: experts.{key}")
-    return replace(job, plan=job.plan.with_schemes(found.best_uniform()), allocation=found)
+    choices = allocation(job.plan, job.sizes, experts, f"{job.path}:{line}: experts.{key}")
+    return replace(job, plan=job.plan.with_schemes(choices.best_uniform()), allocation=choices)
 
 
 def _without_shards(
     location: str, revision: str, hub: bool
 ) -> tuple[dict[str, Any], dict[str, Spec] | None, str] | None:
-    """config.json, and headers where the Hub gave them, of a source whose shards are not here."""
+    """config.json, headers (None unless from the Hub) and basis of a source whose shards are not on this machine.
+
+    None if its shards are here, or if `location` is neither a folder nor a Hub id.
+    """
     folder = Path(location)
     config_file = folder / "config.json"
     if config_file.is_file() and not any(folder.glob("*.safetensors")):
@@ -143,7 +146,7 @@ def _without_shards(
     if kept is not None and not hub:
         return kept[1], None, f"the facts kept for {location} (its files are not on this machine)"
     if location.startswith((".", "/", "~")) or location.count("/") != 1:
-        return None  # no Hub id; `resolve` says so
+        return None  # not a Hub id; `resolve` reports that
     from quantizers.checkpoint.hub_headers import read_hub
 
     config, headers, commit = read_hub(location, revision)
@@ -151,7 +154,7 @@ def _without_shards(
 
 
 def _in_cache(model: str, revision: str) -> bool:
-    """Whether the Hub's cache has a model with all its shards; an index alone may come from planning."""
+    """Whether the Hub's cache has a model with all its shards; planning may have cached only the index."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -2,13 +2,13 @@
 
     keep        the source's bytes under the source's name
     rename      the source's bytes under another name (an FP8 scale, as compressed-tensors calls it)
-    quantize    an expert's matrix: packed integers, scales, shape
-    drop        the FP8 scale of such a matrix: it goes into the quantized one
-    fold        the norm that AWQ divides
-    compensate  the router that reads this norm
+    quantize    an expert's matrix: written as packed integers, scales and shape
+    drop        the FP8 scale of such a matrix: used to dequantize it, not written
+    fold        the norm that AWQ divides by its scales
+    compensate  the router that reads this norm, multiplied by the scales
 
-Pure: no file is opened here. What is not understood is refused, not kept: an unknown tensor might
-read the folded norm.
+No file is opened here. An unknown tensor is refused instead of kept, because it might read the folded
+norm.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ METADATA = {"format": "pt"}
 
 @dataclass(frozen=True)
 class Action:
-    """What becomes of one source tensor.
+    """What happens to one source tensor.
 
     Attributes:
         source: its name.
         spec: its dtype and shape.
         kind: see the module's docstring.
         outputs: the tensors written for it, by name.
-        layer: its decoder layer; None outside the layers.
-        expert, matrix: which expert's matrix, for quantize and drop.
+        layer: its decoder layer; None for a tensor outside the layers.
+        expert, matrix: the expert and which of its matrices, for quantize and drop.
     """
 
     source: str
@@ -55,11 +55,11 @@ class Action:
 
 @dataclass(frozen=True)
 class Plan:
-    """All actions, in the order of shards: layer by layer, then what lies outside the layers.
+    """All actions, in the order of shards: layer by layer, then the tensors outside the layers.
 
     Attributes:
-        experts: the recipe's settings; for bits and group size see `schemes`.
-        schemes: of each layer's experts.
+        experts: the recipe's settings; use `schemes` instead of its bits and group size.
+        schemes: the scheme of each layer's experts.
     """
 
     actions: tuple[Action, ...]
@@ -73,7 +73,7 @@ class Plan:
         return self.experts.model_copy(update={"bits": scheme.bits, "group_size": scheme.group_size})
 
     def with_schemes(self, schemes: Sequence[Scheme]) -> Plan:
-        """The same plan with another scheme for each layer's experts; their groups must divide the matrices."""
+        """The plan with other schemes, one for each layer; their groups must divide the matrices."""
         assert len(schemes) == self.layers
         actions = (
             action if action.layer is None else stored_as(action, schemes[action.layer]) for action in self.actions
@@ -81,11 +81,11 @@ class Plan:
         return replace(self, actions=tuple(actions), schemes=tuple(schemes))
 
     def of_layer(self, layer: int | None) -> list[Action]:
-        """The actions of one decoder layer, or with None of what lies outside."""
+        """The actions of one decoder layer, or, for None, of the tensors outside the layers."""
         return [action for action in self.actions if action.layer == layer]
 
     def fp8_block(self, block: tuple[int, int]) -> tuple[int, int] | None:
-        """Rows and columns of the kept FP8 weights' blocks; None where the attention is not FP8."""
+        """`block`, the rows and columns of an FP8 block, if the plan keeps FP8 attention weights; else None."""
         return block if any(action.kind == "rename" for action in self.actions) else None
 
     def counts(self) -> dict[str, int]:
@@ -97,7 +97,7 @@ class Plan:
         return {name: spec for action in self.of_layer(layer) for name, spec in action.outputs.items()}
 
     def shard_file(self, layer: int | None) -> str:
-        """File name of a layer's shard; what lies outside the layers comes last."""
+        """File name of a layer's shard; the tensors outside the layers are in the last shard."""
         number = self.layers + 1 if layer is None else layer + 1
         return f"model-{number:05d}-of-{self.layers + 1:05d}.safetensors"
 
@@ -110,7 +110,7 @@ class Plan:
 
 
 def expected_tensors(facts: Architecture, sizes: Sizes, block: tuple[int, int]) -> dict[str, Spec]:
-    """Every tensor of a checkpoint as the family publishes it: for planning without the files."""
+    """Every tensor of a checkpoint as the family publishes it, for planning without the files."""
     tensors = {name: Spec(t.dtype, sizes.shape(t.shape)) for name, t in facts.outside.items()}
 
     def linear(name: str, shape: tuple[int, ...]) -> None:
@@ -138,7 +138,7 @@ def make_plan(
     where: str,
     block: tuple[int, int],
 ) -> Plan:
-    """Assign every tensor its action.
+    """Assign an action to every tensor.
 
     Args:
         tensors: the source's headers, or `expected_tensors`.
@@ -146,20 +146,20 @@ def make_plan(
         block: rows and columns of an FP8 block.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, or of a wrong shape or dtype.
+        CheckpointError: a tensor is missing, unknown, or has a wrong shape or dtype.
         RecipeError: the group size does not divide the experts' matrices.
     """
-    for word in ("hidden", "width"):
-        if sizes[word] % experts.group_size:
+    for size in ("hidden", "width"):
+        if sizes[size] % experts.group_size:
             raise RecipeError(
-                f"{where}: experts.group_size {experts.group_size} does not divide {facts.sizes[word]} {sizes[word]}; "
+                f"{where}: experts.group_size {experts.group_size} does not divide {facts.sizes[size]} {sizes[size]}; "
                 "choose a smaller group"
             )
-    left = dict(tensors)
+    remaining = dict(tensors)
     actions: list[Action] = []
 
     def take(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Spec:
-        spec = left.pop(name, None)
+        spec = remaining.pop(name, None)
         if spec is None:
             raise CheckpointError(f"{where}: {name} is missing; the checkpoint is incomplete, download it again")
         if spec.shape != shape:
@@ -180,15 +180,15 @@ def make_plan(
     floating, linear = ("BF16", "F16", "F32"), ("F8_E4M3", "BF16", "F16", "F32")
     for layer in range(sizes["layers"]):
         for name, t in facts.in_layer.items():
-            full = facts.layer(layer, name)
-            spec = take(full, sizes.shape(t.shape), floating)
+            full_name = facts.layer(layer, name)
+            spec = take(full_name, sizes.shape(t.shape), floating)
             kind: Kind = "keep"
             output = spec
             if experts.awq and name == facts.fold.norm:
                 kind = "fold"
             elif experts.awq and name == facts.fold.router:
                 kind, output = "compensate", Spec("F32", spec.shape)  # servers hold the router in float32
-            actions.append(Action(full, spec, kind, {full: output}, layer))
+            actions.append(Action(full_name, spec, kind, {full_name: output}, layer))
         for name, terms in facts.linears.items():
             module = facts.layer(layer, name)
             spec = take(f"{module}.weight", sizes.shape(terms), linear)
@@ -208,24 +208,24 @@ def make_plan(
     for name, t in facts.outside.items():
         spec = take(name, sizes.shape(t.shape), floating)
         actions.append(Action(name, spec, "keep", {name: spec}))
-    if left:
-        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+    if remaining:
+        more = f" (and {len(remaining) - 1} more)" if len(remaining) > 1 else ""
         raise CheckpointError(
-            f"{where}: {next(iter(left))}{more} is not among the facts of {facts.model_type}; it might read what is "
-            "folded, so it is refused rather than kept"
+            f"{where}: {next(iter(remaining))}{more} is not among the facts of {facts.model_type}; it might read the "
+            "folded norm, so it is refused; give the published checkpoint"
         )
     return Plan(tuple(actions), sizes["layers"], experts, (experts.scheme,) * sizes["layers"])
 
 
 def stored_as(action: Action, scheme: Scheme) -> Action:
-    """The action with a scheme for what it quantizes; any other action as it is."""
+    """A quantize action with another scheme; any other action unchanged."""
     if action.kind != "quantize":
         return action
     return replace(action, outputs=packed_specs(action.source.removesuffix(".weight"), action.spec.shape, scheme))
 
 
 def packed_specs(module: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Spec]:
-    """What is written for one quantized matrix of shape (rows, columns)."""
+    """The tensors written for one quantized matrix of shape (rows, columns)."""
     rows, columns = shape
     return {
         f"{module}.weight_packed": Spec("I32", (rows, columns * scheme.bits // 32)),
@@ -237,18 +237,19 @@ def packed_specs(module: str, shape: tuple[int, ...], scheme: Scheme) -> dict[st
 def file_size(tensors: Mapping[str, Spec]) -> int:
     """Bytes of a safetensors file as the library writes it.
 
-    The header is compact JSON padded to 8 bytes; tensors lie in falling order of dtypes, then by name.
+    The header is compact JSON padded to 8 bytes. The tensors are sorted by dtype, last of DTYPE_BYTES first, then
+    by name.
     """
     ranks = list(DTYPE_BYTES)
     order = sorted(tensors, key=lambda name: (-ranks.index(tensors[name].dtype), name))
     header: dict[str, object] = {"__metadata__": METADATA}
-    at = 0
+    offset = 0
     for name in order:
         spec = tensors[name]
-        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.bytes]}
-        at += spec.bytes
+        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, offset + spec.bytes]}
+        offset += spec.bytes
     length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
-    return 8 + math.ceil(length / 8) * 8 + at
+    return 8 + math.ceil(length / 8) * 8 + offset
 
 
 def index_json(plan: Plan) -> str:

@@ -1,16 +1,15 @@
-"""What a run will need, before it starts: disk, memory and time, from the plan and the sizes of its data.
+"""Estimate disk, memory and time of a run before it starts, from the plan and the sizes of its data.
 
-Bytes follow from shapes. Time is arithmetic: the multiplications and additions that the method needs, the bytes that
-it reads, writes and hashes, the weights that it dequantizes, over rates that are assumptions. Pure; every assumption
-is part of the answer. How often a run goes through source and output, in whole files' worth:
+Bytes follow from shapes. Time is the number of operations, of bytes read, written and hashed, and of weights
+dequantized, each divided by an assumed rate; `assumptions` lists the rates. A run reads and writes the whole source
+and output this often:
 
-    layers  source read and dequantized; output written, and hashed twice while it is still in memory (the shard's
+    layers  read and dequantize the source; write the output, and hash it twice while it is in memory (the shard's
             SHA-256 and a digest for each tensor)
-    proof   output read, and its hash compared with that; source and output read and dequantized for the audit, of
-            which the output's bytes have just been read; and both again for the evaluation, where there is a
-            held-out set
+    proof   read the output and compare its hash; read and dequantize source and output for the audit (the output is
+            then still in the page cache); with a held-out set, read and dequantize both again for the evaluation
 
-Legend: T tokens, H hidden, I expert width, E experts, K chosen experts of a token.
+Legend: T tokens, H hidden, I expert width, E experts, K experts chosen per token.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from .job import Job
 from .plan import Plan
 from .solve_memory import DeviceMemory, device_memory
 
-# Operations a second: of the forward pass and the sums, and of the float32 search and rounding.
+# Operations per second: of the forward pass and the calibration sums, and of the float32 search and rounding.
 RATES = {"CPU": (0.5e12, 0.3e12), "GPU": (300e12, 30e12)}
-WEIGHTS = {"CPU": 0.5e9, "GPU": 20e9}  # weights a second, read from memory, dequantized and brought to the device
-DISK_RATE = 1e9  # bytes a second, read or written
-HASH_RATE = 1.5e9  # bytes a second
-HOST = 1 << 30  # bytes that the program and its libraries take by themselves
+WEIGHTS = {"CPU": 0.5e9, "GPU": 20e9}  # weights per second: read from memory, dequantized and copied to the device
+DISK_RATE = 1e9  # bytes per second, read or written
+HASH_RATE = 1.5e9  # bytes per second
+HOST = 1 << 30  # bytes of host memory for the program and its libraries
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,14 @@ class Estimate:
     """All sizes in bytes, times in seconds.
 
     Attributes:
-        tokens, held_out: of the calibration set and of the held-out set at most; None where its size is not known
-            before it is read. 0 held-out tokens: nothing is evaluated.
-        output, states: disk that is needed beside the source; states only while it runs, by kind of device.
-        host: one layer's source bytes, and the program itself.
-        memory: of the device, by its kind: with one expert solved at a time, and with all at once.
-        operations: of the layers and of the proof, multiplications and additions.
-        seconds: by kind of device: `layers`, `proof`, and `all` of it.
+        tokens, held_out: upper bounds for the calibration set and the held-out set; None if the size is unknown until
+            the set is read. 0 held-out tokens mean that there is no evaluation.
+        source: bytes of the source.
+        output, states: disk space needed in addition to the source; `states`, by kind of device, only during the run.
+        host: host memory for one layer of the source and the program itself.
+        memory: device memory, by kind of device: with one expert solved at a time, and with all at once.
+        operations: multiplications and additions of the layers and the proof.
+        seconds: by kind of device: `layers`, `proof`, and `all` for their sum.
     """
 
     tokens: int | None
@@ -75,38 +75,40 @@ def estimate(
     longest: int,
     grid: int,
 ) -> Estimate:
-    """The needs of one run.
+    """Estimate one run.
 
     Args:
-        output_bytes: of the finished checkpoint.
-        tokens: of the calibration set at most.
-        held_out: tokens of the held-out set at most, 0 without one.
-        longest: tokens of one sequence at most.
-        grid: candidates of the scale search, 0 without one.
+        output_bytes: size of the finished checkpoint.
+        tokens: upper bound for the calibration set.
+        held_out: upper bound for the held-out set's tokens; 0 without one.
+        longest: upper bound for the tokens of one sequence.
+        grid: number of candidates in the scale search; 0 without a search.
     """
     hidden = sizes["hidden"]
     layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in range(plan.layers))
     memory = {}
     for name, itemsize in (("CPU", 4), ("GPU", 2)):
-        whole = device_memory(plan, sizes, longest, itemsize, None)
-        least = max(whole.layer + whole.fixed, whole.peak - (whole.chunk - 1) * whole.expert)
-        memory[name] = (least, whole.peak)
+        all_at_once = device_memory(plan, sizes, longest, itemsize, None)
+        one_at_a_time = max(
+            all_at_once.layer + all_at_once.fixed, all_at_once.peak - (all_at_once.chunk - 1) * all_at_once.expert
+        )
+        memory[name] = (one_at_a_time, all_at_once.peak)
     states = None
     if tokens is not None:
-        choices = 4 * 2 * sizes["chosen"]  # which experts, and their weights
-        # Hidden states before and after a layer, and what its MoE block sees.
+        choices = 4 * 2 * sizes["chosen"]  # the chosen experts and their routing weights
+        # Hidden states before and after a layer, and the input of its MoE block.
         states = {"CPU": tokens * (4 * 3 * hidden + choices), "GPU": tokens * (2 * 3 * hidden + choices)}
     forward, solve = _operations(sizes, tokens or 0, grid)
-    judged = _evaluation(sizes, held_out or 0)
+    evaluation = _evaluation(sizes, held_out or 0)
     source = sum(action.spec.bytes for action in plan.actions)
     weights = sum(math.prod(a.spec.shape) for a in plan.actions if a.kind not in ("drop", "rename"))
     evaluated = 0 if held_out == 0 else 1
     known = tokens is not None and held_out is not None
     seconds = {}
-    for name, (fast, slow) in RATES.items():
-        layers = forward / fast + solve / slow + weights / WEIGHTS[name]
+    for name, (forward_rate, solve_rate) in RATES.items():
+        layers = forward / forward_rate + solve / solve_rate + weights / WEIGHTS[name]
         layers += (source + output_bytes) / DISK_RATE + 2 * output_bytes / HASH_RATE
-        proof = judged / fast + 2 * (1 + evaluated) * weights / WEIGHTS[name] + output_bytes / HASH_RATE
+        proof = evaluation / forward_rate + 2 * (1 + evaluated) * weights / WEIGHTS[name] + output_bytes / HASH_RATE
         proof += (1 + evaluated) * (source + output_bytes) / DISK_RATE
         seconds[name] = {"layers": layers, "proof": proof, "all": layers + proof}
     return Estimate(
@@ -117,26 +119,26 @@ def estimate(
         states,
         layer_source + HOST,
         memory,
-        forward + solve + judged if known else None,
+        forward + solve + evaluation if known else None,
         seconds if known else None,
     )
 
 
 def _operations(sizes: Sizes, tokens: int, grid: int) -> tuple[float, float]:
-    """Multiplications and additions of all layers: forward and sums, which grow with T; search and rounding."""
+    """Operations of all layers: of forward pass and sums, which grow with T, and of search and rounding."""
     hidden, width, experts, layers = (sizes[word] for word in ("hidden", "width", "experts", "layers"))
     attention = 2 * hidden * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
     expert = 3 * hidden * width
     observe = attention + experts * (2 * hidden * width + width**2) + (1 + sizes["chosen"]) * hidden**2
     propagate = attention + sizes["chosen"] * expert
-    # tr(D G Dᵀ) for each candidate; then GPTQ: two triangular products and a factorization.
+    # tr(D G Dᵀ) for each candidate, then GPTQ: two triangular products and a factorization.
     searched = 2 * width * hidden**2 + hidden * width**2
     solve = experts * ((grid + 2) * searched + hidden**3 + width**3)
     return 2.0 * layers * tokens * (observe + propagate), 2.0 * layers * solve
 
 
 def _evaluation(sizes: Sizes, tokens: int) -> float:
-    """Of the source's and the output's forward passes over the held-out set, and of their logits."""
+    """Operations of the forward passes of source and output over the held-out set, including logits."""
     hidden, width = sizes["hidden"], sizes["width"]
     attention = 2 * hidden * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
     layer = attention + sizes["chosen"] * 3 * hidden * width
@@ -144,7 +146,7 @@ def _evaluation(sizes: Sizes, tokens: int) -> float:
 
 
 def assumptions() -> list[str]:
-    """What the figures rest on, a line each."""
+    """The assumptions behind the figures, one line each."""
     (cpu, cpu_solve), (gpu, gpu_solve) = RATES["CPU"], RATES["GPU"]
     return [
         "tokens: every sample as long as its sequence_length allows, which few are",
@@ -159,33 +161,33 @@ def assumptions() -> list[str]:
 
 
 def estimate_run(job: Job, output_bytes: int) -> Estimate:
-    """What a run of this job would need; its calibration set is read, its data is not."""
+    """Estimate a run of this job. This reads the calibration set's YAML file, but none of its data."""
     from quantizers.calibration.set import read_set
 
     path = set_location(job.recipe.calibration, job.path)
     longest, awq = read_set(path).lengths[-1], job.recipe.experts.awq
-    asked = job.recipe.verify and job.recipe.verify.perplexity
-    held_out = _most_tokens(set_location(asked.data, job.path)) if asked else 0
+    perplexity = job.recipe.verify and job.recipe.verify.perplexity
+    held_out = _most_tokens(set_location(perplexity.data, job.path)) if perplexity else 0
     grid = awq.grid if awq else 0
     tokens = _most_tokens(path)
     return estimate(job.plan, job.sizes, output_bytes, tokens=tokens, held_out=held_out, longest=longest, grid=grid)
 
 
 def _most_tokens(path: Path) -> int | None:
-    """How many tokens a set can give; None where only reading its sources would tell."""
+    """Upper bound for a set's tokens; None if its sources would have to be read to know."""
     from quantizers.calibration.set import read_set
 
-    found = read_set(path)
-    counts = [(_most_samples(source, path.parent), found.length_of(source)) for source in found.sources]
+    calibration = read_set(path)
+    counts = [(_most_samples(source, path.parent), calibration.length_of(source)) for source in calibration.sources]
     known = [count * length for count, length in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 
 
 def chunk_on_gpu(job: Job, limit: int) -> DeviceMemory:
-    """What a run on a GPU would make of `limit` bytes of its memory.
+    """The memory of a run on a GPU and the number of experts solved at a time, within `limit` bytes.
 
     Raises:
-        InputError: not even one expert at a time fits.
+        InputError: the limit is too small even for one expert at a time.
     """
     from quantizers.calibration.set import read_set
 
@@ -196,7 +198,7 @@ def chunk_on_gpu(job: Job, limit: int) -> DeviceMemory:
 
 
 def _most_samples(source: DataSource, folder: Path) -> int | None:
-    """How many samples a source can give; None where only reading it would tell."""
+    """Upper bound for a source's samples; None if it would have to be read to know."""
     if source.samples != "all":
         return source.samples
     file = folder / source.dataset

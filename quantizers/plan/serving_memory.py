@@ -1,10 +1,10 @@
-"""Will it run on these cards? Memory of each card under vLLM, from the plan alone.
+"""Estimate the memory of each card when vLLM serves the output, from the plan alone.
 
     weights + KV cache + activations + runtime  <=  the card's memory * UTILISATION
 
-Weights and KV cache follow from the tensors. The rest are assumptions, stated here and printed with
-every answer; with them a MiniMax-M2.1 in FP8 + INT4 takes two 96 GiB cards and all 196,608 tokens,
-as has been measured (https://huggingface.co/mratsim/MiniMax-M2.1-FP8-INT4-AWQ).
+Weights and KV cache follow from the tensors. The rest are assumptions, which are printed with every answer.
+They predict that MiniMax-M2.1 in FP8 + INT4 fits two 96 GiB cards with all 196,608 tokens, which agrees with
+a measurement (https://huggingface.co/mratsim/MiniMax-M2.1-FP8-INT4-AWQ).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quantizers.system.errors import InputError
 from .plan import Plan
 
 GIB = 2**30
-UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest stays with the driver and CUDA graphs
-RUNTIME = 2 * GIB  # a card's CUDA context, kernels, NCCL buffers and fragmentation
-LARGE_CARD = 70 * GIB  # from here vLLM prefills 8,192 tokens at a time, below 2,048
-SEQUENCES = 256  # at most decoded together: so many rows of float32 logits
-KV_BLOCK = 16  # tokens in a page of the cache
+UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver and CUDA graphs
+RUNTIME = 2 * GIB  # per card: CUDA context, kernels, NCCL buffers, fragmentation
+LARGE_CARD = 70 * GIB  # from this size vLLM prefills 8,192 tokens at a time, below it 2,048
+SEQUENCES = 256  # at most decoded together, each with a row of float32 logits
+KV_BLOCK = 16  # tokens per block of the KV cache
 KvType = Literal["auto", "fp8"]
 KV_BYTES: dict[KvType, int] = {"auto": 2, "fp8": 1}
 COMMON = ("1x24GiB", "2x24GiB", "1x48GiB", "4x24GiB", "2x48GiB", "1x96GiB", "8x24GiB", "4x48GiB", "2x96GiB", "4x80GiB")
@@ -34,7 +34,7 @@ COMMON = ("1x24GiB", "2x24GiB", "1x48GiB", "4x24GiB", "2x48GiB", "1x96GiB", "8x2
 
 @dataclass(frozen=True)
 class Cards:
-    """`count` equal cards of `bytes` each; `name` as it was given."""
+    """`count` equal cards of `bytes` each; `name` is the user's text, such as 2x96GiB."""
 
     name: str
     count: int
@@ -43,12 +43,12 @@ class Cards:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Weight bytes of one decoder layer by how vLLM spreads them.
+    """Weight bytes of one decoder layer, by how vLLM distributes them.
 
     Attributes:
-        experts, attention: split over the tensor-parallel cards; attention without k and v.
-        key_value: of k and v, split over at most as many cards as there are key-value heads.
-        replicated: whole on every card.
+        experts, attention: split over the tensor-parallel cards; attention without the k and v projections.
+        key_value: k and v projections, split over at most as many cards as there are key-value heads.
+        replicated: stored whole on every card.
     """
 
     experts: int
@@ -59,14 +59,14 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class Model:
-    """What serving needs to know of a planned output.
+    """The facts about a planned output that decide its serving memory.
 
     Attributes:
-        layers: their weights.
-        outside: bytes of embedding, head and final norm together.
-        group: weights under one scale, along an expert's inputs; the largest of all layers.
-        block: rows of an FP8 block of the attention; 1 where it is not FP8.
-        longest: the context that the model was made for, in tokens; 0 where config.json does not say.
+        layers: weight bytes of each layer.
+        outside: total bytes of embedding, head and final norm.
+        group: the group size of the experts, the largest of all layers.
+        block: rows of an FP8 block of the attention; 1 if it is not FP8.
+        longest: the model's maximum context in tokens; 0 if config.json does not say.
     """
 
     sizes: Sizes
@@ -79,7 +79,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Fit:
-    """The fullest card. Bytes; `context` is what was asked for, `longest` what fits, both in tokens."""
+    """Memory of the fullest card, in bytes. `context` was asked for and `longest` fits, both in tokens."""
 
     cards: str
     tensor_parallel: int
@@ -102,10 +102,10 @@ class Fit:
 
 
 def parse_cards(text: str) -> Cards:
-    """`2x96GiB`, or `96GiB` for one card.
+    """Parse `2x96GiB`, or `96GiB` for one card.
 
     Raises:
-        InputError: it is neither.
+        InputError: the text has neither form.
     """
     match = re.fullmatch(r"(?:(\d+)\s*[xX×]\s*)?(.+)", text.strip())
     if match is None or match[1] == "0":
@@ -116,7 +116,7 @@ def parse_cards(text: str) -> Cards:
 def serving_model(
     plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], block: tuple[int, int] | None
 ) -> Model:
-    """Sum up a plan's output by how vLLM spreads it over cards."""
+    """Sum up the bytes of a plan's output by how vLLM distributes them over cards."""
     key_value = {name for name in facts.linears if name.endswith(("k_proj", "v_proj"))}
     by_layer: list[dict[str, int]] = [dict.fromkeys(LayerBytes.__annotations__, 0) for _ in range(plan.layers)]
     for action in plan.actions:
@@ -137,7 +137,7 @@ def serving_model(
 
 
 def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
-    """Why vLLM cannot split this model over so many cards; None where it can."""
+    """Why vLLM cannot split this model over `parallel` cards; None if it can."""
     sizes = model.sizes
     heads, kv_heads, width, head = (sizes[word] for word in ("heads", "kv_heads", "width", "head_dim"))
     if heads % parallel:
@@ -152,10 +152,10 @@ def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
 
 
 def split(model: Model, cards: Cards, tensor_parallel: int | None) -> tuple[int, int]:
-    """Tensor and pipeline parallelism over all the cards: as much of the first as vLLM allows.
+    """Tensor and pipeline parallelism that use all cards, with as much tensor parallelism as vLLM allows.
 
     Raises:
-        InputError: the tensor parallelism that was asked for is impossible.
+        InputError: the requested tensor parallelism is impossible.
     """
     if tensor_parallel is not None:
         if tensor_parallel < 1 or cards.count % tensor_parallel:
@@ -169,7 +169,7 @@ def split(model: Model, cards: Cards, tensor_parallel: int | None) -> tuple[int,
 
 
 def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
-    """Bytes of keys and values of one token on one card."""
+    """Bytes of one token's keys and values on one card."""
     heads = max(1, model.sizes["kv_heads"] // tensor_parallel)
     layers = math.ceil(model.sizes["layers"] / pipeline_parallel)
     return 2 * layers * heads * model.sizes["head_dim"] * KV_BYTES[kv]
@@ -178,13 +178,13 @@ def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipel
 def fit(
     model: Model, cards: Cards, context: int | None = None, kv: KvType = "auto", tensor_parallel: int | None = None
 ) -> Fit:
-    """Memory of the fullest card.
+    """Estimate the memory of the fullest card.
 
     Args:
-        context: tokens of one sequence, or of several together; the model's own longest when None.
+        context: tokens of one sequence, or of several in total; None for the model's maximum.
 
     Raises:
-        InputError: see `split`; or a context longer than the model's.
+        InputError: as `split`, or the context is longer than the model's maximum.
     """
     tensor, pipeline = split(model, cards, tensor_parallel)
     context = model.longest if context is None else context
@@ -195,7 +195,7 @@ def fit(
     budget = int(cards.bytes * UTILISATION)
     per_token = kv_bytes_per_token(model, kv, tensor, pipeline)
     room = budget - weights - activations - RUNTIME
-    most = max(0, room // per_token // KV_BLOCK * KV_BLOCK)
+    tokens_that_fit = max(0, room // per_token // KV_BLOCK * KV_BLOCK)
     cache = math.ceil(context / KV_BLOCK) * KV_BLOCK * per_token
     return Fit(
         cards.name,
@@ -210,13 +210,13 @@ def fit(
         activations,
         RUNTIME,
         room - cache,
-        min(most, model.longest) if model.longest else most,
+        min(tokens_that_fit, model.longest) if model.longest else tokens_that_fit,
         room >= cache,
     )
 
 
 def _weights(model: Model, tensor: int, pipeline: int) -> int:
-    """Bytes of weights on the fullest card: layers in equal runs, the embedding in the first, the head in the last."""
+    """Weight bytes on the fullest card: equal runs of layers, the embedding in the first, the head in the last."""
     per_stage = math.ceil(len(model.layers) / pipeline)
     stages = [model.layers[first : first + per_stage] for first in range(0, len(model.layers), per_stage)]
     key_value_cards = min(tensor, model.sizes["kv_heads"])
@@ -231,7 +231,7 @@ def _weights(model: Model, tensor: int, pipeline: int) -> int:
 
 
 def _activations(model: Model, cards: Cards, tensor: int) -> int:
-    """Bytes alive at the peak of a prefill step: vLLM's two MoE workspaces, states, q/k/v, logits; 16 bit."""
+    """Bytes live at the peak of a prefill step: vLLM's two MoE workspaces, hidden states, q/k/v (16 bit), logits."""
     sizes, tokens = model.sizes, step_tokens(cards)
     width, hidden = sizes["width"] // tensor, sizes["hidden"]
     experts = tokens * sizes["chosen"] * (max(2 * width, hidden) + width)
@@ -240,12 +240,12 @@ def _activations(model: Model, cards: Cards, tensor: int) -> int:
 
 
 def step_tokens(cards: Cards) -> int:
-    """Tokens of one prefill step, vLLM's default for a card of this size."""
+    """Tokens in one prefill step: vLLM's default for a card of this size."""
     return 8192 if cards.bytes >= LARGE_CARD else 2048
 
 
 def assumptions(cards: Sequence[Cards]) -> list[str]:
-    """What an answer rests on, a line each."""
+    """The assumptions behind an estimate, one line each."""
     steps = " or ".join(f"{n:,}" for n in sorted({step_tokens(c) for c in cards}))
     return [
         f"vLLM may use {UTILISATION:.0%} of a card (--gpu-memory-utilization {UTILISATION})",
@@ -256,8 +256,10 @@ def assumptions(cards: Sequence[Cards]) -> list[str]:
 
 
 def common_fits(model: Model) -> list[Fit]:
-    """Usual sets of cards by their memory, as far as they hold the weights: up to the second that takes
-    the model's longest context. FP8 keys and values only where 16 bit do not take it.
+    """Estimates for common sets of cards, from small to large, without those that fit fewer than 8,192 tokens.
+
+    The list ends with the second set that fits the model's maximum context with a 16-bit KV cache. An FP8 KV cache
+    is listed only if the maximum context does not fit in 16 bit.
     """
     rows: list[Fit] = []
     for cards in map(parse_cards, COMMON):

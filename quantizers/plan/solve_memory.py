@@ -1,12 +1,12 @@
-"""Device memory: how many experts of a layer can be solved at a time within a bound.
+"""Device memory: how many experts of a layer can be solved at a time within a limit.
 
 Legend: E experts, c experts of a chunk, H hidden, I expert width, T tokens of the longest sequence,
 K experts chosen per token, b bytes of an element of the forward pass (2 on an accelerator, 4 on a CPU).
 
     peak = the layer + its codes + max(one sequence's forward pass, sums of x + c · bytes of one expert)
 
-The bytes of one expert follow the code of expert_sums.py, engines.py, rounding.py and refine.py: the
-arrays that are alive at their fullest moment. tests/test_device_memory.py measures them.
+The bytes of one expert are derived from expert_sums.py, gram_engine.py, rounding.py and refine.py in solve/:
+they count the arrays that are live at each one's peak. tests/plan/test_solve_memory.py measures them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from quantizers.system.errors import InputError
 from .plan import Plan
 
 FLOAT = 4
-BATCH_TOKENS = 1024  # tokens: short sequences are worked on together, as long as they have no more
-# Arrays alive at the fullest moment of each phase, see `_expert_bytes`.
+BATCH_TOKENS = 1024  # tokens: short sequences are batched up to this number
+# Arrays live at the peak of each phase, see `_expert_bytes`.
 SUMS_FINISHED = 6  # (H, H): the routed sums, their blend in float64, the result
-ROUNDING_SQUARE = 8  # (C, C): Gram matrix as it came, folded, damped, in order, its factor and the solver's copies
+ROUNDING_SQUARE = 8  # (C, C): Gram matrix: original, folded, damped, permuted, its factor, and the solver's copies
 ROUNDING_MATRIX = 7  # (R, C): scaled, codes, steps, errors, and the candidates of a search
 
 
@@ -34,11 +34,11 @@ class DeviceMemory:
     """Bytes on the device.
 
     Attributes:
-        layer: the largest layer's weights in the dtype of the forward pass.
-        fixed: codes, and one sequence's forward pass or the sums of x.
-        expert: what each expert of a chunk adds.
-        chunk: experts solved at a time.
-        peak: of all together.
+        layer: weights of the largest layer in the dtype of the forward pass.
+        fixed: codes, and the larger of one sequence's forward pass and the sums of x.
+        expert: bytes for each expert of a chunk.
+        chunk: number of experts solved at a time.
+        peak: the total at its peak.
     """
 
     layer: int
@@ -53,15 +53,15 @@ class DeviceMemory:
 
 
 def device_memory(plan: Plan, sizes: Sizes, longest: int, itemsize: int, limit: int | None) -> DeviceMemory:
-    """Choose the chunk.
+    """Choose the number of experts in a chunk.
 
     Args:
-        longest: tokens of the longest sequence, T.
-        itemsize: b.
-        limit: bytes that may be used; None for no limit, and all experts at once.
+        longest: T, tokens of the longest sequence.
+        itemsize: b, bytes of an element of the forward pass.
+        limit: bytes that may be used; None for no limit and all experts at once.
 
     Raises:
-        InputError: even one expert at a time does not fit.
+        InputError: the limit is too small even for one expert at a time.
     """
     experts, hidden, width = sizes["experts"], sizes["hidden"], sizes["width"]
     layer = max(_layer_bytes(plan, number, itemsize) for number in range(plan.layers))
@@ -76,8 +76,8 @@ def device_memory(plan: Plan, sizes: Sizes, longest: int, itemsize: int, limit: 
     if limit is not None and (chunk < 1 or peak > limit):
         smallest = layer + max(fixed, codes + input_sums + expert)
         raise InputError(
-            f"{gib(limit)} of device memory are too few: a layer takes {gib(layer)}, and one expert solved at a time "
-            f"makes it {gib(smallest)}; give --device-memory {math.ceil(smallest / 2**20)}MiB, or shorter sequences"
+            f"{gib(limit)} of device memory is too little: a layer takes {gib(layer)}, {gib(smallest)} with one "
+            f"expert solved at a time; give --device-memory {math.ceil(smallest / 2**20)}MiB, or shorter sequences"
         )
     return DeviceMemory(layer, fixed, expert, chunk, peak)
 
@@ -89,16 +89,16 @@ def _layer_bytes(plan: Plan, number: int, itemsize: int) -> int:
 
 def _expert_bytes(sizes: Sizes, longest: int, itemsize: int) -> int:
     hidden, width, chosen = sizes["hidden"], sizes["width"], sizes["chosen"]
-    square, narrow = FLOAT * hidden**2, FLOAT * width**2  # of input_gram, of width_gram
+    square, narrow = FLOAT * hidden**2, FLOAT * width**2  # input_gram, width_gram
     gate_up, down = FLOAT * 2 * width * hidden, FLOAT * width * hidden
     longest = max(longest, BATCH_TOKENS)
-    small = longest * (9 * chosen + 40)  # routing weights and row numbers
-    # Routed rows (all of them at worst) with their weights, one batch at a time; then the blend.
+    small = longest * (9 * chosen + 40)  # routing weights and row indices
+    # Routed rows (all rows in the worst case) with their weights, one batch at a time; then the blend.
     inputs = max(square + longest * itemsize * 4 * hidden + small, SUMS_FINISHED * square)
-    # The weights in float32, rounded and served; gate, up and h of a batch, or its routed rows and theirs.
+    # The weights in float32, rounded and as served; gate, up and h of a batch, or of its routed rows.
     batch = longest * itemsize * max(6 * width, 2 * hidden + 5 * width) + small
     serving = 3 * gate_up + down + square + 2 * narrow + batch
-    # The weights in float32 and as they are handed on, both Gram matrices, then one matrix being rounded.
+    # The weights in float32 and as passed on, both Gram matrices, and then one matrix being rounded.
     held = 2 * (gate_up + down) + square + narrow
     rounding = max(
         ROUNDING_SQUARE * square + ROUNDING_MATRIX * gate_up, ROUNDING_SQUARE * narrow + ROUNDING_MATRIX * down

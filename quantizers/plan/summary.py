@@ -1,4 +1,4 @@
-"""A plan as numbers and rows: what `quantize plan` shows and report.json keeps."""
+"""A plan as numbers and table rows, for `quantize plan` and report.json."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from .plan import Action, Plan, file_size, index_json
 
 
 def kind_of_tensor(action: Action) -> str:
-    """A source tensor's name with `*` for the numbers of layer and expert."""
+    """A source tensor's name with `*` in place of layer and expert numbers."""
     return ".".join("*" if part.isdigit() else part for part in action.source.split("."))
 
 
 def kinds(plan: Plan) -> list[dict[str, object]]:
-    """Every kind of tensor with its action, number, and bytes before and after, in the order of a layer."""
+    """Every kind of tensor with its action, count, and bytes before and after, in the order of the plan."""
     sums: dict[tuple[str, str], tuple[int, int, int]] = {}
     for action in plan.actions:
         key = kind_of_tensor(action), action.kind
@@ -27,7 +27,7 @@ def kinds(plan: Plan) -> list[dict[str, object]]:
 
 
 def listing(plan: Plan) -> list[dict[str, object]]:
-    """Every source tensor with its action and what is written for it, in the order of the shards."""
+    """Every source tensor with its action and the tensors written for it, in the order of the shards."""
     return [
         {
             "source": action.source,
@@ -42,7 +42,7 @@ def listing(plan: Plan) -> list[dict[str, object]]:
 
 
 def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
-    """The plan in numbers: tensors and bytes by kind of action, output size, size of a layer."""
+    """The plan in numbers: tensors and bytes by kind of action, output size, source size of a layer."""
     table: dict[str, dict[str, int]] = {}
     for action in plan.actions:
         row = table.setdefault(action.kind, {"tensors": 0, "bytes_before": 0, "bytes_after": 0})
