@@ -1,4 +1,4 @@
-"""The folder that a run writes: its journal while it is unfinished, its record once it is done, the last move.
+"""The output folder of a run: its journal while the run is unfinished, the final move, and the record at the end.
 
-What is written into it is made elsewhere.
+Other rooms make the contents.
 """

@@ -1,4 +1,4 @@
-"""The folder a run writes to: whether it is free, finished or another's, and the last move into it."""
+"""The output folder of a run: whether it may be used, whether it is finished, and the final move into it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quantizers.system.own_files import CARD, REPORT
 
 from . import journal
 
-LAST = (REPORT, CARD, INDEX, CONFIG)  # what makes a folder look finished comes last
+LAST = (REPORT, CARD, INDEX, CONFIG)  # moved last, because these files mark a folder as finished
 
 
 def finished_report(output: Path) -> dict[str, Any] | None:
-    """The report of a finished output, None where there is none."""
+    """The report of a finished output; None if the output is not finished, {} if its report is not a JSON object."""
     if journal.unfinished(output) or not (output / CONFIG).is_file():
         return None
     try:
@@ -30,7 +30,7 @@ def finished_report(output: Path) -> dict[str, Any] | None:
 
 
 def refuse_strangers(output: Path) -> None:
-    """Refuse a folder that holds something which is not ours.
+    """Refuse a folder that contains files of others.
 
     Raises:
         OutputError: the path is a file, or a folder with other files in it.
@@ -43,15 +43,15 @@ def refuse_strangers(output: Path) -> None:
 
 
 def check_room(work: Path, needed: int) -> None:
-    """Refuse to start what cannot be finished.
+    """Refuse to start a run that would fill the disk.
 
     Args:
-        needed: bytes of the output, with all that lies on the disk meanwhile.
+        needed: bytes of the output and of all temporary files.
 
     Raises:
-        QuantizeError: less is free; names both numbers.
+        QuantizeError: the disk has less free space; the message gives both numbers.
     """
-    # Allocated blocks, not sizes: what an earlier part wrote need not be found room for again.
+    # Files of an interrupted run already have their space: count their allocated blocks, not their sizes.
     written = sum(512 * file.stat().st_blocks for file in work.rglob("*") if file.is_file())
     free = shutil.disk_usage(work).free
     if needed - written > free:
@@ -62,7 +62,7 @@ def check_room(work: Path, needed: int) -> None:
 
 
 def move_into_place(work: Path, output: Path) -> dict[str, Any]:
-    """Move the finished files: shards first, config.json last. Goes on where it was cut off.
+    """Move the finished files: shards first, config.json last. Continues an interrupted move.
 
     Returns:
         The report.

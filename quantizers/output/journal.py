@@ -1,19 +1,19 @@
-"""What is done, and under which settings: the folder DIR/.quantize/ of an unfinished run.
+"""The journal: the state of an unfinished run, in the folder DIR/.quantize/.
 
     run.json          the fingerprint: every setting that decides bytes
     source.json       SHA-256 of the source's shards, with --paranoid
-    schemes/          what was measured for a budget, see measure_schemes.py
-    choice.json       the schemes that were chosen within it
-    layers/00003.json layer 3 is done: digest of its shard as it was written, its numbers
+    schemes/          the measurements for a budget, see budget/measure.py
+    choice.json       the schemes chosen within the budget
+    layers/00003.json layer 3 is done: the digest of its shard when written, and its figures
     states-00004.bin  hidden states entering layer 4
-    output/           the checkpoint as far as it is assembled
-    run.log           a line of numbers for each layer
-    moving            everything is verified and is being moved into place
+    output/           the checkpoint, as far as it is written
+    run.log           one line of figures for each layer
+    moving            everything is verified, and the final move has started
     lock              held while a process works here
-    ranks/            what several processes hand each other
+    ranks/            files that several processes exchange
 
-A layer counts as done when its file exists; that file is written last, after the shard and the next
-states are on disk. A run that dies anywhere loses at most the layer it was in.
+A layer is done when its JSON file exists. That file is written last, after the shard and the next hidden
+states are on disk, so a run that dies loses at most the layer that it was working on.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def work_folder(output: Path) -> Path:
 
 
 def unfinished(output: Path) -> bool:
-    """Whether a run has begun here and not ended. An empty work folder is what a kill at the very end leaves."""
+    """Whether an unfinished run is here. The empty work folder that a kill at the very end leaves does not count."""
     work = work_folder(output)
     return (work / "run.json").exists() or (work / "moving").exists()
 
 
 def refuse_second_run(output: Path) -> None:
-    """`locked`, for a moment: what takes seconds to import need not be imported to say that the folder is in use.
+    """Take and release the lock: fails early, before imports that take seconds, if the folder is in use.
 
     Raises:
         OutputError: another process works here.
@@ -60,10 +60,10 @@ def refuse_second_run(output: Path) -> None:
 
 @contextlib.contextmanager
 def locked(output: Path, ranks: Ranks = ALONE) -> Iterator[None]:
-    """Hold the output folder alone. The kernel releases the lock of a process that died.
+    """Lock the output folder for this run. The kernel releases the lock of a process that dies.
 
-    Of several processes that work on one run, rank 0 takes the lock first. Then all of them hold it, so
-    that nobody else can have it before the last has ended.
+    With several processes, rank 0 first takes an exclusive lock; then all ranks hold a shared lock, so that
+    no other run gets the lock before the last rank has ended.
 
     Raises:
         OutputError: another process works here.
@@ -91,13 +91,13 @@ def locked(output: Path, ranks: Ranks = ALONE) -> Iterator[None]:
 
 
 def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path, name: str = "run.json") -> None:
-    """Write the fingerprint of a new run, or compare it with that of the run to continue.
+    """Write the fingerprint of a new run, or compare it with that of the run to resume.
 
     Args:
-        name: of its file.
+        name: name of the fingerprint's file.
 
     Raises:
-        OutputError: something that decides bytes differs; named with old and new value.
+        OutputError: a setting that decides bytes differs; the message has the old and the new value.
     """
     path = work / name
     if not path.exists():
@@ -107,9 +107,9 @@ def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path, name: 
         old = json.loads(path.read_text())
     except ValueError:
         raise OutputError(f"{path}: cannot be read; start over with --fresh") from None
-    found = list(differences(old, json.loads(json.dumps(fingerprint))))
-    # On another device other things count, so that it differs comes before what follows from it.
-    for key, before, now in sorted(found, key=lambda difference: not difference[0].endswith(".device")):
+    changes = list(differences(old, json.loads(json.dumps(fingerprint))))
+    # Report a changed device first, because other differences follow from it.
+    for key, before, now in sorted(changes, key=lambda difference: not difference[0].endswith(".device")):
         raise OutputError(
             f"{output}: holds an unfinished run with another {key} ({_short(before)}, now {_short(now)}); "
             "restore it, or start over with --fresh"
@@ -117,10 +117,10 @@ def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path, name: 
 
 
 def begun_with(work: Path, name: str = "run.json") -> dict[str, Any]:
-    """The machine's part of the fingerprint of what is to be continued; empty where nothing was begun.
+    """The machine's part of the fingerprint of the run to resume; empty if there is none.
 
     Args:
-        name: of the fingerprint's file.
+        name: name of the fingerprint's file.
     """
     try:
         machine = json.loads((work / name).read_text())["machine"]
@@ -130,7 +130,7 @@ def begun_with(work: Path, name: str = "run.json") -> dict[str, Any]:
 
 
 def differences(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Every leaf that differs, with its dotted place."""
+    """Every leaf that differs: its dotted key, the old and the new value."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             yield from differences(old.get(key), new.get(key), f"{place}.{key}" if place else key)
@@ -144,19 +144,19 @@ def _short(value: Any) -> str:
 
 
 def remove_cut_files(work: Path) -> None:
-    """Remove what a kill in the middle of a write has left: our temporary files, and safetensors' own (`.tmp…`)."""
+    """Remove the temporary files of interrupted writes: ours (`….tmp`) and those of safetensors (`.tmp…`)."""
     for path in work.rglob("*"):
         if path.suffix == ".tmp" or path.name.startswith(".tmp"):
             path.unlink()
 
 
 def layer_file(work: Path, layer: int) -> Path:
-    """The journal entry of a layer."""
+    """The path of a layer's journal entry."""
     return work / "layers" / f"{layer:05d}.json"
 
 
 def done_layers(work: Path, layers: int) -> list[dict[str, Any]]:
-    """The journal entries of the layers done so far, in order."""
+    """The journal entries of all layers done so far, in order."""
     entries = []
     for layer in range(layers):
         path = layer_file(work, layer)
@@ -167,43 +167,42 @@ def done_layers(work: Path, layers: int) -> list[dict[str, Any]]:
 
 
 def refuse_damaged_shards(work: Path, layers: int, output: Path, hashes: bool) -> None:
-    """Refuse to go on from shards that are not as they were written.
+    """Refuse to resume if a finished shard has changed since it was written.
 
     Args:
-        hashes: compare their SHA-256 too (the proof does so in any case, at the end).
+        hashes: also compare SHA-256 (the proof at the end always does).
 
     Raises:
-        OutputError: a finished shard is gone, or has another size or other bytes.
+        OutputError: a finished shard is missing, or its size or its bytes have changed.
     """
     for entry in done_layers(work, layers):
         path, written = work / "output" / entry["shard"], entry["digest"]
         try:
             size = path.stat().st_size
-            wrong = f"has {size:,} bytes, {written['bytes']:,} were written" if size != written["bytes"] else ""
-            if not wrong and hashes and file_sha256(path) != written["sha256"]:
-                wrong = f"has other bytes than were written (SHA-256 {written['sha256'][:16]}…)"
+            problem = f"has {size:,} bytes, {written['bytes']:,} were written" if size != written["bytes"] else ""
+            if not problem and hashes and file_sha256(path) != written["sha256"]:
+                problem = f"has other bytes than were written (SHA-256 {written['sha256'][:16]}…)"
         except OSError as failure:
-            wrong = f"cannot be read ({failure.strerror})"
-        if wrong:
+            problem = f"cannot be read ({failure.strerror})"
+        if problem:
             raise OutputError(
-                f"{output}: the finished shard of layer {entry['layer']}, {path.name}, {wrong}; restore it, or start "
+                f"{output}: the finished shard of layer {entry['layer']}, {path.name}, {problem}; restore it, or start "
                 "over with --fresh"
             )
 
 
 def log(work: Path, line: str) -> None:
-    """Add a line, with the time, to the log of the run."""
+    """Append a line with the current time to run.log."""
     path = work / "run.log"
     with disk_errors(path), path.open("a", encoding="utf-8") as stream:
         stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
 
 
 def discard(output: Path) -> None:
-    """Remove an unfinished or finished run of ours, and nothing else.
+    """Remove the files of an unfinished or finished run, and no other files.
 
     Raises:
-        OutputError: another process works here, or a finished output's report cannot be read, so that it is
-            unclear what is ours.
+        OutputError: another process works here, or report.json cannot be read, which lists the run's files.
     """
     work = work_folder(output)
     if work.exists():
@@ -221,7 +220,10 @@ def discard(output: Path) -> None:
 
 
 def remove(work: Path) -> None:
-    """Remove the work folder: what is done first, what the folder is last, so that a kill half-way misleads nobody."""
+    """Remove the work folder: finished layers first, the files that mark it as a run last.
+
+    A kill half-way then never leaves layers without the fingerprint that they belong to.
+    """
     shutil.rmtree(work / "layers", ignore_errors=True)
     last = ("run.json", "moving", "lock")
     for path in work.iterdir():

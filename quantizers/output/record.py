@@ -1,9 +1,9 @@
-"""report.json as the record of a finished folder: what lies there, by hash, under a seal.
+"""report.json as the record of a finished folder: the hashes of its files, protected by a seal.
 
-files      the names of everything that was written
-sha256     of each of them but the shards (their digests are under `audit`) and the card
-card       the card's front matter, and the hash of its text: words may be edited later, figures of the Hub may not
-seal       SHA-256 over all the rest of report.json, so that a change of the record itself shows
+files      the names of all files that the run wrote
+sha256     their hashes, except the shards' (whose digests are under `audit`) and the card's
+card       the card's front matter and the hash of its text: the text may be edited later, the front matter may not
+seal       SHA-256 over the rest of report.json, which reveals changes of the record itself
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from quantizers.system.plain_json import finite
 
 
 def seal_of(report: dict[str, Any]) -> str:
-    """SHA-256 over everything in a report but its seal, hexadecimal."""
+    """SHA-256, hexadecimal, over everything in a report except its seal."""
     rest = {key: value for key, value in report.items() if key != "seal"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def describe_files(folder: Path, texts: Mapping[str, str], later: Iterable[str] = ()) -> dict[str, Any]:
-    """`files` and `sha256` of a folder that is complete but for report.json and what is made of it.
+    """`files` and `sha256` of a folder that is complete except for report.json and the files made from it.
 
     Args:
-        texts: what some of the files were written from, by name: their hashes are of that, not of what lies there.
-        later: names that will be there as well.
+        texts: the original text of some files, by name; their hashes cover this text, not the file on disk.
+        later: names of files that will be added later.
 
     Raises:
         QuantizeError: a file cannot be read.
@@ -48,13 +48,13 @@ def text_sha256(text: str) -> str:
 
 
 def add_files(folder: Path, report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """A report that records these files of its folder as well."""
+    """The report with these files of its folder added to `files` and `sha256`."""
     added = {name: file_sha256(folder / name) for name in names}
     return report | {"files": sorted({*report["files"], *added}), "sha256": report["sha256"] | added}
 
 
 def write_record(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """Seal a report and write report.json; returns it as a reader finds it."""
+    """Seal a report and write report.json; returns the report as it will be read back."""
     report = as_read(report)
     report["seal"] = seal_of(report)
     write_json(folder / REPORT, report)
