@@ -1,4 +1,4 @@
-"""One decoder layer at a time: stored tensors as numbers, hidden states in files, the streamed forward pass.
+"""The forward pass, one decoder layer at a time: dequantized weights, and hidden states in files.
 
 Nothing here changes a weight.
 """

@@ -1,4 +1,4 @@
-"""Integer codes and group scales as numbers.
+"""Integer codes with group scales, and how to dequantize them.
 
 Legend: E experts, R rows (outputs), C columns (inputs), g group size, n = C / g groups.
 """
@@ -14,7 +14,7 @@ def code_range(bits: int) -> tuple[int, int]:
 
 
 def grouped(weight: torch.Tensor, group: int) -> torch.Tensor:
-    """(…, R, C) viewed as (…, R, n, g)."""
+    """View (…, R, C) as (…, R, n, g)."""
     return weight.view(*weight.shape[:-1], -1, group)
 
 

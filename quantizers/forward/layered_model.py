@@ -1,9 +1,9 @@
-"""A model of which one decoder layer exists at a time.
+"""A model of which only one decoder layer is in memory at a time.
 
-transformers' own layer is built on the meta device, where it has no memory, given its weights, run, and
-sent back. The forward pass of a layer, rotary embedding included, is
-transformers' own: only the routed experts are intercepted, where they are called with
-`(hidden_states, top_k_index, top_k_weights)`, the interface that all of its MoE models share.
+A layer is built with transformers' class on the meta device, where it needs no memory. It gets its weights, runs,
+and goes back to the meta device. The forward pass of a layer, including rotary embeddings, is the one of
+transformers. Only the call of the routed experts is intercepted, with arguments
+`(hidden_states, top_k_index, top_k_weights)`, which all MoE models in transformers share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Recorder(torch.nn.Module):
-    """Stands in for the experts: keeps what they were called with and returns zeros."""
+    """Replaces the experts: records their arguments and returns zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class LayeredModel:
     Args:
         checkpoint: source or candidate, in any format that weights.py reads.
         facts, sizes: its architecture.
-        device: where layers are materialised.
-        dtype: of the forward pass; float32 on a CPU, bfloat16 on an accelerator.
+        device: the device on which layers run.
+        dtype: dtype of the forward pass: float32 on a CPU, bfloat16 on an accelerator.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class LayeredModel:
         self.device, self.dtype = device, dtype
         model_class = getattr(transformers, facts.model_class)
         config = model_class.config_class(**transformers_config(facts, checkpoint.config))
-        config._attn_implementation = "sdpa"  # causal without a mask; eager attention with mask None is not
+        config._attn_implementation = "sdpa"  # causal even with mask None; eager attention is not
         # One grouped matmul for all experts on an accelerator; on a CPU the plain loop is faster.
         config._experts_implementation = "eager" if device.type == "cpu" else "grouped_mm"
         self.config = config
-        # Layers are made one at a time, when they are needed: of a long model even the empty ones take memory.
+        # Build only one layer here, the others when they are needed: in a deep model even empty layers take memory.
         short = copy.deepcopy(config)
         short.num_hidden_layers = 1
         with torch.device("meta"):
             inner = model_class(short).model
         self.layer_class = type(inner.layers[0])
-        # inv_freq is computed, not loaded, so on the meta device it would stay empty.
+        # inv_freq is computed, not loaded, so it would stay empty on the meta device.
         self.rotary = type(inner.rotary_emb)(config=config).to(device)
         self.final_norm = inner.norm
         self.final_norm.load_state_dict({"weight": self._plain(facts.final_norm)}, assign=True)
@@ -93,7 +93,7 @@ class LayeredModel:
 
     @contextlib.contextmanager
     def layer(self, number: int) -> Iterator[torch.nn.Module]:
-        """The decoder layer with its weights; they are freed when the block ends."""
+        """A decoder layer with its weights, which are freed when the block ends."""
         with torch.device("meta"):
             module: torch.nn.Module = self.layer_class(self.config, number).eval()
         module.load_state_dict(
@@ -104,10 +104,10 @@ class LayeredModel:
         try:
             yield module
         finally:
-            module.to("meta")  # whoever still holds the module holds no weights
+            module.to("meta")  # frees the weights even if someone still references the module
 
     def inputs(self, states: torch.Tensor) -> dict[str, Any]:
-        """What transformers' model hands its layers: one sequence (T, H) as keyword arguments."""
+        """The keyword arguments that transformers' model passes to its layers, for one sequence (T, H)."""
         hidden = states.to(device=self.device, dtype=self.dtype).unsqueeze(0)
         positions = torch.arange(states.shape[0], device=self.device).unsqueeze(0)
         return {
@@ -119,7 +119,7 @@ class LayeredModel:
 
     @torch.no_grad()
     def run(self, layer: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One sequence through a layer with natural routing: states (T, H), and choices (T, K) int64."""
+        """Run one sequence through a layer with its own routing: output states (T, H), chosen experts (T, K) int64."""
         experts = layer.get_submodule(self.facts.modules.experts)
         choices: list[torch.Tensor] = []
         hook = experts.register_forward_pre_hook(lambda _, args: choices.append(args[1]))
@@ -131,7 +131,7 @@ class LayeredModel:
 
     @torch.no_grad()
     def record(self, layer: torch.nn.Module, states: torch.Tensor) -> Recorded:
-        """One sequence up to the experts: their input, and the router's choice. The experts do not run."""
+        """Run one sequence up to the experts, which do not run; record their input and the router's choice."""
         path, _, name = self.facts.modules.experts.rpartition(".")
         parent = layer.get_submodule(path)
         experts, recorder = getattr(parent, name), _Recorder()
@@ -145,6 +145,6 @@ class LayeredModel:
 
     @torch.no_grad()
     def final(self, states: torch.Tensor) -> torch.Tensor:
-        """The final norm of states (T, H)."""
+        """Apply the final norm to states (T, H)."""
         normed: torch.Tensor = self.final_norm(states.to(device=self.device, dtype=self.dtype))
         return normed

@@ -1,4 +1,4 @@
-"""What the MoE block of one layer saw: its input, and where the router sent each token.
+"""The recorded input of one layer's MoE block, and the experts to which the router sent each token.
 
 Legend: T tokens of one sequence, H hidden, E experts, K experts chosen per token.
 """
@@ -12,11 +12,11 @@ import torch
 
 @dataclass(frozen=True)
 class Recorded:
-    """One sequence as the MoE block of a layer saw it.
+    """The input and routing of one sequence at a layer's MoE block.
 
     Attributes:
         x: (T, H), the block's input.
-        chosen: (T, K) int64, the experts the router chose.
+        chosen: (T, K) int64, the experts that the router chose.
         weight: (T, K) float32, their routing weights.
     """
 
@@ -26,7 +26,7 @@ class Recorded:
 
 
 def route_counts(chosen: torch.Tensor, experts: int) -> torch.Tensor:
-    """(E,) int64: how many tokens each expert was sent, from (T, K) choices."""
+    """(E,) int64: number of tokens routed to each expert, from the chosen experts (T, K)."""
     return torch.zeros(experts, dtype=torch.int64, device=chosen.device).scatter_add_(
         0, chosen.flatten(), torch.ones_like(chosen.flatten())
     )

@@ -1,4 +1,4 @@
-"""How close a quantized layer is to its source, once what AWQ moved between tensors is moved back."""
+"""Compare a quantized layer with its source, after undoing the scales that AWQ moved between tensors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import torch
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.system.errors import CheckpointError
 
-# A 4-bit group keeps a weight within about 8 % of its norm, GPTQ within 15 %. A matrix that was not
-# scaled as its norm says, or belongs to another expert, is off by 50 % and more.
+# Relative error of a matrix: about 8 % with 4-bit groups and rounding to nearest, up to 15 % with GPTQ. A matrix with
+# scales that do not match its norm, or of another expert, is off by 50 % and more.
 CLOSE_ENOUGH = 0.35
 SAME_FACTOR = 2**-6
 
 
 def norm_ratio(source: Checkpoint, candidate: Checkpoint, name: str) -> torch.Tensor:
-    """source / candidate of a norm (H,), float32: what its readers must have been multiplied by; 1 where it is 0.
+    """The ratio source / candidate of a norm (H,), float32; 1 where the candidate is 0.
+
+    The candidate's tensors that read the norm must have been multiplied by this ratio.
 
     Raises:
-        CheckpointError: the candidate's norm is missing, of another shape, or not finite.
+        CheckpointError: the candidate's norm is missing, has another shape, or is not finite.
     """
     before = source.tensor(name).float()
     info = candidate.require(name, "a norm")
@@ -31,17 +33,17 @@ def norm_ratio(source: Checkpoint, candidate: Checkpoint, name: str) -> torch.Te
 
 
 def row_scale(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """(R,) s that minimises ‖found − s · wanted‖ row by row; 1 where that is 0 or undefined."""
+    """(R,) the scale s that minimizes ‖found − s · wanted‖ for each row; 1 where it is 0 or undefined."""
     power = wanted.square().sum(1)
     scale = (found * wanted).sum(1) / power.clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where((power > 0) & (scale.abs() > 1e-12), scale, torch.ones_like(scale))
 
 
 def matrix_errors(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], smooth: torch.Tensor) -> list[float]:
-    """‖found − expected‖ / ‖expected‖ of an expert's gate, up and down, given the norm's ratio.
+    """Relative errors ‖found − expected‖ / ‖expected‖ of an expert's gate, up and down, given the norm's ratio.
 
-    The scale between up's rows and down's columns is not stored; it is read off up's rows by least
-    squares, and down's columns must then carry its inverse.
+    The scale between up's rows and down's columns is not stored. It is estimated from up's rows by least
+    squares, and down's columns must then have been divided by it.
     """
     gate, up, down = old[0] * smooth, old[1] * smooth, old[2]
     rows = row_scale(new[1], up)
@@ -56,10 +58,10 @@ def matrix_errors(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], smoo
 def router_state(
     before: torch.Tensor, after: torch.Tensor, smooth: torch.Tensor
 ) -> Literal["compensated", "not compensated", "unclear"]:
-    """Whether a router (E, H) is the source's, or the source's times the norm's ratio (H,).
+    """Whether a router (E, H) equals the source's, or the source's multiplied by the norm's ratio (H,).
 
-    Each channel's factor is found by least squares, so that bfloat16 arithmetic, several times rounded, does
-    not blur the answer.
+    Each channel's factor is estimated by least squares over all experts, which averages out the errors of
+    repeated rounding to bfloat16.
     """
     factor = row_scale(after.float().mT, before.float().mT)  # (H,)
     if bool(((factor / smooth - 1).abs() < SAME_FACTOR).all()):

@@ -1,7 +1,7 @@
 """Hidden states of many sequences in one memory-mapped file.
 
-Sequences lie one after the other, each (T, width). The page cache holds what is in use; the process
-itself holds nothing, however many tokens there are.
+The file is the concatenation of the sequences, each (T, width). The page cache holds the parts in use; the
+process itself allocates no memory for them, however many tokens there are.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from quantizers.system.errors import QuantizeError
 
 
 class Rows(Sequence[torch.Tensor]):
-    """A list of (T_i, width) tensors that live in a file; item assignment writes through.
+    """A list of (T_i, width) tensors stored in a file; assigning an item writes to the file.
 
     Args:
-        path: the file; created, with all its blocks, when it does not exist.
+        path: the file; if it does not exist, it is created with all its blocks allocated.
         lengths: T_i of each sequence.
-        width: columns.
-        dtype: of the elements.
+        width: number of columns.
+        dtype: dtype of the elements.
     """
 
     def __init__(self, path: Path, lengths: Sequence[int], width: int, dtype: torch.dtype) -> None:
@@ -54,18 +54,18 @@ class Rows(Sequence[torch.Tensor]):
         return (self[i] for i in range(len(self)))
 
     def flush(self) -> None:
-        """Everything written so far is on the disk when this returns."""
+        """Write everything to disk before returning."""
         with disk_errors(self.path):
             handle = os.open(self.path, os.O_RDWR)
             try:
-                os.fsync(handle)  # Linux writes dirty shared mappings of the file back as well
+                os.fsync(handle)  # on Linux this also writes back dirty shared mappings of the file
             finally:
                 os.close(handle)
             sync_folder(self.path.parent)
 
 
 def _allocate(path: Path, size: int) -> None:
-    # Blocks are reserved now: a full disk is an error here, not a SIGBUS in the middle of a layer.
+    # Allocate all blocks now, so that a full disk raises an error here instead of a SIGBUS in the middle of a layer.
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as stream:

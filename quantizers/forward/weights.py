@@ -1,12 +1,12 @@
-"""Weights as numbers: what a linear module's stored tensors mean, whatever format they are in.
+"""Read the weights of linear modules as numbers, from all supported formats.
 
     FP8 e4m3 with one float32 scale per block   weight, weight_scale_inv (source) or weight_scale (ours)
     packed integers with a scale per group      weight_packed, weight_scale, weight_shape
     plain                                       weight
-    what others make                            see formats.py
+    formats of other programs                   see checkpoint/formats.py
 
-Unpacking and FP8 dequantization are compressed-tensors' own. On a CPU everything becomes float32
-with no bfloat16 step between; FP8 bytes travel to a device as FP8 and are dequantized there.
+compressed-tensors does the unpacking and the FP8 dequantization. On a CPU everything becomes float32
+without rounding to bfloat16 in between. FP8 bytes are copied to a GPU as FP8 and dequantized there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def scale_name(checkpoint: Checkpoint, module: str) -> str:
-    """The scale of an FP8 module: `weight_scale_inv` as MiniMax publishes it, or `weight_scale`."""
+    """The name of an FP8 module's scale tensor: `weight_scale_inv`, as MiniMax publishes it, or `weight_scale`."""
     for suffix in ("weight_scale_inv", "weight_scale"):
         if f"{module}.{suffix}" in checkpoint.tensors:
             return f"{module}.{suffix}"
@@ -39,7 +39,7 @@ def scale_name(checkpoint: Checkpoint, module: str) -> str:
 
 
 def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """q * scale per block in float32, on the tensors' device. weight (R, C) FP8, scale (⌈R/b⌉, ⌈C/b⌉)."""
+    """Dequantize FP8 as q * scale per block, in float32 on the tensors' device. weight (R, C), scale (⌈R/b⌉, ⌈C/b⌉)."""
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
 
     library = FP8BlockDequantizer(targets=["m"], weight_block_size=block, dtype=torch.float32)
@@ -48,7 +48,7 @@ def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, 
 
 
 def unpack(packed: torch.Tensor, bits: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Codes (R, C) int8 from int32 words, as compressed-tensors unpacks them."""
+    """Unpack int32 words to codes (R, C) int8 with compressed-tensors."""
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     codes: torch.Tensor = unpack_from_int32(packed, bits, torch.Size(shape))
@@ -56,13 +56,13 @@ def unpack(packed: torch.Tensor, bits: int, shape: tuple[int, int]) -> torch.Ten
 
 
 def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
-    """A linear module's weight as float32 on `device`.
+    """Read a linear module's weight as float32 on `device`.
 
     Args:
-        module: full published name without `.weight`.
+        module: its full published name, without `.weight`.
 
     Raises:
-        CheckpointError: a tensor is missing, of a wrong dtype or shape, or holds a NaN or infinity.
+        CheckpointError: a tensor is missing, has a wrong dtype or shape, or contains NaN or infinity.
     """
     foreign = foreign_weight(checkpoint, module, device)
     if foreign is not None:
@@ -119,11 +119,11 @@ def _read_packed(checkpoint: Checkpoint, module: str, device: torch.device) -> t
             f"weight_shape {reprlib.repr(shape)}; int32 words and scales in rows and columns are needed"
         )
     rows, columns = (int(n) for n in shape)
-    bits, rest = divmod(info.shape[1] * 32, columns) if columns > 0 else (0, 1)
+    bits, remainder = divmod(info.shape[1] * 32, columns) if columns > 0 else (0, 1)
     groups = scale_info.shape[1]
     if (
         bits not in (4, 8)
-        or rest
+        or remainder
         or info.shape[0] != rows
         or scale_info.shape[0] != rows
         or not groups
@@ -147,11 +147,11 @@ def layer_weights(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """One decoder layer's parameters by transformers' names within the layer, experts fused.
+    """Read one decoder layer's parameters, with fused experts, by transformers' names within the layer.
 
     Returns:
-        Norms, attention and router, and `….gate_up_proj` (E, 2I, H) and `….down_proj` (E, H, I), in
-        `dtype`; the router and its bias in float32, as servers hold them.
+        Norms, attention, router, `….gate_up_proj` (E, 2I, H) and `….down_proj` (E, H, I), in `dtype`, except the
+        router and its bias, which are float32 as in servers.
     """
     weights: dict[str, torch.Tensor] = {}
     for name in facts.in_layer:
