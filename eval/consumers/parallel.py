@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator
 
 from quantizers.architectures.architecture import Sizes
 
-from .rules import Scheme
+from .rules import ServedScheme
 
 MARLIN_GROUPS, MARLIN_HIDDEN = (32, 64, 128), 128
 
 
 def tensor_parallel(
-    ranks: int, sizes: Sizes, attention: Iterable[Scheme | None], experts: Iterable[Scheme | None]
+    ranks: int, sizes: Sizes, attention: Iterable[ServedScheme | None], experts: Iterable[ServedScheme | None]
 ) -> str:
     """`ok`, or the first reason why it is not possible.
 
@@ -28,7 +28,9 @@ def tensor_parallel(
     return next(_obstacles(ranks, sizes, set(attention), set(experts)), "ok")
 
 
-def _obstacles(ranks: int, sizes: Sizes, attention: set[Scheme | None], experts: set[Scheme | None]) -> Iterator[str]:
+def _obstacles(
+    ranks: int, sizes: Sizes, attention: set[ServedScheme | None], experts: set[ServedScheme | None]
+) -> Iterator[str]:
     heads, kv_heads, width = sizes["heads"], sizes["kv_heads"], sizes["width"]
     if heads % ranks:
         yield f"{heads} heads do not divide"

@@ -22,7 +22,7 @@ from .rules import (
     Engine,
     Refused,
     Rules,
-    Scheme,
+    ServedScheme,
     find,
     find_experts,
     first,
@@ -49,7 +49,7 @@ class Reading:
     kind: str
     asked: str
     members: tuple[str, ...]
-    scheme: Scheme | None
+    scheme: ServedScheme | None
     layer: int | None = None
     refused: str | None = None
 
@@ -122,7 +122,7 @@ def transformers_readings(facts: Architecture, layers: int, rules: Rules) -> Ite
     yield linear(EMBEDDINGS, module_of(facts.embedding), "Embedding")
 
 
-def _transformers_scheme(name: str, class_name: str, rules: Rules) -> Scheme | None:
+def _transformers_scheme(name: str, class_name: str, rules: Rules) -> ServedScheme | None:
     if any(matches(name, entry) or entry == class_name for entry in rules.ignore):
         return None
     ordered = sorted(rules.targets, key=lambda target: ("re:" in target, target))
@@ -135,7 +135,7 @@ def names_experts(targets: Iterable[str]) -> bool:
     return any(target.startswith("re:") and "experts" in target for target in targets)
 
 
-def _transformers_experts(rules: Rules) -> Scheme | None:
+def _transformers_experts(rules: Rules) -> ServedScheme | None:
     for targets, scheme in rules.groups:
         for target in targets:
             if target.startswith("re:") and "experts" in target:

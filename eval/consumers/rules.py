@@ -24,10 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 ATTENTION, OUTPUT, EXPERTS, ROUTER, HEAD, EMBEDDINGS = KINDS = (
     "attention q,k,v",
     "attention o",
@@ -46,7 +45,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Scheme:
+class ServedScheme:
     """What a config group says about a weight. Schemes compare equal if engines treat them alike, in any group."""
 
     type: str
@@ -85,8 +84,8 @@ class Rules:
         format: the format of the whole checkpoint.
     """
 
-    targets: Mapping[str, Scheme]
-    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    targets: Mapping[str, ServedScheme]
+    groups: tuple[tuple[tuple[str, ...], ServedScheme], ...]
     ignore: tuple[str, ...]
     format: str
 
@@ -121,7 +120,7 @@ class Engine:
 
     def expert_parts(self, facts: Architecture) -> tuple[str, ...]:
         """The names under which it looks up gate, up and down."""
-        return tuple(facts.expert_linears[m].name for m in MATRICES) if self.own_names else PROJECTIONS
+        return tuple(facts.expert_linears[m].name for m in MATRICES) if self.own_names else tuple(PROJECTIONS.values())
 
     def expert_prefix(self, facts: Architecture, layer: int) -> str:
         """Its name for the module that holds a layer's experts."""
@@ -155,8 +154,8 @@ def read_rules(section: Mapping[str, Any]) -> Rules:
     """
     try:
         whole_format = str(section.get("format"))
-        targets: dict[str, Scheme] = {}
-        groups: list[tuple[tuple[str, ...], Scheme]] = []
+        targets: dict[str, ServedScheme] = {}
+        groups: list[tuple[tuple[str, ...], ServedScheme]] = []
         for name, group in section["config_groups"].items():
             scheme = scheme_of(name, group, whole_format)
             for target in group["targets"]:
@@ -173,13 +172,13 @@ def read_rules(section: Mapping[str, Any]) -> Rules:
     return Rules(targets, tuple(groups), ignore, whole_format)
 
 
-def scheme_of(name: str, group: Mapping[str, Any], whole: str) -> Scheme:
+def scheme_of(name: str, group: Mapping[str, Any], whole: str) -> ServedScheme:
     """The scheme of a config group; `whole` is the checkpoint's format, used if the group has none of its own."""
     weights = group["weights"]
     size, block = weights.get("group_size"), weights.get("block_structure")
     strategy = weights.get("strategy") or ("tensor" if size is None else "group" if size > 0 else "channel")
     activations = group.get("input_activations")
-    return Scheme(
+    return ServedScheme(
         type=weights.get("type", "int"),
         bits=int(weights.get("num_bits", 8)),
         strategy=strategy,
@@ -246,7 +245,9 @@ def is_ignored(engine: Engine, name: str, ignore: Sequence[str]) -> bool:
     return all(covered)
 
 
-def find(engine: Engine, name: str, class_name: str, rules: Rules, targets: Mapping[str, Scheme]) -> Scheme | None:
+def find(
+    engine: Engine, name: str, class_name: str, rules: Rules, targets: Mapping[str, ServedScheme]
+) -> ServedScheme | None:
     """The scheme that a server gives a module; None if it is not quantized.
 
     Raises:
@@ -263,7 +264,7 @@ def find(engine: Engine, name: str, class_name: str, rules: Rules, targets: Mapp
     return targets[chosen] if chosen else None
 
 
-def find_experts(engine: Engine, facts: Architecture, layer: int, rules: Rules) -> Scheme | None:
+def find_experts(engine: Engine, facts: Architecture, layer: int, rules: Rules) -> ServedScheme | None:
     """The scheme of a layer's experts: that of expert 0, looked up under the engine's own names.
 
     Raises:
@@ -281,7 +282,7 @@ def find_experts(engine: Engine, facts: Architecture, layer: int, rules: Rules) 
     return schemes[0]
 
 
-def require_kernel(engine: Engine, scheme: Scheme | None, kind: str, rules: Rules) -> None:
+def require_kernel(engine: Engine, scheme: ServedScheme | None, kind: str, rules: Rules) -> None:
     """Check that a server has a kernel for the scheme it matched.
 
     Raises:

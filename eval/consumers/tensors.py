@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from quantizers.architectures.architecture import Architecture, Sizes
-from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 
 from .readings import kind_of, module_of
-from .rules import EMBEDDINGS, EXPERTS, HEAD, ROUTER, Scheme
+from .rules import EMBEDDINGS, EXPERTS, HEAD, ROUTER, ServedScheme
 
 FLOATING = ("BF16", "F16", "F32")
 ASYMMETRIC = ("weight_zero_point", "weight_g_idx")
@@ -92,14 +92,14 @@ def misnamed_experts(modules: Mapping[str, Parts], facts: Architecture, sizes: S
     for layer in range(sizes["layers"]):
         for expert in range(sizes["experts"]):
             prefix = facts.layer(layer, facts.expert_prefix.format(expert=expert))
-            for other in ("gate_proj", "up_proj", "down_proj", "w1", "w3", "w2"):
+            for other in (*PROJECTIONS.values(), "w1", "w3", "w2"):
                 if other not in own and prefix + other in modules:
                     misnamed[prefix + other] = other
     return misnamed
 
 
 def describe(parts: Parts, shape: tuple[int, ...]) -> str:
-    """How a module is stored, worded like `str(Scheme)`."""
+    """How a module is stored, worded like `str(ServedScheme)`."""
     scale = parts.get("weight_scale")
     if "weight_packed" in parts:
         bits = parts["weight_packed"].shape[-1] * 32 / shape[-1]
@@ -128,7 +128,7 @@ def _block(size: int, count: int) -> int:
     return 128 if math.ceil(size / 128) == count else math.ceil(size / max(count, 1))
 
 
-def mistakes(scheme: Scheme | None, parts: Parts, shape: tuple[int, ...]) -> list[tuple[Mistake, str]]:
+def mistakes(scheme: ServedScheme | None, parts: Parts, shape: tuple[int, ...]) -> list[tuple[Mistake, str]]:
     """What goes wrong if these tensors are read under this scheme (None: as not quantized).
 
     Returns:
@@ -184,7 +184,7 @@ def _fit(parts: Parts, needed: Mapping[str, Needed]) -> bool:
     return all(need.holds(parts[part]) for part, need in needed.items() if part in parts)
 
 
-def required(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, Needed] | None:
+def required(scheme: ServedScheme, shape: tuple[int, ...]) -> dict[str, Needed] | None:
     """The tensors that a scheme needs for a matrix, weight first; None for schemes that this program never writes."""
     rows, columns = shape
     if scheme.type == "int" and scheme.strategy == "group" and scheme.group_size and not scheme.activations:

@@ -135,7 +135,7 @@ class _Asker:
         return tuple(name.rpartition(".")[2] for name, _ in self._lookups)
 
     def ask(self, reading: Reading, facts: Architecture) -> tuple[str, str]:
-        """vLLM's answer, worded like `str(Scheme)` (or `plain`, `refused`), and the class it would use."""
+        """vLLM's answer, worded like `str(ServedScheme)` (or `plain`, `refused`), and the class it would use."""
         layer = self._bare(reading, facts)
         self._lookups.clear()
         kernel = ""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """A model, the sets to stream over it, and the gates."""
 
     model: str
@@ -31,7 +31,7 @@ class Asked:
     where: str
 
 
-def asked(
+def question_of(
     recipe: str | None,
     model: str | None,
     data: str | None,
@@ -39,7 +39,7 @@ def asked(
     min_routed_tokens: int | None,
     max_uncovered: float | None,
     source: Path | None = None,
-) -> Asked:
+) -> Question:
     """Combine the arguments: a recipe, of which `model` and `data` may replace parts, or `model` and `data` alone.
 
     Args:
@@ -72,12 +72,12 @@ def asked(
         if not file.is_file():
             raise InputError(f"{file}: no such set; give a file, or the name of a shipped set such as embedded")
     if model is not None or parsed is None or path is None:
-        return Asked(str(model), "main", False, tuple(sets), rule, str(path or model))
+        return Question(str(model), "main", False, tuple(sets), rule, str(path or model))
     location = source_location(parsed, path) if source is None else given_folder(source)
-    return Asked(location, parsed.source.revision, parsed.source.trust_remote_code, tuple(sets), rule, str(path))
+    return Question(location, parsed.source.revision, parsed.source.trust_remote_code, tuple(sets), rule, str(path))
 
 
-def measured(question: Asked, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
+def measure_coverage(question: Question, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
     """The report on one set; see `eval.coverage.tables.report`."""
     from .tables import report
 
@@ -85,18 +85,18 @@ def measured(question: Asked, device: torch.device, work: Path, ranks: Ranks = A
     return {"model": question.model, "set": name} | report(routed.part("0:"), question.rule)
 
 
-def compared(question: Asked, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """What the second set wins and loses compared with the first; see `eval.coverage.tables.compare`."""
-    from .tables import compare
+def compare_coverage(question: Question, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
+    """What the second set wins and loses compared with the first; see `eval.coverage.tables.compare_counts`."""
+    from .tables import compare_counts
 
     routed, names = _stream(question, device, work, ranks)
-    comparison = compare(routed.part("0:"), routed.part("1:"), question.rule)
+    comparison = compare_counts(routed.part("0:"), routed.part("1:"), question.rule)
     for side, name in zip(("before", "after"), names, strict=True):
         comparison[side]["name"] = name
     return {"model": question.model} | comparison
 
 
-def _stream(question: Asked, device: torch.device, work: Path, ranks: Ranks) -> tuple[Routed, list[str]]:
+def _stream(question: Question, device: torch.device, work: Path, ranks: Ranks) -> tuple[Routed, list[str]]:
     """Stream all sets in one pass; the categories of set n get the prefix `n:`."""
     from quantizers.architectures.architecture import architecture_for, sizes_of
     from quantizers.calibration.samples import samples

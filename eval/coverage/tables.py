@@ -105,7 +105,7 @@ def gate_table(found: list[dict[str, Any]]) -> str:
     return plain(("gate", "value", "limit", "", "what it is"), rows)
 
 
-def compare(before: Routed, after: Routed, rule: CoverageGate) -> dict[str, Any]:
+def compare_counts(before: Routed, after: Routed, rule: CoverageGate) -> dict[str, Any]:
     """What changing from one set to another wins and loses.
 
     Returns:

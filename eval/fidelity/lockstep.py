@@ -27,6 +27,7 @@ from quantizers.forward.states import Rows
 from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError
 from quantizers.system.plain_json import finite
+from quantizers.system.progress import Step
 from quantizers.team.ranks import ALONE, Ranks
 
 from .figures import Measured, Text, parts
@@ -34,7 +35,6 @@ from .logits import log_probabilities
 from .weight_error import weight_errors
 
 CHUNK = 256  # positions whose logits are in memory at a time: 0.2 GB with a vocabulary of 200,064
-Step = Callable[[str], None]
 Stage = Callable[[str, int, int], AbstractContextManager[Step]]  # its name, its steps, steps done by an earlier call
 Pair = tuple[torch.Tensor, torch.Tensor]  # of one text: the source's rows, the candidate's
 Scores = tuple[np.ndarray, np.ndarray, np.ndarray]  # nll, kl, same: (T - 1,) each

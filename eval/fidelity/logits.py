@@ -13,7 +13,7 @@ import torch
 
 from quantizers.solve.symmetric import gram
 
-WORDS = 16384  # rows of the head (vocabulary entries) that are multiplied at a time
+HEAD_ROWS = 16384  # rows of the head (vocabulary entries) that are multiplied at a time
 
 
 def logits(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
@@ -21,8 +21,8 @@ def logits(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     if head.dtype == torch.float32:
         return gram(states.mT, head.mT)
     product = torch.empty(len(states), len(head), dtype=torch.float32, device=head.device)
-    for start in range(0, len(head), WORDS):
-        product[:, start : start + WORDS] = gram(states.mT, head[start : start + WORDS].mT)
+    for start in range(0, len(head), HEAD_ROWS):
+        product[:, start : start + HEAD_ROWS] = gram(states.mT, head[start : start + HEAD_ROWS].mT)
     return product
 
 

@@ -7,7 +7,10 @@ from typing import Any
 
 from quantizers.system.text_table import number, plain
 
-MOST, WORST = 24, 5  # with more than MOST categories, their families and the WORST categories are shown
+CATEGORY_ROWS, WORST = (
+    24,
+    5,
+)  # with more categories than rows, families and the WORST categories are shown
 
 
 def eval_table(report: dict[str, Any]) -> str:
@@ -51,7 +54,7 @@ def shown_categories(one: dict[str, Any]) -> dict[str, Any]:
     Args:
         one: figures of one part, see `by_part`; `one["long"]` has categories of its own.
     """
-    if len(one["categories"]) <= MOST:
+    if len(one["categories"]) <= CATEGORY_ROWS:
         return dict(one["categories"])
     worst = sorted(one["categories"].items(), key=lambda item: -item[1]["kl"]["mean"])[:WORST]
     return {**one["families"], **dict(worst)}
@@ -91,7 +94,11 @@ def _categories(one: dict[str, Any]) -> str:
 
 def _left_out(one: dict[str, Any]) -> str:
     count = len(one["categories"])
-    return f" ({count}: by family, then the {WORST} that lose most; all of them with --json)" if count > MOST else ""
+    return (
+        f" ({count}: by family, then the {WORST} that lose most; all of them with --json)"
+        if count > CATEGORY_ROWS
+        else ""
+    )
 
 
 def _interval(table: dict[str, Any], key: str, form: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.fidelity.tables import MOST
+from eval.fidelity.tables import CATEGORY_ROWS
 from quantizers.system.atomic import atomic, disk_errors
 
 UNCOVERED = "#d62728"
@@ -69,7 +69,7 @@ def fidelity_picture(results: Sequence[tuple[str, dict[str, Any]]], path: Path) 
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    few = len(results[0][1]["categories"]) <= MOST
+    few = len(results[0][1]["categories"]) <= CATEGORY_ROWS
     kind = "categories" if few else "families"
     tables = [one[kind] | ({"long texts": one["long"]} if "long" in one else {}) for _, one in results]
     categories = list(tables[0])

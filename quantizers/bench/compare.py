@@ -91,7 +91,9 @@ def compare_layer(
 
         with torch.no_grad():
             _warm_up(model, solve, states)
-            ours, library = (_measured(partial(solve, settings), repeats, device) for settings in (OURS, LIBRARY))
+            ours, library = (
+                _seconds_and_memory(partial(solve, settings), repeats, device) for settings in (OURS, LIBRARY)
+            )
     return {
         "sizes": sizes,
         "tokens": count * length,
@@ -110,7 +112,7 @@ def _warm_up(model: LayeredModel, solve: Callable[[Experts], None], states: list
     states[:] = kept
 
 
-def _measured(work: Callable[[], object], repeats: int, device: torch.device) -> dict[str, Any]:
+def _seconds_and_memory(work: Callable[[], object], repeats: int, device: torch.device) -> dict[str, Any]:
     """Time and peak memory of some work, over several repeats."""
     seconds, cpu_seconds, memory = [], [], []
     for _ in range(repeats):
@@ -201,7 +203,7 @@ def compare_route(
         for name, route, place in (("library", library, "stitched"), ("ours", ours, "output")):
             steps[name].clear()
             runs = map(route, [Path(folder) / f"{name}-{n}" for n in range(repeats)])
-            results[name] = _measured(partial(next, runs), repeats, device)
+            results[name] = _seconds_and_memory(partial(next, runs), repeats, device)
             results[name]["steps"] = {
                 step: statistics.median(one[step] for one in steps[name]) for step in steps[name][0]
             }
@@ -226,7 +228,7 @@ def _states_bytes(job: Job, tokens: Sequence[torch.Tensor], device: torch.device
     return row * sum(len(t) for t in tokens)
 
 
-def compare(
+def compare_with_library(
     job: Job, sizes: dict[str, int], layer_tokens: int, route_tokens: int, repeats: int, device: torch.device
 ) -> dict[str, Any]:
     """Make both comparisons; see `compare_layer` and `compare_route`."""

@@ -33,7 +33,7 @@ from stitch.write.shard import layer_tensors, write_shard
 
 from .random_model import BLOCK, published, resized, write_random
 
-PHASES = (
+LAYER_PHASES = (
     "read", "dequantize", "observe", "forced pass", "sums", "changes", "search", "rounding", "pack", "write",
     "propagate",
 )  # fmt: skip
@@ -102,7 +102,7 @@ def measure_layer(
         written = (folder / "shard.safetensors").stat().st_size
         peak = peak_memory(device)
     measured = clock.seconds() | inside.seconds() | host | {"observe": seconds["observe"]}
-    measured = {phase: measured[phase] for phase in PHASES}
+    measured = {phase: measured[phase] for phase in LAYER_PHASES}
     rates = device_rates(device, dtype)
     total = sum(len(rows) for rows in states)
     return {

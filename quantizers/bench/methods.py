@@ -70,7 +70,9 @@ def spread(data: CalibrationData, most: int) -> CalibrationData:
     return replace(data, samples=data.samples[::step])
 
 
-def compare(job: Job, device: torch.device, repeats: int, most_tokens: int, work: Path | None = None) -> dict[str, Any]:
+def compare_methods(
+    job: Job, device: torch.device, repeats: int, most_tokens: int, work: Path | None = None
+) -> dict[str, Any]:
     """Run every method on the recipe's source and calibration set, and measure all on its held-out set's short texts.
 
     Args:

@@ -42,7 +42,7 @@ import torch
 from eval.fidelity.logits import log_probabilities
 from quantizers.architectures.matrices import MATRICES
 from quantizers.checkpoint.background import read_ahead
-from quantizers.device.allocator import give_back, settle
+from quantizers.device.allocator import release_free_memory, use_one_arena
 from quantizers.device.devices import forward_dtype
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.states import Rows
@@ -81,7 +81,7 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor], context: Context) 
     if found is not None:
         _remove(work)  # a walk may have been interrupted just after it wrote its last file
         return found
-    settle()
+    use_one_arena()
     (work / FOLDER).mkdir(exist_ok=True)
     model = LayeredModel(job.opened, job.facts, job.sizes, context.device, forward_dtype(context.device))
     done = next((n for n in range(layers) if not entry_file(work, n).exists()), layers)
@@ -211,7 +211,7 @@ class _Walk:
         self.states.path.unlink()
         self.states = following
         del found
-        give_back()
+        release_free_memory()
         step(f"{entry['seconds']:.1f} s, error {next(iter(errors.values()))[ALL_THREE] ** 0.5:.4f}")
 
     @staticmethod

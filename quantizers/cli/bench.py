@@ -46,7 +46,7 @@ def methods(
     from quantizers.device.devices import choose_device
 
     job = _job(recipe)
-    from quantizers.bench.methods import compare as compare_methods
+    from quantizers.bench.methods import compare_methods
     from quantizers.cli.tables.bench import methods_table
 
     result = compare_methods(job, choose_device(device), repeats, tokens)
@@ -74,12 +74,11 @@ def compare(
     from quantizers.device.devices import choose_device
 
     job = _job(recipe)
-    from quantizers.bench.compare import compare as compare_routes
-    from quantizers.bench.compare import layer_sizes
+    from quantizers.bench.compare import compare_with_library, layer_sizes
     from quantizers.cli.tables.bench import compare_table
 
     sizes = layer_sizes(experts, hidden, width)
-    result = compare_routes(job, sizes, tokens, tokens, repeats, choose_device(device))
+    result = compare_with_library(job, sizes, tokens, tokens, repeats, choose_device(device))
     if picture:
         from quantizers.bench.pictures import compare_picture
 

@@ -49,13 +49,13 @@ def coverage(
 
     Example: quantize coverage tiny-minimax-m2-fp8-int4
     """
-    from eval.coverage.measure import asked, compared, measured
+    from eval.coverage.measure import compare_coverage, measure_coverage, question_of
     from quantizers.device.devices import choose_device
 
-    question = asked(recipe, model, data, compare, min_routed_tokens, max_uncovered, source)
+    question = question_of(recipe, model, data, compare, min_routed_tokens, max_uncovered, source)
     ranks: Ranks = context.obj or ALONE
     with shared_folder(work, ranks) as folder:
-        answer = compared if compare else measured
+        answer = compare_coverage if compare else measure_coverage
         result = answer(question, choose_device(device, ranks), folder, ranks)
     if not ranks.leads:
         return

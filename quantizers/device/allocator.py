@@ -12,20 +12,20 @@ from __future__ import annotations
 import ctypes
 
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # from malloc.h, where each name has the prefix M_
-LARGE = 4 * 2**20
-KEPT = 64 * 2**20
+MMAP_FROM = 4 * 2**20
+KEPT_FREE = 64 * 2**20
 
 
-def settle() -> None:
+def use_one_arena() -> None:
     """Use one arena from now on, and return freed blocks of 4 MiB and more at once. Does nothing without glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(ARENA_MAX, 1)
-        mallopt(MMAP_THRESHOLD, LARGE)
-        mallopt(TRIM_THRESHOLD, KEPT)
+        mallopt(MMAP_THRESHOLD, MMAP_FROM)
+        mallopt(TRIM_THRESHOLD, KEPT_FREE)
 
 
-def give_back() -> None:
+def release_free_memory() -> None:
     """Return the free memory between small blocks to the system. Does nothing without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantizers.system.own_files import REPORT
+from quantizers.system.progress import Step
 
 CHUNK = 1 << 24  # bytes read at a time
-
-Step = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from types import FrameType
 from typing import Any
 
 from quantizers.system.errors import InputError, QuantizeError
+from quantizers.system.progress import Step
 
-from .local_files import LocalFile, Step
+from .local_files import LocalFile
 
 AGAIN = "give the same command again; what has arrived is not sent twice"
 

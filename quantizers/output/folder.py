@@ -15,7 +15,7 @@ from quantizers.system.own_files import CARD, REPORT
 
 from . import journal
 
-LAST = (REPORT, CARD, INDEX, CONFIG)  # moved last, because these files mark a folder as finished
+MOVED_LAST = (REPORT, CARD, INDEX, CONFIG)  # moved last, because these files mark a folder as finished
 
 
 def finished_report(output: Path) -> dict[str, Any] | None:
@@ -70,9 +70,9 @@ def move_into_place(work: Path, output: Path) -> dict[str, Any]:
     folder = work / "output"
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     shards = [name for name in names if name.endswith(".safetensors")]
-    rest = [name for name in names if name not in shards and name not in LAST]
+    rest = [name for name in names if name not in shards and name not in MOVED_LAST]
     with disk_errors(output):
-        for name in [*shards, *rest, *(name for name in LAST if name in names)]:
+        for name in [*shards, *rest, *(name for name in MOVED_LAST if name in names)]:
             os.replace(folder / name, output / name)
         sync_folder(output)
     report: dict[str, Any] = json.loads((output / REPORT).read_text())

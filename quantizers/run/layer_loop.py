@@ -23,7 +23,7 @@ import torch
 
 from quantizers.calibration.data import CalibrationData
 from quantizers.checkpoint.background import in_background, read_ahead
-from quantizers.device.allocator import give_back, settle
+from quantizers.device.allocator import release_free_memory, use_one_arena
 from quantizers.device.devices import forward_dtype
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import route_counts
@@ -58,7 +58,7 @@ def quantize_layers(
     if done == layers:
         ranks.broadcast("layers", None)
         return
-    settle()
+    use_one_arena()
     model = _layered_model(job, context.device)
     model.head()  # read only to check it: otherwise a NaN in it would be found after the last layer
     lengths = [len(sequence) for sequence in tokens]
@@ -86,7 +86,7 @@ def assist_layers(job: Job, context: Context) -> None:
     message = context.ranks.receive("layers")
     if message is None:
         return
-    settle()
+    use_one_arena()
     model = _layered_model(job, context.device)
     share = _Share(job, model, replace(context, chunk=message["chunk"]), message["lengths"], True)
     for _ in share.layers(message["done"], share.rows(f"states-{message['done']:05d}.bin")):
@@ -147,7 +147,7 @@ class _Share:
             if self.context.ranks.leads:
                 states.path.unlink()
             states = following
-            give_back()
+            release_free_memory()
         if self.context.ranks.leads:
             for rows in (states, stores.x, stores.chosen, stores.weight):
                 rows.path.unlink()

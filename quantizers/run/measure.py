@@ -23,20 +23,10 @@ from quantizers.device.devices import fingerprint, forward_dtype
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.system.atomic import write_json
 from quantizers.system.errors import CheckpointError, OutputError, QuantizeError
-from quantizers.system.progress import progress
+from quantizers.system.progress import checked, progress
 from quantizers.team.ranks import ALONE, Ranks
 
 EVALUATION = "evaluation.json"  # in `work`: the settings that a resumable evaluation was started with
-
-
-def checked(step: Callable[[str], None], check: Callable[[], None]) -> Callable[[str], None]:
-    """`step`, with a call of `check` before it."""
-
-    def both(note: str) -> None:
-        check()
-        step(note)
-
-    return both
 
 
 def measure(

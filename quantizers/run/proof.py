@@ -21,12 +21,12 @@ from quantizers.plan.job import Job
 from quantizers.plan.summary import summary
 from quantizers.recipe.schema import PerplexityGate, set_location
 from quantizers.system.errors import CheckpointError, OutputError
-from quantizers.system.progress import progress
+from quantizers.system.progress import checked, progress
 from stitch.audit.checkpoint import verify
 from stitch.audit.folder import folders_left_out
 from stitch.write.digests import ShardDigest
 
-from .measure import checked, measure
+from .measure import measure
 
 if TYPE_CHECKING:
     from quantizers.calibration.data import CalibrationData

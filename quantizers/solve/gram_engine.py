@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from quantizers.architectures.matrices import MATRICES
-from quantizers.device.allocator import give_back
+from quantizers.device.allocator import release_free_memory
 from quantizers.device.timing import phase
 from quantizers.forward.recorded import Recorded
 from quantizers.recipe.schema import Awq, Experts
@@ -82,7 +82,7 @@ def solve(
             folded, smooth = _norm_scale(gate_up, inputs, norm, settings, chunks, error, ranks=ranks)
     parts = []
     for first, last in chunks:
-        give_back()  # otherwise memory that one chunk freed sometimes adds to the peak of the next
+        release_free_memory()  # otherwise memory that one chunk freed sometimes adds to the peak of the next
         with phase("sums"):
             input_gram = input_grams(recorded, together, blended, inputs.gram, first, last)
             input_gram = fold_gram(input_gram, smooth.unsqueeze(0))

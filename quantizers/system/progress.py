@@ -24,6 +24,16 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {left:02d} s" if minutes else f"{left} s"
 
 
+def checked(step: Step, check: Callable[[], None]) -> Step:
+    """`step`, with a call of `check` before it, which may raise to interrupt."""
+
+    def both(note: str) -> None:
+        check()
+        step(note)
+
+    return both
+
+
 @contextlib.contextmanager
 def progress(title: str, total: int, done: int = 0, unit: str = "") -> Iterator[Step]:
     """Yield a function to call after each of `total` steps with a short note about the step.

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 
 def plain(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table whose columns are left-aligned with spaces, under a line of dashes."""
+    """A table whose columns are left-aligned with spaces, under a line of dashes.
+
+    Not rich's Table, which wraps and cuts to the width of the terminal: a result is piped, pasted and compared.
+    """
     text = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in text) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in text]

@@ -22,7 +22,7 @@ from quantizers.recipe.portable import source_name
 from quantizers.recipe.schema import Experts
 from quantizers.system.atomic import copy_file, write_text
 from quantizers.system.errors import CheckpointError, OutputError
-from quantizers.system.progress import Step, progress
+from quantizers.system.progress import checked, progress
 from stitch.audit.checkpoint import verify
 from stitch.audit.folder import folders_left_out
 from stitch.audit.packed_scheme import scheme_of
@@ -97,7 +97,7 @@ def mix(
             (work / name).mkdir(exist_ok=True)
         folder = work / "output"
         with progress("stitching", sizes["layers"]) as step:
-            write_layers(plan, source, renamed, repair_router, work, _checked(step, check))
+            write_layers(plan, source, renamed, repair_router, work, checked(step, check))
         last = write_shard(layer_tensors(plan, None, source, None), folder / plan.shard_file(None))
         for file in side_files(source.folder):
             copy_file(file, folder / file.name)
@@ -107,7 +107,7 @@ def mix(
         entries = journal.done_layers(work, sizes["layers"])
         written = {entry["shard"]: entry["digest"] for entry in entries} | {plan.shard_file(None): last}
         with progress("verifying", sizes["layers"]) as step:
-            audit = verify(folder, source, device, written, _checked(step, check))
+            audit = verify(folder, source, device, written, checked(step, check))
         report = {
             "stitched": settings,
             "source": {
@@ -123,14 +123,6 @@ def mix(
         write_record(folder, report | describe_files(folder, {}))
         write_text("", work / "moving")
         return move_into_place(work, output)
-
-
-def _checked(step: Step, check: Callable[[], None]) -> Step:
-    def both(note: str) -> None:
-        check()
-        step(note)
-
-    return both
 
 
 def stitch_table(report: dict[str, Any], output: Path) -> str:

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.recipe.scheme import Scheme
 
-EXPERT = r"\.experts\.\d+\.(w1|w2|w3|gate_proj|up_proj|down_proj)$"
+EXPERT = rf"\.experts\.\d+\.(w1|w2|w3|{'|'.join(PROJECTIONS.values())})$"
 EXPERTS = rf"re:.*{EXPERT}"
 ATTENTION = r"re:.*self_attn\.(q|k|v|o|qkv)_proj$"
 IGNORE = ["lm_head", r"re:.*\.gate$", "model.embed_tokens"]

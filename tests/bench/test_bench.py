@@ -12,7 +12,7 @@ from tiny import write_job
 from quantizers.architectures.architecture import architecture_for, sizes_of
 from quantizers.bench import methods, scaling
 from quantizers.bench.compare import compare_layer, compare_route, layer_sizes
-from quantizers.bench.layer import PHASES, extrapolate, measure_layer
+from quantizers.bench.layer import LAYER_PHASES, extrapolate, measure_layer
 from quantizers.bench.pictures import compare_picture, layer_picture, scaling_picture
 from quantizers.bench.random_model import BLOCK, published, resized, write_random
 from quantizers.calibration.samples import samples
@@ -52,13 +52,13 @@ def measured() -> dict[str, Any]:
 
 
 def test_a_layer_goes_through_every_phase(measured: dict[str, Any]) -> None:
-    assert tuple(measured["seconds"]) == PHASES
+    assert tuple(measured["seconds"]) == LAYER_PHASES
     assert all(seconds > 0 for seconds in measured["seconds"].values())
-    assert set(measured["shares"]) <= set(PHASES)
+    assert set(measured["shares"]) <= set(LAYER_PHASES)
     assert measured["tokens"] == 64
     assert measured["whole_model"]["layers"] == 62
     text = layer_table(measured)
-    assert all(phase in text for phase in PHASES)
+    assert all(phase in text for phase in LAYER_PHASES)
     assert "all 62 layers of minimax-m2.1" in text
 
 
@@ -68,7 +68,7 @@ def test_only_what_grows_with_experts_is_extrapolated() -> None:
     facts = architecture_for(config, "config.json")
     whole = sizes_of(facts, config, "config.json")
     small = sizes_of(facts, resized(config, experts=8), "config.json")
-    result = extrapolate(dict.fromkeys(PHASES, 1.0), small, whole)
+    result = extrapolate(dict.fromkeys(LAYER_PHASES, 1.0), small, whole)
     assert result["seconds"] == 62 * (9 * 32 + 2)
     assert result["seconds_overlapped"] == 62 * (7 * 32 + 2)
 
@@ -117,7 +117,7 @@ def small_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def test_all_methods_go_through_a_whole_model(small_job: Job) -> None:
-    result = methods.compare(small_job, CPU, repeats=1, most_tokens=256)
+    result = methods.compare_methods(small_job, CPU, repeats=1, most_tokens=256)
     names = [method.name for method in methods.methods(small_job.recipe.experts)]
     assert [row["method"] for row in result["rows"]] == names
     assert all(row["kl"] > 0 for row in result["rows"])

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from whole_models import finished_weights, source_weights
 
 from eval.coverage.gates import check_floors, entropy, gates, summarise
-from eval.coverage.measure import Asked, measured
+from eval.coverage.measure import Question, measure_coverage
 from eval.coverage.routing import TIE, Routed
-from eval.coverage.tables import compare, coverage_table, report
+from eval.coverage.tables import compare_counts, coverage_table, report
 from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.reader import open_folder
 from quantizers.plan.job import prepare
@@ -87,7 +87,7 @@ def test_counts_equal_the_whole_models(
     samples = [(s.category, torch.from_numpy(s.tokens).long()) for s in data.samples]
     assert len({len(tokens) for _, tokens in samples}) > 5, "without padding, padding is not tested"
     names, counts, close = oracle(whole_model(*weights), samples)
-    found = measured(Asked(str(folder), "main", False, (uneven,), CoverageGate(), "x"), CPU, tmp_path)
+    found = measure_coverage(Question(str(folder), "main", False, (uneven,), CoverageGate(), "x"), CPU, tmp_path)
     assert list(found["counts"]) == names
     ours = np.array([found["counts"][name] for name in names]).swapaxes(0, 1)
     tied = max(int(close.sum()), found["tied_choices"])
@@ -106,8 +106,8 @@ def test_a_bf16_copy_is_streamed_too(finished: Finished, tmp_path: Path) -> None
     counts = []
     for n, folder in enumerate((finished.source, copy)):
         (tmp_path / str(n)).mkdir()
-        found = measured(
-            Asked(str(folder), "main", False, (finished.calibration,), CoverageGate(), "x"), CPU, tmp_path / str(n)
+        found = measure_coverage(
+            Question(str(folder), "main", False, (finished.calibration,), CoverageGate(), "x"), CPU, tmp_path / str(n)
         )
         counts.append(np.array([layer["routed_tokens"] for layer in found["per_layer"]]))
     assert np.abs(counts[0] - counts[1]).sum() < 0.02 * counts[0].sum()
@@ -218,7 +218,7 @@ def test_what_would_help_an_expert() -> None:
 
 def test_compare() -> None:
     before, after = routed([[[9, 0, 1, 2]] * 2], [10, 10]), routed([[[9, 1, 0, 2]] * 2], [10, 10])
-    found = compare(before, after, CoverageGate())
+    found = compare_counts(before, after, CoverageGate())
     assert (found["won"], found["lost"]) == ([[0, 1]], [[0, 2]])
     assert found["more"] == [{"layer": 0, "expert": 1, "before": 0, "after": 2}]
     assert found["fewer"] == [{"layer": 0, "expert": 2, "before": 2, "after": 0}]

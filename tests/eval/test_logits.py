@@ -110,7 +110,7 @@ class Converted(TorchDispatchMode):
 @pytest.mark.parametrize("words", [1, 7, 29, 30, 31])
 def test_parts_that_do_not_divide_the_vocabulary(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All words, in their order; and of the head never more than a part in float32."""
-    monkeypatch.setattr(logits, "WORDS", words)
+    monkeypatch.setattr(logits, "HEAD_ROWS", words)
     generator = torch.Generator().manual_seed(2)
     states, head = (torch.randn(n, 16, generator=generator).bfloat16() for n in (5, 30))
     with Converted() as converted:

@@ -47,7 +47,7 @@ cpu = torch.device("cpu")
 pipeline.run(session.prepare(first), pipeline.Options(Path(output + "-first"), cpu))
 job = session.prepare(recipe)
 gc.collect()
-heap.give_back()  # or what the first run left free would be counted as used before
+heap.release_free_memory()  # or what the first run left free would be counted as used before
 before, limit = status("VmRSS"), status("VmData") + int(allowed)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from here

@@ -22,7 +22,7 @@ from sets import write_set
 from tiny import write_job
 from torch.distributed import HashStore
 
-from eval.coverage.measure import Asked, measured
+from eval.coverage.measure import Question, measure_coverage
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
 from quantizers.device import determinism
@@ -332,9 +332,9 @@ def test_long_texts_by_several(finished: Finished, tmp_path: Path) -> None:
 
 
 def test_coverage_by_several(finished: Finished, tmp_path: Path) -> None:
-    question = Asked(str(finished.source), "main", False, (finished.calibration,), CoverageGate(), "")
-    wanted = measured(question, CPU, tmp_path)
-    for got in together(3, tmp_path, lambda ranks: measured(question, CPU, tmp_path, ranks)):
+    question = Question(str(finished.source), "main", False, (finished.calibration,), CoverageGate(), "")
+    wanted = measure_coverage(question, CPU, tmp_path)
+    for got in together(3, tmp_path, lambda ranks: measure_coverage(question, CPU, tmp_path, ranks)):
         assert got == wanted
 
 
