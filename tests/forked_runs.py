@@ -8,8 +8,9 @@ seed, and starts the same command again until it finishes, however often that ta
 each run ended and the output folders. Forking is sound here: one thread, and those of a finished run have
 ended.
 
-A moment is a number of calls and returns of functions, not of seconds: it lies at the same place on a
-fast machine and on a slow one. Between any two writes there are many.
+A moment is a call from the program's own code or a return to it, not a time: it lies at the same place
+on a fast machine and on a slow one. Between any two writes there are some; what libraries do among
+themselves, which is most of all calls and mostly drawing, does not count.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HU
 
 import torch
 
+import eval as evaluation
+import quantizers
+import stitch
 from quantizers.cli import main as cli
 
 MOMENTS = ".moments"  # suffix of the file with their number
+OWN = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (evaluation, quantizers, stitch))
 
 
 def quantize(recipe: str, output: Path) -> int:
@@ -63,11 +68,12 @@ def start(recipe: str, output: Path, log: Path, number: signal.Signals | None = 
         os.dup2(stream.fileno(), 2)
     moments = 0
 
-    def count(_frame: FrameType, _event: str, _what: object) -> None:
+    def count(frame: FrameType, _event: str, _what: object) -> None:
         nonlocal moments
-        moments += 1
-        if moments == moment and number:
-            os.kill(os.getpid(), number)
+        if frame.f_code.co_filename.startswith(OWN):
+            moments += 1
+            if moments == moment and number:
+                os.kill(os.getpid(), number)
 
     sys.setprofile(count)
     code = quantize(recipe, output)
