@@ -10,13 +10,12 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from quantizers.architectures.architecture import Architecture, Sizes
 from quantizers.architectures.matrices import MATRICES
-from quantizers.system.text_table import plain
 
+from .findings import Consumers, Findings, Severity
 from .parallel import tensor_parallel
 from .readings import TRANSFORMERS, Reading, module_of, names_experts, server_readings, transformers_readings
 from .rules import ATTENTION, EXPERTS, KINDS, SERVERS, VLLM, Refused, Rules, read_rules
@@ -43,7 +42,6 @@ KEYS = {
     "quant_method", "quantization_status", "format", "config_groups", "ignore", "kv_cache_scheme",
     "global_compression_ratio", "sparsity_config", "transform_config", "version",
 }  # fmt: skip
-Severity = Literal["error", "warning"]
 
 # What each mistake leads to, by engine family: the first word of the engine's name.
 CONSEQUENCES: dict[Mistake, dict[str, str]] = {
@@ -91,83 +89,6 @@ GARBAGE = (
 ONE_SCHEME = "it has one scheme for the experts of all layers, so loading fails; servers read each layer's own"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One mistake.
-
-    Attributes:
-        severity: `error` if an engine stops, or computes with other weights than those stored.
-        engine: the engines that it concerns.
-        where: a tensor, a module or a key of config.json; the first of `count`.
-        problem: what is wrong.
-        consequence: what these engines then do.
-        count: places with the same mistake.
-    """
-
-    severity: Severity
-    engine: str
-    where: str
-    problem: str
-    consequence: str
-    count: int = 1
-
-    def __str__(self) -> str:
-        more = f" (and {self.count - 1:,} more)" if self.count > 1 else ""
-        return f"{self.severity}: {self.where}{more}: {self.problem}; {self.engine}: {self.consequence}"
-
-
-@dataclass(frozen=True)
-class Consumers:
-    """What `check` found.
-
-    Attributes:
-        schemes: text by engine and kind of module; the row STORED says how the tensors are stored.
-        findings: mistakes, errors first.
-        tensor_parallel: by number of ranks, `ok` or the reason why vLLM cannot divide the model among them.
-    """
-
-    schemes: dict[str, dict[str, str]] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    tensor_parallel: dict[int, str] = field(default_factory=dict)
-
-    @property
-    def errors(self) -> list[Finding]:
-        """The findings that make `quantize verify` fail."""
-        return [finding for finding in self.findings if finding.severity == "error"]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For report.json."""
-        return {
-            "schemes": self.schemes,
-            "findings": [dict(vars(finding)) for finding in self.findings],
-            "tensor_parallel": {str(ranks): text for ranks, text in self.tensor_parallel.items()},
-        }
-
-
-class Findings:
-    """Collects mistakes: counts equal ones, and joins engines with the same consequence."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[Severity, str, str, str], tuple[str, int]] = {}
-
-    def add(self, severity: Severity, engines: Iterable[str], where: str, problem: str, consequence: str) -> None:
-        """Add one mistake, for several engines."""
-        for engine in engines:
-            first, count = self._seen.get((severity, engine, problem, consequence), (where, 0))
-            self._seen[severity, engine, problem, consequence] = first, count + 1
-
-    def all(self) -> list[Finding]:
-        """Each mistake once, errors first."""
-        joined: dict[tuple[Severity, str, str, str, int], list[str]] = {}
-        for (severity, engine, problem, consequence), (where, count) in self._seen.items():
-            joined.setdefault((severity, where, problem, consequence, count), []).append(engine)
-        findings = [
-            Finding(severity, ", ".join(engines), where, problem, consequence, count)
-            for (severity, where, problem, consequence, count), engines in joined.items()
-        ]
-        return sorted(findings, key=lambda finding: finding.severity != "error")
-
-
 def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> Consumers:
     """Apply the engines' rules to a checkpoint.
 
@@ -197,7 +118,9 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
         table[engine] = _by_kind((reading.kind, _text(reading)) for reading in answers)
         for reading in answers:
             if not (differ and engine == TRANSFORMERS and reading.kind == EXPERTS):  # added once, above
-                _compare(engine, reading, modules, expected, facts, sizes, findings)
+                _compare(
+                    engine, reading, modules=modules, expected=expected, facts=facts, sizes=sizes, findings=findings
+                )
     experts = {reading.scheme for reading in readings[TRANSFORMERS] if reading.kind == EXPERTS}
     other_groups = [targets for targets, s in rules.groups if s not in experts and not names_experts(targets)]
     if len(other_groups) > 1:
@@ -226,6 +149,7 @@ def _by_kind(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 def _compare(
     engine: str,
     reading: Reading,
+    *,
     modules: Mapping[str, Parts],
     expected: Mapping[str, Module],
     facts: Architecture,
@@ -318,13 +242,3 @@ def validation_errors(section: Mapping[str, Any]) -> list[tuple[str, str]]:
     except (KeyError, TypeError, ValueError) as failure:
         return [(SECTION, str(failure).strip("'\""))]
     return []
-
-
-def render(consumers: Consumers) -> str:
-    """Plain text: a table of schemes, the mistakes, and a table of tensor parallelism."""
-    rows = [(engine, *(kinds[kind] for kind in KINDS)) for engine, kinds in consumers.schemes.items()]
-    lines = [plain(("", *KINDS), rows), ""]
-    lines += [str(finding) for finding in consumers.findings] or ["every engine reads it as it is stored"]
-    if consumers.tensor_parallel:
-        lines += ["", plain(("tensor parallel", "vLLM"), list(consumers.tensor_parallel.items()))]
-    return "\n".join(lines)

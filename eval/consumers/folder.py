@@ -8,7 +8,8 @@ from quantizers.architectures.architecture import architecture_for, sizes_of
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.system.errors import InputError
 
-from .check import Consumers, check
+from .check import check
+from .findings import Consumers
 
 
 def check_folder(folder: Path) -> Consumers | None:

@@ -36,6 +36,7 @@ def question_of(
     model: str | None,
     data: str | None,
     compare: tuple[str, str] | None,
+    *,
     min_routed_tokens: int | None,
     max_uncovered: float | None,
     source: Path | None = None,

@@ -80,7 +80,7 @@ def evaluate(
         for position, (number, lane) in enumerate(steps):
             entry = journal.once(
                 _name(number, lane),
-                partial(_layer, lanes, lane, number, top, long, weights, ranks),
+                partial(_layer, lanes, lane, number, top=top, long=long, weights=weights, ranks=ranks),
             )
             ranks.barrier()  # the next step may overwrite files that this one still reads
             if not ranks.leads:
@@ -181,7 +181,14 @@ def _embed(lanes: Sequence[_Lane], texts: Sequence[Text]) -> dict[str, Any]:
 
 
 def _layer(
-    lanes: Sequence[_Lane], lane: _Lane, number: int, top: list[int], long: list[int], weights: bool, ranks: Ranks
+    lanes: Sequence[_Lane],
+    lane: _Lane,
+    number: int,
+    *,
+    top: list[int],
+    long: list[int],
+    weights: bool,
+    ranks: Ranks,
 ) -> dict[str, Any]:
     """Run one layer of one model. For a candidate, rank 0 then compares it with the source, which ran just before.
 

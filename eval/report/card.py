@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from eval.fidelity.tables import past_the_model
-from quantizers.calibration.languages import language_code
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.byte_size import gib
 from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
@@ -18,6 +17,7 @@ from quantizers.system.strict_yaml import dump
 from quantizers.system.text_table import number
 
 from .card_fidelity import fidelity
+from .front_matter import expert_bits, front_matter, has_fp8_attention
 from .schemes import choice_lines, layer_rows, leaning_line
 
 
@@ -43,38 +43,10 @@ def card(report: dict[str, Any]) -> str:
     return f"---\n{front}---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
-def front_matter(report: dict[str, Any]) -> dict[str, Any]:
-    """What the Hub indexes a model by."""
-    experts, calibration = report["settings"]["recipe"]["experts"], report["calibration"]
-    spoken = [name for name, samples in calibration["languages"]["spoken"].items() if samples]
-    bits = _bits(report)
-    front: dict[str, Any] = {}
-    if is_hub_id(report["source"]["model"]):
-        front |= {"base_model": report["source"]["model"], "base_model_relation": "quantized"}
-    front |= {"pipeline_tag": "text-generation", "library_name": "transformers"} | report["source"]["license"]
-    front["tags"] = ["compressed-tensors", *(["awq"] if experts["awq"] else []), *(["fp8"] if _fp8(report) else [])]
-    front["tags"] += [*(tag for n in bits for tag in (f"int{n}", f"w{n}a16")), "moe", "vllm"]
-    if calibration["datasets"]:
-        front["datasets"] = calibration["datasets"]
-    codes = {code for name in spoken if (code := language_code(name)) is not None}
-    return front | {"language": sorted({"en", *codes})}
-
-
-def _fp8(report: dict[str, Any]) -> bool:
-    return "rename" in report["plan"]["actions"]
-
-
-def _bits(report: dict[str, Any]) -> list[int]:
-    """Bit widths of the experts' integers; several if layers differ."""
-    if report.get("schemes"):
-        return sorted({layer["bits"] for layer in report["schemes"]["layers"]})
-    return [report["settings"]["recipe"]["experts"]["bits"]]
-
-
 def _stored(report: dict[str, Any]) -> str:
     """The storage format of the experts in words."""
     if report.get("schemes"):
-        name = " and ".join(f"INT{n}" for n in _bits(report))
+        name = " and ".join(f"INT{n}" for n in expert_bits(report))
         return f"{name}, symmetric, one bfloat16 scale per group ({report['schemes']['chosen']})"
     experts = report["settings"]["recipe"]["experts"]
     return f"INT{experts['bits']}, symmetric, one bfloat16 scale per {experts['group_size']} weights"
@@ -104,8 +76,8 @@ def _chosen(report: dict[str, Any]) -> list[str]:
 
 def _title(report: dict[str, Any]) -> str:
     name = Path(report["source"]["model"]).name
-    attention = "FP8 attention" if _fp8(report) else "attention as published"
-    return f"{name}: {attention}, {' and '.join(f'INT{n}' for n in _bits(report))} experts"
+    attention = "FP8 attention" if has_fp8_attention(report) else "attention as published"
+    return f"{name}: {attention}, {' and '.join(f'INT{n}' for n in expert_bits(report))} experts"
 
 
 def _head(report: dict[str, Any]) -> str:

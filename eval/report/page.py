@@ -143,10 +143,13 @@ def _coverage(report: dict[str, Any]) -> str:
 
 def _search(report: dict[str, Any]) -> str:
     layers = report["layers"]
-    errors = [layer.get("error") or {} for layer in layers]
-    if not isinstance(errors[0], dict):  # from a stitch, which has no search: `error` is a number
-        probed = {"with the ratio of the norms": errors, "without": [row["error_unscaled"] for row in layers]}
+    if "error_unscaled" in layers[0]:  # from a stitch, which has no search: both errors are numbers
+        probed = {
+            "with the ratio of the norms": [row["error"] for row in layers],
+            "without": [row["error_unscaled"] for row in layers],
+        }
         return lines(probed, "largest relative error of probed experts")
+    errors = [layer.get("error") or {} for layer in layers]
     # The gram engine has the first and third pair of keys, llmcompressor the others; the trailing spaces keep the
     # names of equal charts apart.
     share_left = {

@@ -52,7 +52,15 @@ def coverage(
     from eval.coverage.measure import compare_coverage, measure_coverage, question_of
     from quantizers.device.devices import choose_device
 
-    question = question_of(recipe, model, data, compare, min_routed_tokens, max_uncovered, source)
+    question = question_of(
+        recipe,
+        model,
+        data,
+        compare,
+        min_routed_tokens=min_routed_tokens,
+        max_uncovered=max_uncovered,
+        source=source,
+    )
     ranks: Ranks = context.obj or ALONE
     with shared_folder(work, ranks) as folder:
         answer = compare_coverage if compare else measure_coverage

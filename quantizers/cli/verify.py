@@ -32,7 +32,7 @@ def verify(
 
     Example: quantize verify out/tiny --source models/tiny-minimax-m2
     """
-    from eval.consumers.check import render
+    from eval.consumers.findings import render
     from quantizers.cli.tables.verify import audit_table
     from quantizers.device.devices import choose_device
     from quantizers.run.verification import source_of, verify_folder

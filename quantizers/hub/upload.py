@@ -91,7 +91,11 @@ def upload(
 
 
 def _same(file: LocalFile, entry: Any) -> bool:
-    """Whether the Hub's entry has this file's content: by SHA-256 if stored as LFS or Xet, else by git blob id."""
+    """Whether the Hub's entry has this file's content: by SHA-256 if stored as LFS or Xet, else by git blob id.
+
+    `HfApi.verify_repo_checksums` compares the same hashes, but it reads all local files a second time and so takes
+    what lies there after the upload for what was verified before it. Here the hashes are those from before.
+    """
     if entry is None or not hasattr(entry, "blob_id") or entry.size != file.size:
         return False
     stored = entry.lfs

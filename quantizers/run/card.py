@@ -18,7 +18,8 @@ def write_with_card(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
     Args:
         report: with `files` and `sha256`, see `output.record.describe_files`.
     """
-    from eval.report.card import card, front_matter
+    from eval.report.card import card
+    from eval.report.front_matter import front_matter
     from eval.report.page import page
 
     report = as_read(report)  # so page and card come out the same from memory and from the file
@@ -30,7 +31,7 @@ def write_with_card(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
     return write_record(folder, report | {"sha256": report["sha256"] | {PAGE: hashes[PAGE]}, "card": kept})
 
 
-def front_matter_of(text: str) -> dict[str, Any]:
+def read_front_matter(text: str) -> dict[str, Any]:
     """The YAML at the head of a card, with either line ending; empty if there is none or it cannot be parsed.
 
     Every value stays a string: PyYAML's other loaders turn the language `no` into False, and fail on a date that

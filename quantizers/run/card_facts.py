@@ -13,7 +13,7 @@ from quantizers.plan.serving_memory import assumptions, common_fits, parse_cards
 from quantizers.recipe.schema import set_location
 from quantizers.system.own_files import CARD
 
-from .card import front_matter_of
+from .card import read_front_matter
 
 if TYPE_CHECKING:
     from quantizers.calibration.data import CalibrationData
@@ -34,7 +34,7 @@ def add_card_facts(report: dict[str, Any], job: Job, data: CalibrationData) -> N
 
 def license_of(job: Job, source: Checkpoint) -> dict[str, str]:
     """The licence fields of the source's own card, or those kept with the architecture's facts if it has none."""
-    front = front_matter(source)
+    front = source_front_matter(source)
     fields = {key: str(front[key]) for key in LICENSE_KEYS if front.get(key)}
     published = job.facts.published
     if not fields and published and job.recipe.source.model in published.models:
@@ -42,10 +42,10 @@ def license_of(job: Job, source: Checkpoint) -> dict[str, str]:
     return fields
 
 
-def front_matter(source: Checkpoint) -> dict[str, Any]:
+def source_front_matter(source: Checkpoint) -> dict[str, Any]:
     """The YAML at the head of a checkpoint's README.md; empty if there is none or it cannot be read."""
     try:
-        return front_matter_of((source.folder / CARD).read_text(encoding="utf-8"))
+        return read_front_matter((source.folder / CARD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 

@@ -11,7 +11,7 @@ from typing import Any
 from quantizers.output.record import seal_of
 from quantizers.system.own_files import CALIBRATION, CARD, PAGE, RECIPE, REPORT, file_sha256, is_plain
 
-from .card import front_matter_of
+from .card import read_front_matter
 
 # Keys of the front matter that describe the checkpoint itself; who publishes it may add other keys, and list entries.
 CARD_KEYS = (
@@ -74,7 +74,7 @@ def _file_change(folder: Path, name: str, before: object) -> str | None:
 def _card_changes(folder: Path, written: dict[str, Any]) -> tuple[list[str], list[str]]:
     try:
         raw = (folder / CARD).read_bytes()
-        front = front_matter_of(raw.decode())
+        front = read_front_matter(raw.decode())
     except (OSError, UnicodeDecodeError):
         return ([f"{CARD}: cannot be read"] if (folder / CARD).exists() else []), []
     lines = []

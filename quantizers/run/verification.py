@@ -18,7 +18,7 @@ from .record_check import Record, check_record
 if TYPE_CHECKING:
     import torch
 
-    from eval.consumers.check import Consumers
+    from eval.consumers.findings import Consumers
     from stitch.audit.checkpoint import Audit
 
 

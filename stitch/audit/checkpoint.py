@@ -119,7 +119,7 @@ def verify(
             if action.kind in ("keep", "rename"):
                 _check_bytes(action, source, candidate, audit)
         if layer is not None:
-            _check_layer(layer, facts, sizes, source, renamed, device, audit)
+            _check_layer(layer, facts, sizes, source, renamed, device=device, audit=audit)
             step(f"layer {layer}")
     return _ordered(audit, folder)
 
@@ -216,6 +216,7 @@ def _check_layer(
     sizes: Sizes,
     source: Checkpoint,
     candidate: Checkpoint,
+    *,
     device: torch.device,
     audit: Audit,
 ) -> None:

@@ -37,7 +37,7 @@ def test_the_shell_completes_commands_options_and_shipped_recipes(
 def test_a_stitch_without_output_says_where_it_writes(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before, a missing --output was an error of run and of stitch (run: see test_paths.py)."""
+    """Before, a missing --output was an error of run and of stitch (run: see recipe/test_portable.py)."""
     monkeypatch.chdir(tmp_path)
     words = ("stitch", "--source", finished.source, "--experts", finished.folder, "--repair-router", "--device", "cpu")
     assert quantize(monkeypatch, *words) == 0

@@ -12,8 +12,9 @@ import pytest
 from conftest import Finished
 from huggingface_hub import ModelCard
 
-from eval.report.card import card, front_matter
+from eval.report.card import card
 from eval.report.card_pictures import draw
+from eval.report.front_matter import front_matter
 from quantizers.calibration.languages import CODES
 from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import tiny
 
-from eval.consumers.check import STORED, Consumers, check, render
+from eval.consumers.check import STORED, check
+from eval.consumers.findings import Consumers, render
 from eval.consumers.parallel import tensor_parallel
 from eval.consumers.readings import TRANSFORMERS, server_readings
 from eval.consumers.rules import (

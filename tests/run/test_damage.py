@@ -22,7 +22,7 @@ from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.output.record import seal_of, write_record
 from quantizers.plan.job import prepare
 from quantizers.run import pipeline
-from quantizers.run.card import front_matter_of
+from quantizers.run.card import read_front_matter
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.run.record_check import check_record
@@ -105,7 +105,7 @@ def in_folder(name: str) -> Damage:
 def front(change: Callable[[dict[str, Any]], object]) -> Damage:
     def make(folder: Path) -> None:
         _, _, body = (folder / "README.md").read_text().split("---\n", 2)
-        values = front_matter_of((folder / "README.md").read_text())
+        values = read_front_matter((folder / "README.md").read_text())
         change(values)
         (folder / "README.md").write_text(f"---\n{yaml.safe_dump(values)}---\n{body}")
 
