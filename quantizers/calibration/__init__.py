@@ -1,4 +1,4 @@
-"""Calibration sets: their schema, and the way from a set to token sequences with a category each.
+"""Calibration sets: their schema, and the code that turns a set into token sequences, each with a category.
 
-Where rows come from is in `sources/`, what is said about a loaded set in `report/`. No model is run here.
+`sources/` reads the rows, `report/` describes a loaded set. No model runs here.
 """

@@ -1,4 +1,4 @@
-"""What a calibration set becomes: samples, and an account of how they were come by."""
+"""A loaded calibration set: its samples, and a record of where they came from and what was dropped."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Sample:
         source: the dataset it comes from.
         truncated: how many tokens were cut off.
         long: whether its source's sequence_length is larger than the set's.
-        languages: which of the set's languages it shows: dealt to it, or named by its category.
-        dealt: whether a language was dealt to it, so that its text need not be in that language.
-        place: where its row is found, such as `./texts.jsonl:12`; paths start from the set's folder.
-        text: its words without any template, uncut.
+        languages: which of the set's languages it shows: assigned to it, or named by its category.
+        dealt: whether a language was assigned to it by a prompt; its text need not be in that language.
+        place: where its row is, such as `./texts.jsonl:12`; paths are relative to the set's folder.
+        text: its words without the chat template, not truncated.
     """
 
     tokens: NDArray[np.int32]
@@ -43,7 +43,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Dropped:
-    """Rows of one source that could not be used, for one reason; `first` is where the first is found."""
+    """How many rows of one source were unusable for the same reason; `first` is the place of the first one."""
 
     source: str
     reason: str
@@ -53,17 +53,17 @@ class Dropped:
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """What a set holds for one tokenizer.
+    """A set loaded with one tokenizer.
 
     Attributes:
-        sequence_length: the set's own, for sources that give none.
-        lengths: every number of tokens at which samples were cut, ascending, see `CalibrationSet.lengths`.
-        samples: in the set's order of sources, within a source in the order they were taken.
+        sequence_length: the set's own, used by sources that give none.
+        lengths: all token limits at which samples were truncated, ascending, see `CalibrationSet.lengths`.
+        samples: in the set's order of sources, and within a source in the order in which they were taken.
         digest: see `digest_of`.
-        dropped: every row that was passed over, by source and reason.
-        versions: for each source, the commit or file hash it was read at.
-        lock: whether a lock decided the versions.
-        notes: what a user should know, such as that the cache stood in for the Hub.
+        dropped: all skipped rows, by source and reason.
+        versions: for each source, the commit or file hash that was read.
+        lock: whether the versions come from the set's lock.
+        notes: what a user should know, such as that the data comes from the cache because the Hub was unreachable.
     """
 
     name: str
@@ -77,7 +77,7 @@ class CalibrationData:
     notes: tuple[str, ...] = ()
 
     def summary(self) -> dict[str, Any]:
-        """All but the samples themselves, for report.json."""
+        """Everything except the samples themselves, for report.json."""
         return {
             "name": self.name,
             "digest": self.digest,
@@ -98,9 +98,9 @@ class CalibrationData:
 
 
 def digest_of(samples: Iterable[Sample]) -> str:
-    """SHA-256, hexadecimal, over each sample's category, length and token ids (little-endian), in order.
+    """SHA-256, hexadecimal, over each sample's category, length and token ids (int32, little-endian), in order.
 
-    Of a long text it is over the word `long` too, since figures depend on which texts are long.
+    For a long text it also covers the word `long`, because reported figures depend on which texts are long.
     """
     digest = hashlib.sha256()
     for sample in samples:

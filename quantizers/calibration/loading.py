@@ -1,8 +1,8 @@
-"""A calibration set becomes token sequences, each with a category: the same ones on any machine.
+"""Load a calibration set as token sequences with a category each, identical on every machine.
 
-One sample is one sequence: nothing is packed, and what is longer than its source's sequence_length
-(the set's, where the source gives none) is cut and counted. The digest over all token ids proves that
-two runs calibrated on the same.
+One sample is one sequence: nothing is packed, and samples longer than their source's sequence_length
+(the set's, if the source gives none) are truncated and counted. The digest over all token ids proves that
+two runs were calibrated on the same data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .set import KINDS, CalibrationSet, DataSource, read_set
 from .take import Taken, Taker
 from .tokens import Renderer
 
-# Called with (samples so far, the source that gave the last one).
+# Called with the number of samples so far and the name of the source of the last one.
 Progress = Callable[[int, str], None]
 
 
@@ -42,19 +42,19 @@ def load_samples(
     """Load a calibration set.
 
     Args:
-        path: the set's YAML file; its local files are relative to it.
-        tokenizer_source: a model's folder or Hub id; its chat template renders conversations.
+        path: the set's YAML file; paths of local files are relative to its folder.
+        tokenizer_source: a model's folder or Hub id; its chat template renders conversations into text.
         revision: of a tokenizer on the Hub.
-        trust_remote_code: whether the tokenizer may bring code of its own.
-        workers: sources loaded at the same time; does not change the result.
+        trust_remote_code: whether code from the tokenizer's repository may run.
+        workers: how many sources to load at the same time; does not change the result.
         progress: called for every sample, from one thread at a time.
-        cache: a folder in which results are kept, and found again while set, tokenizer and data are the
-            same; where the Hub cannot be asked, what was loaded last. None keeps nothing.
+        cache: a folder for loaded sets. A set is read from it while set, tokenizer and data are unchanged, or
+            while the Hub cannot be reached. None disables the cache.
         require_languages: whether the set's `languages.required` is enforced.
 
     Raises:
-        CalibrationError: the set, the tokenizer or sources are wrong or cannot be reached; a line for
-            each fault, those of all sources together.
+        CalibrationError: the set, the tokenizer or a source is wrong or cannot be reached. The message has one
+            line for each fault and covers all sources.
     """
     calibration = read_set(path)
     pins = read_lock(path, calibration)
@@ -65,7 +65,7 @@ def load_samples(
         try:
             return version(source, path.parent, pins[index] if pins else None)
         except SourceError as failure:
-            return failure  # told with all the others, or not needed where the cache serves
+            return failure  # raised later with those of the other sources, unless the cache has the set
 
     with _quiet(calibration):
         versions = for_each_source(calibration, path, current, workers)
@@ -76,9 +76,9 @@ def load_samples(
             if cache:
                 remember(cache, calibration, fingerprint, data)
         else:
-            unasked = sum(isinstance(found, SourceError) for found in versions)
-            if unasked:  # or it is what loading again would give
-                notes.append(f"from the cache; {unasked} sources could not be reached")
+            unreachable = sum(isinstance(outcome, SourceError) for outcome in versions)
+            if unreachable:  # otherwise loading again would give the same data, so there is nothing to note
+                notes.append(f"from the cache; {unreachable} sources could not be reached")
     data = replace(data, lock=pins is not None, notes=tuple(notes))
     missing = missing_languages(calibration, data.samples)
     if require_languages and calibration.languages.required and any(missing.values()):
@@ -105,26 +105,26 @@ def _load(
                 progress(count, dataset)
 
     taker = Taker(calibration, path.parent, renderer, accepted)
-    failed = any(isinstance(found, SourceError) for found in versions)
+    failed = any(isinstance(outcome, SourceError) for outcome in versions)
 
     def take(index: int, source: DataSource) -> Taken:
-        found = versions[index]
-        if isinstance(found, SourceError):
-            raise found
+        outcome = versions[index]
+        if isinstance(outcome, SourceError):
+            raise outcome
         if failed and not source.is_local:
-            return Taken([], [])  # the set is refused anyway: look for more faults only where it is quick
-        return taker.take(index, found)
+            return Taken([], [])  # loading fails anyway, so look for more faults only in local files, which is fast
+        return taker.take(index, outcome)
 
     taken = for_each_source(calibration, path, take, workers)
-    samples = tuple(sample for one in taken for sample in one.samples)
+    samples = tuple(sample for result in taken for sample in result.samples)
     return CalibrationData(
         name=calibration.name,
         sequence_length=calibration.sequence_length,
         lengths=calibration.lengths,
         samples=samples,
         digest=digest_of(samples),
-        dropped=tuple(dropped for one in taken for dropped in one.dropped),
-        versions=tuple(str(found) for found in versions),
+        dropped=tuple(dropped for result in taken for dropped in result.dropped),
+        versions=tuple(str(outcome) for outcome in versions),
     )
 
 

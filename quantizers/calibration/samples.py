@@ -1,7 +1,7 @@
-"""A set as the commands load it: with progress, many sources at a time, and kept on the disk.
+"""Load a set as the commands do: with a progress line, several sources at a time, and a cache on disk.
 
-What was loaded before is found again while set, tokenizer and data are the same, so a run that goes on, and
-each process of several, does not ask the Hub for all of it a second time.
+The cache is used while set, tokenizer and data are unchanged, so a resumed run, or each process of a run with
+several, does not download everything again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quantizers.calibration.sources.cache import default_cache
 from .data import CalibrationData
 from .loading import load_samples
 
-WORKERS = 8  # sources that are loaded at the same time
+WORKERS = 8  # sources loaded at the same time
 
 
 def samples(path: Path, tokenizer: Path, trust_remote_code: bool = False) -> CalibrationData:
@@ -22,7 +22,7 @@ def samples(path: Path, tokenizer: Path, trust_remote_code: bool = False) -> Cal
     Args:
         path: the set's YAML file.
         tokenizer: a checkpoint's folder.
-        trust_remote_code: whether the tokenizer may bring code of its own.
+        trust_remote_code: whether code from the tokenizer's repository may run.
 
     Raises:
         CalibrationError: see `load_samples`.
@@ -31,12 +31,12 @@ def samples(path: Path, tokenizer: Path, trust_remote_code: bool = False) -> Cal
 
     from quantizers.calibration.report.view import loading
 
-    with loading(Console(stderr=True)) as seen:
+    with loading(Console(stderr=True)) as show_progress:
         return load_samples(
             path,
             str(tokenizer),
             trust_remote_code=trust_remote_code,
             workers=WORKERS,
-            progress=seen,
+            progress=show_progress,
             cache=default_cache(),
         )

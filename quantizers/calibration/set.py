@@ -1,7 +1,7 @@
-"""The schema of a calibration set: which data, in which shape, how many samples, under which name.
+"""The schema of a calibration set: which data, in which shape, how many samples, in which category.
 
-A set is a YAML file that researchers edit all day, so a wrong one is refused in well under a
-second: nothing heavy is imported here, and no data is touched. Keys are explained in the fields.
+Researchers edit these YAML files all day, so a wrong one must be refused in well under a second:
+this module imports nothing heavy and reads no data. The fields explain the keys.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from quantizers.system.strict_yaml import Strict, load, parse
 LOCAL_SUFFIXES = (".jsonl", ".json", ".parquet")
 Kind = Literal["programming", "spoken"]
 KINDS: tuple[Kind, ...] = ("programming", "spoken")
-FAMILY: dict[Kind, str] = {"programming": "code", "spoken": "spoken"}  # the first half of a category
+FAMILY: dict[Kind, str] = {"programming": "code", "spoken": "spoken"}  # the first part of a category such as code/rust
 Shape = Literal["text", "prompt-answer", "chat", "sharegpt", "code-contests"]
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _KIND_OF: dict[str, Kind] = {"programming_language": "programming", "spoken_language": "spoken"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-# How many columns a shape reads: from, to.
+# The smallest and largest number of columns that a shape reads.
 _COLUMNS: dict[str, tuple[int, int]] = {
     "text": (1, 1),  # the text
     "prompt-answer": (2, 2),  # what is asked, what is answered
     "chat": (1, 2),  # messages; tools
     "sharegpt": (1, 2),  # conversations; tools
-    "code-contests": (1, 1),  # the task's name; description and solutions are read beside it
+    "code-contests": (1, 1),  # the task's name; description and solutions are read as well
 }
 
 
 def slug(name: str) -> str:
-    """A language's name as the second half of a category: `C++` is `cpp`, `Bash/Shell` `bash-shell`."""
-    plain = name.lower().replace("++", "pp").replace("#", "sharp")
-    return re.sub(r"[^\w]+", "-", plain).strip("-")
+    """A language's name as the second part of a category: `cpp` for `C++`, `bash-shell` for `Bash/Shell`."""
+    words = name.lower().replace("++", "pp").replace("#", "sharp")
+    return re.sub(r"[^\w]+", "-", words).strip("-")
 
 
 def seeded(text: str) -> random.Random:
-    """A generator that depends on nothing but the text: the same in every process and on every machine."""
+    """A random generator that depends only on the text: the same in every process and on every machine."""
     return random.Random(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big"))
 
 
 def placeholders(template: str) -> list[Kind]:
-    """The kinds of language that a prompt or category asks for, in the order of `KINDS`.
+    """The kinds of language for which a prompt or category has a placeholder, in the order of `KINDS`.
 
     Raises:
-        ValueError: a word in braces that is neither of the two.
+        ValueError: a word in braces is not one of the two placeholders.
     """
     names = set(_PLACEHOLDER.findall(template))
     if unknown := sorted(names - set(_KIND_OF)):
@@ -62,16 +62,16 @@ def placeholders(template: str) -> list[Kind]:
 
 
 def fill(template: str, languages: dict[Kind, str]) -> str:
-    """Put languages in place of `{programming_language}` and `{spoken_language}`."""
+    """Replace `{programming_language}` and `{spoken_language}` with languages."""
     return _PLACEHOLDER.sub(lambda match: languages[_KIND_OF[match[1]]], template)
 
 
 class Languages(Strict):
-    """The languages that prompts deal and the report counts, by their everyday names."""
+    """The languages that prompts assign to samples and the report counts, by their everyday names."""
 
     programming: Annotated[tuple[str, ...], Field(strict=False)] = ()
     spoken: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    required: bool = False  # a run refuses a set in which one of them does not occur
+    required: bool = False  # if true, a run refuses a set in which a language is missing
 
     @field_validator("programming", "spoken")
     @classmethod
@@ -91,7 +91,7 @@ class Languages(Strict):
 
 
 class FromColumn(Strict):
-    """A category that each row names itself."""
+    """The category is read from a column of each row."""
 
     column: Annotated[str, Field(min_length=1)]
 
@@ -103,14 +103,14 @@ class DataSource(Strict):
     subset: str | None = None
     split: Annotated[str, Field(min_length=1)] = "train"
     revision: str | None = None
-    streaming: bool = False  # read a Hub dataset only as far as needed; a local file is read whole anyway
+    streaming: bool = False  # read a Hub dataset only as far as needed; a local file is always read whole
     columns: Annotated[tuple[str, ...], Field(strict=False)]
     shape: Shape
     samples: int | Literal["all"]
-    sequence_length: Annotated[int, Field(ge=2)] | None = None  # instead of the set's; more makes its texts long ones
+    sequence_length: Annotated[int, Field(ge=2)] | None = None  # overrides the set's; larger for long texts
     category: str | FromColumn
     prompt: str | None = None
-    order: Annotated[str, Field(min_length=1)] | None = None  # of a local file: decides, in its name's place, the order
+    order: Annotated[str, Field(min_length=1)] | None = None  # seeds the order of a local file, instead of its name
 
     @property
     def is_local(self) -> bool:
@@ -119,7 +119,7 @@ class DataSource(Strict):
 
     @property
     def deals(self) -> list[Kind]:
-        """The kinds of language that this source's prompt and category ask for."""
+        """The kinds of language that are assigned to this source's samples: the placeholders of prompt and category."""
         category = self.category if isinstance(self.category, str) else ""
         return placeholders((self.prompt or "") + category)
 
@@ -156,8 +156,8 @@ class DataSource(Strict):
     def _fits(self) -> DataSource:
         least, most = _COLUMNS[self.shape]
         if not least <= len(self.columns) <= most:
-            wanted = str(least) if least == most else f"{least} or {most}"
-            raise ValueError(f"the shape {self.shape} reads {wanted} columns, not {len(self.columns)}")
+            allowed = str(least) if least == most else f"{least} or {most}"
+            raise ValueError(f"the shape {self.shape} reads {allowed} columns, not {len(self.columns)}")
         if self.is_local and (self.subset or self.revision):
             raise ValueError("subset and revision are for Hub datasets; a local file has neither")
         if self.order and not self.is_local:
@@ -173,9 +173,7 @@ class CalibrationSet(Strict):
     """One calibration set file."""
 
     name: Annotated[str, Field(min_length=1)]
-    sequence_length: Annotated[
-        int, Field(ge=2)
-    ]  # tokens; longer samples are cut and counted. A source may give its own
+    sequence_length: Annotated[int, Field(ge=2)]  # tokens; longer samples are truncated; a source may override it
     seed: Annotated[int, Field(ge=0)] = 42
     languages: Languages = Languages()
     sources: Annotated[tuple[DataSource, ...], Field(strict=False)]
@@ -198,20 +196,20 @@ class CalibrationSet(Strict):
         return self
 
     def length_of(self, source: DataSource) -> int:
-        """Tokens at which a source's samples are cut."""
+        """The number of tokens at which a source's samples are truncated."""
         return self.sequence_length if source.sequence_length is None else source.sequence_length
 
     def is_long(self, source: DataSource) -> bool:
-        """Whether a source's samples are long texts, which are measured in a row of their own."""
+        """Whether a source's samples are long texts, which the evaluation reports in a separate row."""
         return self.length_of(source) > self.sequence_length
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Every number of tokens at which samples are cut, ascending; the last is that of the longest sequence."""
+        """All token limits at which samples are truncated, ascending; the last bounds the longest sequence."""
         return tuple(sorted({self.length_of(source) for source in self.sources}))
 
     def first_slots(self) -> Iterator[dict[Kind, int]]:
-        """For each source, how many samples before it deal each kind of language."""
+        """For each source, how many samples of the sources before it were assigned a language of each kind."""
         dealt: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         for source in self.sources:
             yield dict(dealt)
@@ -221,7 +219,7 @@ class CalibrationSet(Strict):
 
 
 def read_set(path: Path) -> CalibrationSet:
-    """Read and check a calibration set. Touches no data and imports nothing heavy.
+    """Read and check a calibration set. Reads no data and imports nothing heavy.
 
     Raises:
         CalibrationError: one line `file:line: key: what is wrong (remedy)`.
@@ -230,6 +228,6 @@ def read_set(path: Path) -> CalibrationSet:
 
 
 def source_lines(path: Path) -> list[int]:
-    """The line in which each source of a readable set begins."""
+    """The line in which each source of a valid set begins."""
     data, lines = parse(path, CalibrationError)
     return [lines["sources", index] for index in range(len(data["sources"]))]

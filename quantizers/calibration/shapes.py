@@ -1,7 +1,7 @@
-"""From a row of a dataset to what a model reads: plain text, or the turns of a conversation.
+"""Convert a row of a dataset into what a model reads: plain text, or the turns of a conversation.
 
-Pure functions of one row. A row that cannot be used raises `Rejected` with a short reason that is
-the same for every row with that fault, so that reasons can be counted.
+These are pure functions of one row. An unusable row raises `Rejected` with a short reason that is the
+same for every row with that fault, so that reasons can be counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .set import DataSource, seeded
 
 Turn = dict[str, Any]  # role, content; reasoning_content, tool_calls
 
-# Role names of ShareGPT files as found on the Hub, and the role a chat template knows.
+# Role names in ShareGPT files on the Hub, and the role that a chat template knows.
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -38,18 +38,18 @@ CONTEST_LANGUAGES = {0: "", 1: "python", 2: "cpp", 3: "python", 4: "java"}
 
 
 class Rejected(Exception):
-    """A row that cannot become a sample, and why."""
+    """A row cannot become a sample; the message says why."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What one row holds.
+    """The content of one row.
 
     Attributes:
         turns: the conversation; empty for plain text.
         tools: the tools' JSON schemas, for the chat template.
-        text: the plain text, or the words of all turns without any template: what duplicates and
-            spoken languages are looked for in.
+        text: the plain text, or the words of all turns without the chat template; the search for
+            duplicates and the language check use it.
     """
 
     turns: tuple[Turn, ...]
@@ -63,7 +63,7 @@ def read_row(row: dict[str, Any], source: DataSource, seed: str) -> Content:
     Args:
         row: one row of the dataset, as Python values.
         source: names the shape and the columns.
-        seed: decides between several solutions (code-contests); equal seeds, equal choices.
+        seed: decides which of several solutions is taken (code-contests).
 
     Raises:
         Rejected: the row cannot be used.
@@ -72,8 +72,8 @@ def read_row(row: dict[str, Any], source: DataSource, seed: str) -> Content:
     if source.shape == "text":
         return Content((), (), _text(row, columns[0]))
     if source.shape == "prompt-answer":
-        asked, answered = (_text(row, column) for column in columns)
-        return _conversation([_turn("user", asked), _turn("assistant", answered)], None)
+        question, answer = (_text(row, column) for column in columns)
+        return _conversation([_turn("user", question), _turn("assistant", answer)], None)
     if source.shape == "code-contests":
         return _conversation(_contest(row, columns[0], seed), None)
     read = _chat_turn if source.shape == "chat" else _sharegpt_turn
@@ -85,15 +85,15 @@ def read_row(row: dict[str, Any], source: DataSource, seed: str) -> Content:
 
 
 def instruct(content: Content, instruction: str) -> Content:
-    """Put an instruction before the text: in the first turn of the user, or a turn made for it."""
+    """Put an instruction before the text: in the first user turn, or in a new turn if there are none."""
     if not content.turns:
-        asked = f"{instruction}\n\n{content.text}"
-        return Content((_turn("user", asked),), content.tools, asked)
+        text = f"{instruction}\n\n{content.text}"
+        return Content((_turn("user", text),), content.tools, text)
     turns = list(content.turns)
-    first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
-    if first is None:
+    first_user = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
+    if first_user is None:
         raise Rejected("no user turn to put the prompt in")
-    turns[first] = turns[first] | {"content": f"{instruction}\n\n{turns[first]['content']}"}
+    turns[first_user] = turns[first_user] | {"content": f"{instruction}\n\n{turns[first_user]['content']}"}
     return replace(content, turns=tuple(turns), text=f"{instruction}\n\n{content.text}")
 
 
@@ -122,7 +122,7 @@ def _conversation(turns: list[Turn], tools: Any) -> Content:
 
 
 def _chat_turn(message: Any) -> Turn:
-    """A turn as chat templates take it: {role, content, reasoning_content?, tool_calls?}."""
+    """A turn as chat templates expect it: {role, content, reasoning_content?, tool_calls?}."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in CHAT_ROLES:
         raise Rejected(f"unknown role {role}")
@@ -144,7 +144,7 @@ def _content(content: Any) -> str:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """One tool call with its arguments as a mapping, whichever of the usual ways it was written."""
+    """One tool call with its arguments as a mapping, from any of the usual notations."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Rejected("a tool call without a name")
@@ -155,7 +155,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _sharegpt_turn(message: Any) -> Turn:
-    """A turn {from, value}, with the markup that Hermes-style tool dialogues carry in their text."""
+    """Convert a turn {from, value}, including the markup of Hermes-style tool calls in its text."""
     if not isinstance(message, dict):
         raise Rejected("unknown role None")
     given = message.get("from", message.get("role"))
@@ -171,7 +171,7 @@ def _sharegpt_turn(message: Any) -> Turn:
 
 
 def _hermes(text: str) -> Turn:
-    """`<think>` and `<tool_call>` blocks become fields, so that each template writes them its own way."""
+    """Move `<think>` and `<tool_call>` blocks into fields, so that each chat template writes them in its own markup."""
     turn = _turn("assistant", "")
     if match := re.match(r"\s*<think>(.*?)</think>", text, re.DOTALL):
         turn["reasoning_content"] = match[1].strip()
@@ -184,7 +184,7 @@ def _hermes(text: str) -> Turn:
 
 
 def _contest(row: dict[str, Any], name_column: str, seed: str) -> list[Turn]:
-    """A competitive programming task and one of its solutions."""
+    """A conversation from a competitive programming task and one of its solutions."""
     name, description = _text(row, name_column), _text(row, "description")
     solutions = row.get("solutions")
     if not isinstance(solutions, dict) or not solutions.get("solution"):
@@ -196,7 +196,7 @@ def _contest(row: dict[str, Any], name_column: str, seed: str) -> list[Turn]:
 
 
 def _from_json(value: Any) -> Any:
-    """Many datasets keep structures as JSON text, so that Arrow gives all rows one type."""
+    """Parse JSON text: many datasets store structures as text, so that all rows have one Arrow type."""
     if not isinstance(value, str):
         return value
     try:

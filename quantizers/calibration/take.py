@@ -1,8 +1,8 @@
-"""Take from one source the number of samples that the set asks for.
+"""Take the number of samples that the set asks for from one source.
 
-Rows are tried in the source's order. One that cannot be used is counted by its reason, and the next
-takes its place. Languages are dealt by the sample's position among all samples of the set that are
-dealt one, round after round in an order that the seed decides.
+Rows are tried in the source's order. An unusable row is counted under its reason, and the next row is
+tried instead. Languages are assigned round robin, in an order that the seed decides, over all samples of
+the set that need one.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from .set import FAMILY, KINDS, CalibrationSet, DataSource, FromColumn, Kind, fi
 from .shapes import Rejected, instruct, read_row
 from .tokens import Renderer
 
-# A source is given up after so many rows for each sample, so that a template that refuses
-# everything does not read a streamed dataset to its end.
+# Stop reading a source after this many rows per sample, so that a chat template that refuses every row
+# does not read a streamed dataset to its end.
 PATIENCE = 50
 PATIENCE_AT_LEAST = 1000
 
 
 def order_of(calibration: CalibrationSet, index: int) -> str:
-    """What decides the order in which the rows of source number `index` are tried.
+    """The seed of the order in which the rows of source number `index` are tried.
 
-    It depends on the source and not on its neighbours, so that a set can be edited around it. A local file that
-    gives `order` has said it itself: then the file's name means nothing.
+    It depends on the source and not on its neighbours, so editing the rest of a set does not change it. If a local
+    file gives `order`, that is the seed, and the file's name does not matter.
     """
     sources = calibration.sources
     if sources[index].order:
         return str(sources[index].order)
     key = (sources[index].dataset, sources[index].subset, sources[index].split)
-    earlier = sum((other.dataset, other.subset, other.split) == key for other in sources[:index])
-    text = ":".join(map(str, (calibration.seed, *key, earlier)))
+    repeats = sum((other.dataset, other.subset, other.split) == key for other in sources[:index])
+    text = ":".join(map(str, (calibration.seed, *key, repeats)))
     return hashlib.sha256(text.encode()).hexdigest()[:16] if sources[index].is_local else text
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The samples of one source, and the rows passed over."""
+    """The samples of one source, and its skipped rows."""
 
     samples: list[Sample]
     dropped: list[Dropped]
@@ -51,12 +51,12 @@ class Taken:
 
 @dataclass(frozen=True)
 class Taker:
-    """What all sources of a set have in common while samples are taken.
+    """Takes samples from the sources of one set.
 
     Attributes:
-        folder: where paths of local files start.
+        folder: the folder to which paths of local files are relative.
         renderer: turns content into token ids.
-        accepted: called with the dataset's name for every sample taken.
+        accepted: called with the dataset's name after each sample.
     """
 
     calibration: CalibrationSet
@@ -77,18 +77,18 @@ class Taker:
         if not self.renderer.has_template and (source.shape != "text" or source.prompt):
             reason = "the tokenizer has no chat template to render it with"
             raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
-        seed, deal = order_of(self.calibration, index), self._dealer(index)
+        seed, languages_at = order_of(self.calibration, index), self._dealer(index)
         wanted = source.samples
-        patience = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
+        most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
         samples: list[Sample] = []
         rejected: dict[str, list[str]] = {}  # reason -> places
         read = 0
         for row in read_rows(source, self.folder, revision, seed):
-            if len(samples) == wanted or read == patience:
+            if len(samples) == wanted or read == most_rows:
                 break
             read += 1
             try:
-                samples.append(self._sample(row, source, deal(len(samples)), seed))
+                samples.append(self._sample(row, source, languages_at(len(samples)), seed))
             except Rejected as failure:
                 rejected.setdefault(str(failure), []).append(row.place)
             else:
@@ -118,7 +118,7 @@ class Taker:
         )
 
     def _dealer(self, index: int) -> Callable[[int], dict[Kind, str]]:
-        """From a sample's position in the source to the languages dealt to it."""
+        """A function from a sample's position in the source to the languages assigned to it."""
         first = list(self.calibration.first_slots())[index]
         orders = {kind: list(self.calibration.languages.of(kind)) for kind in self.calibration.sources[index].deals}
         for kind, names in orders.items():

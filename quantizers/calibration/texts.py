@@ -1,4 +1,4 @@
-"""Calibration samples as what the loop and the evaluation read: token tensors with a category."""
+"""Calibration samples as the token tensors that the layer loop and the evaluation read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def token_tensors(data: CalibrationData, vocabulary: int) -> list[torch.Tensor]:
     """(T,) int64 for each sample.
 
     Raises:
-        CalibrationError: a token number that the model has no embedding for.
+        CalibrationError: a token id is outside the model's vocabulary.
     """
     from quantizers.system.errors import CalibrationError
 
@@ -30,7 +30,7 @@ def token_tensors(data: CalibrationData, vocabulary: int) -> list[torch.Tensor]:
 
 
 def scored_bytes(tokenizer: Any, tokens: Sequence[int]) -> int:
-    """UTF-8 bytes of all tokens but the first: what a model is scored on, so that tokenizers compare."""
+    """UTF-8 bytes of all tokens except the first, which is not scored. Losses per byte compare across tokenizers."""
     whole, first = (len(tokenizer.decode(part).encode()) for part in (list(tokens), list(tokens[:1])))
     return max(1, whole - first)
 

@@ -1,4 +1,4 @@
-"""From content to token ids, by the model's own tokenizer and chat template."""
+"""Convert content into token ids with the model's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .shapes import Content, Rejected
 
 
 class Renderer:
-    """A tokenizer and its chat template; safe to share between threads.
+    """A tokenizer with its chat template; threads may share it.
 
     Args:
         source: a folder, or a Hub id.
         revision: of a Hub id.
-        trust_remote_code: whether the tokenizer may bring code of its own.
+        trust_remote_code: whether code from the tokenizer's repository may run.
 
     Raises:
-        CalibrationError: no tokenizer there.
+        CalibrationError: the tokenizer cannot be loaded.
     """
 
     def __init__(self, source: str, revision: str = "main", trust_remote_code: bool = False) -> None:
@@ -34,7 +34,7 @@ class Renderer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 source, revision=revision, trust_remote_code=trust_remote_code
             )
-        except Exception as failure:  # the library raises whatever its parts raise
+        except Exception as failure:  # the library does not document what it raises
             problem = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
             raise CalibrationError(
                 f"{source}: no tokenizer can be read ({problem}); give a model's folder or Hub id"
@@ -43,14 +43,14 @@ class Renderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether conversations can be rendered."""
+        """Whether the tokenizer has a chat template, so that it can render conversations."""
         return bool(self._tokenizer.chat_template)
 
     def tokens(self, content: Content) -> NDArray[np.int32]:
-        """The whole content as token ids, int32 (T,): nothing is cut here.
+        """The whole content as token ids, int32 (T,), not truncated.
 
         Raises:
-            Rejected: the chat template refuses the conversation, or fewer than two tokens result.
+            Rejected: the chat template refuses the conversation, or the result has fewer than two tokens.
         """
         try:
             content.text.encode()
@@ -68,7 +68,7 @@ class Renderer:
             text: str = self._tokenizer.apply_chat_template(
                 list(content.turns), tools=list(content.tools) or None, tokenize=False
             )
-        except Exception as failure:  # a template is a program: it may fail in any way
+        except Exception as failure:  # a template is a program and can fail in any way
             problem = str(failure).strip().splitlines() or [type(failure).__name__]
             raise Rejected(f"the chat template refuses it: {problem[0]}") from None
         return text
@@ -79,7 +79,7 @@ class Renderer:
         return decoded
 
     def fingerprint(self) -> str:
-        """SHA-256 over all that decides the token ids: vocabulary, merges, normalisation, template."""
+        """SHA-256 over everything that decides the token ids: vocabulary, merges, normalization, chat template."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         rules = backend.to_str() if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
         template = json.dumps(self._tokenizer.chat_template, sort_keys=True)

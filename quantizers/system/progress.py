@@ -75,12 +75,8 @@ def progress(title: str, total: int, done: int = 0, unit: str = "") -> Iterator[
         now = time.monotonic()
         if count < total and now - last < 5.0:
             return  # at most one line every five seconds; the last step always prints
-        last, completed = now, count - done
-        left = (
-            f", {duration((now - started) / completed * (total - count))} left"
-            if completed >= 3 and count < total
-            else ""
-        )
+        last, steps = now, count - done
+        left = f", {duration((now - started) / steps * (total - count))} left" if steps >= 3 and count < total else ""
         print(f"{title}: {unit}{' ' if unit else ''}{count} of {total}{left}  {note}", file=sys.stderr, flush=True)
 
     yield line

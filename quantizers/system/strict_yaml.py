@@ -47,7 +47,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes text that YAML 1.1 or 1.2 would read as something else, such as `123e45` or `012`."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write a value that occurs twice two times: `parse` refuses anchors and aliases."""
+        """Write a repeated value in full each time: `parse` refuses anchors and aliases."""
         return True
 
 
@@ -119,9 +119,7 @@ def dotted(place: Iterable[str | int]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            key = (
-                part if part.isprintable() else repr(part)
-            )  # an error must stay one line, even if a key contains a line break
+            key = part if part.isprintable() else repr(part)  # an error stays one line even if a key has a line break
             text += f".{key}" if text else key
     return text
 

@@ -31,11 +31,11 @@ LARGE = "HuggingFaceH4/ultrachat_200k"
 MACHINE = """
 import json, sys
 from pathlib import Path
-from quantizers.calibration import load_samples
+from quantizers.calibration.loading import load_samples
 from quantizers.calibration.data import language_counts
-from quantizers.calibration.lock import lock_set
+from quantizers.calibration.sources.lock import lock_set
 from quantizers.calibration.set import read_set
-from quantizers.errors import CalibrationError
+from quantizers.system.errors import CalibrationError
 
 for line in sys.stdin:
     path, tokenizer, workers, cache, lock = json.loads(line)

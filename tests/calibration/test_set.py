@@ -139,7 +139,7 @@ def test_languages_must_be_distinct_and_dealing_needs_a_number(tmp_path: Path) -
 
 def test_a_set_is_read_without_heavy_imports() -> None:
     code = (
-        "import sys; from pathlib import Path; from quantizers.calibration import read_set;"
+        "import sys; from pathlib import Path; from quantizers.calibration.set import read_set;"
         "read_set(Path(sys.argv[1]));"
         "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'py3langid'} & set(sys.modules)))"
     )

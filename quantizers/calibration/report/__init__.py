@@ -1,1 +1,1 @@
-"""What a calibration set holds, and whether that is what it claims: languages, duplicates, differences, samples."""
+"""Reports on calibration sets: contents, languages, duplicates, differences between sets, and samples."""

@@ -1,4 +1,4 @@
-"""What a calibration set really holds, and whether that is what it claims."""
+"""Check what a calibration set contains, and whether that is what it claims."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from quantizers.calibration.set import KINDS, CalibrationSet, Kind, read_set
 from .duplicates import Duplicate, find_duplicates
 from .spoken import identify
 
-HELD_OUT = "held-out.yaml"  # beside a set: the texts that it must not contain
+HELD_OUT = "held-out.yaml"  # next to a set: the texts that it must not contain
 
 
 @dataclass(frozen=True)
 class CategoryRow:
-    """One line of the table: lengths in tokens; `truncated` samples lost `cut` tokens together."""
+    """One row of the table: lengths in tokens; `truncated` samples lost `cut` tokens in total."""
 
     category: str
     samples: int
@@ -36,7 +36,7 @@ class CategoryRow:
 
 @dataclass(frozen=True)
 class Twins:
-    """Two samples that are equal (similarity 1) or nearly so, by where their rows are found."""
+    """The places of two samples that are equal (similarity 1) or nearly equal."""
 
     first: str
     second: str
@@ -54,16 +54,16 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class SetReport:
-    """A set as it was found.
+    """The result of checking a set.
 
     Attributes:
         summary: see `CalibrationData.summary`.
-        languages: samples by language, in the order of the set's lists.
-        duplicates: pairs within the set.
-        held_out: the set it was compared with; None where there is none.
-        shared: pairs of a sample and one of the held-out set.
-        identified: how many local samples of spoken languages were confirmed or not.
-        findings: what contradicts the set's claims, a line each; empty when all is well.
+        languages: number of samples by language, in the order of the set's lists.
+        duplicates: pairs of samples within the set.
+        held_out: path of the held-out set that it was compared with, or None.
+        shared: pairs of a sample and a sample of the held-out set.
+        identified: how many local samples of spoken languages were checked by language identification.
+        findings: contradictions of the set's claims, one line each; empty if there are none.
     """
 
     path: str
@@ -81,7 +81,7 @@ class SetReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing contradicts the set's claims; if not, the command ends with 3."""
+        """Whether there are no findings; with findings the command ends with exit code 3."""
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
@@ -100,16 +100,16 @@ def check_set(
     progress: Progress | None = None,
     cache: Path | None = None,
 ) -> SetReport:
-    """Load a set and look at it.
+    """Load a set and check it.
 
     Args:
         path: the set.
         tokenizer: a model's folder or Hub id.
-        held_out: a set with which it must share no text; `held-out.yaml` beside it when None.
+        held_out: a set with which it must share no text; None for `held-out.yaml` next to the set, if that exists.
         revision, trust_remote_code, workers, progress, cache: see `load_samples`.
 
     Raises:
-        CalibrationError: as `load_samples`, but a missing language is a finding here.
+        CalibrationError: as `load_samples`, except that a missing language is a finding, not an error.
     """
     load = partial(
         load_samples,
@@ -167,21 +167,24 @@ def _table(samples: tuple[Sample, ...]) -> tuple[CategoryRow, ...]:
 
 
 def _twins(data: CalibrationData, other: CalibrationData | None) -> tuple[tuple[Twins, ...], tuple[Twins, ...]]:
-    """Pairs within the set, and pairs of the set and the other."""
-    own = len(data.samples)
+    """Pairs within the set, and pairs of one sample of the set and one of the other set."""
+    count = len(data.samples)
     samples = data.samples + (other.samples if other else ())
 
-    def named(pair: Duplicate) -> Twins:
+    def twins(pair: Duplicate) -> Twins:
         return Twins(samples[pair.first].place, samples[pair.second].place, round(pair.similarity, 3))
 
     pairs = find_duplicates([sample.text for sample in samples])
-    within = tuple(named(pair) for pair in pairs if pair.second < own)
-    across = tuple(named(pair) for pair in pairs if pair.first < own <= pair.second)
+    within = tuple(twins(pair) for pair in pairs if pair.second < count)
+    across = tuple(twins(pair) for pair in pairs if pair.first < count <= pair.second)
     return within, across
 
 
 def _identification(calibration: CalibrationSet, samples: tuple[Sample, ...]) -> tuple[int, tuple[Mismatch, ...]]:
-    """Ask for every local text of a spoken language; one that was dealt a language is a task, not a text."""
+    """Identify the language of every local text of a spoken language, and count the texts.
+
+    Samples with an assigned language are left out: their prompt asks for that language, their text may be in another.
+    """
     local = {source.dataset for source in calibration.sources if source.is_local}
     spoken = set(calibration.languages.spoken) & CODES.keys()
     claims = [
@@ -191,8 +194,8 @@ def _identification(calibration: CalibrationSet, samples: tuple[Sample, ...]) ->
         for name in sample.languages
         if name in spoken
     ]
-    answers = [(sample.place, name, identify(sample.text)) for sample, name in claims]
-    return len(claims), tuple(Mismatch(*answer) for answer in answers if answer[1] != answer[2])
+    identified = [(sample.place, name, identify(sample.text)) for sample, name in claims]
+    return len(claims), tuple(Mismatch(*answer) for answer in identified if answer[1] != answer[2])
 
 
 def _findings(
@@ -201,8 +204,8 @@ def _findings(
     shared: tuple[Twins, ...],
     mismatches: tuple[Mismatch, ...],
 ) -> tuple[str, ...]:
-    found = [f"no sample shows {', '.join(missing[kind])} ({kind})" for kind in KINDS if missing[kind]]
-    found += [f"{pair.second} repeats {pair.first} (similarity {pair.similarity})" for pair in duplicates]
-    found += [f"{pair.first} is also held out: {pair.second} ({pair.similarity})" for pair in shared]
-    found += [f"{m.place} claims {m.claimed}, but reads like {m.identified}" for m in mismatches]
-    return tuple(found)
+    findings = [f"no sample shows {', '.join(missing[kind])} ({kind})" for kind in KINDS if missing[kind]]
+    findings += [f"{pair.second} repeats {pair.first} (similarity {pair.similarity})" for pair in duplicates]
+    findings += [f"{pair.first} is also held out: {pair.second} ({pair.similarity})" for pair in shared]
+    findings += [f"{m.place} claims {m.claimed}, but reads like {m.identified}" for m in mismatches]
+    return tuple(findings)

@@ -1,4 +1,4 @@
-"""What changed between two calibration sets, read from their files alone."""
+"""The differences between two calibration sets, from their YAML files alone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Change = tuple[Any, Any]  # before, after
 
 @dataclass(frozen=True)
 class SetDiff:
-    """The changes from one set to another; empty parts did not change.
+    """The changes from one set to another; parts without changes are empty.
 
     Attributes:
         settings: name, sequence_length, seed and languages.required, by key.
-        languages: added and removed names, by kind.
-        added, removed: sources as `dataset subset split`, with their samples.
-        changed: of a source in both, the keys that differ.
-        samples: number of samples by category; `all` of a file counts under that word.
+        languages: names of added and of removed languages, by kind.
+        added, removed: sources as `dataset subset split`, with their number of samples.
+        changed: for each source in both sets, the keys that differ.
+        samples: number of samples by category; `all` if a source of the category takes all rows.
     """
 
     settings: dict[str, Change]
@@ -40,10 +40,10 @@ class SetDiff:
 
 
 def diff_sets(before: Path, after: Path) -> SetDiff:
-    """Compare two sets. A source is the same one if dataset, subset and split are.
+    """Compare two sets. Two sources are the same if dataset, subset and split are equal.
 
     Raises:
-        CalibrationError: one of them is wrong.
+        CalibrationError: one of the sets is wrong.
     """
     old, new = read_set(before), read_set(after)
     old_sources, new_sources = _by_name(old), _by_name(new)
@@ -68,37 +68,37 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Change]:
 
 
 def _settings(calibration: CalibrationSet) -> dict[str, Any]:
-    plain = calibration.model_dump(exclude={"sources", "languages"})
-    return plain | {"languages.required": calibration.languages.required}
+    settings = calibration.model_dump(exclude={"sources", "languages"})
+    return settings | {"languages.required": calibration.languages.required}
 
 
 def _languages(old: CalibrationSet, new: CalibrationSet) -> dict[Kind, tuple[list[str], list[str]]]:
-    found = {}
+    changes = {}
     for kind in KINDS:
-        was, now = old.languages.of(kind), new.languages.of(kind)
-        added, removed = [n for n in now if n not in was], [n for n in was if n not in now]
+        before, after = old.languages.of(kind), new.languages.of(kind)
+        added, removed = [n for n in after if n not in before], [n for n in before if n not in after]
         if added or removed:
-            found[kind] = (added, removed)
-    return found
+            changes[kind] = (added, removed)
+    return changes
 
 
 def _by_name(calibration: CalibrationSet) -> dict[str, DataSource]:
-    """Sources by what they read; the second one that reads the same is `… (2)`."""
-    seen: Counter[str] = Counter()
-    named = {}
+    """Sources by what they read; a second source that reads the same is called `… (2)`."""
+    counts: Counter[str] = Counter()
+    sources = {}
     for source in calibration.sources:
         name = " ".join(part for part in (source.dataset, source.subset, source.split) if part)
-        seen[name] += 1
-        named[name if seen[name] == 1 else f"{name} ({seen[name]})"] = source
-    return named
+        counts[name] += 1
+        sources[name if counts[name] == 1 else f"{name} ({counts[name]})"] = source
+    return sources
 
 
 def _by_category(calibration: CalibrationSet) -> dict[str, Any]:
     totals: dict[str, Any] = {}
     for source in calibration.sources:
-        named = source.category
-        category = f"column {named.column}" if isinstance(named, FromColumn) else named
+        given = source.category
+        category = f"column {given.column}" if isinstance(given, FromColumn) else given
         before = totals.get(category, 0)
-        both = isinstance(before, int) and isinstance(source.samples, int)
-        totals[category] = before + source.samples if both else "all"
+        countable = isinstance(before, int) and isinstance(source.samples, int)
+        totals[category] = before + source.samples if countable else "all"
     return totals

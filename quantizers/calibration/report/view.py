@@ -1,4 +1,4 @@
-"""Calibration sets on a terminal: the report, the difference of two, samples as the model reads them."""
+"""Show calibration sets on a terminal: a report, the difference of two sets, samples as the model reads them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .diff import SetDiff
 
 
 def render(report: SetReport) -> RenderableType:
-    """A report as a table by category, the languages, what was dropped, and the findings in red."""
+    """A report: a table by category, the languages, the dropped rows, and the findings in red."""
     total = report.summary
     parts: list[RenderableType] = [
         _categories(report),
@@ -77,7 +77,7 @@ def _languages(kind: str, counts: dict[str, int]) -> Text:
 
 
 def render_diff(diff: SetDiff) -> RenderableType:
-    """A difference as lines: `-` before, `+` after."""
+    """A difference as lines: `+` for what was added, `-` for what was removed."""
     if not diff:
         return Text("no difference")
     lines = [f"{key}: {before} -> {after}" for key, (before, after) in diff.settings.items()]
@@ -113,7 +113,7 @@ def show_samples(
     trust_remote_code: bool = False,
     cache: Path | None = None,
 ) -> list[Shown]:
-    """`count` samples of a set, evenly spread over it.
+    """`count` samples of a set at evenly spaced positions.
 
     Raises:
         CalibrationError: as `load_samples`.
@@ -137,7 +137,7 @@ def show_samples(
 
 
 def render_samples(shown: list[Shown]) -> RenderableType:
-    """Samples under a rule each; their text is not read as markup."""
+    """Samples with a headline each; rich does not interpret their text as markup."""
     parts: list[RenderableType] = []
     for sample in shown:
         cut = f", {sample.truncated} cut" if sample.truncated else ""
@@ -148,7 +148,7 @@ def render_samples(shown: list[Shown]) -> RenderableType:
 
 @contextmanager
 def loading(console: Console) -> Iterator[Progress]:
-    """A line that moves while a set loads: give what this yields to `load_samples` as `progress`."""
+    """A progress line while a set loads; pass the yielded function to `load_samples` as `progress`."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("loading calibration data")

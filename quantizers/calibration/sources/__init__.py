@@ -1,1 +1,1 @@
-"""Where the rows of a calibration set come from: local files and the Hub, pinned by locks, kept in a cache."""
+"""The sources of a calibration set: local files and Hub datasets, pinned by a lock and cached on disk."""

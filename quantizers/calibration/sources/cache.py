@@ -1,8 +1,8 @@
-"""Loaded sets on disk, so that a second run, or one without a network, need not load again.
+"""A cache of loaded sets on disk, for later runs and for runs without a network.
 
-`<key>.json` belongs to one set and tokenizer: the versions of the sources it was loaded from, the
-digest, and everything but the tokens. `<digest>.npy` has the tokens of all samples, one after the
-other. What does not lead back to its digest is not used.
+`<key>.json` belongs to one set and one tokenizer. It contains the versions of the sources, the digest, and
+everything except the tokens. `<digest>.npy` contains the tokens of all samples, concatenated. An entry
+whose tokens do not match its digest is ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quantizers.calibration.set import CalibrationSet
 
 from .rows import SourceError, Unreachable
 
-FORMAT = 2  # changes whenever the same set would give other tokens or fields
+FORMAT = 2  # increase it when the same set gives other tokens or fields
 
 
 def default_cache() -> Path:
@@ -34,44 +34,44 @@ def default_cache() -> Path:
 def recall(
     cache: Path, calibration: CalibrationSet, fingerprint: str, versions: list[str | SourceError]
 ) -> CalibrationData | None:
-    """What was loaded before from the same set, tokenizer and versions, or None.
+    """The cached result for the same set, tokenizer and versions, or None.
 
-    A source that cannot be reached now agrees with any version; one that is wrong with none.
+    A source that cannot be reached now matches any cached version; a source with another error matches none.
     """
     try:
-        kept = json.loads((cache / f"{_key(calibration, fingerprint)}.json").read_bytes())
-        if not all(map(_agree, versions, kept["versions"])):
+        entry = json.loads((cache / f"{_key(calibration, fingerprint)}.json").read_bytes())
+        if not all(map(_agree, versions, entry["versions"])):
             return None
-        tokens = np.load(cache / f"{kept['digest']}.npy", allow_pickle=False)
-        ends = np.cumsum([sample["tokens"] for sample in kept["samples"]])
+        tokens = np.load(cache / f"{entry['digest']}.npy", allow_pickle=False)
+        ends = np.cumsum([sample["tokens"] for sample in entry["samples"]])
         samples = tuple(
-            Sample(**sample | {"tokens": part, "languages": tuple(sample["languages"])})
-            for sample, part in zip(kept["samples"], np.split(tokens, ends[:-1]), strict=True)
+            Sample(**sample | {"tokens": sample_tokens, "languages": tuple(sample["languages"])})
+            for sample, sample_tokens in zip(entry["samples"], np.split(tokens, ends[:-1]), strict=True)
         )
     except (OSError, EOFError, ValueError, KeyError, TypeError):
-        return None  # nothing there, or damaged: load again
-    if digest_of(samples) != kept["digest"]:
+        return None  # missing or damaged: load again
+    if digest_of(samples) != entry["digest"]:
         return None
     return CalibrationData(
         name=calibration.name,
         sequence_length=calibration.sequence_length,
         lengths=calibration.lengths,
         samples=samples,
-        digest=kept["digest"],
-        dropped=tuple(Dropped(**dropped) for dropped in kept["dropped"]),
-        versions=tuple(kept["versions"]),
+        digest=entry["digest"],
+        dropped=tuple(Dropped(**dropped) for dropped in entry["dropped"]),
+        versions=tuple(entry["versions"]),
     )
 
 
 def remember(cache: Path, calibration: CalibrationSet, fingerprint: str, data: CalibrationData) -> None:
-    """Keep what was loaded. A cache that cannot be written is no reason to fail."""
-    kept = {
+    """Write a loaded set to the cache. Failing to write is not an error."""
+    entry = {
         "versions": data.versions,
         "digest": data.digest,
         "dropped": [asdict(dropped) for dropped in data.dropped],
         "samples": [_fields(sample) for sample in data.samples],
     }
-    text = json.dumps(kept, ensure_ascii=False).encode()
+    text = json.dumps(entry, ensure_ascii=False).encode()
     tokens = np.concatenate([sample.tokens for sample in data.samples])
     try:
         cache.mkdir(parents=True, exist_ok=True)

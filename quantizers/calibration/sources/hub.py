@@ -1,4 +1,4 @@
-"""Datasets of the Hub: their rows, their exact revision, and what went wrong in plain words."""
+"""Hub datasets: their rows, their exact revision, and readable error messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from quantizers.calibration.set import DataSource
 
 from .rows import Row, SourceError, Unreachable, check_columns, needed_columns, order, without_none
 
-BUFFERED_ROWS = 8  # for each sample asked for, when a streamed dataset is shuffled
-TIMEOUT = 10.0  # seconds, for one answer of the Hub about a dataset
+BUFFERED_ROWS = 8  # rows in the shuffle buffer of a streamed dataset, per sample asked for
+TIMEOUT = 10.0  # seconds to wait for the Hub's answer about one dataset
 
 
 def hub_rows(source: DataSource, revision: str, seed: str) -> Iterator[Row]:
-    """The rows of a Hub dataset, streamed where the source says so. See `read_rows`."""
+    """The rows of a Hub dataset, streamed if the source says so. See `read_rows`."""
     import datasets
 
     with explained(source):
@@ -47,25 +47,25 @@ def hub_rows(source: DataSource, revision: str, seed: str) -> Iterator[Row]:
 
 
 def resolve(source: DataSource) -> str:
-    """The commit that a Hub source's revision means now.
+    """The commit to which a Hub source's revision points now.
 
     Raises:
-        Unreachable: the Hub cannot be asked.
-        SourceError: it knows no such dataset or revision.
+        Unreachable: the Hub cannot be reached.
+        SourceError: the Hub has no such dataset or revision.
     """
     import huggingface_hub
 
     with explained(source):
         hub = huggingface_hub.HfApi()
         commit = hub.dataset_info(source.dataset, revision=source.revision, timeout=TIMEOUT).sha
-    assert commit is not None  # the Hub always answers with one
+    assert commit is not None  # the Hub always returns one
     return commit
 
 
 def file_hashes(source: DataSource, commit: str) -> dict[str, str]:
-    """The data files that a Hub source reads at a commit: path in the repository, and content hash.
+    """The data files that a Hub source reads at a commit: from path in the repository to content hash.
 
-    Large files have the SHA-256 of their bytes, small ones git's blob id.
+    The hash of a large file is the SHA-256 of its bytes, that of a small file its git blob id.
     """
     import datasets
     import huggingface_hub
@@ -86,7 +86,7 @@ def file_hashes(source: DataSource, commit: str) -> dict[str, str]:
 
 @contextmanager
 def explained(source: DataSource) -> Iterator[None]:
-    """Turn what `datasets` and `huggingface_hub` raise into one reason and one remedy."""
+    """Turn exceptions of `datasets` and `huggingface_hub` into a SourceError with a reason and a remedy."""
     try:
         yield
     except SourceError:
@@ -103,10 +103,10 @@ def _explanation(failure: Exception, source: DataSource) -> SourceError:
     name = source.dataset
     if isinstance(failure, errors.GatedRepoError) or "gated dataset" in str(failure):
         return SourceError(name, "gated", "accept its terms on the Hub, then `hf auth login`")
-    gone = re.match(r"Revision '([^']+)' doesn't exist", str(failure))
-    if gone or isinstance(failure, errors.RevisionNotFoundError):
+    missing_revision = re.match(r"Revision '([^']+)' doesn't exist", str(failure))
+    if missing_revision or isinstance(failure, errors.RevisionNotFoundError):
         remedy = "correct the source's revision, or lock the set again"
-        return SourceError(name, f"no revision {gone[1] if gone else source.revision}", remedy)
+        return SourceError(name, f"no revision {missing_revision[1] if missing_revision else source.revision}", remedy)
     if isinstance(failure, (errors.RepositoryNotFoundError, DatasetNotFoundError)):
         remedy = "correct the id, or `hf auth login` if it is private"
         return SourceError(name, "no such dataset on the Hub", remedy)
@@ -118,7 +118,7 @@ def _explanation(failure: Exception, source: DataSource) -> SourceError:
 
 
 def _short(failure: Exception) -> str:
-    """The failure as part of a line: no addresses in memory, no request ids, at most 160 characters."""
+    """The failure as part of a line: without memory addresses and request ids, at most 160 characters."""
     text = " ".join(f"{type(failure).__name__}: {failure}".split())
     text = re.sub(r"\s*\(Request ID: [^)]*\)| at 0x[0-9a-f]+", "", text)
     return text if len(text) <= 160 else text[:157] + "..."
@@ -126,7 +126,7 @@ def _short(failure: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars, log lines and warnings of the two libraries; ours say what matters."""
+    """Silence progress bars, log lines and warnings of the two libraries; our own messages say what matters."""
     import datasets.utils.logging
     import huggingface_hub.utils.logging
     from huggingface_hub.utils.tqdm import (

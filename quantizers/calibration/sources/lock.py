@@ -1,7 +1,7 @@
-"""Pins: the exact commit and the file hashes of every source, in `NAME.lock.json` beside the set.
+"""Locks: the exact commit and file hashes of every source, in `NAME.lock.json` next to the set.
 
-A run uses the lock where there is one. A commit of the Hub pins its files by content; a local file
-is compared with its hash.
+A run uses the lock if there is one. A commit on the Hub pins the contents of its files; a local file is
+compared with the hash in the lock.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .rows import SourceError, local_file
 
 
 class Pin(Strict):
-    """One source as it was locked.
+    """One locked source.
 
     Attributes:
-        dataset, subset, split, revision: as the set wrote them; they must still agree.
-        commit: of a Hub dataset.
+        dataset, subset, split, revision: as written in the set when it was locked; the set must still agree.
+        commit: of a Hub dataset; None for a local file.
         files: path to content hash (`sha256:…`, or `git:…` for small files of the Hub).
     """
 
@@ -47,15 +47,15 @@ class Lock(Strict):
 
 
 def lock_path(path: Path) -> Path:
-    """Where the lock of a set lies."""
+    """The path of a set's lock."""
     return path.with_suffix(".lock.json")
 
 
 def lock_set(path: Path, workers: int = 8) -> Path:
-    """Write the lock of a set, asking the Hub for every source; returns where it was written.
+    """Write the lock of a set, with one request to the Hub for every source; returns the lock's path.
 
     Raises:
-        CalibrationError: the set is wrong, or sources cannot be reached (all of them are named).
+        CalibrationError: the set is wrong, or sources cannot be reached; the message names all of them.
     """
     from .hub import file_hashes, quiet, resolve
 
@@ -86,7 +86,7 @@ def lock_set(path: Path, workers: int = 8) -> Path:
 
 
 def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
-    """The pins of a set, one for each source in order; None where there is no lock.
+    """The pins of a set, one for each source in order; None if the set has no lock.
 
     Raises:
         CalibrationError: the lock is damaged, or the set's sources were changed since.
@@ -111,17 +111,17 @@ def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
 
 
 def version(source: DataSource, folder: Path, pin: Pin | None) -> str:
-    """What identifies a source's data: a local file's hash, a Hub dataset's commit.
+    """The version of a source's data: the hash of a local file, the commit of a Hub dataset.
 
     Raises:
-        Unreachable: the Hub cannot be asked, and no lock tells.
-        SourceError: a local file is missing, or is not the one that was locked.
+        Unreachable: there is no lock, and the Hub cannot be reached.
+        SourceError: a local file is missing, or differs from the locked one.
     """
     if source.is_local:
-        found = file_hash(local_file(source, folder))
-        if pin is not None and pin.files.get(source.dataset) != found:
+        digest = file_hash(local_file(source, folder))
+        if pin is not None and pin.files.get(source.dataset) != digest:
             raise SourceError(source.dataset, "changed since it was locked", "restore it, or lock the set again")
-        return found
+        return digest
     if pin is not None and pin.commit:
         return pin.commit
     from .hub import resolve

@@ -1,4 +1,4 @@
-"""Do something for every source of a set, several at a time, and report all that failed together."""
+"""Run a function for every source of a set in parallel, and report all failures together."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Result = TypeVar("Result")
 def for_each_source(
     calibration: CalibrationSet, path: Path, work: Callable[[int, DataSource], Result], workers: int
 ) -> list[Result]:
-    """`work(index, source)` for every source, in threads; results in the set's order, whichever came first.
+    """Call `work(index, source)` for every source in threads; returns the results in the set's order.
 
     Raises:
-        CalibrationError: a line for each reason, naming the set's file and line and every source it befell.
+        CalibrationError: one line for each reason, naming the set's file and line and every source that failed so.
     """
 
     def attempt(index: int) -> tuple[list[Result], list[tuple[int, SourceError]]]:
@@ -37,19 +37,19 @@ def for_each_source(
         with ThreadPoolExecutor(max_workers=workers) as pool:
             outcomes = list(pool.map(attempt, indices))
     if failures := [failure for _, failed in outcomes for failure in failed]:
-        raise CalibrationError(_told(failures, path))
+        raise CalibrationError(_message(failures, path))
     return [result for results, _ in outcomes for result in results]
 
 
-def _told(failures: list[tuple[int, SourceError]], path: Path) -> str:
+def _message(failures: list[tuple[int, SourceError]], path: Path) -> str:
     lines = source_lines(path)
     groups: dict[tuple[str, str], list[tuple[int, SourceError]]] = {}
     for index, failure in failures:
         groups.setdefault((failure.reason, failure.remedy), []).append((index, failure))
-    told = []
+    messages = []
     for (reason, remedy), members in groups.items():
         first = lines[members[0][0]]
         subjects = [members[0][1].subject]
         subjects += [f"{failure.subject} (line {lines[index]})" for index, failure in members[1:]]
-        told.append(f"{path}:{first}: {', '.join(subjects)}: {reason}; {remedy}")
-    return "\n".join(told)
+        messages.append(f"{path}:{first}: {', '.join(subjects)}: {reason}; {remedy}")
+    return "\n".join(messages)

@@ -1,4 +1,4 @@
-"""The rows of any source, in the set's order."""
+"""Read the rows of any source, in the order that the set asks for."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from .rows import Row, SourceError, check_columns, local_file, order, without_no
 
 
 def read_rows(source: DataSource, folder: Path, revision: str, seed: str) -> Iterator[Row]:
-    """The rows of a source: in file order for `samples: all`, else shuffled by the seed.
+    """The rows of a source: in file order for `samples: all`, else shuffled with the seed.
 
-    A streamed dataset is shuffled as `datasets` does it: its files, and within a buffer of eight
-    rows for each sample asked for.
+    A streamed dataset is shuffled as `datasets` does it: the order of its files, and the rows within a buffer
+    that holds eight rows for each sample asked for.
 
     Args:
         source: the source.
-        folder: where the path of a local file starts.
+        folder: the folder to which the path of a local file is relative.
         revision: the commit of a Hub dataset; a local file has none.
-        seed: decides the order, together with the data and nothing else.
+        seed: with the data, the only thing that decides the order.
 
     Raises:
-        SourceError: the source cannot be read, or has not the columns.
+        SourceError: the source cannot be read, or lacks a column.
     """
     if source.is_local:
         path = local_file(source, folder)
         read = _parquet if path.suffix == ".parquet" else _json
-        found = read(path, source.dataset)
-        if not found:
+        rows = read(path, source.dataset)
+        if not rows:
             raise SourceError(str(path), "no rows", "add some")
-        check_columns(source, {column for row in found for column in row.values})
-        return (found[index] for index in order(len(found), source, seed))
+        check_columns(source, {column for row in rows for column in row.values})
+        return (rows[index] for index in order(len(rows), source, seed))
     from .hub import hub_rows
 
     return hub_rows(source, revision, seed)
@@ -49,22 +49,22 @@ def _bytes(path: Path) -> bytes:
 
 
 def _json(path: Path, name: str) -> list[Row]:
-    """JSON lines, or (in a .json file) one list of objects. Places start with `name`."""
+    """Read JSON lines, or, in a .json file, one list of objects. Places start with `name`."""
     raw = _bytes(path).removeprefix(b"\xef\xbb\xbf")
     if path.suffix == ".json" and raw.lstrip()[:1] == b"[":
         items = enumerate(_parsed(raw, path, 1), 1)
-        found = [Row(f"{name} item {number}", item) for number, item in items]
+        rows = [Row(f"{name} item {number}", item) for number, item in items]
     else:
         lines = enumerate(raw.split(b"\n"), 1)
-        found = [Row(f"{name}:{line}", _parsed(text, path, line)) for line, text in lines if text.strip()]
-    for row in found:
+        rows = [Row(f"{name}:{line}", _parsed(text, path, line)) for line, text in lines if text.strip()]
+    for row in rows:
         if not isinstance(row.values, dict):
             raise SourceError(row.place, "not a JSON object", "give one object for each sample")
-    return found
+    return rows
 
 
 def _parsed(raw: bytes, path: Path, line: int) -> Any:
-    """JSON that begins in the given line of the file."""
+    """Parse JSON that begins in the given line of the file."""
     try:
         return json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as failure:

@@ -1,7 +1,7 @@
-"""The rows of a source: a local file, or a dataset of the Hub, in an order that the seed decides.
+"""Rows of a source, local files, and what reading local files (read.py) and Hub datasets (hub.py) share.
 
-Local JSON is read here rather than by `datasets`: a wrong line is named by its number, and rows
-keep their own keys where Arrow would give every row the keys of all (and refuse mixed types).
+Local JSON is not read with `datasets`: our own reader names the number of a wrong line, and rows keep
+their own keys, while Arrow gives every row the keys of all rows and refuses mixed types.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quantizers.system.shipped import shipped
 
 @dataclass
 class SourceError(Exception):
-    """A source that cannot be used. Equal reasons and remedies are shown together.
+    """A source cannot be used. Sources with equal reason and remedy are shown in one line.
 
     Attributes:
         subject: the dataset, or the data file and line.
@@ -32,44 +32,44 @@ class SourceError(Exception):
 
 
 class Unreachable(SourceError):
-    """The Hub cannot be asked now; what was loaded before may stand in."""
+    """The Hub cannot be reached now; the cache may have the data."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row and where it is found: `./texts.jsonl:12`, or the dataset and the row's number."""
+    """One row and its place: `./texts.jsonl:12`, or the dataset and the row's number."""
 
     place: str
     values: dict[str, Any]
 
 
 def published_name(digest: str, suffix: str) -> str:
-    """What a local data file is called beside a published checkpoint: by its content, not by its author's name for it.
+    """The name of a local data file next to a published checkpoint: made from its content, not from its own name.
 
     Args:
         digest: SHA-256 of its bytes, hexadecimal.
-        suffix: of its name, such as `.jsonl`.
+        suffix: the suffix of its name, such as `.jsonl`.
     """
     return f"data-{digest[:16]}{suffix}"
 
 
 def local_file(source: DataSource, folder: Path) -> Path:
-    """Where a local file lies: beside its set; or, under the name that publishing gave it, among the shipped data.
+    """The path of a local file: in its set's folder, or, if it has a published name, among the shipped data.
 
     Raises:
-        SourceError: it is in neither place.
+        SourceError: there is no such file in either place.
     """
     path = folder / source.dataset
     if path.is_file():
         return path
-    named = DATA.fullmatch(source.dataset)
-    if named is None:
+    published = DATA.fullmatch(source.dataset)
+    if published is None:
         raise SourceError(str(path), "cannot be read (No such file or directory)", "give an existing file")
     for file in sorted(shipped("calibration").rglob(f"*{path.suffix}")):
-        if file_sha256(file).startswith(named[1]):
+        if file_sha256(file).startswith(published[1]):
             return file
     reason = "the data of this set was not published with it"
-    raise SourceError(str(path), reason, f"put the file there whose SHA-256 begins with {named[1]}")
+    raise SourceError(str(path), reason, f"put the file there whose SHA-256 begins with {published[1]}")
 
 
 def needed_columns(source: DataSource) -> list[str]:
@@ -83,7 +83,7 @@ def needed_columns(source: DataSource) -> list[str]:
 
 
 def check_columns(source: DataSource, present: Iterable[str]) -> None:
-    """Refuse a source whose data lacks a column that it reads."""
+    """Raise SourceError if the data lacks a column that the source reads."""
     for column in needed_columns(source):
         if column not in present:
             reason = f"no column {column!r} (it has {', '.join(sorted(present))})"
@@ -91,7 +91,7 @@ def check_columns(source: DataSource, present: Iterable[str]) -> None:
 
 
 def order(count: int, source: DataSource, seed: str) -> list[int]:
-    """The order in which `count` rows are tried."""
+    """The order in which to try `count` rows, as their indices."""
     indices = list(range(count))
     if source.samples != "all":
         seeded(seed).shuffle(indices)
@@ -99,7 +99,7 @@ def order(count: int, source: DataSource, seed: str) -> list[int]:
 
 
 def without_none(value: Any) -> Any:
-    """Undo Arrow's filling: a struct column gives every row the keys of all rows, as None."""
+    """Remove the None values that Arrow fills in: a struct column gives every row the keys of all rows."""
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
