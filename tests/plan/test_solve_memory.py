@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import pytest
 import tiny
 import torch
 from conftest import SEQUENCE_LENGTH, Finished
+from live_bytes import Alive
 from runs import hashes
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from quantizers.architectures.architecture import architecture_for, sizes_of
 from quantizers.forward.recorded import Recorded
@@ -28,35 +26,6 @@ from quantizers.solve.gram_engine import CPU_CACHE_BYTES, CPU_EXPERTS, solve
 from quantizers.system.errors import InputError
 
 GIB = 2**30
-
-
-class Alive(TorchDispatchMode):
-    """Bytes of the storages that operations have made and nobody has freed yet, and the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.count(leaf.untyped_storage())
-        return result
-
-    def count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.known:
-            return
-        self.known.add(key)
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self.forget, key, size)
-
-    def forget(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
 
 
 def planned(experts: Experts, **changes: int) -> tuple[Plan, Any]:

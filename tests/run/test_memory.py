@@ -17,13 +17,14 @@ import pytest
 import tiny
 import torch
 from calibration_tokenizer import write_tokenizer
-from quantizers.errors import QuantizeError
-from quantizers.memory import JOINED
-from quantizers.session import prepare
+from live_bytes import Alive
 from safetensors.torch import save_file
-from test_device_memory import Alive
 
-from quantizers import pipeline
+from quantizers.plan.job import prepare
+from quantizers.plan.solve_memory import BATCH_TOKENS
+from quantizers.run import pipeline
+from quantizers.run.options import Options
+from quantizers.system.errors import QuantizeError
 
 HIDDEN, WIDTH, EXPERTS, SEQUENCE = 2048, 1024, 4, 128  # few large matrices, as real layers have them
 SMALL = (256, 128)  # hidden size and width where bytes are counted
@@ -36,7 +37,10 @@ CHILD = """
 import gc, json, resource, sys
 from pathlib import Path
 import torch
-from quantizers import heap, pipeline, session
+from quantizers.device import allocator
+from quantizers.plan.job import prepare
+from quantizers.run.options import Options
+from quantizers.run.pipeline import run
 
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
@@ -44,14 +48,14 @@ def status(key):
 first, recipe, output, allowed = sys.argv[1:]
 torch.set_num_threads(1)
 cpu = torch.device("cpu")
-pipeline.run(session.prepare(first), pipeline.Options(Path(output + "-first"), cpu))
-job = session.prepare(recipe)
+run(prepare(first), Options(Path(output + "-first"), cpu))
+job = prepare(recipe)
 gc.collect()
-heap.release_free_memory()  # or what the first run left free would be counted as used before
+allocator.release_free_memory()  # or what the first run left free would be counted as used before
 before, limit = status("VmRSS"), status("VmData") + int(allowed)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from here
-pipeline.run(job, pipeline.Options(Path(output), cpu))
+run(job, Options(Path(output), cpu))
 print(json.dumps(status("VmHWM") - before))
 """
 
@@ -155,7 +159,7 @@ def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, in
         folder = tmp_path / str(next(runs))
         job = prepare(str(write_job(folder, layers, samples, *SMALL)))
         with pytest.raises(QuantizeError, match="counted"):
-            pipeline.run(job, pipeline.Options(folder / "output", torch.device("cpu")))
+            pipeline.run(job, Options(folder / "output", torch.device("cpu")))
         print(f"{layers} layers, {samples} samples: {found[-1]}")
         return found[-1]
 
@@ -176,7 +180,7 @@ def test_what_is_alive_does_not_grow_with_the_number_of_layers(living: Callable[
 def test_what_is_alive_does_not_grow_with_the_number_of_tokens(living: Callable[[int, int], Living]) -> None:
     """Four times as many: not by a byte of tensors outside files, and of all else by less than a state takes."""
     few, many = living(1, 9), living(1, 36)
-    assert 9 * SEQUENCE > JOINED  # so that there are batches as large as they get
+    assert 9 * SEQUENCE > BATCH_TOKENS  # so that there are batches as large as they get
     more = (36 - 9) * SEQUENCE
     assert many.tensors == few.tensors
     assert many.others - few.others <= 100 * more < 4 * SMALL[0] * more / 10

@@ -425,7 +425,7 @@ import sys
 from loguru import logger
 logger.remove()
 logger.add(sys.stderr, format="mine: {message}")
-from quantizers.llmcompressor_engine import quiet_library
+from quantizers.solve.quiet_library import quiet_library
 with quiet_library():
     assert "llmcompressor" in sys.modules
     logger.info("dropped")
