@@ -191,8 +191,6 @@ def chunk_on_gpu(job: Job, limit: int) -> DeviceMemory:
     """
     from quantizers.calibration.set import read_set
 
-    from .solve_memory import device_memory
-
     longest = read_set(set_location(job.recipe.calibration, job.path)).lengths[-1]
     return device_memory(job.plan, job.sizes, longest, 2, limit)
 

@@ -314,7 +314,7 @@ def test_figures_without_operations_that_have_no_order() -> None:
     model: Any = SimpleNamespace(device=states.device, final=lambda rows: rows, head=lambda: head)
     walk: Any = object.__new__(_Walk)
     walk.model, walk.job = model, SimpleNamespace(sizes={"layers": 1})
-    walk.lengths, walk.probes, walk.halved, walk.lane_lengths = [], [0], range(1), [40]
+    walk.lengths, walk.probes, walk.halved, walk.branch_lengths = [], [0], range(1), [40]
     walk.states = [states, states + 1, states]
     lane: Any = SimpleNamespace(model=model)
     with InOrder(0) as watch:

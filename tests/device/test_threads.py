@@ -69,6 +69,7 @@ def test_another_number_of_processes_keeps_the_threads(
     assert torch.get_num_threads() == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept_threads")
 def test_a_run_begun_with_other_threads_goes_on_with_them(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -82,7 +82,7 @@ def test_kl_of_the_lanes_in_bfloat16(source: Model, candidate: Model) -> None:
     walk = object.__new__(_Walk)
     walk.model = SimpleNamespace(head=lambda: source[1], final=lambda rows: rows)  # type: ignore[assignment]
     walk.job = SimpleNamespace(sizes={"layers": 2})  # type: ignore[assignment]
-    walk.lengths, walk.probes, walk.halved, walk.lane_lengths = [], [0], range(1), [POSITIONS]
+    walk.lengths, walk.probes, walk.halved, walk.branch_lengths = [], [0], range(1), [POSITIONS]
     same = source[0].clone()
     walk.states = [source[0], candidate[0], same, same, candidate[0]]  # type: ignore[assignment]
     first, second = walk.divergences(lambda: None)

@@ -192,9 +192,9 @@ def test_an_interrupt_ends_between_steps(finished: Finished, tmp_path: Path) -> 
     with pytest.MonkeyPatch.context() as patched:
         real = layer_loop.solve_layer
 
-        def signalled(*arguments: Any) -> Any:
+        def signalled(*arguments: Any, **named: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
-            return real(*arguments)
+            return real(*arguments, **named)
 
         patched.setattr(layer_loop, "solve_layer", signalled)
         with pytest.raises(Interrupted, match="the same command again") as ended:

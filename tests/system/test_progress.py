@@ -30,9 +30,9 @@ class Clock:
         patched.setattr(lockstep, "_score_text", self.slowed(lockstep._score_text, TEXT))
 
     def slowed(self, work: Any, seconds: float) -> Any:
-        def slow(*arguments: Any) -> Any:
+        def slow(*arguments: Any, **named: Any) -> Any:
             self.now += seconds
-            return work(*arguments)
+            return work(*arguments, **named)
 
         return slow
 

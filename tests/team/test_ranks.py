@@ -401,7 +401,7 @@ def test_torchrun_on_the_tiny_model(tmp_path: Path, write_recipe: Callable[..., 
     for count in (2, 4):
         assert_same_output(tmp_path / f"by-{count}", tmp_path / "by-1")
 
-    code, log = run_by(2, "cut", str(Path(__file__).with_name("stopping.py")), KILLED_RANK="1")
+    code, log = run_by(2, "cut", str(REPOSITORY / "tests" / "stopping.py"), KILLED_RANK="1")
     assert code == 1, log.read_text()
     assert [path.name for path in (tmp_path / "cut" / journal.WORK / "layers").iterdir()] == ["00000.json"]
     said = own_lines(log)
