@@ -1,1 +1,4 @@
-"""Counts which experts the router sends tokens to over a calibration set, and checks gates on the counts."""
+"""Counts which experts the router sends tokens to over a calibration set, and checks gates on the counts.
+
+Nothing is quantized here.
+"""

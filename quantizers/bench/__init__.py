@@ -1,1 +1,1 @@
-"""Benchmarks that compare methods, engines, layers and sizes. Only the `quantize bench` command uses them."""
+"""Benchmarks that compare methods, engines, layers and sizes. Only `quantize bench` uses them; no run needs them."""

@@ -1,4 +1,4 @@
-"""Which process this is, of how many, and what processes say to each other.
+"""Which process this is, of how many, and what the processes send each other.
 
-No room above is known here: what is dealt, sent and gathered is anonymous.
+What is shared out, broadcast and gathered has no meaning here.
 """

@@ -1,1 +1,1 @@
-"""Writes shards and the config, and takes digests of what is written."""
+"""Writes shards and the config, and takes digests of what is written. Nothing is computed here but packed codes."""
