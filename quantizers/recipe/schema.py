@@ -57,7 +57,7 @@ class Experts(Strict):
     awq: Awq | Literal[False] = Awq()
     routed_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
     scales: Literal["mse", "minmax"] = "mse"
-    rounding: Literal["gptq", "nearest"] = "gptq"  # gptq: with one refining sweep, see solve/refine.py
+    rounding: Literal["gptq", "nearest"] = "gptq"  # gptq: with two refining sweeps, see solve/refine.py
 
     @property
     def by_budget(self) -> bool:
