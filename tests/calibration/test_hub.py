@@ -174,6 +174,7 @@ def test_the_whole_software_engineer_set_loads_and_again_offline(
     assert "\n" not in refused
 
 
+@pytest.mark.slow
 def test_order_of_files_workers_and_hash_seed_make_no_difference(
     small: Path, hub: HubStandIn, machine: Machine, other_machine: Machine
 ) -> None:
@@ -184,6 +185,7 @@ def test_order_of_files_workers_and_hash_seed_make_no_difference(
     assert one["digest"] == other["digest"]
 
 
+@pytest.mark.slow
 def test_the_embedded_set_is_the_same_in_three_processes(
     tmp_path: Path, machine: Machine, other_machine: Machine, offline: Machine
 ) -> None:

@@ -130,6 +130,7 @@ def test_an_environment_that_is_as_good_is_kept_and_part_of_the_fingerprint(
     assert devices.fingerprint(torch.device("cuda")) == usual | {"cublas_workspace": ":16:8"}
 
 
+@pytest.mark.slow
 def test_an_image_that_switches_tf32_on() -> None:
     """In a process of its own: torch reads this variable once, when it starts."""
     script = (

@@ -418,6 +418,7 @@ def test_it_is_silent_and_leaves_logging_and_the_session_alone(capsys: pytest.Ca
     assert vars(tqdm)["__init__"] is bar
 
 
+@pytest.mark.slow
 def test_the_first_import_is_silent_too() -> None:
     """llm-compressor's import removes all loguru sinks, adds one on standard output, and warns there."""
     program = """

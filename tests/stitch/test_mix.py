@@ -86,6 +86,7 @@ def test_verify_names_the_router_of_any_published_checkpoint(finished: Finished,
         assert found[: len(named)] == named
 
 
+@pytest.mark.slow
 def test_experts_that_were_not_smoothed(finished: Finished, copy: Path, tmp_path: Path) -> None:
     """No norm was divided: nothing to repair, and every norm and router keeps its bytes."""
     (experts,) = oneshots(copy, {tmp_path / "rtn": {"weights": FORMATS["pack-quantized, group"], "experts_only": True}})
