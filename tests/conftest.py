@@ -176,3 +176,11 @@ def whole_model() -> Callable[[dict[str, Any], dict[str, Any]], Any]:
         return model.eval().requires_grad_(False)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def published_job() -> Any:
+    """MiniMax-M2.1 as its shipped recipe plans it from the kept facts: 190,000 tensors, so it is planned once."""
+    from quantizers.plan.job import prepare
+
+    return prepare("minimax-m2.1-fp8-int4", offline_facts=True)

@@ -102,6 +102,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
     assert json.loads((output / "report.json").read_text())["settings"]["machine"]["threads"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept_threads")
 def test_an_evaluation_goes_on_with_its_threads(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -126,6 +126,7 @@ def test_published_and_equal(hub: ModelHub, command: Command, folder: Path, fini
     assert not any(TOKEN.encode() in raw for raw in held.values())
 
 
+@pytest.mark.slow
 def test_interrupted_and_published_again(hub: ModelHub, command: Command, folder: Path, finished: Finished) -> None:
     words = ("publish", folder, "--repo", REPO, "--source", finished.source)
     hub.stall_after = 3

@@ -23,7 +23,7 @@ from quantizers.checkpoint import reader
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli.tables.plan import needs_lines
 from quantizers.plan import run_needs
-from quantizers.plan.job import prepare
+from quantizers.plan.job import Job, prepare
 from quantizers.plan.run_needs import chunk_on_gpu, estimate_run
 from quantizers.plan.summary import listing, summary
 from quantizers.run.measure import measure
@@ -55,8 +55,8 @@ def test_planned_and_written_sizes_are_equal(
     assert planned["output_bytes"] == sum(written.values()) + index
 
 
-def test_kinds_and_listing_hold_every_tensor() -> None:
-    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
+def test_kinds_and_listing_hold_every_tensor(published_job: Job) -> None:
+    job = published_job
     numbers = summary(job.plan, job.sizes)
     kinds: Any = numbers["kinds"]
     rows = listing(job.plan)
@@ -66,8 +66,8 @@ def test_kinds_and_listing_hold_every_tensor() -> None:
     assert (w2["action"], w2["tensors"], w2["bytes_before"]) == ("quantize", 62 * 256, 62 * 256 * 3072 * 1536)
 
 
-def test_needs_of_the_published_model() -> None:
-    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
+def test_needs_of_the_published_model(published_job: Job) -> None:
+    job = published_job
     needs = estimate_run(job, 131_803_409_011)
     assert needs.tokens == 590 * 8192
     assert needs.states is not None
@@ -81,9 +81,9 @@ def test_needs_of_the_published_model() -> None:
     assert len(needs.as_dict()["assumptions"]) >= 4
 
 
-def test_the_readme_has_the_time_that_plan_prints() -> None:
+def test_the_readme_has_the_time_that_plan_prints(published_job: Job) -> None:
     """Of the shipped recipe, parts included; both say that it is computed."""
-    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
+    job = published_job
     needs = estimate_run(job, int(str(summary(job.plan, job.sizes)["output_bytes"]))).as_dict()
     row = next(line for line in needs_lines(needs)[1].splitlines() if line.startswith("GPU"))
     (table,) = re.findall(r"computed, not measured: (.*?) \((.*?)\), if", (REPOSITORY / "README.md").read_text())

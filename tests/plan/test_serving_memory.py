@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quantizers.cli import main as cli
-from quantizers.plan.job import prepare
+from quantizers.plan.job import Job
 from quantizers.plan.serving_memory import (
     RUNTIME,
     UTILISATION,
@@ -28,8 +28,8 @@ WHOLE = 196_608
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
+def model(published_job: Job) -> Model:
+    job = published_job
     return serving_model(job.plan, job.facts, job.sizes, job.config, job.block)
 
 
@@ -55,10 +55,9 @@ def test_two_large_cards_take_the_whole_context_and_four_small_ones_nothing(mode
     assert four.weights > 24 * GIB
 
 
-def test_all_weights_are_somewhere(model: Model) -> None:
+def test_all_weights_are_somewhere(model: Model, published_job: Job) -> None:
     """On one card, the weights are the planned output's, but for headers."""
-    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
-    planned = sum(spec.bytes for action in job.plan.actions for spec in action.outputs.values())
+    planned = sum(spec.bytes for action in published_job.plan.actions for spec in action.outputs.values())
     assert fit(model, parse_cards("1x200GiB")).weights == planned
 
 
@@ -148,8 +147,13 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     ],
 )
 def test_what_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    published_job: Job,
+    words: tuple[str, ...],
+    message: str,
 ) -> None:
+    monkeypatch.setattr("quantizers.plan.job.prepare", lambda *_, **__: published_job)
     code, out, err = said(monkeypatch, capsys, "minimax-m2.1-fp8-int4", *words)
     assert (code, out) == (2, "")
     assert message in err

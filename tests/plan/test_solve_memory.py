@@ -84,8 +84,11 @@ SHAPES = {
 @pytest.mark.parametrize(
     ("method", "longest"),
     [
-        *((method, longest) for method in (("gptq", "mse", 4), ("nearest", "minmax", 4)) for longest in (32, 1024)),
-        (("gptq", "mse", 8), 1024),
+        (("gptq", "mse", 4), 32),
+        (("gptq", "mse", 4), 1024),
+        pytest.param(("nearest", "minmax", 4), 32, marks=pytest.mark.slow),
+        pytest.param(("nearest", "minmax", 4), 1024, marks=pytest.mark.slow),
+        pytest.param(("gptq", "mse", 8), 1024, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("shape", SHAPES)

@@ -170,6 +170,7 @@ def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, in
 LAYER = 4 * 3 * SMALL[0] * SMALL[1]  # bytes of a small layer's experts in the source
 
 
+@pytest.mark.slow
 def test_what_is_alive_does_not_grow_with_the_number_of_layers(living: Callable[[int, int], Living]) -> None:
     """Not by a byte of tensors; by less of names and entries than a tenth of the layer that each stands for."""
     short, longer = living(2, 2), living(6, 2)
@@ -177,6 +178,7 @@ def test_what_is_alive_does_not_grow_with_the_number_of_layers(living: Callable[
     assert longer.others - short.others < 4 * LAYER / 10
 
 
+@pytest.mark.slow
 def test_what_is_alive_does_not_grow_with_the_number_of_tokens(living: Callable[[int, int], Living]) -> None:
     """Four times as many: not by a byte of tensors outside files, and of all else by less than a state takes."""
     few, many = living(1, 9), living(1, 36)

@@ -23,7 +23,7 @@ from quantizers.cli import main as cli
 from quantizers.run import pipeline
 from quantizers.system.errors import QuantizeError
 
-FEW, EACH = 25, 100  # mutations of each kind of file: for everybody, and among the slow tests
+FEW, EACH = 16, 100  # mutations of each kind of file: for everybody, and among the slow tests
 SECONDS = 120  # after which one is taken to hang, on the busiest machine
 HEADER, INDEX = "model/model-00001-of-00002.safetensors", "model/model.safetensors.index.json"
 KINDS = ["recipe.yaml", "set.yaml", "texts.jsonl", "model/config.json", INDEX, HEADER, "model/tokenizer_config.json"]
