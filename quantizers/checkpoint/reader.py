@@ -6,6 +6,7 @@ resident, and with 130 shards that is the whole model.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import reprlib
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+# dtypes in safetensors' spelling that torch can hold, and torch's names for them
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "BOOL": "bool",
+}  # fmt: skip
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
@@ -54,6 +61,10 @@ class Checkpoint:
         """One tensor in its stored dtype, in newly allocated memory."""
         return as_tensor(self.tensors[name], self.raw(name))
 
+    def sha256(self, name: str) -> str:
+        """SHA-256, hexadecimal, of one tensor's bytes."""
+        return hashlib.sha256(self.raw(name)).hexdigest()
+
     def require(self, name: str, why: str) -> TensorInfo:
         """The header entry of a tensor that must exist; `why` says in the error what it is."""
         if name not in self.tensors:
@@ -62,20 +73,23 @@ class Checkpoint:
 
 
 def read_bytes(info: TensorInfo) -> bytearray:
-    """The bytes of one tensor.
+    """The bytes of one tensor, and not one more: nothing is read ahead.
 
     Raises:
         CheckpointError: the file is gone or has shrunk since its header was read.
     """
     buffer = bytearray(info.size)
+    view, got = memoryview(buffer), 0
     try:
-        with info.file.open("rb") as stream:
+        with info.file.open("rb", buffering=0) as stream:
             stream.seek(info.start)
-            got = stream.readinto(buffer)
+            while got < info.size:
+                count = stream.readinto(view[got:])  # at most 2 GiB at a time
+                if not count:
+                    raise CheckpointError(f"{info.file}: {info.name}: the file is truncated; download this shard again")
+                got += count
     except OSError as failure:
         raise CheckpointError(f"{info.file}: {info.name}: cannot be read ({failure.strerror})") from None
-    if got != info.size:
-        raise CheckpointError(f"{info.file}: {info.name}: the file is truncated; download this shard again")
     return buffer
 
 
@@ -83,16 +97,25 @@ def as_tensor(info: TensorInfo, raw: bytearray) -> torch.Tensor:
     """View bytes as a tensor with the dtype and shape from the header, without a copy."""
     import torch
 
-    dtypes = {
-        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-        "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    }  # fmt: skip
-    if info.dtype not in dtypes:
+    name = DTYPES.get(info.dtype)
+    if name is None:
         raise CheckpointError(f"{info.file}: {info.name}: dtype {info.dtype} cannot be read")
+    dtype: torch.dtype = getattr(torch, name)
     if info.size == 0:
-        return torch.empty(info.shape, dtype=dtypes[info.dtype])
-    return torch.frombuffer(raw, dtype=dtypes[info.dtype]).view(info.shape)
+        return torch.empty(info.shape, dtype=dtype)
+    return torch.frombuffer(raw, dtype=dtype).view(info.shape)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    import torch
+
+    return tensor.flatten().view(torch.uint8).numpy().data
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype in safetensors' spelling."""
+    return next(name for name, own in DTYPES.items() if f"torch.{own}" == str(dtype))
 
 
 def read_json(path: Path) -> dict[str, Any]:
