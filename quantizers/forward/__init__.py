@@ -1,4 +1,4 @@
-"""The forward pass, one decoder layer at a time: dequantized weights, and hidden states in files.
+"""The forward pass, one decoder layer at a time: dequantized weights, and hidden states.
 
 Nothing here changes a weight.
 """

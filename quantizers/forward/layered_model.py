@@ -1,9 +1,14 @@
 """A model of which only one decoder layer is in memory at a time.
 
 A layer is built with transformers' class on the meta device, where it needs no memory. It gets its weights, runs,
-and goes back to the meta device. The forward pass of a layer, including rotary embeddings, is the one of
-transformers. Only the call of the routed experts is intercepted, with arguments
-`(hidden_states, top_k_index, top_k_weights)`, which all MoE models in transformers share.
+and goes back to the meta device.
+
+A layer runs in two halves. The first, `attend`, is the layer without its MoE block: the residual stream after
+attention, one sequence at a time. The second, `finish`, is norm, router and experts, added to that. It treats every
+token alone, so it takes any rows of any sequences together; and if only norm, router and experts change, as they do
+when a layer is quantized, the first half need not run again. Both are made of transformers' own modules. Only the
+call of the routed experts is intercepted, with arguments `(hidden_states, top_k_index, top_k_weights)`, which all
+MoE models in transformers share.
 """
 
 from __future__ import annotations
@@ -25,6 +30,13 @@ if TYPE_CHECKING:
     from quantizers.checkpoint.reader import Checkpoint
 
 
+class _Nothing(torch.nn.Module):
+    """Takes the place of the MoE block: the layer then returns the residual stream that the block would add to."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden)
+
+
 class _Recorder(torch.nn.Module):
     """Replaces the experts: records their arguments and returns zeros."""
 
@@ -41,7 +53,8 @@ class LayeredModel:
     """A checkpoint that is run layer by layer.
 
     Args:
-        checkpoint: source or candidate, in any format that weights.py reads.
+        checkpoint: source or candidate, in any format that weights.py reads; a part of it that holds the tensors
+            outside the layers will do, if the layers' own are given to `layer`.
         facts, sizes: its architecture.
         device: the device on which layers run.
         dtype: dtype of the forward pass: float32 on a CPU, bfloat16 on an accelerator.
@@ -92,12 +105,16 @@ class LayeredModel:
         return read_weight(self.checkpoint, self.facts.head.removesuffix(".weight"), self.device).to(self.dtype)
 
     @contextlib.contextmanager
-    def layer(self, number: int) -> Iterator[torch.nn.Module]:
-        """A decoder layer with its weights, which are freed when the block ends."""
+    def layer(self, number: int, stored: Checkpoint | None = None) -> Iterator[torch.nn.Module]:
+        """A decoder layer with its weights, which are freed when the block ends.
+
+        Args:
+            stored: where its tensors are read; None for the model's own checkpoint.
+        """
         with torch.device("meta"):
             module: torch.nn.Module = self.layer_class(self.config, number).eval()
         module.load_state_dict(
-            layer_weights(self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype),
+            layer_weights(stored or self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype),
             assign=True,
         )
         module.requires_grad_(False)
@@ -118,33 +135,74 @@ class LayeredModel:
         }
 
     @torch.no_grad()
-    def run(self, layer: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one sequence through a layer with its own routing: output states (T, H), chosen experts (T, K) int64."""
+    def attend(self, layer: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
+        """The first half of a layer for one sequence: the residual stream after attention, (T, H) from (T, H)."""
+        with _replaced(layer, self._block, _Nothing()):
+            output: torch.Tensor = layer(**self.inputs(states))
+        return output[0]
+
+    @torch.no_grad()
+    def route(self, layer: torch.nn.Module, residual: torch.Tensor) -> Recorded:
+        """What the experts of a layer are called with; they do not run.
+
+        Args:
+            residual: (T, H), rows of the residual stream after attention, of any sequences.
+        """
+        recorder = _Recorder()
+        with _replaced(layer, self.facts.modules.experts, recorder):
+            self._moe(layer, residual.to(device=self.device, dtype=self.dtype))
+        assert recorder.seen is not None
+        return recorder.seen
+
+    @torch.no_grad()
+    def finish(self, layer: torch.nn.Module, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The second half of a layer, with its own routing.
+
+        Args:
+            residual: (T, H), rows of the residual stream after attention, of any sequences.
+
+        Returns:
+            The layer's output (T, H), and the chosen experts (T, K) int64.
+        """
         experts = layer.get_submodule(self.facts.modules.experts)
         choices: list[torch.Tensor] = []
         hook = experts.register_forward_pre_hook(lambda _, args: choices.append(args[1]))
+        residual = residual.to(device=self.device, dtype=self.dtype)
         try:
-            output: torch.Tensor = layer(**self.inputs(states))
+            return residual + self._moe(layer, residual), choices[0]
         finally:
             hook.remove()
-        return output[0], choices[0]
 
-    @torch.no_grad()
-    def record(self, layer: torch.nn.Module, states: torch.Tensor) -> Recorded:
-        """Run one sequence up to the experts, which do not run; record their input and the router's choice."""
-        path, _, name = self.facts.modules.experts.rpartition(".")
-        parent = layer.get_submodule(path)
-        experts, recorder = getattr(parent, name), _Recorder()
-        setattr(parent, name, recorder)
-        try:
-            layer(**self.inputs(states))
-        finally:
-            setattr(parent, name, experts)
-        assert recorder.seen is not None
-        return recorder.seen
+    def run(self, layer: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One sequence through both halves of a layer: output (T, H), chosen experts (T, K) int64."""
+        return self.finish(layer, self.attend(layer, states))
+
+    @property
+    def _block(self) -> str:
+        """The path of a layer's MoE block."""
+        return self.facts.modules.experts.rpartition(".")[0]
+
+    def _moe(self, layer: torch.nn.Module, residual: torch.Tensor) -> torch.Tensor:
+        """What the MoE block adds to the residual stream, (T, H)."""
+        norm, block = (layer.get_submodule(path) for path in (self.facts.modules.norm, self._block))
+        output: torch.Tensor = block(norm(residual.unsqueeze(0)))
+        return output[0]
 
     @torch.no_grad()
     def final(self, states: torch.Tensor) -> torch.Tensor:
         """Apply the final norm to states (T, H)."""
         normed: torch.Tensor = self.final_norm(states.to(device=self.device, dtype=self.dtype))
         return normed
+
+
+@contextlib.contextmanager
+def _replaced(layer: torch.nn.Module, path: str, other: torch.nn.Module) -> Iterator[None]:
+    """Another module in the place of the one at `path`, within the block."""
+    parent_path, _, name = path.rpartition(".")
+    parent = layer.get_submodule(parent_path)
+    own = getattr(parent, name)
+    setattr(parent, name, other)
+    try:
+        yield
+    finally:
+        setattr(parent, name, own)

@@ -1,7 +1,7 @@
-"""Hidden states of many sequences in one memory-mapped file.
+"""Hidden states of many sequences, in memory or in one memory-mapped file.
 
-The file is the concatenation of the sequences, each (T, width). The page cache holds the parts in use; the
-process itself allocates no memory for them, however many tokens there are.
+They lie one after the other, each (T, width). In a file, the page cache holds the parts in use; the process itself
+allocates no memory for them, however many tokens there are, and other processes can map the same file.
 """
 
 from __future__ import annotations
@@ -12,32 +12,39 @@ from pathlib import Path
 
 import torch
 
+from quantizers.plan.solve_memory import ROW_BLOCK
 from quantizers.system.atomic import disk_errors, sync_folder
 from quantizers.system.errors import QuantizeError
 
 
 class Rows(Sequence[torch.Tensor]):
-    """A list of (T_i, width) tensors stored in a file; assigning an item writes to the file.
+    """A list of (T_i, width) tensors; assigning an item writes to the memory or file where they lie.
 
     Args:
-        path: the file; if it does not exist, it is created with all its blocks allocated.
+        path: the file; if it does not exist, it is created with all its blocks allocated. None for memory.
         lengths: T_i of each sequence.
         width: number of columns.
         dtype: dtype of the elements.
+
+    Attributes:
+        flat: (Σ T_i, width), all rows.
     """
 
-    def __init__(self, path: Path, lengths: Sequence[int], width: int, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path | None, lengths: Sequence[int], width: int, dtype: torch.dtype) -> None:
         self.path, self.lengths, self.width = path, list(lengths), width
         self.offsets = [0]
         for length in lengths:
             self.offsets.append(self.offsets[-1] + length)
         count = self.offsets[-1] * width
         self._size = count * dtype.itemsize
+        if path is None or not count:  # an empty file cannot be mapped
+            self.flat = torch.empty(count, dtype=dtype).view(-1, width)
+            return
         if not path.exists():
             _allocate(path, self._size)
         elif path.stat().st_size != self._size:
             raise QuantizeError(f"{path}: has {path.stat().st_size} bytes, not {self._size}; start over with --fresh")
-        self._flat = torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(-1, width)
+        self.flat = torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(-1, width)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -45,7 +52,7 @@ class Rows(Sequence[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]  # no slices
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self._flat[self.offsets[index] : self.offsets[index + 1]]
+        return self.flat[self.offsets[index] : self.offsets[index + 1]]
 
     def __setitem__(self, index: int, value: torch.Tensor) -> None:
         self[index].copy_(value)
@@ -53,8 +60,19 @@ class Rows(Sequence[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (self[i] for i in range(len(self)))
 
+    def blocks(self) -> list[slice]:
+        """Slices of `flat` that cover it; they depend on nothing but its length."""
+        return [slice(start, start + ROW_BLOCK) for start in range(0, len(self.flat), ROW_BLOCK)]
+
+    def remove(self) -> None:
+        """Remove the file; its blocks are freed once nobody maps it any more."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
     def flush(self) -> None:
-        """Write everything to disk before returning."""
+        """Write a file's rows to disk before returning."""
+        if self.path is None or not len(self.flat):
+            return
         with disk_errors(self.path):
             handle = os.open(self.path, os.O_RDWR)
             try:

@@ -3,7 +3,8 @@
 Legend: E experts, c experts of a chunk, H hidden, I expert width, T tokens of the longest sequence,
 K experts chosen per token, b bytes of an element of the forward pass (2 on an accelerator, 4 on a CPU).
 
-    peak = the layer + its codes + max(one sequence's forward pass, sums of x + c · bytes of one expert)
+    peak = the layer + its codes + max(one sequence's attention, one block of rows through router and experts,
+                                       sums of x + c · bytes of one expert)
 
 The bytes of one expert are derived from expert_sums.py, gram_engine.py, rounding.py and refine.py in solve/:
 they count the arrays that are live at each one's peak. tests/plan/test_solve_memory.py measures them.
@@ -22,6 +23,7 @@ from quantizers.system.errors import InputError
 from .plan import Plan
 
 FLOAT = 4
+ROW_BLOCK = 4096  # rows that go through router and experts together, whatever sequences they belong to
 BATCH_TOKENS = 1024  # tokens: short sequences are batched up to this number
 # Arrays live at the peak of each phase, see `_expert_bytes`.
 SUMS_FINISHED = 6  # (H, H): the routed sums, their blend in float64, the result
@@ -35,7 +37,7 @@ class DeviceMemory:
 
     Attributes:
         layer: weights of the largest layer in the dtype of the forward pass.
-        fixed: codes, and the larger of one sequence's forward pass and the sums of x.
+        fixed: codes, and the largest of a sequence's attention, a block's rows at the experts, and the sums of x.
         expert: bytes for each expert of a chunk.
         chunk: number of experts solved at a time.
         peak: the total at its peak.
@@ -66,10 +68,10 @@ def device_memory(plan: Plan, sizes: Sizes, longest: int, itemsize: int, limit: 
     experts, hidden, width = sizes["experts"], sizes["hidden"], sizes["width"]
     layer = max(_layer_bytes(plan, number, itemsize) for number in range(plan.layers))
     codes = 3 * experts * width * hidden
-    forward = longest * itemsize * (sizes["chosen"] * (2 * hidden + 3 * width) + 8 * hidden)
-    forward += 4 * longest * itemsize * (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"]
+    attention = longest * itemsize * (8 * hidden + 4 * (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"])
+    routed = ROW_BLOCK * itemsize * (sizes["chosen"] * (2 * hidden + 3 * width) + 8 * hidden)
     input_sums = 2 * FLOAT * hidden**2 + 4 * longest * hidden * FLOAT
-    fixed = max(2 * codes, codes + max(forward, input_sums))
+    fixed = max(2 * codes, codes + max(attention, routed, input_sums))
     expert = _expert_bytes(sizes, longest, itemsize)
     chunk = experts if limit is None else min(experts, (limit - layer - codes - input_sums) // expert)
     peak = layer + max(fixed, codes + input_sums + max(chunk, 1) * expert)

@@ -277,23 +277,37 @@ def test_streamed_is_transformers_whole_model_bit_for_bit(
 
 
 @torch.no_grad()
-def test_record_sees_what_the_experts_of_the_whole_model_are_given(tmp_path: Path) -> None:
-    """`record` stands in for the experts: input and choice are those of `run`, and nothing stays behind."""
+def test_route_sees_what_the_experts_of_the_whole_layer_are_given(tmp_path: Path) -> None:
+    """`route` stands in for the experts: input and choice are those of transformers' layer; nothing stays behind."""
     folder = make(tmp_path / "model", seed=5)
     model, tokens = layered(folder), tokens_for(folder)
     states = model.embedding()[tokens]
     with model.layer(0) as layer:
         seen: list[tuple[Tensor, ...]] = []
         hook = layer.mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args))
-        before = model.run(layer, states)
+        before = layer(**model.inputs(states))[0]
         hook.remove()
-        recorded = model.record(layer, states)
-        after = model.run(layer, states)
+        recorded = model.route(layer, model.attend(layer, states))
+        after = layer(**model.inputs(states))[0]
     for a, b in zip((recorded.x, recorded.chosen, recorded.weight), seen[0], strict=True):
         assert torch.equal(a, b)
     assert torch.allclose(recorded.weight.sum(-1), torch.ones(len(tokens)))
-    assert torch.equal(before[0], after[0])
+    assert torch.equal(before, after)
     assert all(parameter.is_meta for parameter in layer.parameters())  # freed when the block ended
+
+
+@torch.no_grad()
+def test_the_two_halves_are_the_layer(tmp_path: Path) -> None:
+    """Bit for bit, where both run the rows of one sequence."""
+    folder = make(tmp_path / "model", seed=6)
+    model, tokens = layered(folder), tokens_for(folder)
+    states = model.embedding()[tokens]
+    for number in range(model.sizes["layers"]):
+        with model.layer(number) as layer:
+            residual = model.attend(layer, states)
+            assert not torch.equal(residual, states)
+            states = layer(**model.inputs(states))[0]
+            assert torch.equal(model.finish(layer, residual)[0], states)
 
 
 def test_tiny_models_rotate_a_part_of_each_head(tiny_model: Path) -> None:

@@ -14,13 +14,14 @@ from runs import hashes
 
 from quantizers.architectures.architecture import architecture_for, sizes_of
 from quantizers.forward.recorded import Recorded
+from quantizers.plan import solve_memory
 from quantizers.plan.job import prepare
 from quantizers.plan.plan import Plan, expected_tensors, make_plan
 from quantizers.plan.solve_memory import BATCH_TOKENS, DeviceMemory, device_memory
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.run.layer_loop import _by_expert
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
+from quantizers.run.quantized import _by_expert
 from quantizers.solve import gram_engine
 from quantizers.solve.gram_engine import CPU_CACHE_BYTES, CPU_EXPERTS, solve
 from quantizers.system.errors import InputError
@@ -98,6 +99,7 @@ def test_what_is_alive_while_a_layer_is_solved(
     """The bytes foreseen are enough, and for the full method not more than twice what is used."""
     monkeypatch.setattr(gram_engine, "CPU_EXPERTS", 10**6)  # as on a device, where the chunk is what was asked for
     monkeypatch.setattr(gram_engine, "CPU_CACHE_BYTES", 10**12)
+    monkeypatch.setattr(solve_memory, "ROW_BLOCK", longest)  # whole blocks of rows need more than such small layers
     # Every scale that is tried needs the same arrays, so three say as much as twenty.
     few = Awq(grid=3)
     settings = Experts(rounding=method[0], scales=method[1], bits=method[2], awq=few)  # type: ignore[arg-type]
@@ -142,8 +144,11 @@ def test_fallbacks_are_in_the_order_of_experts_however_they_were_solved() -> Non
     assert _by_expert(lines) == ["rows left out", "expert 2: b", "expert 2: a", "expert 10: a", "expert 10: b"]
 
 
-def test_a_run_within_a_bound_gives_the_same_bytes(finished: Finished, tmp_path: Path) -> None:
+def test_a_run_within_a_bound_gives_the_same_bytes(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU the chunk decides no byte, and of the report only the last digits of its errors."""
+    monkeypatch.setattr(solve_memory, "ROW_BLOCK", SEQUENCE_LENGTH)  # in a small layer they need more than the experts
     job = prepare(str(finished.recipe))
     whole = device_memory(job.plan, job.sizes, SEQUENCE_LENGTH, 4, None)
     limit = whole.peak - 11 * whole.expert

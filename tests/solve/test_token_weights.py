@@ -50,7 +50,7 @@ def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     states = [torch.randn(n, HIDDEN, generator=generator) for n in LENGTHS]
     with model.layer(request.param) as module:
         experts: Any = module.get_submodule(facts.modules.experts)
-        recorded = [model.record(module, s) for s in states]
+        recorded = [model.route(module, model.attend(module, s)) for s in states]
         return Observed(model, request.param, states, recorded, experts.gate_up_proj.clone(), experts.down_proj.clone())
 
 
