@@ -1,1 +1,4 @@
-"""Audits a finished checkpoint against its source, from the files alone. Nothing here writes."""
+"""Audits a checkpoint against its source: a finished one from its files alone, a layer wherever it lies.
+
+Nothing here writes.
+"""

@@ -8,9 +8,8 @@ digests of what the run wrote, every tensor that changed since is named too.
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,7 @@ from quantizers.architectures.architecture import Architecture, Sizes, architect
 from quantizers.checkpoint.formats import readable
 from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder, read_json
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, router_state
-from quantizers.forward.weights import read_weight
-from quantizers.plan.plan import Action, Plan, make_plan
+from quantizers.plan.plan import Plan, make_plan
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import BITS, GROUPS, Scheme
 from quantizers.system.errors import CheckpointError
@@ -32,10 +29,8 @@ from stitch.write.config import output_config
 from stitch.write.digests import ShardDigest, changes, recorded_digests
 
 from .folder import config_differences, side_file_differences, strays
+from .layer import NOT_COMPENSATED, LayerAudit, audit_kept, audit_layer
 from .packed_scheme import scheme_of
-
-ROUTER_ULPS = 2
-NOT_COMPENSATED = "not compensated, though"
 
 
 @dataclass
@@ -46,6 +41,7 @@ class Audit:
         tensors: source tensors accounted for.
         kept: tensors compared byte for byte.
         differences: one line each, starting with the tensor's name; empty if the audit passes.
+        changed: those of them that changed since the shards were written.
         weight_error: per layer, the largest relative error of an expert's matrix after folding.
         digests_checked: whether digests from when the run wrote the shards were available to compare with.
     """
@@ -55,6 +51,15 @@ class Audit:
     differences: list[str] = field(default_factory=list)
     weight_error: list[float] = field(default_factory=list)
     digests_checked: bool = False
+    changed: list[str] = field(default_factory=list)
+
+    def add(self, found: LayerAudit) -> None:
+        """Add what was found in a layer, or outside the layers."""
+        self.tensors += found.tensors
+        self.kept += found.kept
+        self.differences += found.differences
+        if found.weight_error is not None:
+            self.weight_error.append(found.weight_error)
 
     def as_dict(self) -> dict[str, Any]:
         """For report.json."""
@@ -74,6 +79,7 @@ def verify(
     device: torch.device,
     digests: Mapping[str, ShardDigest] | None = None,
     step: Callable[[str], None] = lambda _: None,
+    audited: Sequence[LayerAudit] | None = None,
 ) -> Audit:
     """Compare a finished checkpoint with its source.
 
@@ -83,6 +89,8 @@ def verify(
         device: where weights are dequantized for the closeness check.
         digests: of the shards, from when they were written; if None, read from the candidate's report.json.
         step: called after each layer.
+        audited: what a run found when it wrote the shards, in their order. The files are then compared with
+            `digests` alone, past the system's cache of them, and no tensor is read a second time.
 
     Raises:
         CheckpointError: the folder does not exist, or the source is broken. A fault in the candidate's own
@@ -98,7 +106,10 @@ def verify(
     audit.digests_checked = bool(recorded)
     audit.differences += side_file_differences(folder, source.folder)
     for name, written in recorded.items():  # first, because with a damaged header nothing else can be read
-        audit.differences += changes(folder / name, written)
+        audit.changed += changes(folder / name, written, past_the_cache=audited is not None)
+        if audited is not None:
+            step(name)
+    audit.differences += audit.changed
     try:
         candidate = open_folder(folder)
         renamed = readable(candidate, facts)
@@ -107,21 +118,30 @@ def verify(
     except CheckpointError as failure:
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
-    specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
-    plan = make_plan(facts, sizes, specs, Experts(), str(source.folder), block_size(source)).with_schemes(schemes)
+    plan = audit_plan(source, facts, sizes, schemes)
     _check_names(plan, candidate, audit)
     config = output_config(source.config, schemes, plan.fp8_block(block_size(source)))
     audit.differences += config_differences(candidate.config, config, ours=bool(recorded))
     audit.differences += strays(folder, {info.file.name for info in candidate.tensors.values()})
-    for layer in (*range(sizes["layers"]), None):
-        for action in plan.of_layer(layer):
-            audit.tensors += 1
-            if action.kind in ("keep", "rename"):
-                _check_bytes(action, source, candidate, audit)
+    for position, layer in enumerate((*range(sizes["layers"]), None)):
+        if audited is not None:
+            audit.add(audited[position])
+            continue
+        found = LayerAudit()
+        audit_kept(plan.of_layer(layer), source, candidate, found)
         if layer is not None:
-            _check_layer(layer, facts, sizes, source, renamed, device=device, audit=audit)
+            audit_layer(layer, facts, sizes, source, renamed, device=device, audit=found)
             step(f"layer {layer}")
+        audit.add(found)
     return _ordered(audit, folder)
+
+
+def audit_plan(source: Checkpoint, facts: Architecture, sizes: Sizes, schemes: Sequence[Scheme]) -> Plan:
+    """The plan by which a checkpoint with these schemes is audited, whatever settings it was made with: norms may have
+    been folded, so they and the routers are not compared byte for byte.
+    """
+    specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
+    return make_plan(facts, sizes, specs, Experts(), str(source.folder), block_size(source)).with_schemes(schemes)
 
 
 def _ordered(audit: Audit, folder: Path) -> Audit:
@@ -199,83 +219,3 @@ def _check_names(plan: Plan, candidate: Checkpoint, audit: Audit) -> None:
     for name in candidate.tensors:
         if name not in expected:
             audit.differences.append(f"{name}: no tensor of the source accounts for it")
-
-
-def _check_bytes(action: Action, source: Checkpoint, candidate: Checkpoint, audit: Audit) -> None:
-    (name,) = action.outputs
-    if name not in candidate.tensors:
-        return  # already reported as missing
-    audit.kept += 1
-    if hashlib.sha256(source.raw(action.source)).digest() != hashlib.sha256(candidate.raw(name)).digest():
-        audit.differences.append(f"{name}: bytes differ from the source's {action.source}")
-
-
-def _check_layer(
-    layer: int,
-    facts: Architecture,
-    sizes: Sizes,
-    source: Checkpoint,
-    candidate: Checkpoint,
-    *,
-    device: torch.device,
-    audit: Audit,
-) -> None:
-    """Closure: the router must carry the inverse of the norm's change, and every expert must agree with it."""
-    norm_name, router_name = facts.layer(layer, facts.fold.norm), facts.layer(layer, facts.fold.router)
-    if norm_name not in candidate.tensors or router_name not in candidate.tensors:
-        return
-    before, after = source.tensor(norm_name).float(), candidate.tensor(norm_name).float()
-    if before.shape != after.shape or not bool(torch.isfinite(after).all()):
-        audit.differences.append(f"{norm_name}: is not finite, or of another shape than the source's")
-        return
-    smooth = torch.where(after != 0, before / after, torch.ones_like(before))
-    if bool(((before == 0) != (after == 0)).any()):
-        audit.differences.append(f"{norm_name}: zero where the source is not, or the other way round")
-    _check_router(router_name, norm_name, smooth, source.tensor(router_name), candidate.tensor(router_name), audit)
-    worst = 0.0
-    for expert in range(sizes["experts"]):
-        modules = [facts.expert(layer, expert, matrix) for matrix in ("gate", "up", "down")]
-        try:
-            old = [read_weight(source, module, device) for module in modules]
-        except CheckpointError as failure:
-            raise CheckpointError(f"the source is broken: {failure}") from None
-        try:
-            new = [read_weight(candidate, module, device) for module in modules]
-        except CheckpointError as failure:
-            audit.differences.append(f"{modules[0].rpartition('.')[0]}: {failure}")
-            continue
-        for module, error in zip(modules, matrix_errors(old, new, smooth.to(device)), strict=True):
-            worst = max(worst, error)
-            if not error < CLOSE_ENOUGH:
-                audit.differences.append(
-                    f"{module}.weight_packed: {error:.0%} away from the source's matrix times the norm's ratio; it was "
-                    "not scaled as its norm was, or is another matrix"
-                )
-    audit.weight_error.append(worst)
-
-
-def _check_router(
-    router_name: str,
-    norm_name: str,
-    smooth: torch.Tensor,
-    before: torch.Tensor,
-    after: torch.Tensor,
-    audit: Audit,
-) -> None:
-    expected = before.float() * smooth
-    ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
-    off = ~((after.float() - expected).abs() <= ROUTER_ULPS * ulp)
-    if not bool(off.any()):
-        return
-    folded = int((smooth != 1).sum())
-    if router_state(before, after, smooth) == "not compensated":
-        audit.differences.append(
-            f"{router_name}: {NOT_COMPENSATED} {norm_name} was divided in {folded} of {len(smooth)} channels: "
-            "the router chooses other experts than the source's; repair it with "
-            "`quantize stitch --experts THIS --repair-router`"
-        )
-    else:
-        audit.differences.append(
-            f"{router_name}: {int(off.sum())} elements differ from the source's times the norm's ratio by more than "
-            f"{ROUTER_ULPS} ulp"
-        )

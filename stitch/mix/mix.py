@@ -91,7 +91,8 @@ def mix(
         if (work / "moving").exists():
             return move_into_place(work, output)
         journal.refuse_changes(work, settings, output)
-        journal.refuse_damaged_shards(work, sizes["layers"], output, hashes=False)
+        for layer in journal.damaged_shards(work, journal.done_layers(work, sizes["layers"])):
+            journal.layer_file(work, layer).unlink()  # so that it is stitched again
         journal.remove_cut_files(work)
         for name in ("layers", "output"):
             (work / name).mkdir(exist_ok=True)

@@ -9,11 +9,13 @@ ones that it computes itself.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from quantizers.checkpoint.reader import read_bytes
+from quantizers.checkpoint.reader import as_bytes
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.system.errors import CheckpointError
 from quantizers.system.own_files import file_sha256
@@ -34,16 +36,52 @@ class ShardDigest(TypedDict):
 
 def joined_digests(tensors: Mapping[str, torch.Tensor]) -> str:
     """`ShardDigest.tensors` of tensors on the CPU, contiguous, before they are written."""
-    import torch
-
-    def digest(tensor: torch.Tensor) -> str:
-        return _short(tensor.flatten().view(torch.uint8).numpy().tobytes())
-
-    return "".join(digest(tensors[name]) for name in sorted(tensors))
+    return "".join(_short(as_bytes(tensors[name])) for name in sorted(tensors))
 
 
-def _short(raw: bytes | bytearray) -> str:
+def _short(raw: bytes | bytearray | memoryview) -> str:
     return hashlib.blake2b(raw, digest_size=TENSOR_BYTES).hexdigest()
+
+
+def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, dict[str, str]]:
+    """Read a shard once, and take its digests from what lies in the file.
+
+    Args:
+        wanted: tensors whose SHA-256 is returned as well.
+
+    Returns:
+        The digests, and the SHA-256, hexadecimal, of the tensors asked for.
+
+    Raises:
+        CheckpointError: the file is not a whole safetensors file.
+        OSError: it cannot be read.
+    """
+    header, whole = read_header(file), hashlib.sha256()
+    short: dict[str, str] = {}
+    full: dict[str, str] = {}
+    with file.open("rb", buffering=0) as stream:
+        size = min((info.start for info in header.values()), default=file.stat().st_size)
+        whole.update(_exactly(stream, size, file))
+        for name, info in header.items():  # in the order of their bytes, without gaps
+            raw = _exactly(stream, info.size, file)
+            whole.update(raw)
+            short[name] = _short(raw)
+            if name in wanted:
+                full[name] = hashlib.sha256(raw).hexdigest()
+            size += info.size
+    tensors = "".join(short[name] for name in sorted(short))
+    return {"bytes": size, "sha256": whole.hexdigest(), "tensors": tensors}, full
+
+
+def _exactly(stream: FileIO, size: int, file: Path) -> bytearray:
+    buffer = bytearray(size)
+    view, got = memoryview(buffer), 0
+    while got < size:
+        count = stream.readinto(view[got:])
+        if not count:
+            raise CheckpointError(f"{file}: the file is truncated")
+        got += count
+    return buffer
 
 
 def recorded_digests(report: Any) -> dict[str, ShardDigest]:
@@ -58,26 +96,41 @@ def recorded_digests(report: Any) -> dict[str, ShardDigest]:
     }
 
 
-def changes(file: Path, written: ShardDigest) -> list[str]:
-    """What changed in a shard since it was written, one line each; empty if the file's hash is equal.
+def changes(file: Path, written: ShardDigest, *, past_the_cache: bool = False) -> list[str]:
+    """What changed in a shard since it was written, one line each; empty if its hash is equal, which is read once.
 
     A line names the changed tensor, or the file if it holds another number of tensors, cannot be read, or changed
     only in its header.
+
+    Args:
+        past_the_cache: ask the system to forget its copy of the file first, so that the disk itself is read.
     """
-    size = 2 * TENSOR_BYTES
-    known = [written["tensors"][i : i + size] for i in range(0, len(written["tensors"]), size)]
     try:
+        if past_the_cache:
+            forget(file)
         if file_sha256(file) == written["sha256"]:
             return []
-        header = read_header(file)
-        if len(known) != len(header):
-            return [f"{file.name}: changed since the run wrote it: {len(known)} tensors then, {len(header)} now"]
-        pairs = zip(sorted(header), known, strict=True)
-        changed = [name for name, digest in pairs if _short(read_bytes(header[name])) != digest]
+        found, names = read_back(file)[0], sorted(read_header(file))
     except OSError as failure:
         return [f"{file.name}: cannot be read ({failure.strerror})"]
     except CheckpointError as failure:
         return [f"{file.name}: changed since the run wrote it ({failure})"]
+    known, now = split(written["tensors"]), split(found["tensors"])
+    if len(known) != len(now):
+        return [f"{file.name}: changed since the run wrote it: {len(known)} tensors then, {len(now)} now"]
+    changed = [name for name, old, new in zip(names, known, now, strict=True) if old != new]
     return [f"{name}: changed since the run wrote it" for name in changed] or [
         f"{file.name}: changed since the run wrote it, in its header alone"
     ]
+
+
+def forget(file: Path) -> None:
+    """Ask the system to drop what it has of a file in memory; it need not comply, and only some systems can."""
+    if hasattr(os, "posix_fadvise"):
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def split(tensors: str) -> list[str]:
+    """The digests that `ShardDigest.tensors` joins."""
+    return [tensors[i : i + 2 * TENSOR_BYTES] for i in range(0, len(tensors), 2 * TENSOR_BYTES)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
@@ -14,9 +14,9 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.plan.plan import METADATA, Plan
 from quantizers.solve.solved import Solved
 from quantizers.system.atomic import disk_errors, sync_folder
-from quantizers.system.errors import QuantizeError
+from quantizers.system.errors import CheckpointError, QuantizeError
 
-from .digests import ShardDigest, joined_digests
+from .digests import ShardDigest, joined_digests, read_back, split
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -71,19 +71,27 @@ def check_finite(tensors: Mapping[str, torch.Tensor], where: str) -> None:
             raise QuantizeError(f"{where}: {name} is not finite; nothing was written for this layer")
 
 
-def write_shard(tensors: Mapping[str, torch.Tensor], path: Path) -> ShardDigest:
-    """Write a safetensors file, which gets its final name only once it is complete and on disk.
+def write_shard(
+    tensors: Mapping[str, torch.Tensor], path: Path, kept: Mapping[str, str] = MappingProxyType({})
+) -> ShardDigest:
+    """Write a safetensors file, and read it back before it gets its final name.
+
+    The tensors in memory prove nothing about the file, and those that are kept are the source's own memory. So the
+    file is compared with the digests of what was to be written, and its kept tensors with the hashes that the source
+    had when it was read.
 
     Args:
         tensors: on the CPU, contiguous.
+        kept: SHA-256, hexadecimal, of the source's bytes for each tensor that keeps them.
 
     Returns:
-        The digests of the file, and of its tensors as they were in memory.
+        The digests of the file.
 
     Raises:
-        QuantizeError: the disk is full or cannot be written.
+        QuantizeError: a tensor is not finite, the disk is full or cannot be written, or the file holds other bytes.
     """
     check_finite(tensors, path.name)
+    expected = joined_digests(tensors)
     temporary = path.with_name(path.name + ".tmp")
     with disk_errors(path):
         temporary.touch()
@@ -91,9 +99,28 @@ def write_shard(tensors: Mapping[str, torch.Tensor], path: Path) -> ShardDigest:
         save_file(dict(tensors), temporary, metadata=METADATA)
         temporary.chmod(mode)
         with temporary.open("rb+") as stream:
-            whole = hashlib.file_digest(stream, "sha256").hexdigest()
             os.fsync(stream.fileno())
-            size = stream.tell()
+        try:
+            found, hashes = read_back(temporary, kept)
+        except CheckpointError as failure:
+            raise QuantizeError(f"{failure}, though it was just written; check the disk") from None
+        differing = [
+            f"{name} has other bytes in the file than it was written with"
+            for name, old, new in zip(sorted(tensors), split(expected), split(found["tensors"]), strict=True)
+            if old != new
+        ] + [f"{name} has other bytes than the source's" for name, wanted in kept.items() if hashes[name] != wanted]
+        if differing:
+            temporary.unlink()
+            raise QuantizeError(
+                f"{path.name}: {differing[0]}{f', and {len(differing) - 1} more' if len(differing) > 1 else ''}; check "
+                "disk and memory, then give the same command again"
+            )
         os.replace(temporary, path)
         sync_folder(path.parent)
-    return {"bytes": size, "sha256": whole, "tensors": joined_digests(tensors)}
+    return found
+
+
+def kept_hashes(plan: Plan, layer: int | None, source: Checkpoint) -> dict[str, str]:
+    """SHA-256, hexadecimal, of the source's bytes for every tensor of a shard that keeps them."""
+    actions = (action for action in plan.of_layer(layer) if action.kind in ("keep", "rename"))
+    return {name: source.sha256(action.source) for action in actions for name in action.outputs}

@@ -1,0 +1,140 @@
+"""Audits one layer of a checkpoint against its source: kept bytes, closure of the fold, closeness of every expert.
+
+It reads both through the same interface, so the layer may lie in files, or in memory while a run has it there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from quantizers.architectures.architecture import Architecture, Sizes
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, router_state
+from quantizers.forward.weights import read_weight
+from quantizers.plan.plan import Action
+from quantizers.system.errors import CheckpointError
+
+ROUTER_ULPS = 2
+NOT_COMPENSATED = "not compensated, though"
+
+
+@dataclass
+class LayerAudit:
+    """What was found in one layer, or outside the layers.
+
+    Attributes:
+        tensors: source tensors accounted for.
+        kept: tensors compared byte for byte.
+        differences: one line each, starting with the tensor's name.
+        weight_error: the largest relative error of an expert's matrix after folding; None outside the layers, and
+            where the norms cannot be compared.
+        by_expert: the same of each expert; None for one that cannot be read, or whose weights have no finite norm.
+    """
+
+    tensors: int = 0
+    kept: int = 0
+    differences: list[str] = field(default_factory=list)
+    weight_error: float | None = None
+    by_expert: list[float | None] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the journal."""
+        return asdict(self)
+
+
+def audit_kept(actions: Sequence[Action], source: Checkpoint, candidate: Checkpoint, audit: LayerAudit) -> None:
+    """Account for a layer's tensors, and compare those that keep their bytes, by SHA-256."""
+    audit.tensors += len(actions)
+    for action in actions:
+        if action.kind in ("keep", "rename"):
+            (name,) = action.outputs
+            if name not in candidate.tensors:
+                continue  # already reported as missing
+            audit.kept += 1
+            if source.sha256(action.source) != candidate.sha256(name):
+                audit.differences.append(f"{name}: bytes differ from the source's {action.source}")
+
+
+def audit_layer(
+    layer: int,
+    facts: Architecture,
+    sizes: Sizes,
+    source: Checkpoint,
+    candidate: Checkpoint,
+    *,
+    device: torch.device,
+    audit: LayerAudit,
+) -> None:
+    """Closure: the router must carry the inverse of the norm's change, and every expert must agree with it.
+
+    Args:
+        device: where weights are dequantized.
+        audit: findings are added here.
+
+    Raises:
+        CheckpointError: the source is broken. A fault of the candidate's is a difference.
+    """
+    norm_name, router_name = facts.layer(layer, facts.fold.norm), facts.layer(layer, facts.fold.router)
+    if norm_name not in candidate.tensors or router_name not in candidate.tensors:
+        return
+    before, after = source.tensor(norm_name).float(), candidate.tensor(norm_name).float()
+    if before.shape != after.shape or not bool(torch.isfinite(after).all()):
+        audit.differences.append(f"{norm_name}: is not finite, or of another shape than the source's")
+        return
+    smooth = torch.where(after != 0, before / after, torch.ones_like(before))
+    if bool(((before == 0) != (after == 0)).any()):
+        audit.differences.append(f"{norm_name}: zero where the source is not, or the other way round")
+    _check_router(router_name, norm_name, smooth, source.tensor(router_name), candidate.tensor(router_name), audit)
+    for expert in range(sizes["experts"]):
+        modules = [facts.expert(layer, expert, matrix) for matrix in ("gate", "up", "down")]
+        try:
+            old = [read_weight(source, module, device) for module in modules]
+        except CheckpointError as failure:
+            raise CheckpointError(f"the source is broken: {failure}") from None
+        try:
+            new = [read_weight(candidate, module, device) for module in modules]
+        except CheckpointError as failure:
+            audit.differences.append(f"{modules[0].rpartition('.')[0]}: {failure}")
+            audit.by_expert.append(None)
+            continue
+        errors = matrix_errors(old, new, smooth.to(device))
+        audit.by_expert.append(max((error for error in errors if math.isfinite(error)), default=None))
+        for module, error in zip(modules, errors, strict=True):
+            if not error < CLOSE_ENOUGH:
+                audit.differences.append(
+                    f"{module}.weight_packed: {error:.0%} away from the source's matrix times the norm's ratio; it was "
+                    "not scaled as its norm was, or is another matrix"
+                )
+    audit.weight_error = max((error for error in audit.by_expert if error is not None), default=0.0)
+
+
+def _check_router(
+    router_name: str,
+    norm_name: str,
+    smooth: torch.Tensor,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    audit: LayerAudit,
+) -> None:
+    expected = before.float() * smooth
+    ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
+    off = ~((after.float() - expected).abs() <= ROUTER_ULPS * ulp)
+    if not bool(off.any()):
+        return
+    folded = int((smooth != 1).sum())
+    if router_state(before, after, smooth) == "not compensated":
+        audit.differences.append(
+            f"{router_name}: {NOT_COMPENSATED} {norm_name} was divided in {folded} of {len(smooth)} channels: "
+            "the router chooses other experts than the source's; repair it with "
+            "`quantize stitch --experts THIS --repair-router`"
+        )
+    else:
+        audit.differences.append(
+            f"{router_name}: {int(off.sum())} elements differ from the source's times the norm's ratio by more than "
+            f"{ROUTER_ULPS} ulp"
+        )
