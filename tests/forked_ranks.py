@@ -24,21 +24,21 @@ import torch
 from forked_runs import quantize
 from torch.distributed import TCPStore
 
-from quantizers.run import layer_loop
+from quantizers.run import quantized
 
 stores: list[TCPStore] = []  # one for each group, kept as torchrun keeps it
 
 
 def die_in_the_second_layer() -> None:
     """Let this process kill itself as it begins to solve one, while the others are in the same layer."""
-    real, layers = layer_loop.solve_layer, iter(range(1_000_000))
+    real, layers = quantized.solve_layer, iter(range(1_000_000))
 
     def die(*arguments: Any, **named: Any) -> Any:
         if next(layers) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments, **named)
 
-    layer_loop.solve_layer = die
+    quantized.solve_layer = die
 
 
 def start(recipe: str, output: Path, log: Path, count: int, victim: int | None = None) -> list[int]:

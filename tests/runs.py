@@ -97,3 +97,12 @@ def private_job(home: Path) -> Path:
 
     change(recipe, absolute)
     return recipe
+
+
+def leaves(figures: Any, place: str = "") -> dict[str, float]:
+    """Every number of nested figures, by its place."""
+    if isinstance(figures, dict):
+        return {k: v for key, part in figures.items() for k, v in leaves(part, f"{place}.{key}").items()}
+    if isinstance(figures, list):
+        return {k: v for n, part in enumerate(figures) for k, v in leaves(part, f"{place}.{n}").items()}
+    return {place: figures} if isinstance(figures, (int, float)) else {}

@@ -13,16 +13,16 @@ from typing import Any
 
 from quantizers.cli import main as cli
 from quantizers.device import devices
-from quantizers.run import layer_loop
+from quantizers.run import layer_loop, quantized
 
 devices.SMALL_LAYER = 0
 real, last = layer_loop.write_json, int(os.environ.get("STOP_AFTER_LAYER", "-1"))
-real_solve, layers = layer_loop.solve_layer, iter(range(1_000_000))
+real_solve, layers = quantized.solve_layer, iter(range(1_000_000))
 
 
 def stop_after(path: Any, entry: Any) -> None:
     real(path, entry)
-    if entry["layer"] == last:
+    if entry.get("layer") == last:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -34,7 +34,7 @@ def die_in_the_second(*arguments: Any, **named: Any) -> Any:
 
 layer_loop.write_json = stop_after
 if os.environ.get("KILLED_RANK", "nobody") == os.environ.get("RANK"):
-    layer_loop.solve_layer = die_in_the_second
+    quantized.solve_layer = die_in_the_second
 
 if __name__ == "__main__":
     cli.main()

@@ -106,7 +106,7 @@ def count_routes(
     own = {"counts": counts.unsqueeze(0), "close": close.unsqueeze(0), "near": near.unsqueeze(0)}
     sums = {name: table.sum(0).numpy() for name, table in ranks.gather(own, torch.device("cpu")).items()}
     if ranks.leads:
-        states.path.unlink()
+        states.remove()
     return Routed(names, tokens, **sums)
 
 

@@ -2,7 +2,7 @@
 
 KL is KL(source || candidate) in nats over the whole vocabulary at every scored position. Intervals are
 95 % bootstrap intervals: whole samples are drawn with replacement, since the tokens of one text depend on
-each other; a category with a single sample has no interval. lockstep.py runs the models.
+each other; a category with a single sample has no interval. compare.py and score.py collect what is summed up here.
 
 Long texts are reported separately: the top-level figures, which gates and tables read, are those of the
 short texts, and `long` has the same figures for the long texts. A set with only one kind has no `long`.

@@ -8,7 +8,6 @@ norms, the second from w3's rows by least squares, and both are undone. The rest
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -36,37 +35,29 @@ class _Total:
 
 
 def weight_errors(
-    source: Checkpoint,
-    candidates: Sequence[Checkpoint],
-    facts: Architecture,
-    sizes: Sizes,
-    layer: int,
-    device: torch.device,
-) -> list[dict[str, float]]:
-    """Relative error of one layer's experts and attention, for each candidate; holds one expert in memory at a time.
+    source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes, layer: int, device: torch.device
+) -> dict[str, float]:
+    """Relative error of one layer's experts and attention; holds one expert in memory at a time.
 
     Returns:
         experts and attention: ‖candidate − source‖ / ‖source‖ over all their matrices.
     """
-    experts, attention = ([_Total() for _ in candidates] for _ in range(2))
-    smooth = [norm_ratio(source, c, facts.layer(layer, facts.fold.norm)).to(device) for c in candidates]
+    experts, attention = _Total(), _Total()
+    smooth = norm_ratio(source, candidate, facts.layer(layer, facts.fold.norm)).to(device)
     for expert in range(sizes["experts"]):
         modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
         gate, up, down = (read_weight(source, module, device) for module in modules)
-        for total, candidate, s in zip(experts, candidates, smooth, strict=True):
-            g, u, d = (read_weight(candidate, module, device) for module in modules)
-            rows = row_scale(u / s, up)
-            total.add(g / s, gate)
-            total.add(u / s / rows.unsqueeze(1), up)
-            total.add(d * rows, down)
-    has_norm = INPUT_NORM in facts.in_layer
-    ratios = [
-        norm_ratio(source, c, facts.layer(layer, INPUT_NORM)).to(device) if has_norm else None for c in candidates
-    ]
+        g, u, d = (read_weight(candidate, module, device) for module in modules)
+        rows = row_scale(u / smooth, up)
+        experts.add(g / smooth, gate)
+        experts.add(u / smooth / rows.unsqueeze(1), up)
+        experts.add(d * rows, down)
+    ratio = None
+    if INPUT_NORM in facts.in_layer:
+        ratio = norm_ratio(source, candidate, facts.layer(layer, INPUT_NORM)).to(device)
     for name in facts.linears:
         original = read_weight(source, facts.layer(layer, name), device)
-        for total, candidate, ratio in zip(attention, candidates, ratios, strict=True):
-            weight = read_weight(candidate, facts.layer(layer, name), device)
-            reads_norm = ratio is not None and not name.endswith("o_proj") and len(ratio) == weight.shape[1]
-            total.add(weight / ratio if reads_norm and ratio is not None else weight, original)
-    return [{"experts": e.relative(), "attention": a.relative()} for e, a in zip(experts, attention, strict=True)]
+        weight = read_weight(candidate, facts.layer(layer, name), device)
+        reads_norm = ratio is not None and not name.endswith("o_proj") and len(ratio) == weight.shape[1]
+        attention.add(weight / ratio if reads_norm and ratio is not None else weight, original)
+    return {"experts": experts.relative(), "attention": attention.relative()}

@@ -28,7 +28,10 @@ from quantizers.calibration.samples import samples
 from quantizers.calibration.texts import token_tensors
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.device.devices import forward_dtype, machine, versions
+from quantizers.forward.halves import observe
 from quantizers.forward.layered_model import LayeredModel
+from quantizers.forward.recorded import RecordedRows, recorded_rows
+from quantizers.forward.states import Rows
 from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
@@ -36,7 +39,7 @@ from quantizers.recipe.schema import Experts, set_location
 from quantizers.run.layer_loop import quantize_layers
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble
-from quantizers.solve.layer import LayerStores, solve_layer
+from quantizers.solve.layer import solve_layer
 
 from .library_route import folder_bytes, library_route
 from .random_model import published, resized, write_random
@@ -83,11 +86,12 @@ def compare_layer(
         generator = torch.Generator().manual_seed(1)
         count = max(1, tokens // length)
         states = [torch.randn(length, sizes["hidden"], generator=generator).to(dtype) for _ in range(count)]
+        norm = checkpoint.tensor(facts.layer(0, facts.fold.norm))
 
         def solve(settings: Experts) -> None:
-            stores = LayerStores(*([None] * count for _ in range(3)))
             with model.layer(0) as layer:
-                solve_layer(model, layer, 0, states, stores, settings, chunk=sizes["experts"])
+                recorded = observed(model, layer, states)[1]
+                solve_layer(model, layer, norm, recorded, settings, chunk=sizes["experts"], entering=states)
 
         with torch.no_grad():
             _warm_up(model, solve, states)
@@ -101,6 +105,23 @@ def compare_layer(
         "library": library,
         "faster": library["seconds"] / ours["seconds"],
     }
+
+
+def observed(model: LayeredModel, layer: torch.nn.Module, states: Sequence[torch.Tensor]) -> tuple[Rows, RecordedRows]:
+    """Sequences (T, H) through the first half of a layer: the residual stream, and what its experts are called with."""
+    lengths = [len(rows) for rows in states]
+
+    def rows(_: str, width: int, dtype: torch.dtype) -> Rows:
+        return Rows(None, lengths, width, dtype)
+
+    residual, recorded = (
+        rows("states", model.sizes["hidden"], model.dtype),
+        recorded_rows(rows, model.sizes, model.dtype),
+    )
+    for i, values in enumerate(states):
+        residual[i] = values
+    observe(model, layer, residual, recorded)
+    return residual, recorded
 
 
 def _warm_up(model: LayeredModel, solve: Callable[[Experts], None], states: list[torch.Tensor]) -> None:
@@ -180,7 +201,7 @@ def compare_route(
         def ours(place: Path) -> None:
             for name in ("layers", "output"):
                 (place / name).mkdir(parents=True)
-            quantize_layers(own, data, tokens, Context(place, device, job.sizes["experts"]))
+            quantize_layers(own, data, tokens, Context(place, device, job.sizes["experts"], states_in_files=True))
             layers_done = time.perf_counter()
             assemble(own, place / "output")
             entries = journal.done_layers(place, job.sizes["layers"])
@@ -223,8 +244,8 @@ def compare_route(
 
 
 def _states_bytes(job: Job, tokens: Sequence[torch.Tensor], device: torch.device) -> int:
-    """Peak bytes of the hidden states before and after a layer and at its experts, and of the router's choices."""
-    row = 3 * forward_dtype(device).itemsize * job.sizes["hidden"] + 8 * job.sizes["chosen"]
+    """Peak bytes of the hidden states between two layers and at the experts, and of the router's choices."""
+    row = 2 * forward_dtype(device).itemsize * job.sizes["hidden"] + 8 * job.sizes["chosen"]
     return row * sum(len(t) for t in tokens)
 
 

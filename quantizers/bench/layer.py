@@ -16,30 +16,34 @@ from typing import Any
 import torch
 
 from quantizers.architectures.architecture import Sizes, architecture_for, sizes_of
+from quantizers.checkpoint.held import held_tensors, hold, layer_names
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.device.devices import device_limit, forward_dtype, machine
 from quantizers.device.timing import Clock, listening
+from quantizers.forward.halves import finish, observe
 from quantizers.forward.layered_model import LayeredModel
+from quantizers.forward.recorded import RecordedRows, recorded_rows
 from quantizers.forward.states import Rows
 from quantizers.plan.plan import make_plan
 from quantizers.plan.solve_memory import device_memory
 from quantizers.recipe.schema import Experts
 from quantizers.solve.awq import row_step
-from quantizers.solve.layer import LayerStores, install, solve_layer
+from quantizers.solve.layer import solve_layer
 from quantizers.solve.symmetric import blocks
 from quantizers.system.progress import peak_memory
-from stitch.write.shard import layer_tensors, write_shard
+from stitch.audit.layer import LayerAudit, audit_layer
+from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
 from .random_model import BLOCK, published, resized, write_random
 
 LAYER_PHASES = (
-    "read", "dequantize", "observe", "forced pass", "sums", "changes", "search", "rounding", "pack", "write",
-    "propagate",
+    "read", "hold", "dequantize", "observe", "forced pass", "sums", "changes", "search", "rounding", "pack", "write",
+    "audit", "install", "propagate",
 )  # fmt: skip
 # Phases whose time grows with the number of experts.
-PER_EXPERT = {"read", "dequantize", "forced pass", "sums", "changes", "search", "rounding", "pack", "write"}
-OVERLAPPED = {"read", "write"}  # done by a background thread while a layer is computed
+PER_EXPERT = set(LAYER_PHASES) - {"observe", "propagate"}
+OVERLAPPED = {"read", "hold", "write", "audit"}  # done by a background thread while a layer is computed
 
 
 def measure_layer(
@@ -85,23 +89,34 @@ def measure_layer(
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         model = LayeredModel(source, facts, size, device, dtype)
-        states, following, stores = _stores(folder, size, tokens, length, dtype)
+        states, recorded = _rows(folder, size, tokens, length, dtype)
         host["read"], source_bytes = _read_cold(source)
+        held, host["hold"] = _timed(device, lambda: hold(source, layer_names(source, facts, 0)))
         with clock.block("dequantize"):
-            context = model.layer(0)
+            context = model.layer(0, held)
             layer = context.__enter__()
+        with clock.block("observe"):
+            observe(model, layer, states, recorded)
+        norm = held.tensor(facts.layer(0, facts.fold.norm))
         with listening(device) as inside:
-            solved, seconds = solve_layer(model, layer, 0, states, stores, settings, chunk=memory.chunk)
-        packed, host["pack"] = _timed(device, lambda: layer_tensors(plan, 0, source, solved))
-        _, host["write"] = _timed(device, lambda: write_shard(packed, folder / "shard.safetensors"))
-        with clock.block("propagate"), torch.no_grad():
-            install(model, layer, solved)
-            for i in range(len(states)):
-                following[i] = model.run(layer, states[i])[0]
+            solved = solve_layer(model, layer, norm, recorded, settings, chunk=memory.chunk)
+        context.__exit__(None, None, None)
+        packed, host["pack"] = _timed(device, lambda: layer_tensors(plan, 0, held, solved))
+        shard = folder / "shard.safetensors"
+        _, host["write"] = _timed(device, lambda: write_shard(packed, shard, kept_hashes(plan, 0, held)))
+        made = held_tensors(held, packed, shard)
+        _, host["audit"] = _timed(
+            device, lambda: audit_layer(0, facts, size, held, made, device=device, audit=LayerAudit())
+        )
+        with clock.block("install"):
+            context = model.layer(0, made)
+            layer = context.__enter__()
+        with clock.block("propagate"):
+            finish(model, layer, states, "the layer")
         context.__exit__(None, None, None)
         written = (folder / "shard.safetensors").stat().st_size
         peak = peak_memory(device)
-    measured = clock.seconds() | inside.seconds() | host | {"observe": seconds["observe"]}
+    measured = clock.seconds() | inside.seconds() | host
     measured = {phase: measured[phase] for phase in LAYER_PHASES}
     rates = device_rates(device, dtype)
     total = sum(len(rows) for rows in states)
@@ -121,7 +136,7 @@ def measure_layer(
     }
 
 
-def _stores(folder: Path, size: Sizes, tokens: int, length: int, dtype: torch.dtype) -> tuple[Rows, Rows, LayerStores]:
+def _rows(folder: Path, size: Sizes, tokens: int, length: int, dtype: torch.dtype) -> tuple[Rows, RecordedRows]:
     lengths = [length] * max(1, tokens // length)
 
     def rows(name: str, width: int, kind: torch.dtype) -> Rows:
@@ -131,12 +146,7 @@ def _stores(folder: Path, size: Sizes, tokens: int, length: int, dtype: torch.dt
     generator = torch.Generator().manual_seed(1)
     for i in range(len(states)):
         states[i] = torch.randn(length, size["hidden"], generator=generator)
-    stores = LayerStores(
-        rows("x", size["hidden"], dtype),
-        rows("chosen", size["chosen"], torch.int32),
-        rows("weight", size["chosen"], torch.float32),
-    )
-    return states, rows("following", size["hidden"], dtype), stores
+    return states, recorded_rows(rows, size, dtype)
 
 
 def _timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:

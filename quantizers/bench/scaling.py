@@ -16,17 +16,22 @@ from typing import Any
 import torch
 
 from quantizers.architectures.architecture import Sizes, architecture_for, sizes_of
+from quantizers.checkpoint.held import held_tensors, hold, layer_names
 from quantizers.checkpoint.reader import CONFIG
+from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.device.devices import forward_dtype, machine
 from quantizers.device.timing import listening
+from quantizers.forward.halves import finish
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import Recorded
+from quantizers.plan.plan import make_plan
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.gram_engine import solve
-from quantizers.solve.layer import LayerStores, install, solve_layer
+from quantizers.solve.layer import solve_layer
+from stitch.write.shard import layer_tensors
 
-from .compare import layer_sizes
-from .random_model import published, resized, write_random
+from .compare import layer_sizes, observed
+from .random_model import BLOCK, published, resized, write_random
 
 BASE = {"tokens": 8192, "experts": 16, "grid": 20, "layers": 2}
 STEPS = {
@@ -111,17 +116,24 @@ def _model_seconds(sizes: dict[str, int], tokens: int, settings: Experts, device
     length = min(LENGTH, tokens)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         dtype = forward_dtype(device)
-        model = LayeredModel(
-            write_random(Path(folder) / "model", config, torch.device("cpu")), facts, size, device, dtype
-        )
-        states = [torch.randn(length, size["hidden"]).to(dtype) for _ in range(max(1, tokens // length))]
+        source = write_random(Path(folder) / "model", config, torch.device("cpu"))
+        specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
+        plan = make_plan(facts, size, specs, settings, "random", BLOCK)
+        model = LayeredModel(source, facts, size, device, dtype)
+        states: Sequence[torch.Tensor] = [
+            torch.randn(length, size["hidden"]).to(dtype) for _ in range(max(1, tokens // length))
+        ]
         started = time.perf_counter()
         for number in range(size["layers"]):
-            stores = LayerStores(*([None] * len(states) for _ in range(3)))
-            with model.layer(number) as layer:
-                solved, _ = solve_layer(model, layer, number, states, stores, settings, chunk=size["experts"])
-                install(model, layer, solved)
-                states = [model.run(layer, rows)[0] for rows in states]
+            held = hold(source, layer_names(source, facts, number))
+            with model.layer(number, held) as layer:
+                residual, recorded = observed(model, layer, states)
+                norm = held.tensor(facts.layer(number, facts.fold.norm))
+                solved = solve_layer(model, layer, norm, recorded, settings, chunk=size["experts"])
+            made = held_tensors(held, layer_tensors(plan, number, held, solved), Path(folder))
+            with model.layer(number, made) as layer:
+                finish(model, layer, residual, f"layer {number}")
+            states = residual
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - started

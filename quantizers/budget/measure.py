@@ -31,6 +31,7 @@ One process measures. An interrupted measurement resumes as the run itself does.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -41,14 +42,14 @@ import torch
 
 from eval.fidelity.logits import log_probabilities
 from quantizers.architectures.matrices import MATRICES
-from quantizers.checkpoint.background import read_ahead
+from quantizers.checkpoint.held import Held, held_ahead, hold, layer_names
 from quantizers.device.allocator import release_free_memory, use_one_arena
 from quantizers.device.devices import forward_dtype
 from quantizers.forward.layered_model import LayeredModel
+from quantizers.forward.recorded import recorded_rows
 from quantizers.forward.states import Rows
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
-from quantizers.solve.layer import LayerStores
 from quantizers.system.atomic import write_json
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.progress import Step, progress
@@ -83,13 +84,16 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor], context: Context) 
         return found
     use_one_arena()
     (work / FOLDER).mkdir(exist_ok=True)
-    model = LayeredModel(job.opened, job.facts, job.sizes, context.device, forward_dtype(context.device))
+    source, facts = job.opened, job.facts
+    outside = hold(source, (facts.embedding, facts.final_norm, facts.head))
+    model = LayeredModel(outside, facts, job.sizes, context.device, forward_dtype(context.device))
     done = next((n for n in range(layers) if not entry_file(work, n).exists()), layers)
     walk = _Walk(job, model, tokens, work, done)
-    with progress("measuring", layers, done, "layer") as step:
+    ahead = held_ahead(source, [layer_names(source, facts, number) for number in range(done, layers)])
+    with progress("measuring", layers, done, "layer") as step, contextlib.closing(ahead):
         for number in range(done, layers):
             check()
-            walk.layer(number, context.chunk, check, step)
+            walk.layer(number, next(ahead), context.chunk, check, step)
     write_json(work / FOLDER / "kl.json", walk.divergences(check))
     _remove(work)
     entries = read_measurements(work, layers)
@@ -117,13 +121,11 @@ class _Walk:
                 self.states[i] = table[sequence.to(model.device)]
             for k, i in enumerate(self.probes):
                 self.states[self._place(0, k)] = self.states[i][: self.branch_lengths[k]]
-        chosen = job.sizes["chosen"]
-        folder = work / FOLDER
-        self.stores = LayerStores(
-            Rows(folder / "x.bin", self.lengths, job.sizes["hidden"], model.dtype),
-            Rows(folder / "chosen.bin", self.lengths, chosen, torch.int32),
-            Rows(folder / "weight.bin", self.lengths, chosen, torch.float32),
-        )
+
+        def rows(name: str, width: int, dtype: torch.dtype) -> Rows:
+            return Rows(work / FOLDER / f"{name}.bin", self.lengths, width, dtype)
+
+        self.recorded = recorded_rows(rows, job.sizes, model.dtype)
 
     def _file(self, layer: int) -> Path:
         return self.work / FOLDER / f"states-{layer:05d}.bin"
@@ -144,23 +146,28 @@ class _Walk:
         lengths = [*self.lengths, *self.branch_lengths, *branch * layer]
         return Rows(self._file(layer), lengths, self.job.sizes["hidden"], self.model.dtype)
 
-    def layer(self, number: int, chunk: int, check: Callable[[], None], step: Step) -> None:
-        """Measure a layer, take the source and all branches through it, and start its own branch."""
+    def layer(self, number: int, source: Held, chunk: int, check: Callable[[], None], step: Step) -> None:
+        """Measure a layer, take the source and all branches through it, and start its own branch.
+
+        Args:
+            source: the layer's tensors.
+        """
         started, model, facts = time.monotonic(), self.model, self.job.facts
         following = self._rows(number + 1)
-        ahead = []
-        if number + 1 < self.job.sizes["layers"]:
-            ahead = [model.checkpoint.tensors[action.source] for action in self.job.plan.of_layer(number + 1)]
-        with model.layer(number) as layer, read_ahead(ahead):
-            for i in range(len(self.lengths)):
-                seen = model.record(layer, self.states[i])
-                self.stores.x[i], self.stores.chosen[i], self.stores.weight[i] = seen.x, seen.chosen, seen.weight
+        with model.layer(number, source) as layer:
+            for i in range(len(self.states)):
+                residual = model.attend(layer, self.states[i])
+                following[i] = residual
+                if i < len(self.lengths):
+                    seen = model.route(layer, residual)
+                    self.recorded.x[i], self.recorded.chosen[i] = seen.x, seen.chosen
+                    self.recorded.weight[i] = seen.weight
                 check()
             experts: Any = layer.get_submodule(facts.modules.experts)
-            norm = model.checkpoint.tensor(facts.layer(number, facts.fold.norm)).to(model.device)
+            norm = source.tensor(facts.layer(number, facts.fold.norm)).to(model.device)
             count = min(MEASURED_EXPERTS, self.job.sizes["experts"])
             found = scheme_errors(
-                self.stores.recorded(model.device, check),
+                self.recorded.sequences(model.device, check),
                 experts.gate_up_proj.data,
                 experts.down_proj.data,
                 norm=norm,
@@ -173,7 +180,7 @@ class _Walk:
             )
             power, compared = 0.0, set(self.probes)
             for i in range(len(self.states)):
-                output = model.run(layer, self.states[i])[0]
+                output = model.finish(layer, following[i])[0]
                 if i in compared:
                     power += float(output.float().square().sum(dtype=torch.float64))
                 following[i] = output
@@ -208,7 +215,7 @@ class _Walk:
             "seconds": time.monotonic() - started,
         }
         write_json(entry_file(self.work, number), entry)
-        self.states.path.unlink()
+        self.states.remove()
         self.states = following
         del found
         release_free_memory()

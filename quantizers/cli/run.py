@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -44,7 +44,14 @@ def run(
     device_memory: DeviceMemoryOption = None,
     paranoid: Annotated[
         bool,
-        typer.Option("--paranoid", help="hash the source's and the finished shards whenever the run goes on"),
+        typer.Option("--paranoid", help="hash the source's shards, and compare them whenever the run goes on"),
+    ] = False,
+    states: Annotated[
+        Literal["auto", "memory", "files"],
+        typer.Option(help="where calibration states lie: in memory, in files, or in memory where they fit"),
+    ] = "auto",
+    ignore_stop: Annotated[
+        bool, typer.Option("--ignore-stop", help="go on after layers at which the recipe's verify.stop ends the run")
     ] = False,
     with_data: Annotated[
         bool,
@@ -89,7 +96,7 @@ def run(
     from quantizers.run.pipeline import run as run_job
 
     use_threads(job.sizes, begun_with(work_folder(output)).get("threads"), ranks)
-    options = Options(output, choose_device(device, ranks), limit, paranoid, with_data, ranks)
+    options = Options(output, choose_device(device, ranks), limit, paranoid, with_data, states, ignore_stop, ranks)
     if not ranks.leads:
         assist(job, options)
         return

@@ -23,6 +23,7 @@ class Context:
         chunk: experts solved at a time.
         check: called between steps; may raise to interrupt.
         ranks: which process this is, of how many.
+        states_in_files: whether calibration states lie in files, and not in memory.
     """
 
     work: Path
@@ -30,3 +31,4 @@ class Context:
     chunk: int
     check: Callable[[], None] = lambda: None
     ranks: Ranks = ALONE
+    states_in_files: bool = False

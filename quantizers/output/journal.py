@@ -4,16 +4,20 @@
     source.json       SHA-256 of the source's shards, with --paranoid
     schemes/          the measurements for a budget, see budget/measure.py
     choice.json       the schemes chosen within the budget
-    layers/00003.json layer 3 is done: the digest of its shard when written, and its figures
-    states-00004.bin  hidden states entering layer 4
+    layers/00003.json layer 3 is done: the digest of its shard, and its figures
+    outside.json      the same of the shard that holds what lies outside the layers
+    held-out.json     the held-out set that the layers are measured on
+    held-out/         hidden states of the held-out texts after the last finished layer: the source's and the output's
+    states.bin        calibration states between two layers, and x.bin, chosen.bin, weight.bin: where they do not
+                      fit in memory; nobody reads them again after the process has ended
     output/           the checkpoint, as far as it is written
     run.log           one line of figures for each layer
     moving            everything is verified, and the final move has started
     lock              held while a process works here
     ranks/            files that several processes exchange
 
-A layer is done when its JSON file exists. That file is written last, after the shard and the next hidden
-states are on disk, so a run that dies loses at most the layer that it was working on.
+A layer is done when its JSON file exists. That file is written last, after the shard and the held-out states are on
+disk, so a run that dies loses at most the layer that it was working on.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,8 @@ from quantizers.system.own_files import file_sha256
 from quantizers.team.ranks import ALONE, Ranks
 
 WORK = ".quantize"
+OUTSIDE = "outside.json"
+HELD_OUT = "held-out.json"
 
 
 def work_folder(output: Path) -> Path:
@@ -166,29 +172,28 @@ def done_layers(work: Path, layers: int) -> list[dict[str, Any]]:
     return entries
 
 
-def refuse_damaged_shards(work: Path, layers: int, output: Path, hashes: bool) -> None:
-    """Refuse to resume if a finished shard has changed since it was written.
+def damaged_shards(
+    work: Path, entries: Sequence[dict[str, Any]], step: Callable[[str], None] = lambda _: None
+) -> dict[int, str]:
+    """The finished shards that are not as they were written, by their place in `entries`, and what is wrong with each.
 
     Args:
-        hashes: also compare SHA-256 (the proof at the end always does).
-
-    Raises:
-        OutputError: a finished shard is missing, or its size or its bytes have changed.
+        entries: of the journal, with `shard` and `digest`. Every shard is read.
+        step: called after each.
     """
-    for entry in done_layers(work, layers):
+    damaged = {}
+    for place, entry in enumerate(entries):
         path, written = work / "output" / entry["shard"], entry["digest"]
         try:
             size = path.stat().st_size
-            problem = f"has {size:,} bytes, {written['bytes']:,} were written" if size != written["bytes"] else ""
-            if not problem and hashes and file_sha256(path) != written["sha256"]:
-                problem = f"has other bytes than were written (SHA-256 {written['sha256'][:16]}…)"
+            if size != written["bytes"]:
+                damaged[place] = f"{path.name} has {size:,} bytes, {written['bytes']:,} were written"
+            elif file_sha256(path) != written["sha256"]:
+                damaged[place] = f"{path.name} has other bytes than were written"
         except OSError as failure:
-            problem = f"cannot be read ({failure.strerror})"
-        if problem:
-            raise OutputError(
-                f"{output}: the finished shard of layer {entry['layer']}, {path.name}, {problem}; restore it, or start "
-                "over with --fresh"
-            )
+            damaged[place] = f"{path.name} cannot be read ({failure.strerror})"
+        step(path.name)
+    return damaged
 
 
 def log(work: Path, line: str) -> None:

@@ -4,10 +4,10 @@ Bytes follow from shapes. Time is the number of operations, of bytes read, writt
 dequantized, each divided by an assumed rate; `assumptions` lists the rates. A run reads and writes the whole source
 and output this often:
 
-    layers  read and dequantize the source; write the output, and hash it twice while it is in memory (the shard's
-            SHA-256 and a digest for each tensor)
-    proof   read the output and compare its hash; read and dequantize source and output for the audit (the output is
-            then still in the page cache); with a held-out set, read and dequantize both again for the evaluation
+    layers  read the source, and hash it as it arrives; hash the output in memory, write it, and read it back (from the
+            page cache) to hash file and tensors; dequantize the source's weights for the layer and again for the audit,
+            and likewise the output's
+    proof   read the output from the disk and hash it; compute logits of the held-out set
 
 Legend: T tokens, H hidden, I expert width, E experts, K experts chosen per token.
 """
@@ -26,12 +26,14 @@ from quantizers.recipe.schema import set_location
 from .job import Job
 from .plan import Plan
 from .solve_memory import DeviceMemory, device_memory
+from .states import calibration_bytes
 
 # Operations per second: of the forward pass and the calibration sums, and of the float32 search and rounding.
 RATES = {"CPU": (0.5e12, 0.3e12), "GPU": (300e12, 30e12)}
 WEIGHTS = {"CPU": 0.5e9, "GPU": 20e9}  # weights per second: read from memory, dequantized and copied to the device
 DISK_RATE = 1e9  # bytes per second, read or written
 HASH_RATE = 1.5e9  # bytes per second
+ITEMSIZES = {"CPU": 4, "GPU": 2}  # bytes of one element of a hidden state
 HOST = 1 << 30  # bytes of host memory for the program and its libraries
 
 
@@ -43,8 +45,11 @@ class Estimate:
         tokens, held_out: upper bounds for the calibration set and the held-out set; None if the size is unknown until
             the set is read. 0 held-out tokens mean that there is no evaluation.
         source: bytes of the source.
-        output, states: disk space needed in addition to the source; `states`, by kind of device, only during the run.
-        host: host memory for one layer of the source and the program itself.
+        output: disk space needed in addition to the source.
+        states: hidden states of the calibration set during the run, by kind of device: host memory, or disk space where
+            they do not fit.
+        host: host memory for two layers of the source, one of the output, what lies outside the layers, and the program
+            itself.
         memory: device memory, by kind of device: with one expert solved at a time, and with all at once.
         operations: multiplications and additions of the layers and the proof.
         seconds: by kind of device: `layers`, `proof`, and `all` for their sum.
@@ -84,10 +89,12 @@ def estimate(
         longest: upper bound for the tokens of one sequence.
         grid: number of candidates in the scale search; 0 without a search.
     """
-    hidden = sizes["hidden"]
-    layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in range(plan.layers))
+    numbers = range(plan.layers)
+    layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in numbers)
+    layer_output = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
+    outside = sum(action.spec.bytes for action in plan.of_layer(None))
     memory = {}
-    for name, itemsize in (("CPU", 4), ("GPU", 2)):
+    for name, itemsize in ITEMSIZES.items():
         all_at_once = device_memory(plan, sizes, longest, itemsize, None)
         one_at_a_time = max(
             all_at_once.layer + all_at_once.fixed, all_at_once.peak - (all_at_once.chunk - 1) * all_at_once.expert
@@ -95,21 +102,16 @@ def estimate(
         memory[name] = (one_at_a_time, all_at_once.peak)
     states = None
     if tokens is not None:
-        choices = 4 * 2 * sizes["chosen"]  # the chosen experts and their routing weights
-        # Hidden states before and after a layer, and the input of its MoE block.
-        states = {"CPU": tokens * (4 * 3 * hidden + choices), "GPU": tokens * (2 * 3 * hidden + choices)}
-    forward, solve = _operations(sizes, tokens or 0, grid)
-    evaluation = _evaluation(sizes, held_out or 0)
+        states = {name: calibration_bytes(sizes, tokens, itemsize) for name, itemsize in ITEMSIZES.items()}
+    forward, solve, logits = _operations(sizes, tokens or 0, held_out or 0, grid)
     source = sum(action.spec.bytes for action in plan.actions)
     weights = sum(math.prod(a.spec.shape) for a in plan.actions if a.kind not in ("drop", "rename"))
-    evaluated = 0 if held_out == 0 else 1
     known = tokens is not None and held_out is not None
     seconds = {}
     for name, (forward_rate, solve_rate) in RATES.items():
-        layers = forward / forward_rate + solve / solve_rate + weights / WEIGHTS[name]
-        layers += (source + output_bytes) / DISK_RATE + 2 * output_bytes / HASH_RATE
-        proof = evaluation / forward_rate + 2 * (1 + evaluated) * weights / WEIGHTS[name] + output_bytes / HASH_RATE
-        proof += (1 + evaluated) * (source + output_bytes) / DISK_RATE
+        layers = forward / forward_rate + solve / solve_rate + 4 * weights / WEIGHTS[name]
+        layers += (source + output_bytes) / DISK_RATE + (source + 3 * output_bytes) / HASH_RATE
+        proof = logits / forward_rate + output_bytes / DISK_RATE + output_bytes / HASH_RATE
         seconds[name] = {"layers": layers, "proof": proof, "all": layers + proof}
     return Estimate(
         tokens,
@@ -117,32 +119,26 @@ def estimate(
         source,
         output_bytes,
         states,
-        layer_source + HOST,
+        2 * layer_source + layer_output + outside + HOST,
         memory,
-        forward + solve + evaluation if known else None,
+        forward + solve + logits if known else None,
         seconds if known else None,
     )
 
 
-def _operations(sizes: Sizes, tokens: int, grid: int) -> tuple[float, float]:
-    """Operations of all layers: of forward pass and sums, which grow with T, and of search and rounding."""
+def _operations(sizes: Sizes, tokens: int, held_out: int, grid: int) -> tuple[float, float, float]:
+    """Operations: of forward passes and sums, which grow with T; of search and rounding; of logits."""
     hidden, width, experts, layers = (sizes[word] for word in ("hidden", "width", "experts", "layers"))
     attention = 2 * hidden * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
-    expert = 3 * hidden * width
-    observe = attention + experts * (2 * hidden * width + width**2) + (1 + sizes["chosen"]) * hidden**2
-    propagate = attention + sizes["chosen"] * expert
+    routed = sizes["chosen"] * 3 * hidden * width
+    forced = experts * (2 * hidden * width + width**2) + (1 + sizes["chosen"]) * hidden**2
+    # Calibration passes once through the attention and once through the quantized experts, a held-out text through the
+    # source and through the output.
+    forward = tokens * (attention + forced + routed) + held_out * 2 * (attention + routed)
     # tr(D G Dᵀ) for each candidate, then GPTQ: two triangular products and a factorization.
     searched = 2 * width * hidden**2 + hidden * width**2
     solve = experts * ((grid + 2) * searched + hidden**3 + width**3)
-    return 2.0 * layers * tokens * (observe + propagate), 2.0 * layers * solve
-
-
-def _evaluation(sizes: Sizes, tokens: int) -> float:
-    """Operations of the forward passes of source and output over the held-out set, including logits."""
-    hidden, width = sizes["hidden"], sizes["width"]
-    attention = 2 * hidden * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
-    layer = attention + sizes["chosen"] * 3 * hidden * width
-    return 2 * 2.0 * tokens * (sizes["layers"] * layer + hidden * sizes["vocabulary"])
+    return 2.0 * layers * forward, 2.0 * layers * solve, 2 * 2.0 * held_out * hidden * sizes["vocabulary"]
 
 
 def assumptions() -> list[str]:
@@ -155,8 +151,9 @@ def assumptions() -> list[str]:
         f"disk {DISK_RATE / 1e9:.0f} GB/s",
         f"weights read and dequantized a second: {WEIGHTS['GPU'] / 1e9:.0f}e9 for a GPU, {WEIGHTS['CPU'] / 1e9:.1f}e9 "
         f"on a CPU; {HASH_RATE / 1e9:.1f} GB/s hashed",
-        "proof: audit, and source and output evaluated on the held-out set; measuring for a budget comes on top",
-        "memory: with one expert solved at a time, and with all at once; verifying and evaluating come on top",
+        "layers: with held-out texts through source and output and the audit of each shard; proof: logits and one last "
+        "reading of the shards; measuring for a budget comes on top",
+        "memory: with one expert solved at a time, and with all at once; auditing a shard comes on top",
     ]
 
 

@@ -102,6 +102,7 @@ experts:
 verify:                                # exit code 3 when one fails; the output is finished all the same
   coverage: {{min_routed_tokens: 1, max_uncovered: 0.01}}
   perplexity: {{data: held-out, max_increase: 0.02, max_kl: 0.05}}   # relative; nats
+  # stop: {{max_hidden_error: 0.2}}      # stop after the first layer that is worse, without finishing the output
 """
 
 

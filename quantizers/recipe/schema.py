@@ -126,11 +126,35 @@ class PerplexityGate(Strict):
     max_kl: Annotated[float, Field(ge=0.0)] | None = None
 
 
+class Stop(Strict):
+    """Limits that each layer must keep on the held-out set, or the run stops after it with exit code 3.
+
+    `max_hidden_error` is the largest ‖output − source‖ / ‖source‖ of the hidden states that leave a layer,
+    `min_router_agreement` the smallest share of the source's expert choices that the output makes too.
+    """
+
+    max_hidden_error: Annotated[float, Field(gt=0.0)] | None = None
+    min_router_agreement: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+
+
 class Verify(Strict):
-    """What is measured after the run, and the gates: if one fails, the exit code is 3 instead of 0."""
+    """What is measured, and the gates: if one fails, the exit code is 3 instead of 0."""
 
     coverage: CoverageGate | None = None
     perplexity: PerplexityGate | None = None
+    stop: Stop | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _measured(cls, stop: Stop | None, info: ValidationInfo) -> Stop | None:
+        if stop is not None and info.data.get("perplexity") is None:
+            raise ValueError("is measured on a held-out set; give verify.perplexity.data, or remove it")
+        return stop
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        settings: dict[str, Any] = handler(self)
+        return {key: value for key, value in settings.items() if key != "stop" or value is not None}
 
 
 class Recipe(Strict):

@@ -1,4 +1,4 @@
-"""Runs a recipe from start to finish on this machine: the loop over layers, the proof, the report, the card.
+"""Runs a recipe from start to finish on this machine: the visits of the layers, the proof, the report, the card.
 
 Order and bookkeeping only: the mathematics is in `solve/`, the bytes in `stitch`, the figures in `eval`.
 """

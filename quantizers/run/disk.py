@@ -1,4 +1,4 @@
-"""Disk space: how much a run needs at its peak."""
+"""How much disk space a run needs, beside that for hidden states."""
 
 from __future__ import annotations
 
@@ -10,22 +10,14 @@ from quantizers.plan.job import Job
 from quantizers.plan.summary import summary
 
 
-def disk_needed(job: Job, tokens: int, held_out: int, itemsize: int, data: Collection[Path] = ()) -> int:
-    """Bytes of the output with its side files and data, plus the hidden states at their peak.
-
-    While a layer is solved, the states before it, after it and at its experts are on disk; while source and
-    output are measured, the states before and after the layer, for each of the two models.
+def output_bytes(job: Job, data: Collection[Path] = ()) -> int:
+    """Bytes of the output with its side files.
 
     Args:
-        tokens, held_out: calibration tokens, and tokens that perplexity and KL are measured on.
-        itemsize: bytes of one element of a hidden state.
         data: data files of the calibration sets to be copied into the output.
     """
     output = int(str(summary(job.plan, job.sizes)["output_bytes"]))
-    output += sum(file.stat().st_size for file in side_files(job.opened.folder))
-    output += sum(file.stat().st_size for file in data)
-    row = itemsize * job.sizes["hidden"]
-    return output + max(tokens * (3 * row + 8 * job.sizes["chosen"]), held_out * 4 * row)
+    return output + sum(file.stat().st_size for file in (*side_files(job.opened.folder), *data))
 
 
 def handed_over(job: Job) -> int:

@@ -1,267 +1,290 @@
-"""The loop over decoder layers: materialise, observe, solve, stitch, propagate, journal.
+"""The loop of a run over the decoder layers: visit, journal, go on where an earlier call stopped.
 
-Statistics come from a forced pass (every expert sees every token); hidden states come from natural routing
-(the next layer reads what the quantized layer really outputs). While one layer is being solved, the next
-one's bytes are read in the background; while its output is computed, its shard is written. A layer is done
-once its shard and the states after it are on disk: then its journal entry is written, and only after that
-are the states before it removed.
+A layer is done once its shard and the held-out states after it are on disk: then its journal entry is written, and
+only after that are the states before it removed. A call that goes on first takes the calibration states through the
+finished layers, as they lie in their shards; a shard that was damaged meanwhile is made again on the way, and must
+get the bytes that the journal has for it.
 """
 
 from __future__ import annotations
 
-import math
-import re
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from eval.fidelity.figures import Measured, Text
+from eval.fidelity.score import measured, score
 from quantizers.calibration.data import CalibrationData
-from quantizers.checkpoint.background import in_background, read_ahead
+from quantizers.checkpoint.held import Held, hold, layer_names
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.allocator import release_free_memory, use_one_arena
 from quantizers.device.devices import forward_dtype
+from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import route_counts
 from quantizers.forward.states import Rows
 from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
-from quantizers.solve.layer import LayerStores, install, solve_layer
+from quantizers.recipe.schema import Stop
 from quantizers.system.atomic import write_json
-from quantizers.system.errors import QuantizeError
+from quantizers.system.errors import QuantizeError, Stopped
 from quantizers.system.progress import layer_line, peak_memory, progress
-from stitch.write.digests import ShardDigest
-from stitch.write.shard import layer_tensors, write_shard
+from stitch.audit.checkpoint import audit_plan
+from stitch.audit.layer import LayerAudit
+from stitch.write.shard import kept_hashes, layer_tensors, write_shard
+
+from .quantized import Quantized
+from .visit import Visit, device_memory_errors, shown, visits
 
 
 def quantize_layers(
-    job: Job, data: CalibrationData, tokens: list[torch.Tensor], context: Context, *, compensate_router: bool = True
-) -> None:
-    """Write one shard and one journal entry for each decoder layer, under the context's `work`.
+    job: Job,
+    data: CalibrationData,
+    tokens: Sequence[torch.Tensor],
+    context: Context,
+    texts: Sequence[Text] = (),
+    *,
+    damaged: Sequence[int] = (),
+    stop: Stop | None = None,
+    compensate_router: bool = True,
+) -> Measured | None:
+    """Write all shards, with a journal entry for each, under the context's `work`; measure them on the way.
 
     Args:
         data, tokens: the calibration samples, and their token ids (T,) int64.
         context: of rank 0; the other ranks call `assist_layers`. Its `work` holds `layers/` and `output/`; layers
-            that have a journal entry there are skipped.
+            that have a journal entry there are not visited again.
+        texts: held-out texts; empty for none.
+        damaged: finished layers whose shards must be made again.
+        stop: the figures of a layer after which the run stops.
         compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
+
+    Returns:
+        What the output does with the texts, compared with the source; None without texts.
 
     Raises:
         QuantizeError: a layer's output is not finite, or disk or device memory is full.
+        Stopped: a layer's figures are beyond `stop`.
     """
-    layers, work, ranks = job.sizes["layers"], context.work, context.ranks
-    done = len(journal.done_layers(work, layers))
-    if done == layers:
-        ranks.broadcast("layers", None)
-        return
-    use_one_arena()
-    model = _layered_model(job, context.device)
-    model.head()  # read only to check it: otherwise a NaN in it would be found after the last layer
+    layers, work = job.sizes["layers"], context.work
+    entries = journal.done_layers(work, layers)
+    for entry in entries:
+        _refuse(entry, stop)
     lengths = [len(sequence) for sequence in tokens]
-    share = _Share(job, model, context, lengths, compensate_router)
-    # Do not bind the states to a name here: a memory map that is still referenced keeps its pages, and its file's
-    # blocks on disk, after the unlink.
-    results = share.layers(done, _entering(work, done, model, tokens))
-    ranks.broadcast("layers", {"done": done, "chunk": context.chunk, "lengths": lengths})
-    with progress("quantizing", layers, done, "layer") as step:
-        for entry, stores in results:
-            entry["routed"] = _routed(data, stores.chosen, job.sizes["experts"])
-            entry["peak_memory_bytes"] = peak_memory(context.device)
-            write_json(journal.layer_file(work, entry["layer"]), entry)
-            journal.log(work, layer_line(entry))
-            rounding = entry["error"].get("down_rounding") or 0.0
-            step(f"{sum(entry['seconds'].values()):.1f} s, rounding error {rounding:.4f}")
+    order = {"done": len(entries), "damaged": list(damaged), "lengths": lengths}
+    context.ranks.broadcast("layers", order)
+    with ExitStack() as stack:
+        loop = _Loop(job, context, order, texts, stack, compensate_router)
+        loop.begin(tokens)
+        loop.go_on(entries)
+        with progress("quantizing", layers, len(entries), "layer") as step:
+            for visit in stack.enter_context(closing(loop.visits())):
+                with device_memory_errors(visit.number):  # of the audit, which ran beside the visit
+                    written = loop.candidate.entry(visit)
+                entry = written | {
+                    "routed": _routed(data, loop.candidate.recorded.chosen, job.sizes["experts"]),
+                    "held_out": visit.compared[0] if visit.compared else None,
+                    "peak_memory_bytes": peak_memory(context.device),
+                }
+                write_json(journal.layer_file(work, visit.number), entry)
+                journal.log(work, layer_line(entry))
+                entries.append(entry)
+                step(_note(entry))
+                _refuse(entry, stop)
+        return loop.measured([entry["held_out"] for entry in entries])
 
 
-def assist_layers(job: Job, context: Context) -> None:
-    """What the other ranks do while rank 0 is in `quantize_layers`: their share of every layer, without a journal.
+def assist_layers(job: Job, context: Context, texts: Sequence[Text]) -> None:
+    """What the other ranks do while rank 0 is in `quantize_layers`: their share of every layer, without a journal."""
+    order = context.ranks.receive("layers")
+    with ExitStack() as stack:
+        loop = _Loop(job, context, order, texts, stack, True)
+        loop.begin(())
+        loop.go_on(())
+        for _ in stack.enter_context(closing(loop.visits())):
+            pass
+        loop.measured(())
+
+
+class _Loop:
+    """One process's part of the loop, which is all of it with a single process.
 
     Args:
-        context: its chunk is not used; rank 0 broadcasts the one that all ranks work with.
+        order: from rank 0: how many layers are `done`, which of them are `damaged`, and the sequences' `lengths`.
+        stack: holds what must be closed.
     """
-    message = context.ranks.receive("layers")
-    if message is None:
-        return
-    use_one_arena()
-    model = _layered_model(job, context.device)
-    share = _Share(job, model, replace(context, chunk=message["chunk"]), message["lengths"], True)
-    for _ in share.layers(message["done"], share.rows(f"states-{message['done']:05d}.bin")):
-        pass
 
-
-def _layered_model(job: Job, device: torch.device) -> LayeredModel:
-    return LayeredModel(job.opened, job.facts, job.sizes, device, forward_dtype(device))
-
-
-@dataclass(frozen=True)
-class _Share:
-    """One rank's share of the work on the layers; with a single process, all of it."""
-
-    job: Job
-    model: LayeredModel
-    context: Context
-    lengths: list[int]
-    compensate_router: bool
-
-    def rows(self, name: str, width: int | None = None, dtype: torch.dtype | None = None) -> Rows:
-        """A file with one row per token; of hidden states, unless `width` and `dtype` are given."""
-        return Rows(
-            self.context.work / name, self.lengths, width or self.job.sizes["hidden"], dtype or self.model.dtype
-        )
-
-    def stores(self) -> LayerStores:
-        """The files that hold the inputs of a layer's experts."""
-        chosen = self.job.sizes["chosen"]
-        return LayerStores(
-            self.rows("x.bin"),
-            self.rows("chosen.bin", chosen, torch.int32),
-            self.rows("weight.bin", chosen, torch.float32),
-        )
-
-    def layers(self, done: int, states: Rows) -> Iterator[tuple[dict[str, Any], LayerStores]]:
-        """Work through the layers, from layer `done` on.
-
-        Args:
-            states: hidden states that enter layer `done`.
-
-        Yields:
-            When all files of a layer are on disk: its journal entry, without routed counts and memory, and what its
-            experts were called with. Asking for the next layer marks this one as done: the states that entered it
-            are removed.
-        """
-        stores = self.context.ranks.rank_zero_first(self.stores)
-        for number in range(done, self.job.sizes["layers"]):
-            self.context.check()
-            try:
-                entry, following = self._layer(number, states, stores)
-            except torch.OutOfMemoryError:
-                raise QuantizeError(
-                    f"layer {number}: the device's memory is full; give the same command again with a smaller "
-                    "--device-memory"
-                ) from None
-            yield entry, stores
-            if self.context.ranks.leads:
-                states.path.unlink()
-            states = following
-            release_free_memory()
-        if self.context.ranks.leads:
-            for rows in (states, stores.x, stores.chosen, stores.weight):
-                rows.path.unlink()
-
-    def _layer(self, number: int, states: Rows, stores: LayerStores) -> tuple[dict[str, Any], Rows]:
-        job, model, context, ranks = self.job, self.model, self.context, self.context.ranks
-        source, shard, watch = model.checkpoint, job.plan.shard_file(number), _Watch()
-        later = job.plan.of_layer(number + 1) if ranks.leads and number + 1 < job.sizes["layers"] else []
-        ahead = [source.tensors[action.source] for action in later]
-        with model.layer(number) as layer, read_ahead(ahead):
-            watch.lap("materialise")
-            following = ranks.rank_zero_first(lambda: self.rows(f"states-{number + 1:05d}.bin"))
-            solved, seconds = solve_layer(
-                model,
-                layer,
+    def __init__(
+        self,
+        job: Job,
+        context: Context,
+        order: dict[str, Any],
+        texts: Sequence[Text],
+        stack: ExitStack,
+        compensate_router: bool,
+    ) -> None:
+        use_one_arena()
+        self.job, self.context, self.texts = job, context, texts
+        self.done, self.damaged = order["done"], order["damaged"]
+        source, facts = job.opened, job.facts
+        outside = hold(source, [action.source for action in job.plan.of_layer(None)])
+        self.model = LayeredModel(outside, facts, job.sizes, context.device, forward_dtype(context.device))
+        self.model.head()  # only to check it: otherwise a NaN in it would be found after the last layer
+        folder = context.work / "held-out"
+        folder.mkdir(exist_ok=True)
+        lengths = [len(text.tokens) for text in texts]
+        self.lanes = [
+            Lane(
+                name,
+                self.model,
                 number,
-                states,
-                stores,
-                job.plan.settings(number),
-                chunk=context.chunk,
+                lengths,
+                folder,
+                durable=True,
                 check=context.check,
-                compensate_router=self.compensate_router,
-                ranks=ranks,
+                ranks=context.ranks,
             )
-            watch.skip(seconds)
-            write: Callable[[], ShardDigest | None] = _nothing
-            if ranks.leads:
-                tensors = layer_tensors(job.plan, number, source, solved)
-                write = partial(write_shard, tensors, context.work / "output" / shard)
-            install(model, layer, solved)
-            watch.lap("stitch")
-            with in_background(write) as written:
-                _propagate(model, layer, number, states, following, context)
-                watch.lap("propagate")
-                digest = written()
-            ranks.barrier()
-            if ranks.leads:
-                following.flush()
-            watch.lap("write")
-        entry = {
-            "layer": number,
-            "shard": shard,
-            "digest": digest,
-            "seconds": watch.seconds,
-            # JSON has no infinity. An infinite error means that an expert's weights or inputs overflow.
-            "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
-            "fallbacks": _by_expert(solved.fallbacks),
-            "leaning": solved.leaning and solved.leaning.as_dict(),
-        }
-        return entry, following
+            for number, name in enumerate((source.name, "the output"))
+        ]
+        self.candidate = Quantized(
+            job,
+            self.model,
+            self.lanes[1],
+            context,
+            order["lengths"],
+            audit_plan=audit_plan(source, facts, job.sizes, job.plan.schemes),
+            writer=stack.enter_context(ThreadPoolExecutor(max_workers=1)),
+            compensate_router=compensate_router,
+        )
+
+    def begin(self, tokens: Sequence[torch.Tensor]) -> None:
+        """Embed the texts, those of the calibration set if they are needed, and write what lies outside the layers.
+
+        Of that, only what the end needs stays in memory.
+        """
+        layers = self.job.sizes["layers"]
+        for lane in self.lanes:
+            if self.done == 0:
+                lane.embed([text.tokens for text in self.texts])
+            else:
+                lane.require(self.done)
+                lane.forget(self.done - 1)  # which a kill may have left
+        if self.done < layers or self.damaged:
+            self.candidate.embed(tokens)
+        outside = self.model.checkpoint
+        assert isinstance(outside, Held)
+        if self.context.ranks.leads:
+            write_outside(self.job, outside, self.context)
+        self.model.checkpoint = outside.only([self.job.facts.final_norm, self.job.facts.head])
+
+    def go_on(self, entries: Sequence[dict[str, Any]]) -> None:
+        """Take the calibration states through the finished layers, and make damaged ones again."""
+        last = self.done if self.done < self.job.sizes["layers"] else max(self.damaged, default=-1) + 1
+        if not last:
+            return
+        with shown("going on", last, 0, self.context.check, self.context.ranks) as step:
+            for number in range(last):
+                with device_memory_errors(number):
+                    if number in self.damaged:
+                        self._make_again(number, entries)
+                    else:
+                        self.candidate.follow(number, self._finished(number))
+                release_free_memory()
+                step(f"layer {number}")
+
+    def _finished(self, number: int) -> Held:
+        """The tensors of a finished shard, read from its file."""
+        source, folder = self.job.opened, self.context.work / "output"
+        tensors = read_header(folder / self.job.plan.shard_file(number))
+        return hold(Checkpoint(folder, source.name, source.config, tensors), tensors)
+
+    def _make_again(self, number: int, entries: Sequence[dict[str, Any]]) -> None:
+        source, ranks = self.job.opened, self.context.ranks
+        visit = Visit(number, hold(source, layer_names(source, self.job.facts, number)))
+        with self.model.layer(number, visit.source) as layer:
+            self.candidate.prepare(visit, layer)
+        with self.candidate.layer(visit):
+            pass
+        if ranks.leads:
+            made = self.candidate.entry(visit)
+            for key, what in (("source", "the source's tensors have"), ("digest", "it gets")):
+                if made[key] != entries[number][key]:
+                    raise QuantizeError(
+                        f"layer {number}: its damaged shard was made again, but {what} other bytes than the first "
+                        "time; start over with --fresh"
+                    )
+            print(f"layer {number}: its shard was made again, with the bytes that it had", file=sys.stderr)
+        ranks.barrier()
+
+    def visits(self) -> Generator[Visit]:
+        """Visit the layers that are left."""
+        yield from visits(
+            self.job.opened,
+            self.lanes[0],
+            [self.candidate],
+            self.texts,
+            self.done,
+            check=self.context.check,
+            ranks=self.context.ranks,
+        )
+        self.candidate.remove()
+
+    def measured(self, compared: Sequence[dict[str, Any]]) -> Measured | None:
+        """Score the texts, and put all figures together; None without texts, and of no use in other ranks than 0."""
+        if not self.texts:
+            return None
+
+        stage = partial(shown, check=self.context.check, ranks=self.context.ranks)
+        source, output = score(self.lanes, self.texts, stage, ranks=self.context.ranks)
+        return measured(source, output, self.texts, compared)
 
 
-def _nothing() -> None:
-    """Takes the place of writing the shard in all ranks except 0."""
+def write_outside(job: Job, outside: Checkpoint, context: Context) -> None:
+    """Write the shard of the tensors outside the layers and its journal entry, unless that is done."""
+    file = context.work / journal.OUTSIDE
+    shard = context.work / "output" / job.plan.shard_file(None)
+    if file.exists() and shard.exists():
+        return
+    digest = write_shard(layer_tensors(job.plan, None, outside, None), shard, kept_hashes(job.plan, None, outside))
+    actions = job.plan.of_layer(None)
+    audit = LayerAudit(len(actions), len(actions))
+    write_json(file, {"shard": shard.name, "digest": digest, "audit": audit.as_dict()})
 
 
-class _Watch:
-    """Adds up seconds by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, phase: str) -> None:
-        """Book the time since the last lap under this phase."""
-        now = time.monotonic()
-        self.seconds[phase] = now - self._last
-        self._last = now
-
-    def skip(self, seconds: dict[str, float]) -> None:
-        """Book the time since the last lap under these phases, which were timed elsewhere."""
-        self.seconds |= seconds
-        self._last = time.monotonic()
+def _refuse(entry: dict[str, Any], stop: Stop | None) -> None:
+    """Stop after a layer whose figures are beyond what the recipe allows."""
+    figures = entry["held_out"]
+    if stop is None or not figures:
+        return
+    error, agreement = figures["hidden_error"], figures["agreement"]
+    problem = ""
+    if stop.max_hidden_error is not None and not error <= stop.max_hidden_error:
+        problem = f"hidden error {error:.4g} > {stop.max_hidden_error:g} (verify.stop.max_hidden_error)"
+    elif stop.min_router_agreement is not None and not agreement >= stop.min_router_agreement:
+        problem = f"router agreement {agreement:.4g} < {stop.min_router_agreement:g} (verify.stop.min_router_agreement)"
+    if problem:
+        raise Stopped(
+            f"stopped after layer {entry['layer']}: {problem}; give the same command with --ignore-stop to go on"
+        )
 
 
-def _entering(work: Path, done: int, model: LayeredModel, tokens: list[torch.Tensor]) -> Rows:
-    """The hidden states that enter layer `done`."""
-    path = work / f"states-{done:05d}.bin"
-    if done and not path.exists():
-        raise QuantizeError(f"{path}: is gone, and with it what the next layer reads; start over with --fresh")
-    states = Rows(path, [len(t) for t in tokens], model.sizes["hidden"], model.dtype)
-    if done == 0:
-        table = model.embedding()
-        for i, sequence in enumerate(tokens):
-            states[i] = table[sequence.to(model.device)]
-    return states
-
-
-def _propagate(
-    model: LayeredModel,
-    layer: torch.nn.Module,
-    number: int,
-    states: Rows,
-    following: Rows,
-    context: Context,
-) -> None:
-    for i in context.ranks.round_robin(len(states)):
-        output = model.run(layer, states[i])[0]
-        if not bool(torch.isfinite(output).all()):
-            raise QuantizeError(
-                f"layer {number}: its output is not finite and would spoil the layers after it; the run stops here"
-            )
-        following[i] = output
-        context.check()
-
-
-def _by_expert(lines: Sequence[str]) -> list[str]:
-    """Sort lines by expert number, so that the report does not depend on how many experts were solved at a time."""
-
-    def expert(line: str) -> int:
-        match = re.match(r"expert (\d+)", line)
-        return int(match[1]) if match else -1
-
-    return sorted(lines, key=expert)
+def _note(entry: dict[str, Any]) -> str:
+    """What is shown of a layer when it is done."""
+    parts = [f"{sum(entry['seconds'].values()):.1f} s", f"rounding {entry['error'].get('down_rounding') or 0.0:.4f}"]
+    if entry["closeness"]:
+        parts.append(f"experts within {entry['closeness']['worst']:.1%}")
+    if entry["held_out"]:
+        parts.append(f"hidden error {entry['held_out']['hidden_error']:.4f}")
+        parts.append(f"router agreement {entry['held_out']['agreement']:.2%}")
+    return ", ".join(parts)
 
 
 def _routed(data: CalibrationData, chosen: Rows, experts: int) -> list[list[int]]:

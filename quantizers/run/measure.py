@@ -1,4 +1,7 @@
-"""Perplexity, KL and routing of finished checkpoints against their source, on a held-out set."""
+"""Perplexity, KL and routing of finished checkpoints against their source, on a held-out set.
+
+Nothing but files is read, each layer of each checkpoint once; the visits are those of a run.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,31 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eval.fidelity.figures import Measured, Text, figures
-from eval.fidelity.held_out import cut, past_the_model, positions, texts
-from eval.fidelity.lockstep import evaluate
+from eval.fidelity.figures import Measured
+from eval.fidelity.score import measured, score
+from eval.fidelity.weight_error import weight_errors
+from quantizers.architectures.architecture import architecture_for, sizes_of
 from quantizers.calibration.data import CalibrationData, digest_of
 from quantizers.calibration.samples import samples
-from quantizers.calibration.texts import load_tokenizer, token_tensors
+from quantizers.checkpoint.formats import readable
+from quantizers.checkpoint.held import hold, layer_names
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import fingerprint, forward_dtype
+from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.system.atomic import write_json
-from quantizers.system.errors import CheckpointError, OutputError, QuantizeError
-from quantizers.system.progress import checked, progress
+from quantizers.system.errors import CheckpointError, OutputError
+from quantizers.system.plain_json import finite
 from quantizers.team.ranks import ALONE, Ranks
+
+from .held_out import HeldOut, held_out
+from .visit import Visit, shown, visits
 
 EVALUATION = "evaluation.json"  # in `work`: the settings that a resumable evaluation was started with
 
@@ -43,7 +53,7 @@ def measure(
     trust_remote_code: bool = False,
     ranks: Ranks = ALONE,
 ) -> list[dict[str, Any]]:
-    """Perplexity, KL and routing of candidates against their source evaluated_on a held-out set.
+    """Perplexity, KL and routing of candidates against their source on a held-out set.
 
     Args:
         source, candidates: in any format that checkpoint/formats.py and forward/weights.py read.
@@ -57,16 +67,13 @@ def measure(
         ranks: the processes that share the work; each of them calls this.
 
     Returns:
-        Figures of each candidate, see `eval.fidelity.figures.figures`, and evaluated_on (name and digest of the
-        set, and how much of it lies past the model's positions). An empty list in all ranks except 0.
+        Figures of each candidate, see `HeldOut.figures`. An empty list in all ranks except 0.
 
     Raises:
         CheckpointError: a candidate is a different model, or in a format that cannot be read.
         OutputError: `work` holds another evaluation.
+        QuantizeError: a model's hidden states are not finite, or its perplexity is no number.
     """
-    from quantizers.architectures.architecture import architecture_for, sizes_of
-    from quantizers.checkpoint.formats import readable
-
     ranks = ranks.at(work / "ranks", check)
     where = str(source.folder / "config.json")
     facts = architecture_for(source.config, where)
@@ -81,51 +88,102 @@ def measure(
     if not long and any(not sample.long for sample in data.samples):
         short = tuple(sample for sample in data.samples if not sample.long)
         data = replace(data, samples=short, digest=digest_of(short))
-    limit = positions(source.config)
-    tokens = cut(token_tensors(data, sizes["vocabulary"]), limit)
-    scored = texts(data.samples, tokens, load_tokenizer(str(source.folder), trust_remote_code))
-    dtype = forward_dtype(device)
-    models = [LayeredModel(checkpoint, facts, sizes, device, dtype) for checkpoint in opened]
-
-    @contextlib.contextmanager
-    def stage(title: str, total: int, done: int) -> Iterator[Callable[[str], None]]:
-        with progress(title, total, done) if ranks.leads else contextlib.nullcontext(lambda _: None) as step:
-            yield checked(step, check)
-
-    if not ranks.leads:
-        ranks.barrier()
-        evaluate(models[0], models[1:], scored, work, stage, weights=weights, resumable=resumable, ranks=ranks)
-        return []
-    if not resumable:
-        shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True, exist_ok=True)
-    try:
-        if resumable:
-            _same_evaluation(work, opened, data, device, weights)
-        ranks.barrier()
-        measured = evaluate(
-            models[0], models[1:], scored, work, stage, weights=weights, resumable=resumable, ranks=ranks
-        )
-    except BaseException:
+    held = held_out(data, source, sizes["vocabulary"], trust_remote_code)
+    outside = (facts.embedding, facts.final_norm, facts.head)
+    parts = [hold(one, [one.require(name, "a tensor outside the layers").name for name in outside]) for one in opened]
+    models = [LayeredModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
+    if ranks.leads:
         if not resumable:
             shutil.rmtree(work, ignore_errors=True)
-        raise
-    shutil.rmtree(work, ignore_errors=True)
-    evaluated_on = {"name": data.name, "digest": data.digest, "past_the_model": past_the_model(data.samples, limit)}
-    return [
-        _figures(one, scored, candidate) | {"evaluated_on": evaluated_on}
-        for one, candidate in zip(measured, candidates, strict=True)
-    ]
-
-
-def _figures(one: Measured, scored: Sequence[Text], candidate: Checkpoint) -> dict[str, Any]:
+        work.mkdir(parents=True, exist_ok=True)
     try:
-        return figures(one, scored)
-    except OverflowError as failure:
-        raise QuantizeError(
-            f"{candidate.name}: its perplexity, or its source's, is no number ({failure}): logits overflow, and "
-            "nothing can be compared; without verify.perplexity in its recipe a run ends without these figures"
-        ) from None
+        if ranks.leads and resumable:
+            _same_evaluation(work, opened, data, device, weights)
+        ranks.barrier()
+        results = _evaluate(models, opened, held, work, check, weights=weights, resumable=resumable, ranks=ranks)
+    except BaseException:
+        if ranks.leads and not resumable:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    if not ranks.leads:
+        return []
+    shutil.rmtree(work, ignore_errors=True)
+    return [held.figures(one, candidate.name) for one, candidate in zip(results, candidates, strict=True)]
+
+
+class _FromFiles:
+    """A candidate that lies in files."""
+
+    def __init__(self, lane: Lane, checkpoint: Checkpoint, weights: bool) -> None:
+        self.lane, self.checkpoint, self.weights = lane, checkpoint, weights
+        self.weight_error: dict[str, float] = {}
+
+    def prepare(self, visit: Visit, layer: torch.nn.Module) -> None:
+        """Nothing is made of the source's weights."""
+
+    @contextlib.contextmanager
+    def layer(self, visit: Visit) -> Iterator[torch.nn.Module]:
+        """The layer as it lies in the files, each tensor read once."""
+        model = self.lane.model
+        part = hold(self.checkpoint, layer_names(self.checkpoint, model.facts, visit.number))
+        if self.weights:
+            self.weight_error = weight_errors(visit.source, part, model.facts, model.sizes, visit.number, model.device)
+        with model.layer(visit.number, part) as layer:
+            yield layer
+
+
+def _evaluate(
+    models: Sequence[LayeredModel],
+    opened: Sequence[Checkpoint],
+    held: HeldOut,
+    work: Path,
+    check: Callable[[], None],
+    *,
+    weights: bool,
+    resumable: bool,
+    ranks: Ranks,
+) -> list[Measured]:
+    """Run all models over the texts; journaled layer by layer if `resumable`."""
+    layers = models[0].sizes["layers"]
+
+    def journal(number: int) -> Path:
+        return work / f"layer-{number:05d}.json"
+
+    done = next((n for n in range(layers) if not (resumable and journal(n).exists())), layers)
+    ranks.barrier()  # no rank writes an entry before all have looked
+    lengths = [len(text.tokens) for text in held.texts]
+    lanes = [
+        Lane(one.name, model, number, lengths, work, durable=resumable, check=check, ranks=ranks)
+        for number, (model, one) in enumerate(zip(models, opened, strict=True))
+    ]
+    for lane in lanes:
+        if done == 0:
+            lane.embed([text.tokens for text in held.texts])
+        else:
+            lane.require(done)
+    candidates = [
+        _FromFiles(lane, one, weights and ranks.leads) for lane, one in zip(lanes[1:], opened[1:], strict=True)
+    ]
+    entries = [json.loads(journal(number).read_text()) for number in range(done)]
+    visited = visits(opened[0], lanes[0], candidates, held.texts, done, check=check, ranks=ranks)
+    with shown("evaluating", layers, done, check, ranks) as step, contextlib.closing(visited):
+        for visit in visited:
+            if ranks.leads:
+                found = [
+                    compared | ({"weight_error": candidate.weight_error} if weights else {})
+                    for compared, candidate in zip(visit.compared, candidates, strict=True)
+                ]
+                entries.append(found)
+                if resumable:
+                    write_json(journal(visit.number), finite(found))
+            step(f"layer {visit.number}")
+    scores = score(lanes, held.texts, partial(shown, check=check, ranks=ranks), work if resumable else None, ranks)
+    if not ranks.leads:
+        return []
+    return [
+        measured(scores[0], own, held.texts, [entry[number] for entry in entries])
+        for number, own in enumerate(scores[1:])
+    ]
 
 
 def _same_evaluation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -19,8 +20,10 @@ class Options:
         device: where layers are computed.
         device_memory: bytes that may be used there, which decides how many experts are solved at a time;
             None for all that the device has.
-        paranoid: record the source's hashes; when the run resumes, compare them and those of finished shards.
+        paranoid: record the source's hashes; when the run resumes, compare them.
         with_data: copy the calibration sets' local data files into the output folder.
+        states: where calibration states lie: in `memory`, in `files`, or in memory where they fit (`auto`).
+        ignore_stop: go on after a layer whose figures are beyond the recipe's `verify.stop`.
         ranks: which of the processes that share the run this one is.
     """
 
@@ -29,4 +32,6 @@ class Options:
     device_memory: int | None = None
     paranoid: bool = False
     with_data: bool = False
+    states: Literal["auto", "memory", "files"] = "auto"
+    ignore_stop: bool = False
     ranks: Ranks = ALONE

@@ -1,4 +1,4 @@
-"""A run from start to finish: the loop over layers, then assemble, prove, move into place.
+"""A run from start to finish: the loop over layers, then assemble, read everything once more, move into place.
 
 An unfinished output never looks finished: everything is written under DIR/.quantize/ and renamed into
 place at the very end.
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from eval.coverage.gates import check_floors
-from eval.fidelity.held_out import cut, positions
 from quantizers.budget.choice import choose_schemes
 from quantizers.budget.measure import branch_rows
 from quantizers.budget.measurements import read_measurements
@@ -36,27 +35,29 @@ from quantizers.output.record import describe_files
 from quantizers.plan.job import Job
 from quantizers.plan.plan import index_json
 from quantizers.plan.solve_memory import device_memory
+from quantizers.plan.states import calibration_bytes, held_out_bytes
 from quantizers.recipe.portable import Resolved, resolve_recipe
 from quantizers.recipe.schema import set_location
 from quantizers.recipe.scheme import Scheme
 from quantizers.system.atomic import copy_file, sync_folder, write_text
-from quantizers.system.errors import InputError
+from quantizers.system.errors import InputError, OutputError
+from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
 from quantizers.system.own_files import CARD, PAGE
-from quantizers.system.progress import peak_memory
+from quantizers.system.progress import checked, peak_memory, progress
 from quantizers.team.rendezvous import RESUME
 from stitch.write.config import output_config
-from stitch.write.digests import ShardDigest
-from stitch.write.shard import layer_tensors, write_shard
 
 from .card import write_with_card
-from .disk import disk_needed, handed_over
+from .disk import handed_over, output_bytes
 from .finished import already_done
+from .held_out import HeldOut, held_out
 from .layer_loop import assist_layers, quantize_layers
 from .options import Options
-from .proof import fidelity, prove
+from .proof import prove
 
-METHOD = 3  # increased whenever the same settings would give different bytes
+METHOD = 4  # increased whenever the same settings would give different bytes
+SHARE_FOR_STATES = 0.5  # of the memory that is free: calibration states that need more lie in files
 
 
 def run(job: Job, options: Options) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
 
 
 def assist(job: Job, options: Options) -> None:
-    """What all ranks except 0 do: their share of the layers, and of perplexity and KL. Rank 0 does the rest.
+    """What all ranks except 0 do: their share of the layers. Rank 0 does the rest.
 
     Raises:
         InputError: this process differs from rank 0 in something that the output's bytes depend on.
@@ -106,10 +107,9 @@ def assist(job: Job, options: Options) -> None:
                 f"process {ranks.rank} has another {key} ({own}) than process 0 ({first}); make them equal"
             )
         with journal.locked(options.output, ranks):
-            context = Context(work, options.device, message["chunk"], check, ranks)
-            assist_layers(job, context)
-            if job.recipe.verify and job.recipe.verify.perplexity:
-                fidelity(job, job.recipe.verify.perplexity, context)
+            held = load_held_out(job)
+            context = Context(work, options.device, message["chunk"], check, ranks, message["files"])
+            assist_layers(job, context, held.texts if held else ())
 
 
 def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Callable[[], None]) -> None:
@@ -124,21 +124,22 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     if job.recipe.verify and job.recipe.verify.coverage:
         check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
     tokens = token_tensors(data, job.sizes["vocabulary"])
+    held = load_held_out(job)  # before anything slow: a faulty set fails now
     itemsize = forward_dtype(device).itemsize
     limit = options.device_memory or device_limit(device, options.ranks.count)
     memory = device_memory(job.plan, job.sizes, data.lengths[-1], itemsize, limit)
     journal.refuse_changes(work, run_fingerprint(job, data, device, memory.chunk), options.output)
-    journal.refuse_damaged_shards(work, job.sizes["layers"], options.output, options.paranoid)
+    if held:
+        refuse_other_texts(work, job.sizes["layers"], held, options.output)
     journal.remove_cut_files(work)
+    damaged = find_damage(work, job.sizes["layers"], options.output, check)
     if options.paranoid:
         check_hashes(source, work, options.output, check)
     shutil.rmtree(work / "ranks", ignore_errors=True)  # what killed processes were about to pass to each other
     for folder in ("layers", "output"):
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
-    rows, held_out = sum(len(t) for t in tokens), held_out_tokens(job)
-    branches = branch_rows([len(t) for t in tokens], job.sizes["layers"]) if job.allocation else 0
-    ranks, between = options.ranks.at(work / "ranks", check), 0
+    ranks, between, rows = options.ranks.at(work / "ranks", check), 0, sum(len(t) for t in tokens)
     if ranks.several:
         between = handed_over(job)
         if device.type != "cpu" and (chunks := math.ceil(job.sizes["experts"] / memory.chunk)) < ranks.count:
@@ -147,19 +148,28 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
                 "a smaller --device-memory makes more, from the beginning of a run on",
                 file=sys.stderr,
             )
-    context = Context(work, device, memory.chunk, check, ranks)
-    copied = resolved.data.values() if options.with_data else ()
-    check_room(work, disk_needed(job, rows + branches, held_out, itemsize, copied) + between)
+    states = calibration_bytes(job.sizes, rows, itemsize)
+    in_files = states_in_files(states, options)
+    context = Context(work, device, memory.chunk, check, ranks, in_files)
+    texts = held.texts if held else []
+    needed = output_bytes(job, resolved.data.values() if options.with_data else ()) + between
+    needed += held_out_bytes(job.sizes, sum(len(text.tokens) for text in texts), itemsize) + (states if in_files else 0)
     if job.allocation:
+        branches = branch_rows([len(t) for t in tokens], job.sizes["layers"])
+        check_room(work, needed + calibration_bytes(job.sizes, rows + branches, itemsize, rows=3))
         job = choose_schemes(job, tokens, context, options.output)
-        check_room(work, disk_needed(job, rows, held_out, itemsize, copied) + between)
+    check_room(work, needed)
     schemes = [asdict(scheme) for scheme in job.plan.schemes]
-    ranks.broadcast("run", {"machine": fingerprint(device), "schemes": schemes, "chunk": memory.chunk})
-    quantize_layers(job, data, tokens, context)
-    last = assemble(job, work / "output")
+    together = {"schemes": schemes, "chunk": memory.chunk, "files": in_files}
+    ranks.broadcast("run", {"machine": fingerprint(device)} | together)
+    verify = job.recipe.verify
+    stop = verify.stop if verify and not options.ignore_stop else None
+    measured = quantize_layers(job, data, tokens, context, texts, damaged=damaged, stop=stop)
+    assemble(job, work / "output")
     add_recipe(resolved, work / "output", options.with_data)
     check()
-    write_report(job, resolved, data, last, started, context)
+    figures = held.figures(measured, "the output") if held and measured else None
+    write_report(job, resolved, data, figures, started, context)
 
 
 def _samples(job: Job, name: str) -> CalibrationData:
@@ -167,13 +177,49 @@ def _samples(job: Job, name: str) -> CalibrationData:
     return samples(set_location(name, job.path), job.opened.folder, job.recipe.source.trust_remote_code)
 
 
-def held_out_tokens(job: Job) -> int:
-    """Scored tokens of the held-out set. It is loaded this early so that a faulty set fails now, not after hours."""
+def load_held_out(job: Job) -> HeldOut | None:
+    """The texts on which the recipe has perplexity and KL measured; None if it asks for neither."""
     gate = job.recipe.verify and job.recipe.verify.perplexity
     if not gate:
-        return 0
+        return None
     data = _samples(job, gate.data)
-    return sum(len(t) for t in cut(token_tensors(data, job.sizes["vocabulary"]), positions(job.config)))
+    return held_out(data, job.opened, job.sizes["vocabulary"], job.recipe.source.trust_remote_code)
+
+
+def refuse_other_texts(work: Path, layers: int, held: HeldOut, output: Path) -> None:
+    """Finished layers were measured on the texts that the run began with. (A run may go on without any.)
+
+    Raises:
+        OutputError: now it is other texts, or then it was none.
+    """
+    if journal.done_layers(work, layers) and not (work / journal.HELD_OUT).exists():
+        raise OutputError(
+            f"{output}: its finished layers were measured on no held-out set; leave verify.perplexity out as before, "
+            "or start over with --fresh"
+        )
+    journal.refuse_changes(work, {"held_out": held.about["digest"]}, output, journal.HELD_OUT)
+
+
+def find_damage(work: Path, layers: int, output: Path, check: Callable[[], None]) -> list[int]:
+    """The finished layers of an earlier call whose shards are no longer as they were written; each is named."""
+    entries = journal.done_layers(work, layers)
+    outside = work / journal.OUTSIDE
+    if outside.exists() and journal.damaged_shards(work, [json.loads(outside.read_text())]):
+        outside.unlink()  # its shard is written at the beginning, so it will be written again
+    if not entries:
+        return []
+    with progress("checking", len(entries), unit="shard") as step:
+        damaged = journal.damaged_shards(work, entries, checked(step, check))
+    for layer, problem in damaged.items():
+        print(f"{output}: layer {layer}: {problem}; it is made again", file=sys.stderr)
+    return list(damaged)
+
+
+def states_in_files(states: int, options: Options) -> bool:
+    """Whether calibration states of so many bytes go to files: several processes can only share files."""
+    if options.ranks.several or options.states == "files":
+        return True
+    return options.states == "auto" and states > SHARE_FOR_STATES * available()
 
 
 def run_fingerprint(job: Job, data: CalibrationData, device: torch.device, chunk: int) -> dict[str, Any]:
@@ -188,23 +234,17 @@ def run_fingerprint(job: Job, data: CalibrationData, device: torch.device, chunk
     }
 
 
-def assemble(job: Job, folder: Path) -> ShardDigest:
-    """Write what lies outside the layers: the last shard, index, config, and the source's side files.
-
-    Returns:
-        The digest of the last shard.
-    """
-    shards = {job.plan.shard_file(layer) for layer in range(job.plan.layers)}
+def assemble(job: Job, folder: Path) -> None:
+    """Write what lies beside the shards: index, config, and the source's side files."""
+    shards = job.plan.shards()
     for path in folder.iterdir():  # left by an earlier attempt, which may have had other options
         if path.name not in shards:
             path.unlink()
-    last = write_shard(layer_tensors(job.plan, None, job.opened, None), folder / job.plan.shard_file(None))
     for file in side_files(job.opened.folder):
         copy_file(file, folder / file.name)
     write_text(index_json(job.plan), folder / INDEX)
     config = output_config(job.config, job.plan.schemes, job.block)
     write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
-    return last
 
 
 def add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:
@@ -217,12 +257,17 @@ def add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:
 
 
 def write_report(
-    job: Job, resolved: Resolved, data: CalibrationData, last: ShardDigest, started: float, context: Context
+    job: Job,
+    resolved: Resolved,
+    data: CalibrationData,
+    figures: dict[str, Any] | None,
+    started: float,
+    context: Context,
 ) -> None:
-    """Audit and evaluate the assembled files, and write report.json, the page and the card.
+    """Prove the assembled files, and write report.json, the page and the card.
 
     Args:
-        last: digest of the last shard, which is in no layer's journal entry.
+        figures: what the output does with the held-out texts; None without any.
         started: `time.monotonic()` when this process began.
     """
     from eval.report.card_pictures import draw
@@ -231,8 +276,7 @@ def write_report(
 
     work = context.work
     layers = journal.done_layers(work, job.sizes["layers"])
-    written = {entry["shard"]: entry["digest"] for entry in layers} | {job.plan.shard_file(None): last}
-    report = prove(job, resolved, data, layers, written, context)
+    report = prove(job, resolved, data, layers, figures, context)
     earlier = sum(sum(entry["seconds"].values()) for entry in layers)
     report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
     if job.allocation:

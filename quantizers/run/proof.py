@@ -1,9 +1,9 @@
-"""After the loop over layers: audit, coverage, perplexity and KL of the assembled files, as one report with gates."""
+"""After the loop over layers: one last reading of the files, and what was found on the way as a report with gates."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,26 +13,33 @@ from eval.coverage.gates import gates as coverage_gates
 from eval.coverage.gates import summarise
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measurements import read_measurements
-from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.device.devices import machine, versions
+from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.summary import summary
-from quantizers.recipe.schema import PerplexityGate, set_location
-from quantizers.system.errors import CheckpointError, OutputError
+from quantizers.recipe.schema import PerplexityGate
+from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import checked, progress
-from stitch.audit.checkpoint import verify
+from stitch.audit.checkpoint import Audit, verify
 from stitch.audit.folder import folders_left_out
+from stitch.audit.layer import LayerAudit
 from stitch.write.digests import ShardDigest
-
-from .measure import measure
 
 if TYPE_CHECKING:
     from quantizers.calibration.data import CalibrationData
     from quantizers.recipe.portable import Resolved
 
-JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest")  # left out of `layers`: elsewhere in the report
+JOURNAL_ONLY = (
+    "routed",
+    "peak_memory_bytes",
+    "shard",
+    "digest",
+    "source",
+    "audit",
+    "held_out",
+)  # left out of `layers`: elsewhere in the report
 NOT_SIMULATED = (
     "vLLM quantizes activations to FP8 in the attention at run time; that is not simulated in these figures."
 )
@@ -43,25 +50,22 @@ def prove(
     resolved: Resolved,
     data: CalibrationData,
     layers: list[dict[str, Any]],
-    written: Mapping[str, ShardDigest],
+    figures: dict[str, Any] | None,
     context: Context,
 ) -> dict[str, Any]:
-    """Measure the files in work/output against the source.
+    """Compare the files in work/output with the journal, and report all that is known about them.
 
     Args:
         resolved: the recipe as it is published with the output.
         layers: the journal's entries.
-        written: digests of the shards, taken when they were written.
-        context: of rank 0; the other ranks call `fidelity`.
+        figures: what the output does with the held-out texts; None without any.
+        context: of rank 0.
 
     Returns:
         The report without times, memory and the list of files.
     """
-    folder, device = context.work / "output", context.device
-    recipe, source = job.recipe, job.opened
-    with progress("verifying", job.sizes["layers"]) as step:
-        audit = verify(folder, source, device, written, checked(step, context.check))
-    _refuse_unreadable(folder, audit.differences)
+    folder, recipe, source = context.work / "output", job.recipe, job.opened
+    written, audit = last_reading(job, layers, context)
     names = sorted({sample.category for sample in data.samples})
     counts = [np.array(entry["routed"], dtype=np.int64) for entry in layers]
     rule = recipe.verify.coverage if recipe.verify else None
@@ -80,7 +84,7 @@ def prove(
             "revision": recipe.source.revision,
             "digest": source_digest(source),
         },
-        "settings": {"recipe": resolved.recipe.settings(), "hash": resolved.hash, "machine": machine(device)},
+        "settings": {"recipe": resolved.recipe.settings(), "hash": resolved.hash, "machine": machine(context.device)},
         "versions": versions(),
         "plan": {key: value for key, value in summary(job.plan, job.sizes).items() if key != "shards"},
         "calibration": describe(data, resolved),
@@ -117,35 +121,41 @@ def prove(
     if rule:
         gates += coverage_gates(coverage, counts, names, rule)
     gate = recipe.verify.perplexity if recipe.verify else None
-    if gate:
-        (result,) = fidelity(job, gate, context)
-        report |= result
-        gates += fidelity_gates(result, gate)
+    if gate and figures:
+        report |= figures
+        gates += fidelity_gates(figures, gate)
     report["gates"] = gates
     return report
 
 
-def _refuse_unreadable(folder: Path, differences: list[str]) -> None:
-    """Stop the run if the files cannot be opened and so cannot be measured; it resumes once they are restored."""
-    try:
-        open_folder(folder)
-    except CheckpointError:
-        raise OutputError(f"{folder}: {differences[0]}; restore the file, or start over with --fresh") from None
+def last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) -> tuple[dict[str, ShardDigest], Audit]:
+    """Read every shard once more, from the disk, and put together what was found when they were written.
 
+    Returns:
+        The digests of the shards, by file name, and the audit of the whole folder.
 
-def fidelity(job: Job, asked: PerplexityGate, context: Context) -> list[dict[str, Any]]:
-    """`measure` the files in work/output, once rank 0 has written them; all ranks call this."""
-    context.ranks.barrier()
-    return measure(
-        job.opened,
-        [open_folder(context.work / "output")],
-        set_location(asked.data, job.path),
-        context.device,
-        context.work / "eval",
-        context.check,
-        trust_remote_code=job.recipe.source.trust_remote_code,
-        ranks=context.ranks,
-    )
+    Raises:
+        QuantizeError: a shard has changed since it was written; the same command makes it again.
+    """
+    folder = context.work / "output"
+    entries = [*layers, json.loads((context.work / journal.OUTSIDE).read_text())]
+    written = {entry["shard"]: entry["digest"] for entry in entries}
+    with progress("last reading", len(written), unit="shard") as step:
+        audit = verify(
+            folder,
+            job.opened,
+            context.device,
+            written,
+            checked(step, context.check),
+            [LayerAudit(**entry["audit"]) for entry in entries],
+        )
+    if audit.changed:
+        more = f", and {len(audit.changed) - 1} more" if len(audit.changed) > 1 else ""
+        raise QuantizeError(
+            f"{folder}: {audit.changed[0]}{more}; check the disk, then give the same command again, which makes "
+            "what was damaged again"
+        )
+    return written, audit
 
 
 def describe(data: CalibrationData, resolved: Resolved) -> dict[str, Any]:

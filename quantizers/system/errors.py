@@ -1,8 +1,8 @@
 """The exceptions of this program; each class knows the exit code of `quantize`.
 
-0 done · 1 the run failed · 2 the input is wrong · 3 a gate failed (not an exception: the output is
-complete) · 130 and 143 interrupted. The message is one line that names the place and the remedy;
-a traceback is printed only with --debug.
+0 done · 1 the run failed · 2 the input is wrong · 3 a gate failed (not an exception: the output is complete), or
+the recipe stopped the run after a layer · 130 and 143 interrupted. The message is one line that names the place
+and the remedy; a traceback is printed only with --debug.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ class CheckpointError(InputError):
 
 class OutputError(InputError):
     """The output folder cannot be used for this run."""
+
+
+class Stopped(QuantizeError):
+    """A recipe's `verify.stop` ended the run after a layer; the output is unfinished, and the run can go on."""
+
+    exit_code = 3
 
 
 class DamagedRecord(QuantizeError):

@@ -83,13 +83,16 @@ def progress(title: str, total: int, done: int = 0, unit: str = "") -> Iterator[
 
 
 def layer_line(entry: dict[str, Any]) -> str:
-    """The log line of one layer: seconds by phase, errors, fallbacks, peak memory.
+    """The log line of one layer: seconds by phase, errors, what the held-out set says, fallbacks, peak memory.
 
     Args:
         entry: the layer's journal entry.
     """
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in entry["seconds"].items())
     errors = ", ".join(f"{name} {'infinite' if e is None else f'{e:.4g}'}" for name, e in entry["error"].items())
+    held_out = entry.get("held_out")
+    if held_out:
+        errors += f"; hidden error {held_out['hidden_error']:.4g}, router agreement {held_out['agreement']:.4g}"
     return (
         f"layer {entry['layer']}: {sum(entry['seconds'].values()):.1f} s ({phases}); {errors}; "
         f"{len(entry['fallbacks'])} fallbacks; peak memory {entry['peak_memory_bytes'] / 1e9:.2f} GB"

@@ -430,7 +430,7 @@ def test_another_budget_or_choice_is_refused(done: Any, tmp_path: Path, budgeted
     job = done[0]
     options = Options(tmp_path / "output", CPU)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "quantize_layers", lambda *_: (_ for _ in ()).throw(QuantizeError("cut")))
+        patched.setattr(pipeline, "quantize_layers", lambda *_, **__: (_ for _ in ()).throw(QuantizeError("cut")))
         with pytest.raises(QuantizeError, match="cut"):
             run(job, options)
     shown = choice.read_choice(job, options.output)

@@ -15,8 +15,7 @@ import torch
 from one_layer import GROUP, make_layer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eval.fidelity.figures import Text
-from eval.fidelity.lockstep import _score_text
+from eval.fidelity.score import score_text
 from quantizers.budget.measure import _Walk
 from quantizers.budget.output_errors import scheme_errors
 from quantizers.cli import main as cli
@@ -317,8 +316,7 @@ def test_figures_without_operations_that_have_no_order() -> None:
     walk.model, walk.job = model, SimpleNamespace(sizes={"layers": 1})
     walk.lengths, walk.probes, walk.halved, walk.branch_lengths = [], [0], range(1), [40]
     walk.states = [states, states + 1, states]
-    lane: Any = SimpleNamespace(model=model)
     with InOrder(0) as watch:
-        _score_text([lane, lane], [head, head], Text(torch.arange(40), "a", 40), [states, states + 1])
+        score_text([(model, head), (model, head)], torch.arange(40), [states, states + 1])
         assert walk.divergences(lambda: None)[0]["all"] > 0
     assert {"_log_softmax", "gather", "mm"} <= watch.seen, "the watch saw the work"

@@ -81,7 +81,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
 
     def cut(path: Path, entry: Any) -> None:
         real(path, entry)
-        if entry["layer"] == 0:
+        if entry.get("layer") == 0:
             raise OutputError("cut here")
 
     with pytest.MonkeyPatch.context() as patched:
@@ -108,20 +108,20 @@ def test_an_evaluation_goes_on_with_its_threads(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before: «holds an unfinished evaluation of other models or data»."""
-    from eval.fidelity import lockstep
+    from eval.fidelity import score
 
     words = ("eval", finished.source, finished.folder, "--data", finished.held_out, "--no-picture", "--device", "cpu")
     words += ("--work", tmp_path / "work", "--json")
     assert quantize(monkeypatch, *words) == 0
     wanted = json.loads(capsys.readouterr().out)
-    real = lockstep._score_text
+    real = score.score_text
 
     def cut(*_: Any) -> Any:
         raise OutputError("cut here")
 
-    monkeypatch.setattr(lockstep, "_score_text", cut)
+    monkeypatch.setattr(score, "score_text", cut)
     assert quantize(monkeypatch, *words) == 2
-    monkeypatch.setattr(lockstep, "_score_text", real)
+    monkeypatch.setattr(score, "score_text", real)
     capsys.readouterr()
     monkeypatch.setattr(devices, "SMALL_LAYER", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})

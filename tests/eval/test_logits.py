@@ -13,8 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.fidelity import logits
-from eval.fidelity.figures import Text
-from eval.fidelity.lockstep import _score_text
+from eval.fidelity.score import score_text
 from quantizers.budget.measure import _Walk
 
 POSITIONS, HIDDEN, WORDS = 300, 256, 2000
@@ -63,16 +62,16 @@ def test_the_case_is_one_that_rounded_logits_get_wrong(source: Model, candidate:
 def test_kl_of_the_evaluation_in_bfloat16(source: Model, candidate: Model) -> None:
     """Against float64 on the same numbers, position by position; and a model against itself is exactly 0."""
     states = source[0]
-    models: list[Any] = [SimpleNamespace(model=SimpleNamespace(device=states.device, final=lambda rows: rows))] * 3
-    text = Text(torch.arange(POSITIONS) % WORDS, "a", POSITIONS)
-    heads = [source[1], candidate[1], source[1].clone()]
-    found = _score_text(models, heads, text, [states, candidate[0], states.clone()])
+    model: Any = SimpleNamespace(device=states.device, final=lambda rows: rows)
+    tokens = torch.arange(POSITIONS) % WORDS
+    models = [(model, head) for head in (source[1], candidate[1], source[1].clone())]
+    found = score_text(models, tokens, [states, candidate[0], states.clone()])
     wanted = kl(source, candidate, exact)[:-1].numpy()
     print(f"KL {found[1, 1].mean():.6f}, in float64 {wanted.mean():.6f}")
     assert found[1, 1].mean() == pytest.approx(wanted.mean(), rel=0.01)
     assert np.abs(found[1, 1] - wanted).max() < 2e-5
     log = torch.log_softmax(exact(*candidate), dim=-1)[:-1]
-    assert found[1, 0] == pytest.approx(-log.gather(1, text.tokens[1:, None])[:, 0].numpy(), abs=1e-4)
+    assert found[1, 0] == pytest.approx(-log.gather(1, tokens[1:, None])[:, 0].numpy(), abs=1e-4)
     assert not found[2, 1].any()
     assert found[2, 2].all()
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Finished
+from runs import leaves
 from sets import EMBEDDED, LONG, SHORT, write_set
 from whole_models import Run, finished_weights, run_whole, source_weights
 
@@ -215,13 +216,14 @@ def test_what_goes_wrong_only_in_long_contexts_passes_the_gate_and_shows(
     candidate = open_folder(other)
     monkeypatch.setattr(LayeredModel, "inputs", spoilt)
     (result,) = measure(open_folder(finished.source), [candidate], held_out, CPU, tmp_path / "work")
-    gates = fidelity_gates(result, PerplexityGate(data="x", max_increase=0.0, max_kl=0.0))
-    assert [(gate["passed"], gate["value"]) for gate in gates] == [(True, 0.0), (True, 0.0)]
+    gates = fidelity_gates(result, PerplexityGate(data="x", max_increase=1e-6, max_kl=1e-6))
+    # Rows of short and long texts meet at the experts, so what the long ones do can change the last bits.
+    assert [gate["value"] for gate in gates] == [pytest.approx(0.0, abs=1e-7)] * 2
     assert result["router"]["min"] == 1.0
     assert result["long"]["kl"]["mean"] > 0.01
     assert result["long"]["router"]["min"] < 1.0
     near, far = result["positions"]
-    assert near["kl"]["mean"] == 0.0
+    assert near["kl"]["mean"] == pytest.approx(0.0, abs=1e-7)
     assert far["kl"]["mean"] > 0.05
 
 
@@ -254,9 +256,8 @@ def test_long_texts_can_be_left_out(finished: Finished, held_out: Path, report: 
     source, candidate = open_folder(finished.source), open_folder(finished.folder)
     (short,) = measure(source, [candidate], held_out, CPU, tmp_path / "work", long=False)
     moved = {"long", "positions", "evaluated_on"}
-    assert {key: value for key, value in short.items() if key not in moved} == {
-        key: value for key, value in report.items() if key not in moved
-    }
+    found, wanted = (leaves({k: v for k, v in one.items() if k not in moved}) for one in (short, report))
+    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)  # the rows that meet at the experts are others
     assert "long" not in short
     assert short["evaluated_on"]["digest"] != report["evaluated_on"]["digest"]
 
@@ -266,12 +267,9 @@ def test_a_cut_evaluation_of_long_texts_goes_on(
 ) -> None:
     """The journal keeps both parts of a layer."""
     source, candidate = open_folder(finished.source), open_folder(finished.folder)
-    steps = 0
 
     def cut() -> None:
-        nonlocal steps
-        steps += 1
-        if steps == 5:
+        if (tmp_path / "work" / "layer-00001.json").exists():
             raise Interrupted("cut", 2)
 
     with pytest.raises(Interrupted):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -19,17 +18,15 @@ import torch
 from conftest import REPOSITORY, Finished
 from hub_models import ModelHub
 
-from quantizers.checkpoint import reader
-from quantizers.checkpoint.reader import open_folder
 from quantizers.cli.tables.plan import needs_lines
+from quantizers.forward import layered_model, weights
 from quantizers.plan import run_needs
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.run_needs import chunk_on_gpu, estimate_run
 from quantizers.plan.summary import listing, summary
-from quantizers.run.measure import measure
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
-from stitch.audit.checkpoint import verify
+from stitch.audit import layer as audit_layer
 
 REPO = "me/tiny"
 
@@ -71,7 +68,7 @@ def test_needs_of_the_published_model(published_job: Job) -> None:
     needs = estimate_run(job, 131_803_409_011)
     assert needs.tokens == 590 * 8192
     assert needs.states is not None
-    assert needs.states["CPU"] == 590 * 8192 * (3 * 4 * 3072 + 2 * 4 * 8)
+    assert needs.states["CPU"] == 590 * 8192 * (2 * 4 * 3072 + 2 * 4 * 8)
     assert needs.held_out == 88 * 256 + 8 * 8192
     assert needs.seconds is not None
     for part in ("layers", "proof", "all"):
@@ -90,58 +87,53 @@ def test_the_readme_has_the_time_that_plan_prints(published_job: Job) -> None:
     assert row.endswith("  " + ": ".join(table))
 
 
-def test_a_proof_costs_what_it_reads_and_hashes(
+def test_a_run_costs_what_it_reads_hashes_and_dequantizes(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The counts of run_needs.py against a proof whose reads are counted: digests, audit, evaluation."""
-    read = {"source": 0, "output": 0}
-    hashed = [0]
-    real_read, real_hash = reader.read_bytes, hashlib.file_digest
-
-    def reading(info: Any) -> bytearray:
-        read["source" if info.file.parent == finished.source else "output"] += info.size
-        return real_read(info)
-
-    def hashing(stream: Any, name: str) -> Any:
-        hashed[0] += os.fstat(stream.fileno()).st_size if str(stream.name).endswith(".safetensors") else 0
-        return real_hash(stream, name)
-
-    monkeypatch.setattr(reader, "read_bytes", reading)
-    monkeypatch.setattr(hashlib, "file_digest", hashing)
+    """The counts of run_needs.py against a run whose work is counted; what is read, tests/run/test_visit.py counts."""
+    dequantized = [0]
     job = prepare(str(finished.recipe))
-    assert job.source is not None
-    written = finished.report["audit"]["digests"]
-    assert verify(finished.folder, job.source, torch.device("cpu"), written).differences == []
-    audited = read.copy()
-    read.update(source=0, output=0)
-    measure(job.source, [open_folder(finished.folder)], finished.held_out, torch.device("cpu"), tmp_path / "work")
+
+    real = weights.read_weight
+    for module in (weights, audit_layer, layered_model):
+        monkeypatch.setattr(module, "read_weight", lambda *a: _counted(real(*a), dequantized))
+    run(job, Options(tmp_path / "output", torch.device("cpu")))
     source = sum(action.spec.bytes for action in job.plan.actions)
     output = sum((finished.folder / file).stat().st_size for file in job.plan.shards())
-    assert [audited["source"], read["source"]] == pytest.approx([source] * 2, rel=0.01)
-    # Headers are a tenth of so small a model's output.
-    assert [audited["output"], read["output"]] == pytest.approx([output] * 2, rel=0.12)
-    assert hashed[0] == output
+    held = [a for a in job.plan.actions if a.kind not in ("drop", "rename")]
+    in_layers = sum(math.prod(a.spec.shape) for a in held if a.layer is not None)
+    # Materialised and audited, the source's and the output's; the attention, a tenth, is not audited.
+    assert dequantized[0] == pytest.approx(4 * in_layers, rel=0.15)
 
-    def proof(**rates: Any) -> float:
+    def seconds(part: str, **rates: Any) -> float:
         with pytest.MonkeyPatch.context() as patched:
             endless = {"RATES": {"CPU": (math.inf, math.inf)}, "WEIGHTS": {"CPU": math.inf}}
             for name, value in (endless | {"DISK_RATE": math.inf, "HASH_RATE": math.inf} | rates).items():
                 patched.setattr(run_needs, name, value)
-            seconds = estimate_run(job, output).seconds
-        assert seconds is not None
-        return seconds["CPU"]["proof"]
+            needed = estimate_run(job, output).seconds
+        assert needed is not None
+        return needed["CPU"][part]
 
-    assert proof() == 0
-    assert proof(HASH_RATE=1) == output
-    # The audit's tensors of the output have just been hashed with their file, and lie in memory.
-    assert proof(DISK_RATE=1) == 2 * source + 2 * output
-    weights = sum(math.prod(a.spec.shape) for a in job.plan.actions if a.kind not in ("drop", "rename"))
-    assert proof(WEIGHTS={"CPU": 1}) == 4 * weights
-    held_out = estimate_run(job, output).held_out
-    assert held_out == 12 * 128
+    assert seconds("all") == 0
+    assert seconds("layers", DISK_RATE=1) == source + output
+    assert seconds("proof", DISK_RATE=1) == output
+    assert seconds("layers", HASH_RATE=1) == source + 3 * output
+    assert seconds("proof", HASH_RATE=1) == output
+    assert seconds("layers", WEIGHTS={"CPU": 1}) == 4 * sum(math.prod(a.spec.shape) for a in held)
+    needs = estimate_run(job, output)
+    assert needs.held_out == 12 * 128
+    assert seconds("proof", RATES={"CPU": (1, math.inf)}) == 2 * 2 * 12 * 128 * 128 * job.sizes["vocabulary"]
     attention = 2 * 128 * (job.sizes["heads"] + job.sizes["kv_heads"]) * job.sizes["head_dim"]
-    token = 4 * (attention + 2 * 3 * 128 * 64) + 128 * job.sizes["vocabulary"]
-    assert proof(RATES={"CPU": (1, math.inf)}) == 2 * 2 * held_out * token
+    routed = 2 * 3 * 128 * 64
+    forced = 16 * (2 * 128 * 64 + 64**2) + 3 * 128**2
+    assert needs.tokens is not None
+    forward = needs.tokens * (attention + forced + routed) + 2 * 12 * 128 * (attention + routed)
+    assert seconds("layers", RATES={"CPU": (1, math.inf)}) == 2 * 4 * forward
+
+
+def _counted(weight: torch.Tensor, total: list[int]) -> torch.Tensor:
+    total[0] += weight.numel()
+    return weight
 
 
 def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tiny import write_job
 from quantizers.cli import main as cli
 from quantizers.output import journal
 from quantizers.plan.job import prepare
-from quantizers.run import layer_loop, pipeline
+from quantizers.run import pipeline, quantized
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.system.errors import QuantizeError
@@ -169,7 +169,7 @@ def test_writes_that_find_no_room(
 def cut_after(layers: int, unbroken: Path, output: Path, **options: Any) -> None:
     """Leave a run of the job in `unbroken` cut off after some layers."""
     count = iter(range(1_000_000))
-    real = layer_loop.solve_layer
+    real = quantized.solve_layer
 
     def cut(*arguments: Any, **named: Any) -> Any:
         if next(count) == layers:
@@ -177,7 +177,7 @@ def cut_after(layers: int, unbroken: Path, output: Path, **options: Any) -> None
         return real(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(layer_loop, "solve_layer", cut)
+        patched.setattr(quantized, "solve_layer", cut)
         with pytest.raises(QuantizeError, match="cut here"):
             run(prepare(str(unbroken / "recipe.yaml")), Options(output, torch.device("cpu"), **options))
 
@@ -229,15 +229,15 @@ def test_bytes_that_changed_and_kept_size_and_time(job: Path, quantize: Callable
 def test_a_source_that_vanishes_while_the_run_works(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
     shard, away = job / "model" / SHARD, job / "away"
     command = ("run", job / "recipe.yaml", "--output", job / "output")
-    real, count = layer_loop.install, iter(range(1_000_000))
+    real, count = quantized.solve_layer, iter(range(1_000_000))
 
-    def vanish(*arguments: Any) -> None:
-        if next(count) == 1:
+    def vanish(*arguments: Any, **named: Any) -> Any:
+        if next(count) == 1:  # the layer after the next has not been read yet
             shard.rename(away)
-        real(*arguments)
+        return real(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(layer_loop, "install", vanish)
+        patched.setattr(quantized, "solve_layer", vanish)
         code, errors = quantize(*command)
     assert code == 2
     assert SHARD in errors.splitlines()[-1]
@@ -249,10 +249,10 @@ def test_a_source_that_vanishes_while_the_run_works(job: Path, quantize: Callabl
 
 def test_states_that_vanished_are_not_taken_for_zeros(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
     cut_after(1, job, job / "output")
-    (job / "output" / journal.WORK / "states-00001.bin").unlink()
+    (job / "output" / journal.WORK / "held-out" / "states-0-00001.bin").unlink()
     code, errors = quantize("run", job / "recipe.yaml", "--output", job / "output")
     assert code == 1
-    assert "states-00001.bin: is gone" in errors
+    assert "states-0-00001.bin: is gone" in errors
 
 
 def test_a_kill_while_the_traces_are_removed(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
@@ -271,8 +271,9 @@ def test_the_log_has_a_line_of_numbers_for_each_layer(job: Path) -> None:
     assert len(lines) == 2
     for number, line in enumerate(lines):
         assert re.search(
-            rf"layer {number}: [\d.]+ s \(materialise [\d.]+, observe [\d.]+, solve [\d.]+, .*propagate [\d.]+, write "
-            r"[\d.]+\); .*norm_search_before [\d.e+-]+, norm_search_after .*; \d+ fallbacks; peak memory [\d.]+ GB$",
+            rf"layer {number}: [\d.]+ s \(read [\d.]+, materialise [\d.]+, reference [\d.]+, observe [\d.]+, "
+            r"solve [\d.]+, .*write [\d.]+\); .*norm_search_before [\d.e+-]+, norm_search_after .*; hidden error "
+            r"[\d.]+, router agreement [\d.]+; \d+ fallbacks; peak memory [\d.]+ GB$",
             line,
         )
 

@@ -1,4 +1,4 @@
-"""One layer in memory, however many layers there are; and the hidden states in files, however many tokens."""
+"""One layer in memory, and the bytes of two, however many layers there are; states in files, however many tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ from calibration_tokenizer import write_tokenizer
 from live_bytes import Alive
 from safetensors.torch import save_file
 
+from quantizers.checkpoint import held
+from quantizers.forward import states
 from quantizers.plan.job import prepare
 from quantizers.plan.solve_memory import BATCH_TOKENS
-from quantizers.run import pipeline
+from quantizers.plan.states import calibration_bytes
+from quantizers.run import layer_loop, pipeline
 from quantizers.run.options import Options
 from quantizers.system.errors import QuantizeError
 
@@ -139,9 +143,32 @@ class Living:
     others: int
 
 
+class OnTheSpot:
+    """A pool of threads that has none."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def __enter__(self) -> OnTheSpot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, work: Any, *arguments: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*arguments))
+        return done
+
+
 @pytest.fixture
-def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Living]:
-    """`living(layers, samples)`: counted while a small model is quantized, not what the system makes of it."""
+def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Living]:
+    """`living(layers, samples, place)`: counted while a small model is quantized, not what the system makes of it.
+
+    What threads do beside it is done on the spot, so that the next layer is always in memory beside the one in work.
+    """
+    for module in (held, layer_loop):
+        monkeypatch.setattr(module, "ThreadPoolExecutor", OnTheSpot)
     real, runs, found = pipeline.quantize_layers, iter(range(100)), list[Living]()
 
     def counted(*arguments: Any, **named: Any) -> None:
@@ -155,12 +182,12 @@ def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, in
 
     monkeypatch.setattr(pipeline, "quantize_layers", counted)
 
-    def count(layers: int, samples: int) -> Living:
+    def count(layers: int, samples: int, place: Any = "files") -> Living:
         folder = tmp_path / str(next(runs))
         job = prepare(str(write_job(folder, layers, samples, *SMALL)))
         with pytest.raises(QuantizeError, match="counted"):
-            pipeline.run(job, Options(folder / "output", torch.device("cpu")))
-        print(f"{layers} layers, {samples} samples: {found[-1]}")
+            pipeline.run(job, Options(folder / "output", torch.device("cpu"), states=place))
+        print(f"{layers} layers, {samples} samples, states in {place}: {found[-1]}")
         return found[-1]
 
     count(1, 1)  # whatever is imported late
@@ -171,7 +198,7 @@ LAYER = 4 * 3 * SMALL[0] * SMALL[1]  # bytes of a small layer's experts in the s
 
 
 @pytest.mark.slow
-def test_what_is_alive_does_not_grow_with_the_number_of_layers(living: Callable[[int, int], Living]) -> None:
+def test_what_is_alive_does_not_grow_with_the_number_of_layers(living: Callable[..., Living]) -> None:
     """Not by a byte of tensors; by less of names and entries than a tenth of the layer that each stands for."""
     short, longer = living(2, 2), living(6, 2)
     assert longer.tensors == short.tensors > LAYER
@@ -179,13 +206,24 @@ def test_what_is_alive_does_not_grow_with_the_number_of_layers(living: Callable[
 
 
 @pytest.mark.slow
-def test_what_is_alive_does_not_grow_with_the_number_of_tokens(living: Callable[[int, int], Living]) -> None:
+def test_what_is_alive_does_not_grow_with_the_number_of_tokens(
+    living: Callable[..., Living], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four times as many: not by a byte of tensors outside files, and of all else by less than a state takes."""
+    monkeypatch.setattr(states, "ROW_BLOCK", SEQUENCE)  # so that blocks of rows are full as well
     few, many = living(1, 9), living(1, 36)
     assert 9 * SEQUENCE > BATCH_TOKENS  # so that there are batches as large as they get
     more = (36 - 9) * SEQUENCE
     assert many.tensors == few.tensors
     assert many.others - few.others <= 100 * more < 4 * SMALL[0] * more / 10
+
+
+@pytest.mark.slow
+def test_states_in_memory_take_their_own_bytes_and_no_more(living: Callable[..., Living]) -> None:
+    job_sizes = {"hidden": SMALL[0], "chosen": tiny.config()["num_experts_per_tok"]}
+    for samples in (9, 36):
+        there, elsewhere = living(1, samples, "memory"), living(1, samples)
+        assert there.tensors - elsewhere.tensors == calibration_bytes(job_sizes, samples * SEQUENCE, 4)
 
 
 @pytest.mark.slow

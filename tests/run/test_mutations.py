@@ -113,7 +113,7 @@ def quantize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     reached = "reached the first layer"
 
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         raise QuantizeError(reached)
 
     monkeypatch.setattr(pipeline, "quantize_layers", stop)

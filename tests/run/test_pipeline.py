@@ -16,9 +16,10 @@ from runs import hashes, timeless
 from tiny import write_job
 
 from quantizers.cli import main as cli
+from quantizers.forward import lane
 from quantizers.output import folder, journal
 from quantizers.plan.job import Job, prepare
-from quantizers.run import layer_loop, pipeline
+from quantizers.run import layer_loop, pipeline, quantized
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.system.errors import Interrupted, OutputError, QuantizeError
@@ -107,11 +108,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path, dict[str
 @pytest.mark.parametrize(
     "cut",
     [
-        raise_in(layer_loop, "solve_layer", 0),
-        raise_in(layer_loop, "solve_layer", 2),
-        raise_in(layer_loop, "write_shard", 1),
-        raise_in(layer_loop, "install", 3),
-        raise_in(layer_loop, "write_json", 1),
+        raise_in(quantized, "solve_layer", 0),
+        raise_in(quantized, "solve_layer", 2),
+        raise_in(layer_loop, "write_shard", 0),
+        raise_in(quantized, "write_shard", 1),
+        raise_in(quantized, "audit_layer", 2),
+        raise_in(quantized, "finish", 3),
+        raise_in(lane, "attend", 5),
+        raise_in(layer_loop, "write_json", 0),
+        raise_in(layer_loop, "write_json", 2),
+        raise_in(layer_loop, "score", 0),
         raise_in(pipeline, "assemble", 0),
         raise_in(pipeline, "prove", 0),
         raise_in(pipeline, "move_into_place", 0),
@@ -164,7 +170,7 @@ def test_a_changed_setting_is_refused_by_name(
 ) -> None:
     output = tmp_path / "output"
     with pytest.MonkeyPatch.context() as patched:
-        raise_in(layer_loop, "solve_layer", 1)(patched)
+        raise_in(quantized, "solve_layer", 1)(patched)
         with pytest.raises(QuantizeError, match="cut here"):
             run(prepare(str(finished.recipe)), Options(output, CPU))
     other = write_recipe(tmp_path / "other", rounding="nearest")
@@ -190,13 +196,13 @@ def test_an_interrupt_ends_between_steps(finished: Finished, tmp_path: Path) -> 
 
     output = tmp_path / "output"
     with pytest.MonkeyPatch.context() as patched:
-        real = layer_loop.solve_layer
+        real = quantized.solve_layer
 
         def signalled(*arguments: Any, **named: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
             return real(*arguments, **named)
 
-        patched.setattr(layer_loop, "solve_layer", signalled)
+        patched.setattr(quantized, "solve_layer", signalled)
         with pytest.raises(Interrupted, match="the same command again") as ended:
             run(prepare(str(finished.recipe)), Options(output, CPU))
     assert ended.value.exit_code == 143

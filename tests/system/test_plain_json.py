@@ -16,11 +16,10 @@ from conftest import Finished
 from eval.fidelity.figures import Measured, Text, figures
 from eval.report.card import card
 from eval.report.page import page
-from quantizers.checkpoint.reader import open_folder
 from quantizers.cli.options import emit
 from quantizers.cli.tables.run import run_table
 from quantizers.output.record import write_record
-from quantizers.run import measure
+from quantizers.run.held_out import HeldOut
 from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError
 from quantizers.system.plain_json import finite
@@ -89,16 +88,9 @@ def test_a_gate_without_a_number_has_failed_and_can_be_shown(finished: Finished)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 800.0])
-def test_a_loss_that_overflows_is_one_line(
-    loss: float, finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_overflows_is_one_line(loss: float) -> None:
     spoilt = measured(candidate_nll=np.full(sum(LENGTHS), loss))
     with pytest.raises(OverflowError):
         figures(spoilt, texts(9, 9))
-    monkeypatch.setattr(measure, "evaluate", lambda *_, **__: [spoilt])
-    monkeypatch.setattr(measure, "texts", lambda *_: texts(9, 9))
-    source = open_folder(finished.source)
     with pytest.raises(QuantizeError, match=r"is no number .*: logits overflow, and nothing can be compared"):
-        measure.measure(
-            source, [open_folder(finished.folder)], finished.held_out, torch.device("cpu"), tmp_path / "eval"
-        )
+        HeldOut(texts(9, 9), {}).figures(spoilt, "the output")

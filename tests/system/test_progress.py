@@ -11,23 +11,24 @@ import torch
 from conftest import Finished
 from sets import write_set
 
-from eval.fidelity import lockstep
+from eval.fidelity import score
 from quantizers.checkpoint.reader import open_folder
+from quantizers.forward import lane
 from quantizers.run.measure import measure
 from quantizers.system import progress as shown
 from quantizers.system.errors import Interrupted
 
-LAYER, TEXT = 60.0, 1.0  # seconds
+LAYER, TEXT = 30.0, 1.0  # seconds
 
 
 class Clock:
-    """What time.monotonic says: a layer of a model takes a minute, a text a second, all else nothing."""
+    """What time.monotonic says: a layer takes half a minute in each model, a text a second, all else nothing."""
 
     def __init__(self, patched: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         patched.setattr(time, "monotonic", lambda: self.now)
-        patched.setattr(lockstep, "_layer", self.slowed(lockstep._layer, LAYER))
-        patched.setattr(lockstep, "_score_text", self.slowed(lockstep._score_text, TEXT))
+        patched.setattr(lane, "attend", self.slowed(lane.attend, LAYER))
+        patched.setattr(score, "score_text", self.slowed(score.score_text, TEXT))
 
     def slowed(self, work: Any, seconds: float) -> Any:
         def slow(*arguments: Any, **named: Any) -> Any:
@@ -50,17 +51,13 @@ def evaluated(finished: Finished, work: Path, check: Any = lambda: None) -> None
 def test_layers_and_texts_have_an_estimate_each(
     finished: Finished, clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Eight layers of a minute, twelve texts of a second: what is left of the texts is seconds."""
+    """Four layers of a minute, twelve texts of a second: what is left of the texts is seconds."""
     evaluated(finished, tmp_path / "work")
     assert capsys.readouterr().err.splitlines() == [
-        "evaluating: 1 of 8  layer 0, source",
-        "evaluating: 2 of 8  layer 0, candidate 1",
-        "evaluating: 3 of 8, 5 min 00 s left  layer 1, source",
-        "evaluating: 4 of 8, 4 min 00 s left  layer 1, candidate 1",
-        "evaluating: 5 of 8, 3 min 00 s left  layer 2, source",
-        "evaluating: 6 of 8, 2 min 00 s left  layer 2, candidate 1",
-        "evaluating: 7 of 8, 1 min 00 s left  layer 3, source",
-        "evaluating: 8 of 8  layer 3, candidate 1",
+        "evaluating: 1 of 4  layer 0",
+        "evaluating: 2 of 4  layer 1",
+        "evaluating: 3 of 4, 1 min 00 s left  layer 2",
+        "evaluating: 4 of 4  layer 3",
         "scoring: 1 of 12  text 1 of 12",
         "scoring: 6 of 12, 6 s left  text 6 of 12",
         "scoring: 11 of 12, 1 s left  text 11 of 12",
@@ -81,23 +78,28 @@ def test_an_evaluation_that_goes_on_counts_what_was_done_before_as_done(
     finished: Finished, clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not as speed: after the cut the estimates are those of an unbroken evaluation. Cut in layers, then in texts."""
-    calls = 0
 
-    def cut() -> None:
-        nonlocal calls
-        calls += 1
-        if calls in (4, 12):
-            raise Interrupted("cut", 2)
+    def cut_in(module: Any, name: str, calls: int) -> None:
+        real, count = getattr(module, name), iter(range(1_000_000))
 
-    for _ in range(2):
-        with pytest.raises(Interrupted):
-            evaluated(finished, tmp_path / "work", cut)
+        def cut(*arguments: Any, **named: Any) -> Any:
+            if next(count) == calls:
+                raise Interrupted("cut", 2)
+            return real(*arguments, **named)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(module, name, cut)
+            with pytest.raises(Interrupted):
+                evaluated(finished, tmp_path / "work")
+
+    cut_in(lane, "attend", 3)  # the candidate's in layer 1
+    cut_in(score, "score_text", 4)
     said = capsys.readouterr().err.splitlines()
-    assert said[3:] == [
-        "evaluating: 5 of 8  layer 2, source",
-        "evaluating: 6 of 8  layer 2, candidate 1",
-        "evaluating: 7 of 8, 1 min 00 s left  layer 3, source",
-        "evaluating: 8 of 8  layer 3, candidate 1",
+    assert said == [
+        "evaluating: 1 of 4  layer 0",
+        "evaluating: 2 of 4  layer 1",
+        "evaluating: 3 of 4  layer 2",
+        "evaluating: 4 of 4  layer 3",
         "scoring: 1 of 12  text 1 of 12",
     ]
     evaluated(finished, tmp_path / "work")
@@ -127,6 +129,6 @@ def test_bars_come_one_after_the_other(
     evaluated(finished, tmp_path / "work")
     drawn = [(task.description, task.completed, task.total) for bar in bars for task in bar.tasks]
     assert drawn[-2:] == [
-        ("evaluating", 8, 8),
+        ("evaluating", 4, 4),
         ("scoring", 12, 12),
     ]

@@ -312,7 +312,7 @@ def test_an_evaluation_by_several(finished: Finished, tmp_path: Path) -> None:
     first, *others = together(2, tmp_path, lambda ranks: work(ranks, "two"))
     assert first == wanted
     assert others == [[]]
-    for count, done in ((3, "layer-00001-0.json"), (2, "layer-00002-1.json")):
+    for count, done in ((3, "layer-00001.json"), (2, "layer-00002.json")):
         ended = together(count, tmp_path, lambda ranks, done=done: work(ranks, "cut", done))
         assert "cut here" in str(ended[-1])
         assert (tmp_path / "cut" / done).exists()

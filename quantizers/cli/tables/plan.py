@@ -58,9 +58,9 @@ def needs_lines(needs: dict[str, Any]) -> list[str]:
         tokens += f" and {'a' if needs['held_out'] is None else format(needs['held_out'], ',')} held-out ones"
     return [
         f"a run with its {tokens} needs about",
-        plain(("on a", "disk for the output", "for hidden states", "memory of the device", "time"), rows),
+        plain(("on a", "disk for the output", "hidden states", "memory of the device", "time"), rows),
         f"and {size(needs['host'])} of host memory beside it, {size(needs['source'])} of source on the disk or in the "
-        "Hub's cache; assumed:",
+        "Hub's cache. Hidden states lie in host memory where they fit, else on the disk. Assumed:",
         *(f"  {line}" for line in needs["assumptions"]),
     ]
 

@@ -1,0 +1,204 @@
+"""The candidate of a run: the source's layers, quantized one by one on the way.
+
+Calibration states go through the layers beside the held-out texts. Where a layer's first half ends, they are what the
+layer is solved from: attention runs once, since quantizing changes nothing before the norm that the experts read.
+Statistics come from a forced pass (every expert sees every token); the states that the next layer reads come from
+the router's own choice, through the quantized experts, as they will be read from the finished file.
+
+Nothing of all this needs a disk's durability: the states can be computed again from the calibration set and the
+finished shards, with a twentieth of the operations that quantizing took (counted, for MiniMax-M2.1). A run that goes on
+does so. Kept on disk, they would be a file of 29.7 GB a layer for 4.8M tokens in bfloat16. They lie in memory where
+they fit, else in files that are overwritten in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from quantizers.checkpoint.held import Held, held_tensors
+from quantizers.forward.halves import attend, finish, observe
+from quantizers.forward.lane import Lane, embed
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.forward.recorded import recorded_rows
+from quantizers.forward.states import Rows
+from quantizers.output.context import Context
+from quantizers.plan.job import Job
+from quantizers.plan.plan import Plan
+from quantizers.solve.layer import solve_layer
+from quantizers.solve.solved import Solved
+from stitch.audit.layer import LayerAudit, audit_layer
+from stitch.write.digests import ShardDigest
+from stitch.write.shard import kept_hashes, layer_tensors, write_shard
+
+from .visit import Visit
+
+Written = tuple[ShardDigest, LayerAudit]
+
+
+class Quantized:
+    """Makes and writes a layer at each visit.
+
+    Args:
+        job: what to do, and with which settings.
+        model: its structure, and the tensors outside the layers.
+        lane: its held-out states.
+        context: where the work is done.
+        lengths: calibration tokens of each sequence.
+        audit_plan: by which the finished checkpoint will be audited, see `stitch.audit.checkpoint.audit_plan`.
+        writer: one thread, which writes shards and audits them; only rank 0 uses it.
+        compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
+
+    Attributes:
+        states: the calibration states between the layers.
+        recorded: what the experts of the last layer were called with.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: LayeredModel,
+        lane: Lane,
+        context: Context,
+        lengths: Sequence[int],
+        *,
+        audit_plan: Plan,
+        writer: ThreadPoolExecutor,
+        compensate_router: bool = True,
+    ) -> None:
+        self.job, self.model, self.lane, self.context = job, model, lane, context
+        self._audit_plan, self._writer, self._compensate_router = audit_plan, writer, compensate_router
+
+        def rows(name: str, width: int, dtype: torch.dtype) -> Rows:
+            path = context.work / f"{name}.bin" if context.states_in_files else None
+            return context.ranks.rank_zero_first(lambda: Rows(path, lengths, width, dtype))
+
+        self.states = rows("states", job.sizes["hidden"], model.dtype)
+        self.recorded = recorded_rows(rows, job.sizes, model.dtype)
+        self._made: Held | None = None
+        self._writing: Future[Written] | None = None
+        self._solved: dict[str, Any] = {}
+
+    def embed(self, tokens: Sequence[torch.Tensor]) -> None:
+        """Fill the states that enter layer 0 from token ids (T,) int64; only rank 0 needs to give them."""
+        if self.context.ranks.leads:
+            embed(self.model, tokens, self.states)
+        self.context.ranks.barrier()
+
+    def prepare(self, visit: Visit, layer: torch.nn.Module) -> None:
+        """Observe and solve the layer, and begin to write it."""
+        job, model, context, watch, number = self.job, self.model, self.context, visit.watch, visit.number
+        settings = job.plan.settings(number)
+        entering = [states.clone() for states in self.states] if settings.engine == "llmcompressor" else []
+        observe(model, layer, self.states, self.recorded, context.check, context.ranks)
+        watch.lap("observe")
+        solved = solve_layer(
+            model,
+            layer,
+            visit.source.tensor(job.facts.layer(number, job.facts.fold.norm)),
+            self.recorded,
+            settings,
+            chunk=context.chunk,
+            entering=entering,
+            check=context.check,
+            compensate_router=self._compensate_router,
+            ranks=context.ranks,
+        )
+        del entering
+        watch.lap("solve")
+        tensors = layer_tensors(job.plan, number, visit.source, solved)
+        self._made = held_tensors(visit.source, tensors, context.work / "output" / job.plan.shard_file(number))
+        self._solved = _for_the_journal(solved)
+        if context.ranks.leads:
+            self._writing = self._writer.submit(self._write, number, visit.source, self._made)
+        watch.lap("pack")
+
+    def _write(self, number: int, source: Held, made: Held) -> Written:
+        """Write a shard, then audit it; what the file holds is then known to be what is in memory."""
+        job, path = self.job, self.context.work / "output" / self.job.plan.shard_file(number)
+        digest = write_shard(made.stored, path, kept_hashes(job.plan, number, source))
+        actions = self._audit_plan.of_layer(number)
+        audit = LayerAudit(len(actions), sum(action.kind in ("keep", "rename") for action in actions))
+        audit_layer(number, job.facts, job.sizes, source, made, device=self.context.device, audit=audit)
+        return digest, audit
+
+    @contextlib.contextmanager
+    def layer(self, visit: Visit) -> Iterator[torch.nn.Module]:
+        """The quantized layer, read from the tensors that are being written; calibration passes through it first."""
+        assert self._made is not None
+        with self.model.layer(visit.number, self._made) as layer:
+            self._made = None
+            visit.watch.lap("materialise")
+            self._finish(visit.number, layer)
+            visit.watch.lap("propagate")
+            yield layer
+
+    def _finish(self, number: int, layer: torch.nn.Module) -> None:
+        finish(self.model, layer, self.states, f"layer {number}", self.context.check, self.context.ranks)
+
+    def follow(self, number: int, stored: Held) -> None:
+        """Take the calibration states through a layer that is finished."""
+        with self.model.layer(number, stored) as layer:
+            attend(self.model, layer, self.states, self.states, self.context.check, self.context.ranks)
+            self._finish(number, layer)
+
+    def entry(self, visit: Visit) -> dict[str, Any]:
+        """The journal's entry of a layer whose visit is over, once its shard is on disk; rank 0 alone.
+
+        Raises:
+            QuantizeError: the shard could not be written, or holds other bytes than it was written with.
+        """
+        assert self._writing is not None
+        digest, audit = self._writing.result()
+        visit.watch.lap("write")
+        return {
+            "layer": visit.number,
+            "shard": self.job.plan.shard_file(visit.number),
+            "digest": digest,
+            "source": visit.source.digest(),
+            "audit": audit.as_dict(),
+            "closeness": _closeness(audit.by_expert),
+            "seconds": visit.watch.seconds,
+            **self._solved,
+        }
+
+    def remove(self) -> None:
+        """Remove the files of the states, if there are any."""
+        if self.context.ranks.leads:
+            self.states.remove()
+            self.recorded.remove()
+
+
+def _for_the_journal(solved: Solved) -> dict[str, Any]:
+    return {
+        # JSON has no infinity. An infinite error means that an expert's weights or inputs overflow.
+        "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
+        "fallbacks": _by_expert(solved.fallbacks),
+        "leaning": solved.leaning and solved.leaning.as_dict(),
+    }
+
+
+def _closeness(errors: Sequence[float | None]) -> dict[str, float] | None:
+    """How far the experts' matrices are from the source's, for the report: the median, the worst, and whose it is."""
+    known = {expert: error for expert, error in enumerate(errors) if error is not None}
+    if not known:
+        return None
+    worst = max(known, key=lambda expert: known[expert])
+    return {"median": statistics.median(known.values()), "worst": known[worst], "worst_expert": worst}
+
+
+def _by_expert(lines: Sequence[str]) -> list[str]:
+    """Sort lines by expert number, so that the report does not depend on how many experts were solved at a time."""
+
+    def expert(line: str) -> int:
+        match = re.match(r"expert (\d+)", line)
+        return int(match[1]) if match else -1
+
+    return sorted(lines, key=expert)

@@ -1,0 +1,157 @@
+"""One visit a layer: what all models that are compared do there, side by side.
+
+The source's bytes of a layer are read once. Its weights are materialised, and take the held-out texts one layer on;
+whoever makes a layer of its own from them does so now. Then, one after the other, each candidate's weights are
+materialised, take its own texts on, and what leaves the layer is compared with what left the source's.
+
+A *lane* is one model's way through the layers, the source's the first. `quantize run` has one candidate, which is
+made on the way (quantized.py); the candidates of `quantize eval` lie in files (measure.py). Anything else that is to
+be compared with a source is one more candidate, not another loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from eval.fidelity.compare import compare
+from eval.fidelity.figures import Text
+from quantizers.checkpoint.held import Held, held_ahead, layer_names
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.device.allocator import release_free_memory
+from quantizers.forward.lane import Lane
+from quantizers.system.errors import QuantizeError
+from quantizers.system.progress import Step, checked, progress
+from quantizers.team.ranks import ALONE, Ranks
+
+
+class Watch:
+    """Adds up seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        """Book the time since the last lap under this phase."""
+        now = time.monotonic()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+@dataclass
+class Visit:
+    """The work on one layer.
+
+    Attributes:
+        number: of the layer.
+        source: its tensors, as read from the source.
+        watch: seconds by phase.
+        compared: for each candidate what `compare` found; empty without texts, and in all ranks except 0.
+    """
+
+    number: int
+    source: Held
+    watch: Watch = field(default_factory=Watch)
+    compared: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Candidate(Protocol):
+    """A model that is compared with the source, layer by layer."""
+
+    lane: Lane
+
+    def prepare(self, visit: Visit, layer: torch.nn.Module) -> None:
+        """Called while `layer` holds the source's weights, which are to be left as they are."""
+
+    def layer(self, visit: Visit) -> AbstractContextManager[torch.nn.Module]:
+        """The layer with the candidate's weights, within the block."""
+
+
+def visits(
+    source: Checkpoint,
+    reference: Lane,
+    candidates: Sequence[Candidate],
+    texts: Sequence[Text],
+    done: int,
+    *,
+    check: Callable[[], None] = lambda: None,
+    ranks: Ranks = ALONE,
+) -> Generator[Visit]:
+    """Visit the layers in their order, from layer `done` on.
+
+    Args:
+        source: the whole checkpoint, from which each layer is read once.
+        reference: the source's lane; its states, like those of all candidates, are those that enter layer `done`.
+        texts: of the lanes; there may be none.
+        check: called between steps; may raise to interrupt.
+        ranks: the processes that share the work.
+
+    Yields:
+        Each visit once all lanes have passed through the layer. Asking for the next one says that all that is to be
+        kept of it is on disk: the states that entered the layer are removed. Close the iterator to stop reading ahead.
+
+    Raises:
+        QuantizeError: an output is not finite, or the device's memory is full.
+    """
+    model = reference.model
+    lanes = [reference, *(candidate.lane for candidate in candidates)]
+    parts = [layer_names(source, model.facts, number) for number in range(done, model.sizes["layers"])]
+    with contextlib.closing(held_ahead(source, parts)) as ahead:
+        for number in range(done, model.sizes["layers"]):
+            check()
+            watch = Watch()
+            visit = Visit(number, next(ahead), watch)
+            watch.lap("read")
+            with device_memory_errors(number):
+                _pass_through(visit, reference, candidates, texts, ranks)
+            yield visit
+            for lane in lanes:
+                lane.forget(number)
+            visit.source = visit.source.only(())  # who asked may still hold the visit, while the next bytes are read
+            release_free_memory()
+
+
+def _pass_through(
+    visit: Visit, reference: Lane, candidates: Sequence[Candidate], texts: Sequence[Text], ranks: Ranks
+) -> None:
+    number, watch = visit.number, visit.watch
+    with reference.model.layer(number, visit.source) as layer:
+        watch.lap("materialise")
+        if texts:
+            reference.advance(number, layer)
+            watch.lap("reference")
+        for candidate in candidates:
+            candidate.prepare(visit, layer)
+    for candidate in candidates:
+        with candidate.layer(visit) as layer:
+            if texts:
+                candidate.lane.advance(number, layer)
+                watch.lap("candidate")
+        if texts and ranks.leads:
+            visit.compared.append(compare(reference, candidate.lane, texts))
+            watch.lap("compare")
+
+
+@contextlib.contextmanager
+def device_memory_errors(number: int) -> Iterator[None]:
+    """Turn a full device, while layer `number` is worked on, into a line that says how to go on."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise QuantizeError(
+            f"layer {number}: the device's memory is full; give the same command again with a smaller --device-memory"
+        ) from None
+
+
+@contextlib.contextmanager
+def shown(title: str, total: int, done: int, check: Callable[[], None], ranks: Ranks) -> Iterator[Step]:
+    """Progress in rank 0, none in the others; before each step, `check` may interrupt."""
+    with progress(title, total, done) if ranks.leads else contextlib.nullcontext(lambda _: None) as step:
+        yield checked(step, check)

@@ -1,0 +1,21 @@
+"""How much memory of the machine is free."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available() -> int:
+    """Bytes that can still be allocated without swapping: of the machine, or of this container if that is less."""
+    free: int = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no limit is the word "max"; elsewhere there are no such files
+        limit = int((CGROUP / "memory.max").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(stat["inactive_file"])  # cached files give way
+        free = min(free, limit - used)
+    return max(free, 0)
