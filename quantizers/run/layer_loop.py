@@ -38,7 +38,7 @@ from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError, Stopped
 from quantizers.system.progress import layer_line, peak_memory, progress
 from stitch.audit.checkpoint import audit_plan
-from stitch.audit.layer import LayerAudit
+from stitch.audit.layer import written_from
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
 from .quantized import Quantized
@@ -254,8 +254,7 @@ def write_outside(job: Job, outside: Checkpoint, context: Context) -> None:
     if file.exists() and shard.exists():
         return
     digest = write_shard(layer_tensors(job.plan, None, outside, None), shard, kept_hashes(job.plan, None, outside))
-    actions = job.plan.of_layer(None)
-    audit = LayerAudit(len(actions), len(actions))
+    audit = written_from(job.plan.of_layer(None))
     write_json(file, {"shard": shard.name, "digest": digest, "audit": audit.as_dict()})
 
 

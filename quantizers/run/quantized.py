@@ -34,7 +34,7 @@ from quantizers.plan.job import Job
 from quantizers.plan.plan import Plan
 from quantizers.solve.layer import solve_layer
 from quantizers.solve.solved import Solved
-from stitch.audit.layer import LayerAudit, audit_layer
+from stitch.audit.layer import LayerAudit, audit_layer, written_from
 from stitch.write.digests import ShardDigest
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
@@ -124,8 +124,7 @@ class Quantized:
         """Write a shard, then audit it; what the file holds is then known to be what is in memory."""
         job, path = self.job, self.context.work / "output" / self.job.plan.shard_file(number)
         digest = write_shard(made.stored, path, kept_hashes(job.plan, number, source))
-        actions = self._audit_plan.of_layer(number)
-        audit = LayerAudit(len(actions), sum(action.kind in ("keep", "rename") for action in actions))
+        audit = written_from(self._audit_plan.of_layer(number))
         audit_layer(number, job.facts, job.sizes, source, made, device=self.context.device, audit=audit)
         return digest, audit
 

@@ -47,11 +47,19 @@ class LayerAudit:
         return asdict(self)
 
 
+KEPT = ("keep", "rename")  # kinds of action that keep a tensor's bytes
+
+
+def written_from(actions: Sequence[Action]) -> LayerAudit:
+    """Of a shard whose kept tensors were compared when it was written, see `stitch.write.shard.write_shard`."""
+    return LayerAudit(len(actions), sum(action.kind in KEPT for action in actions))
+
+
 def audit_kept(actions: Sequence[Action], source: Checkpoint, candidate: Checkpoint, audit: LayerAudit) -> None:
     """Account for a layer's tensors, and compare those that keep their bytes, by SHA-256."""
     audit.tensors += len(actions)
     for action in actions:
-        if action.kind in ("keep", "rename"):
+        if action.kind in KEPT:
             (name,) = action.outputs
             if name not in candidate.tensors:
                 continue  # already reported as missing
