@@ -33,7 +33,7 @@ class Lane:
         ranks: the processes that share the texts.
 
     Attributes:
-        left: the states that left the layer that ran last.
+        left: the states that left the layer that ran last; between its halves, the residual stream.
         chosen: the experts that its router chose, int32.
     """
 
@@ -82,19 +82,28 @@ class Lane:
             embed(self.model, texts, states)
         self._ranks.barrier()
 
-    def advance(self, number: int, layer: torch.nn.Module) -> None:
-        """Take all texts through a layer with this lane's weights.
+    def attend(self, number: int, layer: torch.nn.Module) -> None:
+        """Take all texts through the first half of a layer with this lane's weights; `left` is then the residual."""
+        self.left = self.states(number + 1)
+        attend(self.model, layer, self.states(number), self.left, self._check, self._ranks)
+
+    def attend_as(self, other: Lane, number: int) -> None:
+        """Take over the residual of a lane that entered the layer with the same states and has the same attention."""
+        self.left = self.states(number + 1)
+        if self._ranks.leads:
+            self.left.flat.copy_(other.left.flat)
+        self._ranks.barrier()
+
+    def finish(self, number: int, layer: torch.nn.Module) -> None:
+        """Take them through the second half.
 
         Raises:
             QuantizeError: an output is not finite.
         """
-        before, after = self.states(number), self.states(number + 1)
-        attend(self.model, layer, before, after, self._check, self._ranks)
         where = f"{self.name}: layer {number}"
-        finish(self.model, layer, after, where, self._check, self._ranks, chosen=self.chosen)
+        finish(self.model, layer, self.left, where, self._check, self._ranks, chosen=self.chosen)
         if self._durable and self._ranks.leads:
-            after.flush()
-        self.left = after
+            self.left.flush()
 
     def forget(self, number: int) -> None:
         """Remove the states that entered a layer, once those that left it are kept."""

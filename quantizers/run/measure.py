@@ -114,6 +114,8 @@ def measure(
 class _FromFiles:
     """A candidate that lies in files."""
 
+    keeps_attention = False  # which may be any tool's
+
     def __init__(self, lane: Lane, checkpoint: Checkpoint, weights: bool) -> None:
         self.lane, self.checkpoint, self.weights = lane, checkpoint, weights
         self.weight_error: dict[str, float] = {}

@@ -61,6 +61,8 @@ class Quantized:
         recorded: what the experts of the last layer were called with.
     """
 
+    keeps_attention = True
+
     def __init__(
         self,
         job: Job,

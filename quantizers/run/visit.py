@@ -66,6 +66,7 @@ class Candidate(Protocol):
     """A model that is compared with the source, layer by layer."""
 
     lane: Lane
+    keeps_attention: bool  # whether all before the norm is the source's own
 
     def prepare(self, visit: Visit, layer: torch.nn.Module) -> None:
         """Called while `layer` holds the source's weights, which are to be left as they are."""
@@ -125,18 +126,29 @@ def _pass_through(
     with reference.model.layer(number, visit.source) as layer:
         watch.lap("materialise")
         if texts:
-            reference.advance(number, layer)
+            reference.attend(number, layer)
+            for candidate in candidates:
+                if _shares_attention(candidate, number):
+                    candidate.lane.attend_as(reference, number)
+            reference.finish(number, layer)
             watch.lap("reference")
         for candidate in candidates:
             candidate.prepare(visit, layer)
     for candidate in candidates:
         with candidate.layer(visit) as layer:
             if texts:
-                candidate.lane.advance(number, layer)
+                if not _shares_attention(candidate, number):
+                    candidate.lane.attend(number, layer)
+                candidate.lane.finish(number, layer)
                 watch.lap("candidate")
         if texts and ranks.leads:
             visit.compared.append(compare(reference, candidate.lane, texts))
             watch.lap("compare")
+
+
+def _shares_attention(candidate: Candidate, number: int) -> bool:
+    """Whether a candidate's attention would compute what the source's did: only the first layer's inputs are equal."""
+    return candidate.keeps_attention and number == 0
 
 
 @contextlib.contextmanager
