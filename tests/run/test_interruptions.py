@@ -114,7 +114,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize(
+    "share", [0.01, 0.3, 0.9, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.1, 0.5, 0.7))]
+)
 def test_a_disk_that_fills_while_the_run_works(
     unbroken: Path, tmp_path: Path, quantize: Callable[..., tuple[int, str]], share: float
 ) -> None:

@@ -83,9 +83,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize(
-    ("experts", "source_limit"), [({}, 1.02), pytest.param({"bits_per_weight": 4.4}, 2.04, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("experts", "source_limit"), [({}, 1.02), ({"bits_per_weight": 4.4}, 2.04)])
 def test_each_byte_is_read_once(
     experts: dict[str, Any], source_limit: float, tmp_path: Path, read: Counter[str]
 ) -> None:
@@ -354,7 +353,11 @@ def make_bad(numbers: set[int], patched: pytest.MonkeyPatch) -> None:
     ("limit", "said"),
     [
         ({"max_hidden_error": 0.05}, r"hidden error 0\.\d+ > 0\.05 \(verify\.stop\.max_hidden_error\)"),
-        ({"min_router_agreement": 0.97}, r"router agreement 0\.\d+ < 0\.97 \(verify\.stop\.min_router_agreement\)"),
+        pytest.param(
+            {"min_router_agreement": 0.97},
+            r"router agreement 0\.\d+ < 0\.97 \(verify\.stop\.min_router_agreement\)",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bad_layers_stop_the_run_at_the_first(
