@@ -15,10 +15,11 @@ from typing import Any
 from quantizers.architectures.architecture import Architecture, Sizes
 from quantizers.architectures.matrices import MATRICES
 
+from .config_groups import Refused, Rules, read_rules
 from .findings import Consumers, Findings, Severity
 from .parallel import tensor_parallel
 from .readings import TRANSFORMERS, Reading, module_of, names_experts, server_readings, transformers_readings
-from .rules import ATTENTION, EXPERTS, KINDS, SERVERS, VLLM, Refused, Rules, read_rules
+from .rules import ATTENTION, EXPERTS, KINDS, SERVERS, VLLM
 from .tensors import (
     Mistake,
     Module,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from quantizers.architectures.architecture import Sizes
 
-from .rules import ServedScheme
+from .config_groups import ServedScheme
 
 MARLIN_GROUPS, MARLIN_HIDDEN = (32, 64, 128), 128
 

