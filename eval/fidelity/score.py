@@ -1,6 +1,6 @@
 """Scores held-out texts with source and candidates once they have passed through all layers: −log p, KL, top-1.
 
-Figures.py summarises what is collected here. Several ranks deal the texts among themselves.
+What is collected here is summarised by figures.py. Several ranks deal the texts among themselves.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ def main() -> None:
         _end(ranks, str(failure), failure.exit_code)
     except Exception as failure:
         # typer bundles its own click under a private name, so click's errors are recognised by their method.
-        if type(failure).__module__.startswith("click") or hasattr(failure, "format_message"):
-            _end(ranks, failure.format_message(), 2)  # type: ignore[attr-defined]
+        if said := getattr(failure, "format_message", None):
+            _end(ranks, said(), 2)
         if "--debug" in sys.argv:
             traceback.print_exc()
             _end(ranks, "", 1)

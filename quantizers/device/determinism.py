@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from quantizers.system.errors import InputError, QuantizeError
 
@@ -41,8 +42,8 @@ def settle_gpu() -> None:
             f"{' or '.join(WORKSPACES)}"
         )
     torch.use_deterministic_algorithms(True)
-    # We never read uninitialized memory, and filling it takes time. (torch adds this property to its module.)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    memory: Any = torch.utils.deterministic  # a module to which torch adds the property, unseen by type checkers
+    memory.fill_uninitialized_memory = False  # we never read uninitialized memory, and filling it takes time
     # The older of torch's two interfaces: an image's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 has already used it, and
     # torch's products raise an error when both interfaces were used.
     torch.set_float32_matmul_precision("highest")

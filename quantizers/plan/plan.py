@@ -28,6 +28,7 @@ from quantizers.recipe.scheme import Scheme
 from quantizers.system.errors import CheckpointError, RecipeError
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate"]
+KEPT: tuple[Kind, ...] = ("keep", "rename")  # whose tensors keep their bytes
 METADATA = {"format": "pt"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quantizers.architectures.architecture import Sizes
 
-from .plan import Action, Plan, file_size, index_json
+from .plan import KEPT, Action, Plan, file_size, index_json
 
 
 def kind_of_tensor(action: Action) -> str:
@@ -56,7 +56,7 @@ def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
         "layers": sizes["layers"],
         "experts_per_layer": sizes["experts"],
         "quantized_matrices": plan.counts()["quantize"],
-        "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in ("keep", "rename")),
+        "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in KEPT),
         "actions": table,
         "kinds": kinds(plan),
         "source_bytes": sum(action.spec.bytes for action in plan.actions),

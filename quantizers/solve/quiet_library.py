@@ -30,14 +30,14 @@ def quiet_library() -> Iterator[None]:
     output. loguru has no public way to set its sinks aside, hence `_core`.
     """
     from loguru import logger
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from tqdm import tqdm  # type: ignore[import-untyped]  # has no types
 
     shown = tqdm.__init__
 
     def hidden(bar: Any, *args: Any, **options: Any) -> None:
         shown(bar, *args, **options | {"disable": True})
 
-    core: Any = logger._core  # type: ignore[attr-defined]
+    core: Any = logger._core  # type: ignore[attr-defined]  # hidden from types, see above
     with core.lock:
         sinks = core.handlers, core.min_level
         core.handlers, core.min_level = {}, float("inf")

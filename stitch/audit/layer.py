@@ -16,7 +16,7 @@ from quantizers.architectures.architecture import Architecture, Sizes
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, router_state
 from quantizers.forward.weights import read_weight
-from quantizers.plan.plan import Action
+from quantizers.plan.plan import KEPT, Action
 from quantizers.system.errors import CheckpointError
 
 ROUTER_ULPS = 2
@@ -45,9 +45,6 @@ class LayerAudit:
     def as_dict(self) -> dict[str, Any]:
         """For the journal."""
         return asdict(self)
-
-
-KEPT = ("keep", "rename")  # kinds of action that keep a tensor's bytes
 
 
 def written_from(actions: Sequence[Action]) -> LayerAudit:

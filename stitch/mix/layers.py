@@ -22,7 +22,7 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state
 from quantizers.forward.weights import read_weight
 from quantizers.output import journal
-from quantizers.plan.plan import Plan
+from quantizers.plan.plan import KEPT, Plan
 from quantizers.system.atomic import write_json
 from quantizers.system.errors import CheckpointError
 from stitch.write.shard import write_shard
@@ -118,7 +118,7 @@ def layer_tensors(
     """
     tensors: dict[str, torch.Tensor] = {}
     for action in plan.of_layer(layer):
-        if action.kind in ("keep", "rename"):
+        if action.kind in KEPT:
             (name,) = action.outputs
             tensors[name] = source.tensor(action.source)
         elif action.kind == "fold":

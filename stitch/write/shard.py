@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.plan.plan import METADATA, Plan
+from quantizers.plan.plan import KEPT, METADATA, Plan
 from quantizers.solve.solved import Solved
 from quantizers.system.atomic import disk_errors, sync_folder
 from quantizers.system.errors import CheckpointError, QuantizeError
@@ -36,7 +36,7 @@ def layer_tensors(plan: Plan, layer: int | None, source: Checkpoint, solved: Sol
     """
     tensors: dict[str, torch.Tensor] = {}
     for action in plan.of_layer(layer):
-        if action.kind in ("keep", "rename"):
+        if action.kind in KEPT:
             (name,) = action.outputs
             tensors[name] = source.tensor(action.source)
             continue
@@ -122,5 +122,5 @@ def write_shard(
 
 def kept_hashes(plan: Plan, layer: int | None, source: Checkpoint) -> dict[str, str]:
     """SHA-256, hexadecimal, of the source's bytes for every tensor of a shard that keeps them."""
-    actions = (action for action in plan.of_layer(layer) if action.kind in ("keep", "rename"))
+    actions = (action for action in plan.of_layer(layer) if action.kind in KEPT)
     return {name: source.sha256(action.source) for action in actions for name in action.outputs}
