@@ -62,7 +62,7 @@ def start(recipe: str, output: Path, log: Path, number: signal.Signals | None = 
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         return app(**named)
 
-    cli.app = unblocked  # type: ignore[assignment]  # in the child alone, which never returns
+    vars(cli)["app"] = unblocked  # in the child alone, which never returns
     with log.open("a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ import yaml
 from tiny import write_job
 
 from quantizers.calibration.sources.lock import lock_set
-from quantizers.plan.job import prepare
-from quantizers.run import pipeline
+from quantizers.plan.job import Job
+from quantizers.run import quantized
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.system.errors import QuantizeError
@@ -40,16 +41,24 @@ def timeless(report: dict[str, Any]) -> dict[str, Any]:
     return kept | {"layers": [{k: v for k, v in layer.items() if k != "seconds"} for layer in report["layers"]]}
 
 
-def cut_at(step: str, recipe: Path, options: Options) -> None:
-    """A run that fails where the pipeline calls `step`."""
+def cut_at(module: ModuleType, name: str, job: Job, options: Options, calls: int = 0) -> None:
+    """A run in which a module's function `name` raises once it has been called so many times, as a kill there would."""
+    real, count = getattr(module, name), iter(range(1_000_000))
 
-    def cut(*_: Any) -> Any:
-        raise QuantizeError("cut here")
+    def cut(*arguments: Any, **named: Any) -> Any:
+        if next(count) == calls:
+            raise QuantizeError("cut here")
+        return real(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, step, cut)
+        patched.setattr(module, name, cut)
         with pytest.raises(QuantizeError, match="cut here"):
-            run(prepare(str(recipe)), options)
+            run(job, options)
+
+
+def cut_in_layer(number: int, job: Job, options: Options) -> None:
+    """A run that fails where it would solve this layer."""
+    cut_at(quantized, "solve_layer", job, options, number)
 
 
 def timeless_card(folder: Path) -> list[str]:

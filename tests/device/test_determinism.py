@@ -28,6 +28,8 @@ from quantizers.solve.gram_engine import solve
 from quantizers.solve.token_weights import blend, routed_rows, squared_weights
 from quantizers.system.errors import InputError, QuantizeError
 
+MEMORY: Any = torch.utils.deterministic  # a module to which torch adds a property, unseen by type checkers
+
 aten = torch.ops.aten
 silu = torch.nn.functional.silu
 
@@ -41,10 +43,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch, "zeros", lambda *_, **named: None)
-    matmul, memory = torch.backends.cuda.matmul, torch.utils.deterministic
+    matmul, memory = torch.backends.cuda.matmul, MEMORY
     before = (
         torch.are_deterministic_algorithms_enabled(),
-        memory.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        memory.fill_uninitialized_memory,
         torch.get_float32_matmul_precision(),
         torch.backends.cudnn.allow_tf32,
         matmul.allow_bf16_reduced_precision_reduction,
@@ -52,7 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     yield
     torch.use_deterministic_algorithms(before[0])
-    memory.fill_uninitialized_memory = before[1]  # type: ignore[attr-defined]
+    memory.fill_uninitialized_memory = before[1]
     torch.set_float32_matmul_precision(before[2])
     torch.backends.cudnn.allow_tf32 = before[3]
     matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before[4:]
@@ -65,7 +67,7 @@ def test_choosing_a_gpu_settles_how_it_computes(name: str, gpu: None) -> None:
     assert devices.choose_device(name).type == "cuda"
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    assert not MEMORY.fill_uninitialized_memory
     assert os.environ[WORKSPACE] == ":4096:8"
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32

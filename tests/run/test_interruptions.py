@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY
-from runs import assert_same, hashes
+from runs import assert_same, cut_in_layer, hashes
 from tiny import write_job
 
 from quantizers.cli import main as cli
@@ -26,7 +26,6 @@ from quantizers.plan.job import prepare
 from quantizers.run import pipeline, quantized
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
-from quantizers.system.errors import QuantizeError
 
 MARGIN = 2**19  # for report.json, card, pictures and journal of a small job
 
@@ -170,18 +169,7 @@ def test_writes_that_find_no_room(
 
 def cut_after(layers: int, unbroken: Path, output: Path, **options: Any) -> None:
     """Leave a run of the job in `unbroken` cut off after some layers."""
-    count = iter(range(1_000_000))
-    real = quantized.solve_layer
-
-    def cut(*arguments: Any, **named: Any) -> Any:
-        if next(count) == layers:
-            raise QuantizeError("cut here")
-        return real(*arguments, **named)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(quantized, "solve_layer", cut)
-        with pytest.raises(QuantizeError, match="cut here"):
-            run(prepare(str(unbroken / "recipe.yaml")), Options(output, torch.device("cpu"), **options))
+    cut_in_layer(layers, prepare(str(unbroken / "recipe.yaml")), Options(output, torch.device("cpu"), **options))
 
 
 @pytest.fixture

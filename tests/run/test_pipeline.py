@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Finished
-from runs import hashes, timeless
+from runs import cut_at, cut_in_layer, hashes, timeless
 from tiny import write_job
 
 from quantizers.cli import main as cli
@@ -78,25 +78,6 @@ def test_the_finished_output_of_another_recipe_is_refused(
         run(prepare(str(other)), Options(finished.folder, CPU))
 
 
-Cut = Callable[[pytest.MonkeyPatch], None]
-
-
-def raise_in(module: ModuleType, name: str, calls: int) -> Cut:
-    """Let a module's function `name` raise at its n-th call, as a kill there would."""
-
-    def cut(monkeypatch: pytest.MonkeyPatch) -> None:
-        real, count = getattr(module, name), iter(range(1_000_000))
-
-        def wrapped(*arguments: Any, **named: Any) -> Any:
-            if next(count) == calls:
-                raise QuantizeError("cut here")
-            return real(*arguments, **named)
-
-        monkeypatch.setattr(module, name, wrapped)
-
-    return cut
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path, dict[str, Any]]:
     """A random model of four layers: its job, what an unbroken run makes of it, and that run's report."""
@@ -106,31 +87,28 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path, dict[str
 
 
 @pytest.mark.parametrize(
-    "cut",
+    ("module", "name", "calls"),
     [
-        raise_in(quantized, "solve_layer", 0),
-        raise_in(quantized, "solve_layer", 2),
-        raise_in(layer_loop, "write_shard", 0),
-        raise_in(quantized, "write_shard", 1),
-        raise_in(quantized, "audit_layer", 2),
-        raise_in(quantized, "finish", 3),
-        raise_in(lane, "attend", 5),
-        raise_in(layer_loop, "write_json", 0),
-        raise_in(layer_loop, "write_json", 2),
-        raise_in(layer_loop, "score", 0),
-        raise_in(pipeline, "assemble", 0),
-        raise_in(pipeline, "prove", 0),
-        raise_in(pipeline, "move_into_place", 0),
+        (quantized, "solve_layer", 0),
+        (quantized, "solve_layer", 2),
+        (layer_loop, "write_shard", 0),
+        (quantized, "write_shard", 1),
+        (quantized, "audit_layer", 2),
+        (quantized, "finish", 3),
+        (lane, "attend", 5),
+        (layer_loop, "write_json", 0),
+        (layer_loop, "write_json", 2),
+        (layer_loop, "score", 0),
+        (pipeline, "assemble", 0),
+        (pipeline, "prove", 0),
+        (pipeline, "move_into_place", 0),
     ],
 )
 def test_a_run_that_was_cut_goes_on_and_gives_the_same_bytes(
-    cut: Cut, small: tuple[Job, Path, dict[str, Any]], tmp_path: Path
+    module: ModuleType, name: str, calls: int, small: tuple[Job, Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     (job, whole, unbroken), options = small, Options(tmp_path / "output", CPU)
-    with pytest.MonkeyPatch.context() as patched:
-        cut(patched)
-        with pytest.raises(QuantizeError, match="cut here"):
-            run(job, options)
+    cut_at(module, name, job, options, calls)
     assert not (options.output / "config.json").exists()
     assert not (options.output / "model.safetensors.index.json").exists()
     report = run(job, options)
@@ -169,10 +147,7 @@ def test_a_changed_setting_is_refused_by_name(
     finished: Finished, tmp_path: Path, write_recipe: Callable[..., Path]
 ) -> None:
     output = tmp_path / "output"
-    with pytest.MonkeyPatch.context() as patched:
-        raise_in(quantized, "solve_layer", 1)(patched)
-        with pytest.raises(QuantizeError, match="cut here"):
-            run(prepare(str(finished.recipe)), Options(output, CPU))
+    cut_in_layer(1, prepare(str(finished.recipe)), Options(output, CPU))
     other = write_recipe(tmp_path / "other", rounding="nearest")
     with pytest.raises(OutputError, match=r'experts\.rounding \("gptq", now "nearest"\)'):
         run(prepare(str(other)), Options(output, CPU))

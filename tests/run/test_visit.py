@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from conftest import Finished
-from runs import assert_same, hashes, leaves
+from runs import assert_same, cut_in_layer, hashes, leaves
 from safetensors.torch import save_file
 from tiny import make, write_job
 
@@ -209,21 +209,6 @@ def test_a_byte_flipped_between_layer_and_end_is_found_and_the_layer_made_again(
     assert_same(output, small[1])
 
 
-def cut_in_layer(number: int, small: tuple[Path, Path], options: Options) -> None:
-    """A run that fails where it would solve this layer."""
-    real, calls = quantized.solve_layer, iter(range(1_000_000))
-
-    def cut(*arguments: Any, **named: Any) -> Any:
-        if next(calls) == number:
-            raise QuantizeError("cut here")
-        return real(*arguments, **named)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(quantized, "solve_layer", cut)
-        with pytest.raises(QuantizeError, match="cut here"):
-            run(job_of(small), options)
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -241,7 +226,7 @@ def test_a_run_that_goes_on_makes_a_damaged_shard_again(
 ) -> None:
     """The layers after it are not: they were made from the states that the undamaged shard gives."""
     options = Options(tmp_path / "output", CPU)
-    cut_in_layer(3, small, options)
+    cut_in_layer(3, job_of(small), options)
     damage(options.output / ".quantize" / "output" / SHARD)
     solved, real = list[int](), quantized.solve_layer
 
@@ -262,7 +247,7 @@ def test_a_damaged_shard_is_not_made_again_from_another_source(small: tuple[Path
     folder = tmp_path / "job"
     shutil.copytree(small[0].parent, folder, ignore=lambda *_: ["whole"])
     moved, options = (folder / "recipe.yaml", small[1]), Options(tmp_path / "output", CPU)
-    cut_in_layer(3, moved, options)
+    cut_in_layer(3, job_of(moved), options)
     (options.output / ".quantize" / "output" / SHARD).unlink()
     source = open_folder(folder / "model").tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
     stat = source.file.stat()
@@ -274,7 +259,7 @@ def test_a_damaged_shard_is_not_made_again_from_another_source(small: tuple[Path
 
 def test_the_outer_shard_is_written_again_where_it_was_damaged(small: tuple[Path, Path], tmp_path: Path) -> None:
     options = Options(tmp_path / "output", CPU)
-    cut_in_layer(1, small, options)
+    cut_in_layer(1, job_of(small), options)
     flip(options.output / ".quantize" / "output" / "model-00005-of-00005.safetensors", "lm_head.weight")
     run(job_of(small), options)
     assert_same(options.output, small[1])
@@ -309,7 +294,7 @@ def test_another_held_out_set_is_refused_by_name(small: tuple[Path, Path], tmp_p
     folder = tmp_path / "job"
     shutil.copytree(small[0].parent, folder, ignore=lambda *_: ["whole"])
     moved, options = (folder / "recipe.yaml", small[1]), Options(tmp_path / "output", CPU)
-    cut_in_layer(2, moved, options)
+    cut_in_layer(2, job_of(moved), options)
     rows = (folder / "held-out.jsonl").read_text().splitlines()
     (folder / "held-out.jsonl").write_text("\n".join(rows[1:]) + "\n")
     with pytest.raises(QuantizeError, match=r"unfinished run with another held_out .*; restore it, or start over"):
@@ -326,12 +311,12 @@ def test_a_run_may_go_on_without_a_held_out_set_but_not_begin_with_one_half_way(
     body = yaml.safe_load(with_set.read_text())
     without.write_text(yaml.safe_dump({key: value for key, value in body.items() if key != "verify"}))
     first, second = (Options(tmp_path / name, CPU) for name in ("first", "second"))
-    cut_in_layer(2, (with_set, small[1]), first)
+    cut_in_layer(2, prepare(str(with_set)), first)
     report = run(prepare(str(without)), first)
     assert "kl" not in report
     shards = {name: digest for name, digest in hashes(small[1]).items() if name.endswith(".safetensors")}
     assert shards.items() <= hashes(first.output).items()
-    cut_in_layer(2, (without, small[1]), second)
+    cut_in_layer(2, prepare(str(without)), second)
     with pytest.raises(QuantizeError, match=r"measured on no held-out set; leave verify\.perplexity out as before"):
         run(prepare(str(with_set)), second)
 

@@ -400,7 +400,7 @@ def test_it_is_silent_and_leaves_logging_and_the_session_alone(capsys: pytest.Ca
     from llmcompressor.core import active_session
     from llmcompressor.modeling.moe.context import get_calibrate_all_experts_flag
     from loguru import logger
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from tqdm import tqdm  # type: ignore[import-untyped]  # has no types
 
     session, bar = active_session(), vars(tqdm)["__init__"]
     messages: list[str] = []
