@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quantizers.architectures.architecture import Architecture, Sizes
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.sizes import Sizes
 
 from .config_groups import Refused, Rules, read_rules
 from .findings import Consumers, Findings, Severity
@@ -87,6 +88,7 @@ GARBAGE = (
 )
 
 
+UNSERVED = "no release of vLLM or SGLang that is known here has a model for this family"
 ONE_SCHEME = "it has one scheme for the experts of all layers, so loading fails; servers read each layer's own"
 
 
@@ -108,10 +110,16 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     rules = _read_section(config.get(SECTION), any("weight_packed" in parts for parts in modules.values()), findings)
     if rules is None:
         return Consumers(table, findings.all())
-    layers = sizes["layers"]
-    readings = {engine.name: list(server_readings(engine, facts, layers, rules)) for engine in SERVERS}
-    readings[TRANSFORMERS] = list(transformers_readings(facts, layers, rules))
-    differ = len({r.scheme for r in readings[VLLM.name] if r.kind == EXPERTS} - {None}) > 1
+    readings = {
+        engine.name: list(server_readings(engine, facts, sizes, rules))
+        for engine in SERVERS
+        if engine.key in facts.servers
+    }
+    if not readings:
+        findings.add("warning", SERVER_NAMES, facts.model_type, UNSERVED, "this checkpoint cannot be served by it")
+    readings[TRANSFORMERS] = list(transformers_readings(facts, sizes, rules))
+    asked = readings.get(VLLM.name) or next(iter(readings.values()))
+    differ = len({r.scheme for r in asked if r.kind == EXPERTS} - {None}) > 1
     if differ:
         problem = "the experts' schemes differ between layers"
         findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, ONE_SCHEME)
@@ -127,9 +135,9 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     if len(other_groups) > 1:
         problem = f"{len(other_groups)} groups beside that of the experts"
         findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, "at most one of them is honoured")
-    attention, routed = ([r.scheme for r in readings[VLLM.name] if r.kind == kind] for kind in (ATTENTION, EXPERTS))
+    attention, routed = ([r.scheme for r in asked if r.kind == kind] for kind in (ATTENTION, EXPERTS))
     parallel = {ranks: tensor_parallel(ranks, sizes, attention, routed) for ranks in PARALLEL}
-    return Consumers(table, findings.all(), parallel)
+    return Consumers(table, findings.all(), parallel if VLLM.name in readings else {})
 
 
 def _text(reading: Reading) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from quantizers.architectures.architecture import Sizes
+from quantizers.architectures.sizes import Sizes
 
 from .config_groups import ServedScheme
 

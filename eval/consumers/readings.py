@@ -1,7 +1,8 @@
 """Every module that an engine looks up in a quantization_config when it builds a model, with the scheme it gets.
 
-Servers (vLLM, SGLang) fuse q, k and v into one module and all experts of a layer into another; transformers
-looks up each linear layer separately. All of them build the router without quantization.
+Servers (vLLM, SGLang) fuse q, k and v into one module, gate and up of a dense MLP into another, and all experts of a
+layer into a third; transformers looks up each linear layer separately. The router is looked up only by a server that
+asks for it in this family.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.sizes import Sizes
 
 from .config_groups import Refused, Rules, ServedScheme
 from .rules import (
@@ -18,6 +20,7 @@ from .rules import (
     EXPERTS,
     FUSED,
     HEAD,
+    MLP,
     OUTPUT,
     ROUTER,
     Engine,
@@ -58,28 +61,30 @@ def module_of(tensor: str) -> str:
 
 
 def kind_of(linear: str) -> str:
-    """The kind of an attention linear: ATTENTION for q, k and v, which servers fuse, else OUTPUT."""
-    return ATTENTION if linear.rpartition(".")[2] in FUSED["qkv_proj"] else OUTPUT
+    """The kind of a kept linear module: ATTENTION for q, k and v, OUTPUT for o, else MLP."""
+    last = linear.rpartition(".")[2]
+    return ATTENTION if last in FUSED["qkv_proj"] else OUTPUT if last == "o_proj" else MLP
 
 
-def attention(facts: Architecture) -> list[tuple[str, str, tuple[str, ...]]]:
-    """The attention linears as servers build them: name, class and published members, without the layer's prefix."""
-    fused: dict[str, tuple[str, ...]] = {}
-    for name in facts.linears:
-        parent = name.rpartition(".")[0]
-        fused_name = f"{parent}.qkv_proj" if kind_of(name) == ATTENTION else name
-        fused[fused_name] = (*fused.get(fused_name, ()), name)
-    return [
-        (name, "QKVParallelLinear" if len(members) > 1 else "RowParallelLinear", members)
-        for name, members in fused.items()
-    ]
+CLASSES = {"qkv_proj": "QKVParallelLinear", "gate_up_proj": "MergedColumnParallelLinear"}
 
 
-def server_readings(engine: Engine, facts: Architecture, layers: int, rules: Rules) -> Iterator[Reading]:
+def fused(linears: Iterable[str]) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Linear modules as servers build them: name, class and published members, without the layer's prefix."""
+    built: dict[str, tuple[str, ...]] = {}
+    for linear in linears:
+        parent, _, last = linear.rpartition(".")
+        whole = next((name for name, members in FUSED.items() if last in members), last)
+        name = f"{parent}.{whole}"
+        built[name] = (*built.get(name, ()), linear)
+    return [(name, CLASSES.get(name.rpartition(".")[2], "RowParallelLinear"), parts) for name, parts in built.items()]
+
+
+def server_readings(engine: Engine, facts: Architecture, sizes: Sizes, rules: Rules) -> Iterator[Reading]:
     """Every module that a server looks up, with the scheme it gets."""
 
     def ask(kind: str, name: str, class_name: str, members: tuple[str, ...], layer: int | None = None) -> Reading:
-        if kind in engine.plain_kinds:
+        if kind in engine.plain_kinds and not (kind == ROUTER and facts.servers[engine.key].asks_for_router):
             return Reading(kind, name, members, None, layer)
         try:
             if kind == EXPERTS and layer is not None:
@@ -91,30 +96,35 @@ def server_readings(engine: Engine, facts: Architecture, layers: int, rules: Rul
             return Reading(kind, name, members, None, layer, str(refused))
         return Reading(kind, name, members, scheme, layer)
 
-    for layer in range(layers):
-        for name, class_name, members in attention(facts):
-            kind = ATTENTION if len(members) > 1 else OUTPUT
+    for layer in range(sizes["layers"]):
+        dense = layer in sizes.dense
+        for name, class_name, members in fused(facts.linears(dense)):
             full = tuple(facts.layer(layer, member) for member in members)
-            yield ask(kind, facts.layer(layer, name), class_name, full, layer)
+            yield ask(kind_of(members[0]), facts.layer(layer, name), class_name, full, layer)
+        if dense:
+            continue
         yield ask(EXPERTS, engine.expert_prefix(facts, layer), engine.expert_class, (), layer)
-        router = module_of(facts.layer(layer, facts.fold.router))
+        router = module_of(facts.layer(layer, facts.router.tensor))
         yield ask(ROUTER, router, "GateLinear", (router,), layer)
     head, embedding = module_of(facts.head), module_of(facts.embedding)
     yield ask(HEAD, head, "ParallelLMHead", (head,))
     yield ask(EMBEDDINGS, embedding, "VocabParallelEmbedding", (embedding,))
 
 
-def transformers_readings(facts: Architecture, layers: int, rules: Rules) -> Iterator[Reading]:
+def transformers_readings(facts: Architecture, sizes: Sizes, rules: Rules) -> Iterator[Reading]:
     """Every module that transformers looks up: each linear layer separately; all layers' experts share one group."""
 
     def linear(kind: str, name: str, class_name: str = "Linear", layer: int | None = None) -> Reading:
         return Reading(kind, name, (name,), _transformers_scheme(name, class_name, rules), layer)
 
-    for layer in range(layers):
-        for name in facts.linears:
+    for layer in range(sizes["layers"]):
+        dense = layer in sizes.dense
+        for name in facts.linears(dense):
             yield linear(kind_of(name), facts.layer(layer, name), layer=layer)
+        if dense:
+            continue
         yield Reading(EXPERTS, facts.layer(layer, facts.modules.experts), (), _transformers_experts(rules), layer)
-        router = module_of(facts.layer(layer, facts.fold.router))
+        router = module_of(facts.layer(layer, facts.router.tensor))
         yield Reading(ROUTER, router, (router,), None, layer)  # its class is not nn.Linear, so it is never quantized
     yield linear(HEAD, module_of(facts.head))
     yield linear(EMBEDDINGS, module_of(facts.embedding), "Embedding")

@@ -5,14 +5,15 @@ the name of a class such as "Linear". The engines differ in the names that they 
 which they try the kinds of target:
 
     vLLM          name, then the parts of a fused layer, then the class; no match: not quantized
-    SGLang        name, class, parts; no match: an error. Router, head and embedding are never looked up
+    SGLang        name, class, parts; no match: an error. Head and embedding are never looked up
     transformers  name, then class; q, k and v separately; for experts the first group with a `re:` target
                   that contains "experts", even if that expression does not match them
 
-Both servers look up expert 0 only, and its three matrices must get the same scheme. vLLM calls them w1/w3/w2
-since 0.32 and gate_proj/up_proj/down_proj before, below `mlp.experts`; SGLang uses the latter names below
-`block_sparse_moe.experts`. Taken from the sources of vLLM 0.15 to 0.33 (before about 0.23 it tried the class
-before the parts), SGLang 0.5.23 and transformers 5.17; eval/consumers/vllm.py asks an installed vLLM.
+Both servers look up expert 0 only, and its three matrices must get the same scheme. vLLM calls them as the family's
+files do since 0.32 (w1/w3/w2 where these do), and gate_proj/up_proj/down_proj before; SGLang always uses the latter
+names. Below which module they lie is a fact of the family's, for each server. Taken from the sources of vLLM 0.15 to
+0.33 (before about 0.23 it tried the class before the parts), SGLang 0.5.23 and transformers 5.17;
+eval/consumers/vllm.py asks an installed vLLM.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.architecture import Architecture, ServerName
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 
 from .config_groups import Refused, Rules, ServedScheme
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
-ATTENTION, OUTPUT, EXPERTS, ROUTER, HEAD, EMBEDDINGS = KINDS = (
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+ATTENTION, OUTPUT, MLP, EXPERTS, ROUTER, HEAD, EMBEDDINGS = KINDS = (
     "attention q,k,v",
     "attention o",
+    "dense MLP",
     "experts",
     "router",
     "lm_head",
@@ -45,11 +47,11 @@ class Engine:
     """A server: which names it looks up, and how it matches them.
 
     Attributes:
+        key: of the server in a family's facts.
         name: with the versions it stands for.
         expert_class: the class that holds a layer's experts.
         own_names: whether it looks up experts' matrices by the family's names (w1/w3/w2), or else by PROJECTIONS.
-        below_mlp: whether it names the experts' module as transformers does (`mlp.experts`), or else as published.
-        plain_kinds: the kinds that it builds without consulting the rules.
+        plain_kinds: the kinds that it builds without consulting the rules; the router only if the family says so.
         class_before_parts: it tries the class before the parts of a fused layer.
         unmatched_is_error: it stops if nothing matches; otherwise such a module is not quantized.
         ignores_fused_name: an expression in `ignore` is also tried on the fused layer's own name.
@@ -57,10 +59,10 @@ class Engine:
         packed_only: integer experts need `pack-quantized` as the format of the whole checkpoint.
     """
 
+    key: ServerName
     name: str
     expert_class: str
     own_names: bool
-    below_mlp: bool
     plain_kinds: tuple[str, ...]
     class_before_parts: bool = False
     unmatched_is_error: bool = False
@@ -74,19 +76,16 @@ class Engine:
 
     def expert_prefix(self, facts: Architecture, layer: int) -> str:
         """Its name for the module that holds a layer's experts."""
-        own = facts.expert_prefix.partition(".{expert}")[0]
-        return facts.layer(layer, facts.modules.experts if self.below_mlp else own)
+        return facts.layer(layer, facts.servers[self.key].experts)
 
 
-VLLM = Engine(
-    "vLLM 0.32+", "RoutedExperts", own_names=True, below_mlp=True, plain_kinds=(ROUTER,), ignores_fused_name=True
-)
-VLLM_BEFORE = Engine("vLLM 0.14-0.31", "RoutedExperts", own_names=False, below_mlp=True, plain_kinds=(ROUTER,))
+VLLM = Engine("vllm", "vLLM 0.32+", "RoutedExperts", own_names=True, plain_kinds=(ROUTER,), ignores_fused_name=True)
+VLLM_BEFORE = Engine("vllm", "vLLM 0.14-0.31", "RoutedExperts", own_names=False, plain_kinds=(ROUTER,))
 SGLANG = Engine(
+    "sglang",
     "SGLang",
     "FusedMoE",
     own_names=False,
-    below_mlp=False,
     plain_kinds=(ROUTER, HEAD, EMBEDDINGS),
     class_before_parts=True,
     unmatched_is_error=True,

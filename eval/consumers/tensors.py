@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from quantizers.architectures.architecture import Architecture, Sizes
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
+from quantizers.architectures.sizes import Sizes
 
 from .config_groups import ServedScheme
 from .readings import kind_of, module_of
@@ -66,10 +67,14 @@ def expected_modules(facts: Architecture, sizes: Sizes) -> dict[str, Module]:
     """Every matrix that an engine may quantize, by its published name."""
     modules: dict[str, Module] = {}
     for layer in range(sizes["layers"]):
-        for name, terms in facts.linears.items():
+        dense = layer in sizes.dense
+        for name, terms in facts.linears(dense).items():
             modules[facts.layer(layer, name)] = Module(kind_of(name), sizes.shape(terms))
-        router = facts.fold.router
-        modules[module_of(facts.layer(layer, router))] = Module(ROUTER, sizes.shape(facts.in_layer[router].shape))
+        if dense:
+            continue
+        router = facts.router.tensor
+        shape = sizes.shape(facts.tensors(dense)[router].shape)
+        modules[module_of(facts.layer(layer, router))] = Module(ROUTER, shape)
         for matrix in MATRICES:
             shape = sizes.shape(facts.expert_linears[matrix].shape)
             for expert in range(sizes["experts"]):
@@ -81,8 +86,13 @@ def expected_modules(facts: Architecture, sizes: Sizes) -> dict[str, Module]:
 
 def expected_vectors(facts: Architecture, sizes: Sizes) -> list[str]:
     """The other tensors that must exist: norms and the router's correction bias."""
-    names = [facts.layer(layer, name) for layer in range(sizes["layers"]) for name in facts.in_layer]
-    matrices = {facts.head, facts.embedding, *(facts.layer(n, facts.fold.router) for n in range(sizes["layers"]))}
+    names = [
+        facts.layer(layer, name)
+        for layer in range(sizes["layers"])
+        for name, tensor in facts.tensors(layer in sizes.dense).items()
+        if not tensor.optional
+    ]
+    matrices = {facts.head, facts.embedding, *(facts.layer(n, facts.router.tensor) for n in range(sizes["layers"]))}
     return [name for name in (*names, *facts.outside) if name not in matrices]
 
 
@@ -90,7 +100,7 @@ def misnamed_experts(modules: Mapping[str, Parts], facts: Architecture, sizes: S
     """Expert modules stored under another naming than the family's: by module, the last part of its name."""
     own = {linear.name for linear in facts.expert_linears.values()}
     misnamed: dict[str, str] = {}
-    for layer in range(sizes["layers"]):
+    for layer in sizes.moe_layers:
         for expert in range(sizes["experts"]):
             prefix = facts.layer(layer, facts.expert_prefix.format(expert=expert))
             for other in (*PROJECTIONS.values(), "w1", "w3", "w2"):
@@ -196,4 +206,6 @@ def required(scheme: ServedScheme, shape: tuple[int, ...]) -> dict[str, Needed] 
     if scheme.type == "float" and scheme.bits == 8 and scheme.strategy == "block" and scheme.block:
         blocks = (math.ceil(rows / scheme.block[0]), math.ceil(columns / scheme.block[1]))
         return {"weight": Needed(("F8_E4M3",), shape), "weight_scale": Needed(FLOATING, blocks)}
+    if scheme.type == "float" and scheme.bits == 8 and scheme.strategy == "channel":
+        return {"weight": Needed(("F8_E4M3",), shape), "weight_scale": Needed(FLOATING, (rows, 1))}
     return None

@@ -17,13 +17,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from quantizers.architectures.architecture import Architecture, architecture_for, sizes_of
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import CONFIG, read_json
 from quantizers.system.errors import InputError
 
 from .config_groups import Refused, read_rules, scheme_of
-from .readings import Reading, server_readings
+from .readings import CLASSES, Reading, server_readings
 from .rules import EMBEDDINGS, EXPERTS, HEAD, ROUTER, VLLM, VLLM_BEFORE
 
 REMEDY = (
@@ -37,11 +39,12 @@ QUANTIZATION = f"{LAYERS}.quantization.compressed_tensors"
 DECIDES = ("compressed_tensors.py", "compressed_tensors_moe.py", "utils.py", "config_utils.py")
 
 
-def ask_vllm(folder: Path) -> dict[str, Any]:
+def ask_vllm(folder: Path, own: Path | None = None) -> dict[str, Any]:
     """Compare vLLM's scheme for every module with that of rules.py.
 
     Args:
         folder: a checkpoint; only its config.json is read.
+        own: a file with the user's own facts about the family.
 
     Returns:
         `version` of vLLM; `rules`, the name of the `rules.Engine` that it was compared with; `asked`, the
@@ -53,11 +56,15 @@ def ask_vllm(folder: Path) -> dict[str, Any]:
     """
     where = str(folder / CONFIG)
     config = read_json(folder / CONFIG)
-    facts = architecture_for(config, where)
-    layers = sizes_of(facts, config, where)["layers"]
+    facts = architecture_for(config, where, own)
+    sizes = sizes_of(facts, config, where)
     section = config.get("quantization_config")
     if not isinstance(section, dict):
         raise InputError(f"{where}: quantization_config is missing; there is nothing to ask vLLM")
+    if "vllm" not in facts.servers:
+        raise InputError(
+            f"{where}: vLLM has no model for {facts.model_type} that is known here; there is nothing to ask"
+        )
     vllm = _load("vllm", where)
     result: dict[str, Any] = {"version": vllm.__version__, "rules": "", "asked": 0, "schemes": {}, "differences": []}
     try:
@@ -70,8 +77,8 @@ def ask_vllm(folder: Path) -> dict[str, Any]:
     engine = VLLM if asker.expert_names(facts) == VLLM.expert_parts(facts) else VLLM_BEFORE
     result["rules"] = engine.name
     counts: dict[str, Counter[str]] = {}
-    for reading in server_readings(engine, facts, layers, rules):
-        if reading.kind == ROUTER:
+    for reading in server_readings(engine, facts, sizes, rules):
+        if reading.kind == ROUTER and not facts.servers["vllm"].asks_for_router:
             continue  # vLLM builds it without a quantization config, so there is no answer
         answer, kernel = asker.ask(reading, facts)
         ours = "refused" if reading.refused is not None else str(reading.scheme or "plain")
@@ -98,7 +105,9 @@ class _Asker:
         moe = import_module(f"{LAYERS}.fused_moe")
         self._classes = {
             "QKVParallelLinear": linear.QKVParallelLinear,
+            "MergedColumnParallelLinear": linear.MergedColumnParallelLinear,
             "RowParallelLinear": linear.RowParallelLinear,
+            ROUTER: linear.ReplicatedLinear,  # what its own class is made from
             HEAD: embedding.ParallelLMHead,
             EMBEDDINGS: embedding.VocabParallelEmbedding,
             EXPERTS: getattr(moe, "RoutedExperts", None) or moe.FusedMoE,  # the latter before 0.29
@@ -120,19 +129,19 @@ class _Asker:
     def _bare(self, reading: Reading, facts: Architecture) -> Any:
         kind = reading.kind
         if kind not in self._classes:
-            kind = "QKVParallelLinear" if len(reading.members) > 1 else "RowParallelLinear"
+            kind = CLASSES.get(reading.asked.rpartition(".")[2], "RowParallelLinear")
         layer_class = self._classes[kind]
         layer = layer_class.__new__(layer_class)
         import_module("torch").nn.Module.__init__(layer)
         if kind == EXPERTS:
             layer.moe_config = SimpleNamespace()
-            for matrix in MATRICES:  # as MiniMaxM2MoE hands them to its experts; read since 0.32
+            for matrix in MATRICES:  # as the model hands them to its experts; read since 0.32
                 setattr(layer, f"ckpt_{matrix}_proj_name", facts.expert_linears[matrix].name)
         return layer
 
     def expert_names(self, facts: Architecture) -> tuple[str, ...]:
         """The names under which this vLLM looks up gate, up and down."""
-        self.ask(Reading(EXPERTS, "model.layers.0.mlp.experts", (), None, 0), facts)
+        self.ask(Reading(EXPERTS, facts.layer(0, facts.servers["vllm"].experts), (), None, 0), facts)
         return tuple(name.rpartition(".")[2] for name, _ in self._lookups)
 
     def ask(self, reading: Reading, facts: Architecture) -> tuple[str, str]:

@@ -20,19 +20,23 @@ from quantizers.system.errors import InputError
 NAMED = 20  # uncovered pairs (layer, expert) that a message lists at most
 
 
-def summarise(counts: Sequence[np.ndarray], categories: Sequence[str], minimum: int) -> dict[str, Any]:
+def summarise(
+    counts: Sequence[np.ndarray], categories: Sequence[str], minimum: int, numbers: Sequence[int] | None = None
+) -> dict[str, Any]:
     """Routed tokens over all layers.
 
     Args:
-        counts: for each layer (C, E) int64.
+        counts: for each layer with experts (C, E) int64.
         categories: names of the rows.
         minimum: routed tokens that an expert needs to count as covered.
+        numbers: of these layers; None for 0, 1, 2, …
 
     Returns:
         min, median, uncovered (pairs), pairs, min_entropy, routed_by_category, and per layer min, median,
         uncovered, the worst expert, the entropy of the load and the routed tokens of each expert.
     """
     totals = np.stack([layer.sum(0) for layer in counts])  # (L, E)
+    numbers = range(len(counts)) if numbers is None else numbers
     layers = [
         {
             "layer": number,
@@ -43,9 +47,9 @@ def summarise(counts: Sequence[np.ndarray], categories: Sequence[str], minimum: 
             "entropy": entropy(row),
             "routed_tokens": row.tolist(),
         }
-        for number, row in enumerate(totals)
+        for number, row in zip(numbers, totals, strict=True)
     ]
-    uncovered = [[int(a), int(b)] for a, b in np.argwhere(totals < minimum)]
+    uncovered = [[numbers[int(a)], int(b)] for a, b in np.argwhere(totals < minimum)]
     by_category = {name: int(sum(layer[i].sum() for layer in counts)) for i, name in enumerate(categories)}
     return {
         "min_routed_tokens": minimum,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.plan.job import given_folder
-from quantizers.recipe.schema import CoverageGate, read_recipe, set_location, source_location
+from quantizers.recipe.schema import CoverageGate, facts_location, read_recipe, set_location, source_location
 from quantizers.system.errors import InputError
 from quantizers.system.shipped import find
 from quantizers.team.ranks import ALONE, Ranks
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Question:
-    """A model, the sets to stream over it, and the gates."""
+    """A model, the sets to stream over it, the gates, and the file with the user's own facts if there is one."""
 
     model: str
     revision: str
@@ -29,6 +29,7 @@ class Question:
     sets: tuple[Path, ...]
     rule: CoverageGate
     where: str
+    own: Path | None = None
 
 
 def question_of(
@@ -40,11 +41,13 @@ def question_of(
     min_routed_tokens: int | None,
     max_uncovered: float | None,
     source: Path | None = None,
+    own: Path | None = None,
 ) -> Question:
     """Combine the arguments: a recipe, of which `model` and `data` may replace parts, or `model` and `data` alone.
 
     Args:
         source: folder of the recipe's model on this machine.
+        own: a file with the user's own facts, instead of the one that the recipe may name for its own model.
 
     Raises:
         InputError: something is missing, or given twice.
@@ -73,9 +76,14 @@ def question_of(
         if not file.is_file():
             raise InputError(f"{file}: no such set; give a file, or the name of a shipped set such as embedded")
     if model is not None or parsed is None or path is None:
-        return Question(str(model), "main", False, tuple(sets), rule, str(path or model))
+        return Question(str(model), "main", False, tuple(sets), rule, str(path or model), own)
     location = source_location(parsed, path) if source is None else given_folder(source)
-    return Question(location, parsed.source.revision, parsed.source.trust_remote_code, tuple(sets), rule, str(path))
+    revision, trusted, own = (
+        parsed.source.revision,
+        parsed.source.trust_remote_code,
+        own or facts_location(parsed, path),
+    )
+    return Question(location, revision, trusted, tuple(sets), rule, str(path), own)
 
 
 def measure_coverage(question: Question, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
@@ -99,7 +107,8 @@ def compare_coverage(question: Question, device: torch.device, work: Path, ranks
 
 def _stream(question: Question, device: torch.device, work: Path, ranks: Ranks) -> tuple[Routed, list[str]]:
     """Stream all sets in one pass; the categories of set n get the prefix `n:`."""
-    from quantizers.architectures.architecture import architecture_for, sizes_of
+    from quantizers.architectures.families import architecture_for
+    from quantizers.architectures.sizes import sizes_of
     from quantizers.calibration.samples import samples
     from quantizers.calibration.texts import token_tensors
     from quantizers.checkpoint.formats import readable
@@ -113,7 +122,7 @@ def _stream(question: Question, device: torch.device, work: Path, ranks: Ranks) 
 
     checkpoint = ranks.rank_zero_first(lambda: open_checkpoint(question.model, question.revision))
     where = str(checkpoint.folder / "config.json")
-    facts = architecture_for(checkpoint.config, where)
+    facts = architecture_for(checkpoint.config, where, question.own)
     sizes = sizes_of(facts, checkpoint.config, where)
     trusted = question.trust_remote_code
     loaded = ranks.rank_zero_first(lambda: [samples(file, checkpoint.folder, trusted) for file in question.sets])

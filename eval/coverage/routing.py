@@ -4,7 +4,7 @@ Runs one sequence at a time without padding, so padding tokens cannot count. Bes
 kept: tokens whose choice depends on a margin below TIE, which another machine may route differently; and
 tokens that rank an expert among the first 2 K, which shows what would help an expert that no token chooses.
 
-Legend: L layers, C categories, E experts, T tokens of a sequence, K experts chosen per token.
+Legend: L layers with experts, C categories, E experts, T tokens of a sequence, K experts chosen per token.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Routed:
     Attributes:
         categories: names of the rows, C of them.
         tokens: (C,) int64, tokens of each category.
+        layers: the numbers of the layers with experts, L of them.
         counts: (L, C, E) int64, tokens routed to each expert.
         close: (L, C, E) int64, how many of these depend on a margin below TIE.
         near: (L, C, E) int64, tokens that rank the expert among the first 2 K.
@@ -40,6 +41,7 @@ class Routed:
 
     categories: tuple[str, ...]
     tokens: np.ndarray
+    layers: tuple[int, ...]
     counts: np.ndarray
     close: np.ndarray
     near: np.ndarray
@@ -48,7 +50,8 @@ class Routed:
         """The categories that start with `prefix`, which is removed from their names."""
         rows = [i for i, name in enumerate(self.categories) if name.startswith(prefix)]
         names = tuple(self.categories[i].removeprefix(prefix) for i in rows)
-        return Routed(names, self.tokens[rows], self.counts[:, rows], self.close[:, rows], self.near[:, rows])
+        tables = (table[:, rows] for table in (self.counts, self.close, self.near))
+        return Routed(names, self.tokens[rows], self.layers, *tables)
 
 
 def count_routes(
@@ -81,33 +84,37 @@ def count_routes(
     for i in ranks.round_robin(len(sequences)):
         states[i] = table[sequences[i].to(device)]
     del table
-    shape = (sizes["layers"], len(names), sizes["experts"])
+    shape = (len(sizes.moe_layers), len(names), sizes["experts"])
     counts, close, near = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
     for number in range(sizes["layers"]):
         with model.layer(number) as layer:
-            router = _RouterScores(layer, model)
+            place = sizes.moe_layers.index(number) if number not in sizes.dense else None
+            router = _RouterScores(layer, model) if place is not None else None
             for i in ranks.round_robin(len(rows)):
                 row = rows[i]
                 output, chosen = model.run(layer, states[i])
                 if not bool(torch.isfinite(output).all()):
                     raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
                 states[i] = output
+                if place is None or router is None or chosen is None:
+                    continue
                 scores = router.taken()  # (T, E)
                 best, order = scores.topk(min(2 * sizes["chosen"], sizes["experts"]), dim=-1)
                 k = sizes["chosen"]
                 tie = (
                     best[:, k - 1] - best[:, k] < TIE if best.shape[1] > k else torch.zeros(len(best), dtype=torch.bool)
                 )
-                counts[number, row] += route_counts(chosen, sizes["experts"]).cpu()
-                close[number, row] += route_counts(chosen[tie.to(chosen.device)], sizes["experts"]).cpu()
-                near[number, row] += route_counts(order, sizes["experts"]).cpu()
-            router.remove()
+                counts[place, row] += route_counts(chosen, sizes["experts"]).cpu()
+                close[place, row] += route_counts(chosen[tie.to(chosen.device)], sizes["experts"]).cpu()
+                near[place, row] += route_counts(order, sizes["experts"]).cpu()
+            if router is not None:
+                router.remove()
         step(f"layer {number}")
     own = {"counts": counts.unsqueeze(0), "close": close.unsqueeze(0), "near": near.unsqueeze(0)}
     sums = {name: table.sum(0).numpy() for name, table in ranks.gather(own, torch.device("cpu")).items()}
     if ranks.leads:
         states.remove()
-    return Routed(names, tokens, **sums)
+    return Routed(names, tokens, tuple(sizes.moe_layers), **sums)
 
 
 class _RouterScores:
@@ -118,7 +125,7 @@ class _RouterScores:
     """
 
     def __init__(self, layer: torch.nn.Module, model: LayeredModel) -> None:
-        self._sigmoid = model.facts.asserts.get("scoring_func") == "sigmoid"
+        self._sigmoid = model.facts.router.scoring == "sigmoid"
         self._scores: torch.Tensor | None = None
         self._hook = layer.get_submodule(model.facts.modules.router).register_forward_hook(self._capture)
 

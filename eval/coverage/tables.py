@@ -21,7 +21,7 @@ HELPFUL = 3  # categories named for each of them
 
 def report(routed: Routed, rule: CoverageGate) -> dict[str, Any]:
     """Everything that `quantize coverage` reports about one model and one set, gates included."""
-    summary = summarise(list(routed.counts), routed.categories, rule.min_routed_tokens)
+    summary = summarise(list(routed.counts), routed.categories, rule.min_routed_tokens, routed.layers)
     return summary | {
         "tokens": dict(zip(routed.categories, routed.tokens.tolist(), strict=True)),
         "tied_choices": int(routed.close.sum()),
@@ -42,7 +42,7 @@ def worst(routed: Routed) -> list[dict[str, Any]]:
         nearly_sent_by = _rates(routed, routed.near[layer, :, expert])
         rows.append(
             {
-                "layer": layer,
+                "layer": routed.layers[layer],
                 "expert": expert,
                 "tokens": int(totals[layer, expert]),
                 "share_of_even": float(totals[layer, expert] / even[layer]) if even[layer] else 0.0,
@@ -120,12 +120,18 @@ def compare_counts(before: Routed, after: Routed, rule: CoverageGate) -> dict[st
 
     def listed(pairs: np.ndarray) -> list[dict[str, int]]:
         places = [(int(a), int(b)) for a, b in zip(*np.unravel_index(pairs, old.shape), strict=True)]
-        return [{"layer": a, "expert": b, "before": int(old[a, b]), "after": int(new[a, b])} for a, b in places]
+        return [
+            {"layer": before.layers[a], "expert": b, "before": int(old[a, b]), "after": int(new[a, b])}
+            for a, b in places
+        ]
+
+    def named_pairs(chosen: np.ndarray) -> list[list[int]]:
+        return [[before.layers[int(a)], int(b)] for a, b in np.argwhere(chosen)]
 
     changed = [pair for pair in order if old.flat[pair] != new.flat[pair]]
     return {
-        "won": np.argwhere((old < minimum) & (new >= minimum)).tolist(),
-        "lost": np.argwhere((old >= minimum) & (new < minimum)).tolist(),
+        "won": named_pairs((old < minimum) & (new >= minimum)),
+        "lost": named_pairs((old >= minimum) & (new < minimum)),
         "fewer": listed(np.array([p for p in changed if ratio.flat[p] < 0][:WORST], dtype=int)),
         "more": listed(np.array([p for p in reversed(changed) if ratio.flat[p] > 0][:WORST], dtype=int)),
         "min_routed_tokens": minimum,

@@ -15,17 +15,21 @@ from .figures import Text, parts
 Pair = tuple[torch.Tensor, torch.Tensor]  # of one text: the source's rows, the candidate's
 
 
-def compare(source: Lane, candidate: Lane, texts: Sequence[Text]) -> dict[str, Any]:
+def compare(source: Lane, candidate: Lane, texts: Sequence[Text], *, routed: bool = True) -> dict[str, Any]:
     """Figures of the layer that both lanes have just passed through.
 
+    Args:
+        routed: whether the layer has experts.
+
     Returns:
-        agreement: the share of the source's expert choices that the candidate makes too; hidden_error:
+        agreement: the share of the source's expert choices that the candidate makes too, None without experts;
+        hidden_error:
         ‖h_candidate − h_source‖ / ‖h_source‖ of the states that leave the layer; and `long` with the same of the long
         texts, if they are reported separately (see `figures.parts`).
     """
     compared = [
         {
-            "agreement": _agreement([(source.chosen[i], candidate.chosen[i]) for i in part]),
+            "agreement": _agreement([(source.chosen[i], candidate.chosen[i]) for i in part]) if routed else None,
             "hidden_error": _relative_error([(source.left[i], candidate.left[i]) for i in part]),
         }
         for part in parts(texts)

@@ -50,7 +50,7 @@ class Measured:
         same_top1: (N,) bool, whether both models find the same token most likely.
         lengths: scored positions of each sequence.
         router_agreement: per layer, the share of the source's expert choices that the candidate makes too, over
-            the texts of the top-level figures.
+            the texts of the top-level figures; None for a layer without experts.
         hidden_error: per layer, ‖h_candidate − h_source‖ / ‖h_source‖ over the same texts.
         weight_error: per layer, relative error of experts and attention; empty if not asked for.
         long_router_agreement, long_hidden_error: the same over the separate long texts; empty if there are none.
@@ -61,10 +61,10 @@ class Measured:
     kl: np.ndarray
     same_top1: np.ndarray
     lengths: list[int]
-    router_agreement: list[float]
+    router_agreement: list[float | None]
     hidden_error: list[float]
     weight_error: list[dict[str, float]] = field(default_factory=list)
-    long_router_agreement: list[float] = field(default_factory=list)
+    long_router_agreement: list[float | None] = field(default_factory=list)
     long_hidden_error: list[float] = field(default_factory=list)
 
 
@@ -105,7 +105,11 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
 
 
 def _part(
-    measured: Measured, texts: Sequence[Text], indices: Sequence[int], agreement: list[float], hidden: list[float]
+    measured: Measured,
+    texts: Sequence[Text],
+    indices: Sequence[int],
+    agreement: list[float | None],
+    hidden: list[float],
 ) -> dict[str, Any]:
     """All figures over the texts with these indices."""
     sizes = np.array([text.scored_bytes for text in texts])
@@ -120,7 +124,7 @@ def _part(
 
     return table(indices) | {
         "longest": max(len(texts[i].tokens) for i in indices),
-        "router": {"agreement": agreement, "min": min(agreement)},
+        "router": {"agreement": agreement, "min": min(share for share in agreement if share is not None)},
         "hidden_error": hidden,
         "categories": by(names),
         "families": by(families),

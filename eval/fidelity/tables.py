@@ -114,7 +114,7 @@ def _depth(one: dict[str, Any]) -> str:
             (
                 layer,
                 f"{hidden:.4f}",
-                f"{agreement:.2%}",
+                "" if agreement is None else f"{agreement:.2%}",
                 f"{weights['experts']:.4f}" if weights else "",
                 f"{weights['attention']:.4f}" if weights else "",
             )

@@ -11,10 +11,11 @@ import math
 
 import torch
 
-from quantizers.architectures.architecture import Architecture, Sizes
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.forward.smoothing import norm_ratio, row_scale
+from quantizers.forward.smoothing import row_scale, stored_norm_ratio
 from quantizers.forward.weights import read_weight
 
 INPUT_NORM = "input_layernorm.weight"
@@ -42,9 +43,9 @@ def weight_errors(
     Returns:
         experts and attention: ‖candidate − source‖ / ‖source‖ over all their matrices.
     """
-    experts, attention = _Total(), _Total()
-    smooth = norm_ratio(source, candidate, facts.layer(layer, facts.fold.norm)).to(device)
-    for expert in range(sizes["experts"]):
+    experts, attention, dense = _Total(), _Total(), layer in sizes.dense
+    smooth = stored_norm_ratio(source, candidate, facts.layer(layer, facts.norm.tensor), facts.norm.offset).to(device)
+    for expert in range(0 if dense else sizes["experts"]):
         modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
         gate, up, down = (read_weight(source, module, device) for module in modules)
         g, u, d = (read_weight(candidate, module, device) for module in modules)
@@ -53,9 +54,9 @@ def weight_errors(
         experts.add(u / smooth / rows.unsqueeze(1), up)
         experts.add(d * rows, down)
     ratio = None
-    if INPUT_NORM in facts.in_layer:
-        ratio = norm_ratio(source, candidate, facts.layer(layer, INPUT_NORM)).to(device)
-    for name in facts.linears:
+    if INPUT_NORM in facts.tensors(dense):
+        ratio = stored_norm_ratio(source, candidate, facts.layer(layer, INPUT_NORM), facts.norm.offset).to(device)
+    for name in facts.linears(dense):
         original = read_weight(source, facts.layer(layer, name), device)
         weight = read_weight(candidate, facts.layer(layer, name), device)
         reads_norm = ratio is not None and not name.endswith("o_proj") and len(ratio) == weight.shape[1]

@@ -17,6 +17,7 @@ from quantizers.system.strict_yaml import dump
 from quantizers.system.text_table import number
 
 from .card_fidelity import fidelity
+from .card_serving import serving
 from .front_matter import expert_bits, front_matter, has_fp8_attention
 from .schemes import choice_lines, layer_rows, leaning_line
 
@@ -35,7 +36,7 @@ def card(report: dict[str, Any]) -> str:
         _calibration(report),
         fidelity(report),
         _audit(report),
-        _serving(report),
+        serving(report),
         _made(report),
         _limits(report),
     ]
@@ -209,45 +210,6 @@ def _audit(report: dict[str, Any]) -> str:
             "</details>",
         ]
     )
-
-
-def _serving(report: dict[str, Any]) -> str:
-    serving = report["serving"]
-    fitting = [row for row in serving["fits"] if row["fits"]]
-    best = min(fitting, key=lambda row: row["tensor_parallel"] * row["pipeline_parallel"], default=None)
-    options = [f"--{option} {value}" for option, value in serving["parsers"].items()]
-    if "tool-call-parser" in serving["parsers"]:
-        options.insert(0, "--enable-auto-tool-choice")
-    if best and best["tensor_parallel"] > 1:
-        options.insert(0, f"--tensor-parallel-size {best['tensor_parallel']}")
-    if best and best["pipeline_parallel"] > 1:
-        options.insert(0, f"--pipeline-parallel-size {best['pipeline_parallel']}")
-    if best and best["kv"] != "auto":
-        options.append(f"--kv-cache-dtype {best['kv']}")
-    if best:
-        options += [f"--max-model-len {best['context']}", f"--gpu-memory-utilization {best['utilisation']}"]
-    if serving["sampling"]:
-        options.append(f"--override-generation-config '{json.dumps(serving['sampling'])}'")
-    lines = ["## How to run it", "", "```", " \\\n    ".join(["vllm serve PATH_OR_ID", *options]), "```"]
-    if serving["fits"]:
-        rows = [
-            f"| {row['cards']} | {row['tensor_parallel']} x {row['pipeline_parallel']} | "
-            f"{'16 bit' if row['kv'] == 'auto' else 'FP8'} | {gib(row['weights'])} | {gib(row['kv_cache'])} | "
-            f"{gib(row['left'])} | {row['longest']:,} |"
-            for row in serving["fits"]
-        ]
-        lines += [
-            "",
-            f"Memory of a card, by arithmetic, at {serving['fits'][0]['context']:,} tokens; *longest* is the context "
-            "that fits:",
-            "",
-            "| cards | tensor x pipeline | KV cache in | weights | KV cache | left | longest |",
-            "|---|---|---|---:|---:|---:|---:|",
-            *rows,
-            "",
-            "Assumed: " + "; ".join(serving["assumptions"]) + ".",
-        ]
-    return "\n".join(lines)
 
 
 def _made(report: dict[str, Any]) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 from .pictures import coverage_picture, save
@@ -22,8 +20,7 @@ def draw(report: dict[str, Any], folder: Path) -> None:
     save(calibration_figure(report["calibration"]), folder / CALIBRATION_PICTURE)
     coverage = report["coverage"]
     title = "routed tokens by layer and expert"
-    tokens = np.array([row["routed_tokens"] for row in coverage["per_layer"]])  # (layers, E)
-    coverage_picture(tokens, coverage["min_routed_tokens"], title, folder / COVERAGE_PICTURE)
+    coverage_picture(coverage["per_layer"], coverage["min_routed_tokens"], title, folder / COVERAGE_PICTURE)
 
 
 def calibration_figure(calibration: dict[str, Any]) -> Any:

@@ -16,22 +16,22 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 34
 TICKS = 16
 
 
-def heat_map(totals: Sequence[Sequence[int]], minimum: int) -> str:
+def heat_map(totals: Mapping[int, Sequence[int]], minimum: int) -> str:
     """A grid of layers by experts, coloured by the logarithm of the tokens; red with a cross below the minimum.
 
     Args:
-        totals: for each layer, the routed tokens of each expert.
+        totals: for each layer with experts, by its number, the routed tokens of each expert.
         minimum: routed tokens that an expert needs to count as covered.
     """
-    layers, experts = len(totals), len(totals[0])
+    layers, experts = len(totals), len(next(iter(totals.values())))
     wide = (WIDTH - LEFT - RIGHT) / experts
     high = max(6.0, min(wide, 24.0))
-    covered_logs = [math.log(n) for row in totals for n in row if n >= max(minimum, 1)]
+    covered_logs = [math.log(n) for row in totals.values() for n in row if n >= max(minimum, 1)]
     low, top = (min(covered_logs), max(covered_logs)) if covered_logs else (0.0, 1.0)
     marks = []
-    for layer, row in enumerate(totals):
+    for place, (layer, row) in enumerate(totals.items()):
         for expert, tokens in enumerate(row):
-            x, y = LEFT + expert * wide, TOP + layer * high
+            x, y = LEFT + expert * wide, TOP + place * high
             tip = f"<title>layer {layer}, expert {expert}: {tokens:,} tokens</title>"
             box = f'x="{x:.1f}" y="{y:.1f}" width="{wide + 0.2:.1f}" height="{high + 0.2:.1f}"'
             if tokens < max(minimum, 1):
@@ -43,7 +43,8 @@ def heat_map(totals: Sequence[Sequence[int]], minimum: int) -> str:
                 marks.append(f'<rect fill="{colour(share)}" {box}>{tip}</rect>')
     bottom = TOP + layers * high
     expert_labels = "".join(_text(LEFT + (i + 0.5) * wide, bottom + 14, str(i)) for i in ticks(experts))
-    layer_labels = "".join(_text(LEFT - 6, TOP + (i + 0.5) * high + 4, str(i), "end") for i in ticks(layers))
+    numbers = list(totals)
+    layer_labels = "".join(_text(LEFT - 6, TOP + (i + 0.5) * high + 4, str(numbers[i]), "end") for i in ticks(layers))
     axes = _text((WIDTH + LEFT) / 2, bottom + 29, "expert") + _text(14, TOP + layers * high / 2, "layer")
     return _svg(bottom + BOTTOM, "".join(marks) + expert_labels + layer_labels + axes)
 

@@ -30,7 +30,10 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_fp8_attention(report: dict[str, Any]) -> bool:
-    return "rename" in report["plan"]["actions"]
+    """Whether FP8 weights are kept: those with a scale per block have it renamed, those with one per row keep it."""
+    plan = report["plan"]
+    per_row = any(row["action"] == "keep" and row["kind"].endswith(".weight_scale") for row in plan.get("kinds", ()))
+    return per_row or "rename" in plan["actions"]
 
 
 def expert_bits(report: dict[str, Any]) -> list[int]:

@@ -129,7 +129,7 @@ def _schemes(report: dict[str, Any]) -> str:
 
 def _coverage(report: dict[str, Any]) -> str:
     coverage = report["coverage"]
-    totals = [layer["routed_tokens"] for layer in coverage["per_layer"]]
+    totals = {layer["layer"]: layer["routed_tokens"] for layer in coverage["per_layer"]}
     forced = coverage.get("forced")
     saw = f"Every expert saw {forced['min']:,} of {forced['tokens']:,} tokens or more. " if forced else ""
     words = (
@@ -208,7 +208,7 @@ def _fidelity(report: dict[str, Any]) -> str:
     }
     depth = {
         "hidden states": report["hidden_error"],
-        "router's other choices": [1 - share for share in report["router"]["agreement"]],
+        "router's other choices": [None if share is None else 1 - share for share in report["router"]["agreement"]],
     }
     header = ("category", "samples", "tokens", "perplexity", "change", "KL mean", "KL p99", "top-1")
     return (

@@ -17,21 +17,22 @@ STYLES = {"-": "hidden states", "--": "experts' weights", ":": "router's other c
 TICKS = 16  # layers or experts that get a tick label, at most
 
 
-def coverage_picture(totals: np.ndarray, minimum: int, title: str, path: Path) -> None:
+def coverage_picture(layers: Sequence[dict[str, Any]], minimum: int, title: str, path: Path) -> None:
     """Draw layers by experts, brighter with the logarithm of the tokens; red with a cross below the minimum.
 
     Args:
-        totals: (layers, experts), routed tokens.
+        layers: the layers with experts, each with its number and the `routed_tokens` of its experts.
         minimum: routed tokens that an expert needs to count as covered.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    layers, experts = totals.shape
+    totals = np.array([row["routed_tokens"] for row in layers])  # (layers, experts)
+    experts = totals.shape[1]
     covered = np.ma.masked_less(totals, max(minimum, 1))
     low, high = (int(covered.min()), int(covered.max())) if covered.count() else (1, 10)
-    width, height = min(18.0, max(6.0, 0.11 * experts + 3)), min(14.0, max(2.8, 0.2 * layers + 1.6))
+    width, height = min(18.0, max(6.0, 0.11 * experts + 3)), min(14.0, max(2.8, 0.2 * len(layers) + 1.6))
     figure = Figure(figsize=(width, height), layout="constrained", dpi=120)
     axes = figure.add_subplot()
     image = axes.imshow(
@@ -48,9 +49,9 @@ def coverage_picture(totals: np.ndarray, minimum: int, title: str, path: Path) -
     axes.set_xlabel("expert")
     axes.set_ylabel("layer")
     axes.set_xticks(_ticks(experts))
-    axes.set_yticks(_ticks(layers))
+    axes.set_yticks(_ticks(len(layers)), [layers[i]["layer"] for i in _ticks(len(layers))])
     axes.set_xlim(-0.5, experts - 0.5)
-    axes.set_ylim(layers - 0.5, -0.5)
+    axes.set_ylim(len(layers) - 0.5, -0.5)
     figure.colorbar(image, ax=axes, label="routed tokens")
     save(figure, path)
 
@@ -95,7 +96,7 @@ def fidelity_picture(results: Sequence[tuple[str, dict[str, Any]]], path: Path) 
         if "weight_error" in one:
             errors = [layer["experts"] for layer in one["weight_error"]]
             depth.plot(layers, errors, color=f"C{i}", linestyle="--")
-        missed = [1 - share for share in one["router"]["agreement"]]
+        missed = [np.nan if share is None else 1 - share for share in one["router"]["agreement"]]
         depth.plot(layers, missed, color=f"C{i}", linestyle=":")
     bars.set_yticks(np.arange(len(categories)), categories, fontsize=7)
     bars.set_ylim(len(categories) - 0.5, -0.5)

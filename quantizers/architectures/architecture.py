@@ -1,29 +1,32 @@
-"""Facts about a model family, read from architectures/*.yaml and checked against config.json.
+"""What is known about a model family: the schema of architectures/*.yaml.
 
-The differences between families are data: names, shapes, which tensors read a norm's output, where the router is.
-A model type without a YAML file is refused, and so is a config.json that contradicts its file.
+The differences between families are data: names, shapes, which tensors read a norm's output, where the router is and
+what its servers are told. families.py finds the file of a model, sizes.py checks a config.json against it.
 """
 
 from __future__ import annotations
 
-import math
-import reprlib
-from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
-
-from quantizers.system.errors import ArchitectureError
-from quantizers.system.strict_yaml import load
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from .matrices import Matrix
 
-FOLDER = Path(__file__).parent
-# A config.json with larger sizes than these is broken or hostile.
-LIMITS = {"layers": 1000, "experts": 4096, "vocabulary": 10_000_000}
-LARGEST_SIZE = 1 << 20
-MOST_EXPERTS = 200_000  # over all layers
+# A sum of products of sizes and numbers, worked out from left to right: "heads * head_dim", "hidden / heads".
+EXPRESSION = re.compile(r"\s*\w+(\s*[*/+]\s*\w+)*\s*")
+NEEDED = ("layers", "experts", "chosen", "hidden", "width", "vocabulary", "heads", "kv_heads", "head_dim")
+ROUTER, EXPERTS = "router", "experts"  # as readers of a norm
+ServerName = Literal["vllm", "sglang"]
+
+
+def _term(value: Any) -> Any:
+    return str(value) if type(value) is int else value
+
+
+# A size in a shape: an expression in sizes, or a number.
+Term = Annotated[str, BeforeValidator(_term)]
 
 
 class Facts(BaseModel):
@@ -32,43 +35,137 @@ class Facts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class TensorFacts(Facts):
-    """A tensor's shape in terms of `sizes`, and its published dtype."""
+class SizeFacts(Facts):
+    """A size's key in config.json, and what a config.json without that key means: an expression in other sizes."""
 
-    shape: list[str]
-    dtype: str
+    key: str
+    otherwise: Term | None = None
+
+
+class TensorFacts(Facts):
+    """A tensor's shape in terms of `sizes`, and its published dtype. Any floating dtype is accepted in a checkpoint.
+
+    An `optional` one is missing in some models of the family.
+    """
+
+    shape: list[Term]
+    dtype: Literal["BF16", "F16", "F32"]
+    optional: bool = False
+
+
+class LayerFacts(Facts):
+    """What lies in a decoder layer besides the routed experts, without the layer's prefix.
+
+    Attributes:
+        tensors: full names of those that are no linear module's.
+        linears: linear modules with the shapes (rows, columns) of their weights; they keep their bytes.
+    """
+
+    tensors: dict[str, TensorFacts] = {}
+    linears: dict[str, list[Term]] = {}
+
+
+class DenseFacts(LayerFacts):
+    """What only a layer without experts has. `layers`: a key of config.json, see `sizes.dense_layers`."""
+
+    layers: str
 
 
 class LinearFacts(Facts):
     """One matrix of an expert: its published name and its shape (rows, columns)."""
 
     name: str
-    shape: list[str]
+    shape: list[Term]
 
 
-class Fold(Facts):
-    """The norm into which AWQ folds its scales, and every tensor that reads the norm's output."""
+class NormFacts(Facts):
+    """The norm before the experts, into which AWQ may fold its scales, and everything that reads what comes out of it.
 
-    norm: str
-    router: str
-    experts: list[Literal["gate", "up"]]
+    Attributes:
+        tensor: its weight, without the layer's prefix.
+        readers: `router`, `experts` (their gate and up), `residual` (the residual stream continues from the norm's
+            output), or the name of any other linear module, or of a tensor.
+        offset: what the model adds to the stored weight w before it multiplies: 1 where it computes (1 + w) x.
+    """
+
+    tensor: str
+    readers: list[str]
+    offset: Literal[0, 1] = 0
+
+
+class RouterFacts(Facts):
+    """The router.
+
+    Attributes:
+        tensor: its weight, without the layer's prefix.
+        served: the dtype in which servers hold it, and in which it is written when it is compensated.
+        scoring: what it makes of its logits before it chooses.
+    """
+
+    tensor: str
+    served: Literal["F32", "BF16"]
+    scoring: Literal["sigmoid", "softmax"]
 
 
 class Modules(Facts):
-    """The decoder layer in transformers: paths of submodules, and `rename`, from published to transformers' names."""
+    """The decoder layer in transformers.
 
-    rename: dict[str, str]
+    Attributes:
+        rename: from published names to transformers' names of modules.
+        aliases: other programs' names of tensors, with the published ones.
+        without: published names of tensors and linear modules of a layer that transformers' layer has no place for.
+            They are kept, and the forward pass does without them.
+        norm, router, experts: paths of submodules.
+    """
+
+    rename: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    without: list[str] = []
     norm: str
     router: str
     experts: str
 
 
+class Targets(Facts):
+    """Regular expressions for quantization_config, for the names under which any server looks its modules up.
+
+    Attributes:
+        fp8: of the kept linear modules, and of what servers fuse them to.
+        experts: the end of the name of an expert's matrix.
+        ignore: names and expressions (`re:`) of what is not quantized.
+        unquantized: the same of the kept linear modules, for a model in which they are not FP8.
+    """
+
+    fp8: list[str]
+    experts: str
+    ignore: list[str]
+    unquantized: list[str]
+
+
+class ServerFacts(Facts):
+    """A server that knows the family.
+
+    Attributes:
+        experts: its name for the module of a layer's experts, without the layer's prefix.
+        asks_for_router: whether it looks the router up in quantization_config, or else always builds it plain.
+        options: to be given when it is started.
+    """
+
+    experts: str
+    asks_for_router: bool = False
+    options: dict[str, str] = {}
+
+
 class Published(Facts):
-    """The models of this family on the Hub, the license fields of their cards, and their config.json."""
+    """Models of one size on the Hub, the license fields of their cards, and their config.json."""
 
     models: list[str]
     license: dict[str, str]
     config: dict[str, Any]
+
+
+def _size(value: Any) -> Any:
+    return {"key": value} if isinstance(value, str) else value
 
 
 class Architecture(Facts):
@@ -76,22 +173,112 @@ class Architecture(Facts):
 
     model_type: str
     model_class: str
-    sizes: dict[str, str]
+    sizes: dict[str, Annotated[SizeFacts, BeforeValidator(_size)]]
     asserts: dict[str, Any]
     rotary_dim_key: str | None = None
     outside: dict[str, TensorFacts]
     embedding: str
     final_norm: str
     head: str
+    unread: list[str] = []
     layer_prefix: str
-    in_layer: dict[str, TensorFacts]
-    linears: dict[str, list[str]]
+    every_layer: LayerFacts
+    moe_layer: LayerFacts
+    dense_layer: DenseFacts | None = None
+    scale_dtype: Literal["F32", "BF16"] = "F32"
     expert_prefix: str
     expert_linears: dict[Matrix, LinearFacts]
-    fold: Fold
+    norm: NormFacts
+    router: RouterFacts
     modules: Modules
-    serving: dict[str, str] = {}
-    published: Published | None = None
+    targets: Targets
+    servers: dict[ServerName, ServerFacts] = {}
+    published: list[Published] = []
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        for problem in self._contradictions():
+            raise ValueError(problem)
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        for word in NEEDED:
+            if word not in self.sizes:
+                yield f"sizes: {word} is missing"
+        for expression in self._expressions():
+            if not EXPRESSION.fullmatch(expression):
+                yield f"{expression!r} is no sum of products of sizes"
+            for word in re.findall(r"\w+", expression):
+                if not word.isdigit() and word not in self.sizes:
+                    yield f"{expression!r}: there is no size {word!r}"
+        for key, name, tensors in (
+            ("norm.tensor", self.norm.tensor, self.tensors(dense=False)),
+            ("router.tensor", self.router.tensor, self.tensors(dense=False)),
+            ("embedding", self.embedding, self.outside),
+            ("final_norm", self.final_norm, self.outside),
+            ("head", self.head, self.outside),
+        ):
+            if name not in tensors:
+                yield f"{key}: {name} is not among the tensors"
+        for reader in self.norm.readers:
+            tensors, linears = self.tensors(dense=False), self.linears(dense=False)
+            if reader not in (ROUTER, EXPERTS, "residual", *linears, *tensors, *self.outside):
+                yield f"norm.readers: {reader} is neither {ROUTER}, {EXPERTS} nor residual, nor any tensor"
+        for name in self.modules.without:
+            if not any(name in (*self.tensors(dense), *self.linears(dense)) for dense in (False, True)):
+                yield f"modules.without: {name} is neither a linear module nor a tensor of a layer"
+        for pattern in (*self.targets.fp8, self.targets.experts, *self.targets.ignore, *self.targets.unquantized):
+            try:
+                re.compile(pattern.removeprefix("re:"))
+            except re.error as failure:
+                yield f"targets: {pattern!r} is not a regular expression ({failure.msg})"
+        for pattern in self.unread:
+            try:
+                taken = next((name for name in self._names() if re.fullmatch(pattern, name)), None)
+            except re.error as failure:
+                yield f"unread: {pattern!r} is not a regular expression ({failure.msg})"
+            else:
+                if taken is not None:
+                    yield f"unread: {pattern!r} matches {taken}, which these facts name already; narrow it"
+
+    def _names(self) -> Iterator[str]:
+        """The names of all tensors outside the layers, and of those of layer 0 with one expert."""
+        yield from self.outside
+        for part in (self.every_layer, self.moe_layer, self.dense_layer or LayerFacts()):
+            yield from (self.layer(0, name) for name in part.tensors)
+            yield from (self.layer(0, f"{name}.weight") for name in part.linears)
+        yield from (f"{self.expert(0, 0, matrix)}.weight" for matrix in self.expert_linears)
+
+    def _expressions(self) -> Iterator[str]:
+        yield from (size.otherwise for size in self.sizes.values() if size.otherwise is not None)
+        layers = [part for part in (self.every_layer, self.moe_layer, self.dense_layer) if part]
+        tensors = [*self.outside.values(), *(tensor for part in layers for tensor in part.tensors.values())]
+        shapes = [tensor.shape for tensor in tensors] + [shape for part in layers for shape in part.linears.values()]
+        for shape in (*shapes, *(linear.shape for linear in self.expert_linears.values())):
+            yield from shape
+
+    @property
+    def also_reads_the_norm(self) -> list[str]:
+        """What reads the norm besides the router and the experts: while there is any, no scale is folded into it.
+
+        Only the router and the experts are compensated. Everything else keeps its bytes, and would read another input.
+        """
+        return [reader for reader in self.norm.readers if reader not in (ROUTER, EXPERTS)]
+
+    def tensors(self, dense: bool) -> dict[str, TensorFacts]:
+        """The tensors of a layer, of one without experts if `dense`, that are no linear module's."""
+        return self.every_layer.tensors | self._kind(dense).tensors
+
+    def linears(self, dense: bool) -> dict[str, list[str]]:
+        """The linear modules of a layer besides the routed experts, with their shapes."""
+        return self.every_layer.linears | self._kind(dense).linears
+
+    def is_unread(self, name: str) -> bool:
+        """Whether a tensor is one of those that are carried along without being opened."""
+        return any(re.fullmatch(pattern, name) for pattern in self.unread)
+
+    def _kind(self, dense: bool) -> LayerFacts:
+        return self.moe_layer if not dense else self.dense_layer or LayerFacts()
 
     def layer(self, layer: int, name: str) -> str:
         """The full name of a tensor or module of a layer: `model.layers.3.` + name."""
@@ -108,136 +295,3 @@ class Architecture(Facts):
             if name.startswith(published + "."):
                 return module + name.removeprefix(published)
         return name
-
-
-class Sizes(dict[str, int]):
-    """The sizes of one model, by our names for them: layers, experts, chosen, hidden, width, …"""
-
-    def shape(self, terms: list[str]) -> tuple[int, ...]:
-        """Evaluate a shape such as `["heads * head_dim", "hidden"]`."""
-        return tuple(math.prod(self[factor.strip()] for factor in term.split("*")) for term in terms)
-
-
-def known() -> dict[str, Path]:
-    """The known model types, with their YAML files."""
-    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
-
-
-def architecture_for(config: dict[str, Any], where: str) -> Architecture:
-    """The facts for a config.json.
-
-    Args:
-        config: config.json.
-        where: its path, for the message.
-
-    Raises:
-        ArchitectureError: config.json has no model type, or there are no facts for it.
-    """
-    model_type = config.get("model_type")
-    files = known()
-    if not isinstance(model_type, str):
-        raise ArchitectureError(f"{where}: model_type is missing; give a transformers checkpoint")
-    if model_type not in files:
-        is_moe = any("expert" in key for key in config)
-        reason = "no facts for this architecture" if is_moe else "not a mixture-of-experts model that is known here"
-        raise ArchitectureError(f"{where}: model_type {model_type!r}: {reason}; give one of {', '.join(files)}")
-    return _facts(files[model_type])
-
-
-@cache
-def _facts(file: Path) -> Architecture:
-    # A command asks four times or more, and reading the file takes longer than all else that it does with it.
-    return load(file, Architecture, ArchitectureError)
-
-
-def published_config(model: str) -> tuple[Architecture, dict[str, Any]] | None:
-    """Facts and config.json kept here for a model on the Hub, to plan without a network; None for other models."""
-    for path in known().values():
-        facts = load(path, Architecture, ArchitectureError)
-        if facts.published and model in facts.published.models:
-            return facts, facts.published.config
-    return None
-
-
-def published_models() -> list[str]:
-    """Every model on the Hub whose config.json we keep."""
-    families = [load(path, Architecture, ArchitectureError).published for path in known().values()]
-    return [model for published in families if published for model in published.models]
-
-
-def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
-    """Read the sizes from config.json and check it against the facts.
-
-    Raises:
-        ArchitectureError: a size is missing or absurd, or a value contradicts the facts.
-    """
-    sizes = Sizes()
-    for name, key in facts.sizes.items():
-        value = config.get(key)
-        limit = LIMITS.get(name, LARGEST_SIZE)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
-            raise ArchitectureError(
-                f"{where}: {key} is {reprlib.repr(value)}; a whole number from 1 to {limit} is needed"
-            )
-        sizes[name] = value
-    for key, expected in facts.asserts.items():
-        if key in config and config[key] != expected:
-            raise ArchitectureError(
-                f"{where}: {key} is {reprlib.repr(config[key])}, but the facts of {facts.model_type} rely on "
-                f"{expected!r}; such a model would be computed wrongly and is refused; give another model"
-            )
-    if sizes["chosen"] > sizes["experts"]:
-        raise ArchitectureError(
-            f"{where}: {facts.sizes['chosen']} is larger than {facts.sizes['experts']}; correct this file"
-        )
-    if sizes["layers"] * sizes["experts"] > MOST_EXPERTS:
-        raise ArchitectureError(
-            f"{where}: {facts.sizes['layers']} {sizes['layers']} with {facts.sizes['experts']} {sizes['experts']} is "
-            "more than any model has; correct this file"
-        )
-    if sizes["heads"] % sizes["kv_heads"]:
-        raise ArchitectureError(
-            f"{where}: {facts.sizes['kv_heads']} {sizes['kv_heads']} does not divide {facts.sizes['heads']} "
-            f"{sizes['heads']}; correct this file"
-        )
-    rotary_factor(facts, config, where)
-    return sizes
-
-
-def rotary_factor(facts: Architecture, config: dict[str, Any], where: str = "config.json") -> float | None:
-    """The share of each attention head that is rotated; None if the family or config.json has no key for it.
-
-    Raises:
-        ArchitectureError: the key is out of range, or contradicts rope_parameters.
-    """
-    if facts.rotary_dim_key is None or facts.rotary_dim_key not in config:
-        return None
-    rotary, head = config[facts.rotary_dim_key], config[facts.sizes["head_dim"]]
-    if not isinstance(rotary, int) or not 0 < rotary <= head or rotary % 2:
-        raise ArchitectureError(
-            f"{where}: {facts.rotary_dim_key} is {reprlib.repr(rotary)}; an even number up to {head} is needed"
-        )
-    factor: float = rotary / head
-    rope = config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ArchitectureError(f"{where}: rope_parameters is {reprlib.repr(rope)}; an object is needed")
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
-        raise ArchitectureError(f"{where}: rope_theta is {reprlib.repr(theta)}; a positive number is needed")
-    stated = rope.get("partial_rotary_factor", factor)
-    if stated != factor:
-        raise ArchitectureError(
-            f"{where}: rope_parameters.partial_rotary_factor is {reprlib.repr(stated)}, but {facts.rotary_dim_key} "
-            f"means {factor}; one of them is wrong"
-        )
-    return factor
-
-
-def transformers_config(facts: Architecture, config: dict[str, Any]) -> dict[str, Any]:
-    """config.json for transformers: with the rotary factor in rope_parameters, without quantization_config."""
-    adapted = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-    factor = rotary_factor(facts, config)
-    if factor is not None:
-        rope = dict(config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]})
-        adapted["rope_parameters"] = rope | {"partial_rotary_factor": factor}
-    return adapted

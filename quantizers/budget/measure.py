@@ -164,13 +164,16 @@ class _Walk:
                     self.recorded.weight[i] = seen.weight
                 check()
             experts: Any = layer.get_submodule(facts.modules.experts)
-            norm = source.tensor(facts.layer(number, facts.fold.norm)).to(model.device)
+            norm = (
+                source.tensor(facts.layer(number, facts.norm.tensor)).to(model.device) if self.job.plan.folds else None
+            )
             count = min(MEASURED_EXPERTS, self.job.sizes["experts"])
             found = scheme_errors(
                 self.recorded.sequences(model.device, check),
                 experts.gate_up_proj.data,
                 experts.down_proj.data,
                 norm=norm,
+                offset=facts.norm.offset,
                 activation=experts.act_fn,
                 settings=self.job.recipe.experts,
                 schemes=self.schemes,

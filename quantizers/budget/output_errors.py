@@ -38,7 +38,7 @@ from quantizers.solve.awq import (
 )
 from quantizers.solve.expert_sums import Activation, WidthSums, input_grams, width_sums
 from quantizers.solve.rounding import minmax_scales, mse_scales, nearest
-from quantizers.solve.token_weights import batches, blend, input_sums, routed_rows
+from quantizers.solve.token_weights import InputSums, batches, blend, input_sums, routed_rows
 
 Weights = Mapping[Matrix, torch.Tensor]  # gate and up (c, I, H), down (c, H, I), float32, in the source's basis
 ALL_THREE = "all"
@@ -63,7 +63,8 @@ def scheme_errors(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     *,
-    norm: torch.Tensor,
+    norm: torch.Tensor | None,
+    offset: int = 0,
     activation: Activation,
     settings: Experts,
     schemes: Sequence[Scheme],
@@ -76,7 +77,7 @@ def scheme_errors(
     Args:
         recorded: what the MoE block saw, see `gram_engine.solve`.
         gate_up, down: (E, 2I, H) and (E, H, I), all experts, in the dtype of the forward pass.
-        norm: (H,) as stored, in the source's dtype.
+        norm, offset: see `gram_engine.solve`.
         schemes: the candidates.
         chunk: experts worked on at a time.
         compared: numbers of the sequences on which outputs are compared; the sums are of all.
@@ -90,7 +91,7 @@ def scheme_errors(
     largest = [int(n) for n in counts.tolist()]
     settings_of = {s: settings.model_copy(update={"bits": s.bits, "group_size": s.group_size}) for s in schemes}
     pieces = [gate_up[a:b] for a, b in chunks]
-    smooth = {s: _smooth(pieces, inputs.gram, inputs.mean, norm, own) for s, own in settings_of.items()}
+    smooth = {s: _smooth(pieces, inputs, norm, offset, own) for s, own in settings_of.items()}
     lost = {scheme: dict.fromkeys((ALL_THREE, *MATRICES), 0.0) for scheme in schemes}
     coarsest = []
     for first, last in chunks:
@@ -113,10 +114,11 @@ def scheme_errors(
 
 
 def _smooth(
-    pieces: Sequence[torch.Tensor], gram: torch.Tensor, mean: torch.Tensor, norm: torch.Tensor, own: Experts
+    pieces: Sequence[torch.Tensor], inputs: InputSums, norm: torch.Tensor | None, offset: int, own: Experts
 ) -> torch.Tensor:
-    """What a scheme would divide the norm by, (H,), exactly as the rounded norm has it; ones without AWQ."""
-    if not own.awq:
+    """What a scheme would divide the norm by, (H,), exactly as the rounded norm has it; ones where it is kept."""
+    gram, mean = inputs.gram, inputs.mean
+    if not own.awq or norm is None:
         return torch.ones_like(mean)
     group, bits = own.group_size, own.bits
     means = torch.cat([weight_means(piece.float(), group) for piece in pieces]).mean(0, keepdim=True)
@@ -124,7 +126,7 @@ def _smooth(
     step = row_step(sum(len(piece) for piece in pieces), pieces[0].shape[1])
     losses = [scale_losses(piece[:, ::step].float(), gram.unsqueeze(0), grid, group, bits) for piece in pieces]
     best = int(torch.cat(losses, dim=1).double().sum(1).argmin())
-    return fold_norm(norm, grid[best, 0])[1]
+    return fold_norm(norm, grid[best, 0], offset)[1]
 
 
 def _as_stored(

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
+from quantizers.architectures.sizes import sizes_of
 from quantizers.system.errors import CheckpointError
 
+from .fused_experts import is_fused, with_experts_apart
 from .reader import Checkpoint, block_size
 
 if TYPE_CHECKING:
@@ -37,10 +39,11 @@ def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
     """The checkpoint with its tensors renamed to the family's published names.
 
     This maps gate_proj, up_proj and down_proj of the experts (as llm-compressor saves them) and transformers'
-    names of modules (`mlp.` for `block_sparse_moe.`) to the names in `facts`.
+    names of modules (`mlp.` for `block_sparse_moe.`) to the names in `facts`. Fused experts are taken apart.
 
     Raises:
-        CheckpointError: its format cannot be read, or two of its tensors get the same name.
+        CheckpointError: its format or the layout of its experts cannot be read, or two of its tensors get the same
+            name.
     """
     where = f"{checkpoint.folder}/config.json"
     section = checkpoint.config.get("quantization_config")
@@ -53,13 +56,10 @@ def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
         if published in tensors:
             raise CheckpointError(f"{info.file}: {name} and {tensors[published].name} are one tensor; keep one")
         tensors[published] = info
-    fused = next((name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))), None)
-    if fused:
-        raise CheckpointError(
-            f"{tensors[fused].file}: {fused} holds all experts in one tensor; save the model with transformers' "
-            "save_pretrained, which takes them apart"
-        )
-    return replace(checkpoint, tensors={name: replace(info, name=name) for name, info in tensors.items()})
+    renamed = replace(checkpoint, tensors={name: replace(info, name=name) for name, info in tensors.items()})
+    if any(map(is_fused, tensors)):
+        return with_experts_apart(renamed, facts, sizes_of(facts, checkpoint.config, where))
+    return renamed
 
 
 def _refused(section: dict[str, Any]) -> Iterator[str]:
@@ -80,9 +80,15 @@ def _refused(section: dict[str, Any]) -> Iterator[str]:
 
 
 def _published(name: str, facts: Architecture) -> str:
+    within = re.sub(r"^.*?\.\d+\.", "", name)  # without the layer's prefix
+    module = within.rpartition(".")[0]
+    if any(within in facts.tensors(dense) or module in facts.linears(dense) for dense in (False, True)):
+        return name  # as published, although it may begin as a module of transformers' does
     for published, module in facts.modules.rename.items():
         name = name.replace(f".{module}.", f".{published}.", 1)
-    name = re.sub(r"\.gate\.(e_score_correction_bias)$", r".\1", name)
+    for alias, published in facts.modules.aliases.items():
+        if name.endswith(f".{alias}"):
+            name = name.removesuffix(alias) + published
     expert = re.search(r"\.experts\.\d+\.(\w+)\.", name)
     if expert:
         for matrix in MATRICES:

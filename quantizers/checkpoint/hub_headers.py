@@ -7,6 +7,7 @@ from typing import Any
 
 from quantizers.system.errors import CheckpointError
 
+from .four_bits import refuse_four_bits
 from .reader import CONFIG, read_json
 from .safetensors_header import DTYPE_BYTES, Spec
 
@@ -18,7 +19,8 @@ def read_hub(model: str, revision: str) -> tuple[dict[str, Any], dict[str, Spec]
         config.json, dtype and shape of every tensor, and the commit.
 
     Raises:
-        CheckpointError: the Hub cannot be reached or has no such model, or it is not a safetensors checkpoint.
+        CheckpointError: the Hub cannot be reached or has no such model, it is not a safetensors checkpoint, or it has
+            4-bit weights.
     """
     from httpx import HTTPError  # base class of the Hub's own errors
     from huggingface_hub import HfApi, hf_hub_download
@@ -29,6 +31,7 @@ def read_hub(model: str, revision: str) -> tuple[dict[str, Any], dict[str, Spec]
         api = HfApi()
         commit = api.model_info(model, revision=revision).sha or revision
         config = read_json(Path(hf_hub_download(model, CONFIG, revision=commit)))
+        refuse_four_bits(config, f"{model}: {CONFIG}")  # before the headers, whose dtypes may be unknown here
         files = api.get_safetensors_metadata(model, revision=commit).files_metadata
     except failures as failure:
         reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)

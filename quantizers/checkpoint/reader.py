@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,6 +113,14 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.flatten().view(torch.uint8).numpy().data
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype, from one of DTYPES in safetensors' spelling."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, DTYPES[name])
+    return dtype
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype in safetensors' spelling."""
     return next(name for name, own in DTYPES.items() if f"torch.{own}" == str(dtype))
@@ -136,6 +144,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder.
+
+    Raises:
+        CheckpointError: it cannot be read, or is a link that leads out of the folder.
+    """
+    _refuse_link_out(folder / CONFIG)
+    return read_json(folder / CONFIG)
+
+
 def open_folder(folder: Path, name: str | None = None, revision: str | None = None) -> Checkpoint:
     """Read config.json, the index and every shard's header.
 
@@ -148,9 +166,9 @@ def open_folder(folder: Path, name: str | None = None, revision: str | None = No
     """
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: no such folder; give a checkpoint folder or a Hub id")
-    for path in (folder / CONFIG, folder / INDEX, folder / SINGLE, *side_files(folder)):
+    for path in (folder / INDEX, folder / SINGLE, *side_files(folder)):
         _refuse_link_out(path)
-    config = read_json(folder / CONFIG)
+    config = read_config(folder)
     tensors: dict[str, TensorInfo] = {}
     index = folder / INDEX
     if not os.path.isfile(index):
@@ -210,7 +228,7 @@ def block_size(checkpoint: Checkpoint) -> tuple[int, int]:
     return declared_block(checkpoint.config, str(checkpoint.folder / CONFIG))
 
 
-def declared_block(config: dict[str, Any], where: str) -> tuple[int, int]:
+def declared_block(config: Mapping[str, Any], where: str) -> tuple[int, int]:
     """As `block_size`, from the content of config.json; `where` is its path, for messages."""
     section = config.get("quantization_config") or {}
     if not isinstance(section, dict):

@@ -6,7 +6,7 @@ import os
 import platform
 from typing import TYPE_CHECKING, Any
 
-from quantizers.architectures.architecture import Sizes
+from quantizers.architectures.sizes import Sizes
 from quantizers.system.errors import InputError, OutputError
 from quantizers.team.ranks import ALONE, Ranks
 

@@ -81,7 +81,7 @@ def finish(
 
     Args:
         where: names the model and the layer in an error.
-        chosen: gets the experts that the router chose, int32.
+        chosen: gets the experts that the router chose, int32; left as it is by a layer without experts.
         check, ranks: as for `attend`.
 
     Raises:
@@ -95,7 +95,7 @@ def finish(
                 f"{where}: its output is not finite and would spoil the layers after it; nothing can be computed here"
             )
         residual.flat[blocks[i]].copy_(output)
-        if chosen is not None:
+        if chosen is not None and choices is not None:
             chosen.flat[blocks[i]].copy_(choices)
         check()
     ranks.barrier()

@@ -34,7 +34,7 @@ class Lane:
 
     Attributes:
         left: the states that left the layer that ran last; between its halves, the residual stream.
-        chosen: the experts that its router chose, int32.
+        chosen: the experts that its router chose in the layer with experts that ran last, int32.
     """
 
     left: Rows

@@ -20,9 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantizers.architectures.architecture import Architecture, Sizes, transformers_config
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.rotary import transformers_config
+from quantizers.architectures.sizes import Sizes
 from quantizers.system.errors import CheckpointError
 
+from .fitting import class_of, load_layer, require_plain_experts
 from .recorded import Recorded
 from .weights import layer_weights, read_weight
 
@@ -68,12 +71,10 @@ class LayeredModel:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        import transformers
-
         self.checkpoint, self.facts, self.sizes = checkpoint, facts, sizes
         self.device, self.dtype = device, dtype
-        model_class = getattr(transformers, facts.model_class)
-        config = model_class.config_class(**transformers_config(facts, checkpoint.config))
+        model_class = class_of(facts)
+        config = model_class.config_class(**transformers_config(facts, checkpoint.config, sizes))
         config._attn_implementation = "sdpa"  # causal even with mask None; eager attention is not
         # One grouped matmul for all experts on an accelerator; on a CPU the plain loop is faster.
         config._experts_implementation = "eager" if device.type == "cpu" else "grouped_mm"
@@ -113,10 +114,10 @@ class LayeredModel:
         """
         with torch.device("meta"):
             module: torch.nn.Module = self.layer_class(self.config, number).eval()
-        module.load_state_dict(
-            layer_weights(stored or self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype),
-            assign=True,
-        )
+        if number not in self.sizes.dense:
+            require_plain_experts(module.get_submodule(self.facts.modules.experts), self.facts)
+        weights = layer_weights(stored or self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype)
+        load_layer(module, weights, self.facts)
         module.requires_grad_(False)
         try:
             yield module
@@ -155,35 +156,37 @@ class LayeredModel:
         return recorder.seen
 
     @torch.no_grad()
-    def finish(self, layer: torch.nn.Module, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish(self, layer: torch.nn.Module, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The second half of a layer, with its own routing.
 
         Args:
             residual: (T, H), rows of the residual stream after attention, of any sequences.
 
         Returns:
-            The layer's output (T, H), and the chosen experts (T, K) int64.
+            The layer's output (T, H), and the chosen experts (T, K) int64; None in a layer without experts.
         """
-        experts = layer.get_submodule(self.facts.modules.experts)
+        residual = residual.to(device=self.device, dtype=self.dtype)
+        experts = dict(layer.named_modules()).get(self.facts.modules.experts)
+        if experts is None:
+            return residual + self._moe(layer, residual), None
         choices: list[torch.Tensor] = []
         hook = experts.register_forward_pre_hook(lambda _, args: choices.append(args[1]))
-        residual = residual.to(device=self.device, dtype=self.dtype)
         try:
             return residual + self._moe(layer, residual), choices[0]
         finally:
             hook.remove()
 
-    def run(self, layer: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One sequence through both halves of a layer: output (T, H), chosen experts (T, K) int64."""
+    def run(self, layer: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One sequence through both halves of a layer: output (T, H), chosen experts (T, K) int64 or None."""
         return self.finish(layer, self.attend(layer, states))
 
     @property
     def _block(self) -> str:
-        """The path of a layer's MoE block."""
+        """The path of a layer's MoE block, or of the MLP in a layer without experts."""
         return self.facts.modules.experts.rpartition(".")[0]
 
     def _moe(self, layer: torch.nn.Module, residual: torch.Tensor) -> torch.Tensor:
-        """What the MoE block adds to the residual stream, (T, H)."""
+        """What the MoE block, or the MLP of a dense layer, adds to the residual stream, (T, H)."""
         norm, block = (layer.get_submodule(path) for path in (self.facts.modules.norm, self._block))
         output: torch.Tensor = block(norm(residual.unsqueeze(0)))
         return output[0]

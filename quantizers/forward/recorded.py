@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantizers.architectures.architecture import Sizes
+from quantizers.architectures.sizes import Sizes
 
 from .states import Rows
 

@@ -16,20 +16,30 @@ CLOSE_ENOUGH = 0.35
 SAME_FACTOR = 2**-6
 
 
-def norm_ratio(source: Checkpoint, candidate: Checkpoint, name: str) -> torch.Tensor:
-    """The ratio source / candidate of a norm (H,), float32; 1 where the candidate is 0.
+def norm_ratio(before: torch.Tensor, after: torch.Tensor, offset: int) -> torch.Tensor:
+    """What a norm (H,) was divided by, float32; 1 where the divided one is 0.
 
-    The candidate's tensors that read the norm must have been multiplied by this ratio.
+    Whatever reads the norm must have been multiplied by this ratio.
+
+    Args:
+        before, after: as stored; to both the model adds `offset`.
+    """
+    source, divided = offset + before.float(), offset + after.float()
+    return torch.where(divided != 0, source / divided, torch.ones_like(source))
+
+
+def stored_norm_ratio(source: Checkpoint, candidate: Checkpoint, name: str, offset: int) -> torch.Tensor:
+    """`norm_ratio` of a norm in two checkpoints.
 
     Raises:
         CheckpointError: the candidate's norm is missing, has another shape, or is not finite.
     """
-    before = source.tensor(name).float()
+    before = source.tensor(name)
     info = candidate.require(name, "a norm")
-    after = candidate.tensor(info.name).float()
-    if before.shape != after.shape or not bool(torch.isfinite(after).all()):
+    after = candidate.tensor(info.name)
+    if before.shape != after.shape or not bool(torch.isfinite(after.float()).all()):
         raise CheckpointError(f"{info.file}: {name} is not finite, or of another shape than the source's")
-    return torch.where(after != 0, before / after, torch.ones_like(before))
+    return norm_ratio(before, after, offset)
 
 
 def row_scale(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

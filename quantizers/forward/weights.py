@@ -16,8 +16,9 @@ import reprlib
 
 import torch
 
-from quantizers.architectures.architecture import Architecture, Sizes
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.formats import foreign_weight
 from quantizers.checkpoint.reader import Checkpoint, block_size
 from quantizers.system.errors import CheckpointError
@@ -150,20 +151,27 @@ def layer_weights(
     """Read one decoder layer's parameters, with fused experts, by transformers' names within the layer.
 
     Returns:
-        Norms, attention, router, `….gate_up_proj` (E, 2I, H) and `….down_proj` (E, H, I), in `dtype`, except the
-        router and its bias, which are float32 as in servers.
+        Norms, attention, router, `….gate_up_proj` (E, 2I, H) and `….down_proj` (E, H, I), in `dtype`, except what the
+        family publishes in float32 (a router and its bias), which stays so. A dense layer has its MLP instead.
     """
     weights: dict[str, torch.Tensor] = {}
-    for name in facts.in_layer:
-        stored = checkpoint.tensor(checkpoint.require(facts.layer(layer, name), "a tensor of every layer").name)
+    dense = layer in sizes.dense
+    for name, tensor in facts.tensors(dense).items():
+        if name in facts.modules.without or (tensor.optional and facts.layer(layer, name) not in checkpoint.tensors):
+            continue
+        stored = checkpoint.tensor(checkpoint.require(facts.layer(layer, name), "a tensor of the layer").name)
         if not bool(torch.isfinite(stored.float()).all()):
             info = checkpoint.tensors[facts.layer(layer, name)]
             raise CheckpointError(f"{info.file}: {info.name} holds a NaN or infinity; download this shard again")
-        target = torch.float32 if facts.in_layer[name].dtype == "F32" else dtype
+        target = torch.float32 if tensor.dtype == "F32" else dtype
         weights[facts.in_transformers(name)] = stored.to(device=device, dtype=target)
-    for name in facts.linears:
+    for name in facts.linears(dense):
+        if name in facts.modules.without:
+            continue
         weight = read_weight(checkpoint, facts.layer(layer, name), device).to(dtype)
         weights[facts.in_transformers(name) + ".weight"] = weight
+    if dense:
+        return weights
     experts, width, hidden = sizes["experts"], sizes["width"], sizes["hidden"]
     gate_up = torch.empty(experts, 2 * width, hidden, device=device, dtype=dtype)
     down = torch.empty(experts, hidden, width, device=device, dtype=dtype)

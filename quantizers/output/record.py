@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.system.atomic import disk_errors, write_json
-from quantizers.system.own_files import CARD, PAGE, REPORT, file_sha256
+from quantizers.system.own_files import CARD, FACTS, PAGE, REPORT, file_sha256
 from quantizers.system.plain_json import finite
 
 
@@ -44,6 +44,7 @@ def describe_files(folder: Path, texts: Mapping[str, str], later: Iterable[str] 
 
 
 def text_sha256(text: str) -> str:
+    """SHA-256, hexadecimal, of a text as it is written."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -51,6 +52,18 @@ def add_files(folder: Path, report: dict[str, Any], names: Iterable[str]) -> dic
     """The report with these files of its folder added to `files` and `sha256`."""
     added = {name: file_sha256(folder / name) for name in names}
     return report | {"files": sorted({*report["files"], *added}), "sha256": report["sha256"] | added}
+
+
+def carried_facts(folder: Path) -> Path | None:
+    """The user's own facts with which a finished output was made; None if its report.json lists no such file.
+
+    A facts.yaml that is not listed is no part of the output and is not read. One that is listed may be gone.
+    """
+    try:
+        files = json.loads((folder / REPORT).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return folder / FACTS if isinstance(files, list) and FACTS in files else None
 
 
 def write_record(folder: Path, report: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantizers.architectures.architecture import Sizes
+from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import ALL, Scheme
@@ -160,6 +160,11 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
     Raises:
         RecipeError: no group size fits the matrices, or the budget is smaller than the smallest output.
     """
+    if sizes.dense:
+        raise RecipeError(
+            f"{where}: layers {', '.join(map(str, sorted(sizes.dense)))} have no experts, and a budget is measured on "
+            "models in which all have; give experts.bits and group_size"
+        )
     parallel = experts.tensor_parallel or 1
     possible = candidates(sizes, parallel)
     if not possible:

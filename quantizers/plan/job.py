@@ -5,11 +5,18 @@ All of this happens before any long computation starts, so that errors are repor
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantizers.architectures.architecture import Architecture, Sizes, architecture_for, published_config, sizes_of
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.families import architecture_for, published_config
+from quantizers.architectures.sizes import Sizes, sizes_of
+from quantizers.checkpoint.four_bits import refuse_four_bits
+from quantizers.checkpoint.fp8 import Fp8
+from quantizers.checkpoint.fused_experts import specs_apart, with_experts_apart
 from quantizers.checkpoint.reader import (
     INDEX,
     SINGLE,
@@ -17,12 +24,13 @@ from quantizers.checkpoint.reader import (
     block_size,
     declared_block,
     open_folder,
+    read_config,
     read_json,
     resolve,
 )
-from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.recipe.schema import Recipe, read_recipe, set_location, source_location
-from quantizers.system.errors import CheckpointError, InputError
+from quantizers.checkpoint.safetensors_header import Spec, printed
+from quantizers.recipe.schema import Recipe, facts_location, read_recipe, set_location, source_location
+from quantizers.system.errors import ArchitectureError, CheckpointError, InputError
 from quantizers.system.strict_yaml import parse
 
 from .allocation import Allocation, allocation
@@ -37,7 +45,9 @@ class Job:
         source: the opened checkpoint; None if the plan was made without the source's shards.
         location: where the source is: a folder, or a Hub id.
         basis: what the plan was made from, as text for users.
-        block: rows and columns of the source's FP8 blocks; None if its attention is not FP8.
+        block: rows and columns of the source's FP8 blocks, or that it has a scale per row; None if its attention is
+            not FP8.
+        own: the file that `facts` was read from, if it is the user's own.
         allocation: the possible schemes and the limit of a recipe with a budget. Before the choice is made, the
             plan uses the best uniform scheme.
     """
@@ -50,9 +60,10 @@ class Job:
     plan: Plan
     source: Checkpoint | None
     basis: str
-    block: tuple[int, int] | None
+    block: Fp8 | None
     allocation: Allocation | None = None
     location: str = ""
+    own: Path | None = None
 
     @property
     def opened(self) -> Checkpoint:
@@ -61,7 +72,14 @@ class Job:
         return self.source
 
 
-def prepare(name: str, offline_facts: bool = False, hub: bool = False, source_folder: Path | None = None) -> Job:
+def prepare(
+    name: str,
+    offline_facts: bool = False,
+    hub: bool = False,
+    source_folder: Path | None = None,
+    *,
+    own: Path | None = None,
+) -> Job:
     """Read a recipe, find and check its source, and make the plan.
 
     Args:
@@ -70,6 +88,7 @@ def prepare(name: str, offline_facts: bool = False, hub: bool = False, source_fo
         offline_facts: if the source's shards are not on this machine, plan from its config.json, from the facts
             kept for its architecture, or from the headers on the Hub.
         hub: with `offline_facts`, prefer the headers on the Hub to the kept facts.
+        own: a file with the user's own facts, instead of the one that the recipe may name.
 
     Raises:
         InputError: one line naming what is wrong and where.
@@ -79,28 +98,45 @@ def prepare(name: str, offline_facts: bool = False, hub: bool = False, source_fo
         if set_name and not set_location(set_name, path).is_file():
             raise InputError(f"{path}: {set_name}: no such calibration set; correct the path")
     location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)
-    if offline_facts and (offline := _without_shards(location, recipe.source.revision, hub)):
+    own = own or facts_location(recipe, path)
+    if offline_facts and (offline := _without_shards(location, recipe.source.revision, hub, own)):
         config, headers, basis = offline
-        facts = architecture_for(config, basis)
-        sizes = sizes_of(facts, config, basis)
+        facts = architecture_for(config, basis, own)
         block = declared_block(config, basis)
-        specs = expected_tensors(facts, sizes, block) if headers is None else headers
-        plan = make_plan(facts, sizes, specs, recipe.experts, basis, block)
+        with _with_remedy(location):
+            sizes = sizes_of(facts, config, basis)
+            specs = expected_tensors(facts, sizes, config, basis) if headers is None else headers
+            specs = specs_apart(specs, facts, sizes, basis)
+            plan = make_plan(facts, sizes, specs, recipe.experts, basis, block)
         block_or_none = plan.fp8_block(block)
-        return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, block_or_none))
+        return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, block_or_none, own=own))
     folder = resolve(location, recipe.source.revision)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
-    source = open_folder(folder, recipe.source.model, recipe.source.revision)
     where = str(folder / "config.json")
-    facts = architecture_for(source.config, where)
-    sizes = sizes_of(facts, source.config, where)
-    tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
-    plan = make_plan(facts, sizes, tensors, recipe.experts, str(folder), block_size(source))
+    refuse_four_bits(read_config(folder), where)  # before the shards, whose dtypes may be unknown here
+    source = open_folder(folder, recipe.source.model, recipe.source.revision)
+    facts = architecture_for(source.config, where, own)
+    with _with_remedy(location):
+        sizes = sizes_of(facts, source.config, where)
+        source = with_experts_apart(source, facts, sizes)
+        tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
+        plan = make_plan(facts, sizes, tensors, recipe.experts, str(folder), block_size(source))
     block_or_none = plan.fp8_block(block_size(source))
     basis = f"the headers of {folder}"
-    job = Job(recipe, path, facts, sizes, source.config, plan, source, basis, block_or_none, location=location)
+    job = Job(recipe, path, facts, sizes, source.config, plan, source, basis, block_or_none, location=location, own=own)
     return _within_budget(job)
+
+
+@contextlib.contextmanager
+def _with_remedy(model: str) -> Iterator[None]:
+    """Add to a refusal of `model`, because it differs from the facts, how all differences are seen and dealt with."""
+    try:
+        yield
+    except (ArchitectureError, CheckpointError) as failure:
+        raise type(failure)(
+            f"{failure}; `quantize new {printed(model)} --facts` lists all differences and writes facts to start from"
+        ) from None
 
 
 def given_folder(folder: Path) -> str:
@@ -130,20 +166,23 @@ def _within_budget(job: Job) -> Job:
 
 
 def _without_shards(
-    location: str, revision: str, hub: bool
+    location: str, revision: str, hub: bool, own: Path | None
 ) -> tuple[dict[str, Any], dict[str, Spec] | None, str] | None:
     """config.json, headers (None unless from the Hub) and basis of a source whose shards are not on this machine.
 
-    None if its shards are here, or if `location` is neither a folder nor a Hub id.
+    None if its shards are here, or if `location` is neither a folder nor a Hub id. Who has facts of his own says that
+    the kept ones are not this model's: then the Hub is asked.
     """
     folder = Path(location)
     config_file = folder / "config.json"
     if config_file.is_file() and not any(folder.glob("*.safetensors")):
-        return read_json(config_file), None, f"{config_file} alone, without shards"
+        config = read_json(config_file)
+        refuse_four_bits(config, str(config_file))
+        return config, None, f"{config_file} alone, without shards"
     if folder.is_dir() or (_in_cache(location, revision) and not hub):
         return None
-    kept = published_config(location)
-    if kept is not None and not hub:
+    kept = None if hub or own is not None else published_config(location)
+    if kept is not None:
         return kept[1], None, f"the facts kept for {location} (its files are not on this machine)"
     if location.startswith((".", "/", "~")) or location.count("/") != 1:
         return None  # not a Hub id; `resolve` reports that

@@ -1,11 +1,15 @@
 """The plan: exactly one action for every tensor of the source, from headers alone.
 
     keep        the source's bytes under the source's name
-    rename      the source's bytes under another name (an FP8 scale, as compressed-tensors calls it)
+    rename      the source's bytes under another name (the FP8 scale of a block, as compressed-tensors calls it)
     quantize    an expert's matrix: written as packed integers, scales and shape
     drop        the FP8 scale of such a matrix: used to dequantize it, not written
     fold        the norm that AWQ divides by its scales
     compensate  the router that reads this norm, multiplied by the scales
+    carry       the source's bytes under the source's name, of a tensor that the facts call unread: nothing opens it
+
+A norm is folded only if the router and the experts are its only readers. Where anything else reads it, or the recipe
+does not want it, norm and router are kept like everything else.
 
 No file is opened here. An unknown tensor is refused instead of kept, because it might read the folded
 norm.
@@ -16,19 +20,24 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from quantizers.architectures.architecture import Architecture, Sizes
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.architectures.sizes import Sizes
+from quantizers.checkpoint.fp8 import ROWS, Fp8, declared_form, scale_of, stored_form
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import Scheme
 from quantizers.system.errors import CheckpointError, RecipeError
 
-Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate"]
-KEPT: tuple[Kind, ...] = ("keep", "rename")  # whose tensors keep their bytes
+from .folding import folds
+from .taking import take, take_scale, take_unread
+
+Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "carry"]
+KEPT: tuple[Kind, ...] = ("keep", "rename", "carry")  # whose tensors keep their bytes
 METADATA = {"format": "pt"}
 
 
@@ -52,6 +61,16 @@ class Action:
     layer: int | None = None
     expert: int | None = None
     matrix: Matrix | None = None
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether it is the scale of an FP8 weight, and no weight itself."""
+        return self.source.endswith((".weight_scale_inv", ".weight_scale"))
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether the forward pass holds it as numbers of its own."""
+        return not self.is_scale and self.kind != "carry"
 
 
 @dataclass(frozen=True)
@@ -81,13 +100,34 @@ class Plan:
         )
         return replace(self, actions=tuple(actions), schemes=tuple(schemes))
 
+    @property
+    def folds(self) -> bool:
+        """Whether scales are folded into norms."""
+        return any(action.kind == "fold" for action in self.actions)
+
+    def with_norms_kept(self, layers: Collection[int]) -> Plan:
+        """The plan with norms and routers of these layers kept as they are."""
+
+        def kept(action: Action) -> Action:
+            if action.kind not in ("fold", "compensate") or action.layer not in layers:
+                return action
+            return replace(action, kind="keep", outputs={action.source: action.spec})
+
+        return replace(self, actions=tuple(map(kept, self.actions)))
+
     def of_layer(self, layer: int | None) -> list[Action]:
         """The actions of one decoder layer, or, for None, of the tensors outside the layers."""
         return [action for action in self.actions if action.layer == layer]
 
-    def fp8_block(self, block: tuple[int, int]) -> tuple[int, int] | None:
-        """`block`, the rows and columns of an FP8 block, if the plan keeps FP8 attention weights; else None."""
+    def fp8_block(self, block: tuple[int, int]) -> Fp8 | None:
+        """The form of the FP8 weights that the plan keeps: ROWS, or `block` as it is given; None without any."""
+        if any(action.kind == "keep" and action.is_scale for action in self.actions):
+            return ROWS
         return block if any(action.kind == "rename" for action in self.actions) else None
+
+    def carried(self, layer: int | None) -> set[str]:
+        """The names of the tensors in one output shard that nothing opens, so that they may hold anything."""
+        return {action.source for action in self.of_layer(layer) if action.kind == "carry"}
 
     def counts(self) -> dict[str, int]:
         """Number of source tensors by kind of action."""
@@ -110,21 +150,32 @@ class Plan:
         return {self.shard_file(layer): tensors for layer, tensors in by_layer.items()}
 
 
-def expected_tensors(facts: Architecture, sizes: Sizes, block: tuple[int, int]) -> dict[str, Spec]:
-    """Every tensor of a checkpoint as the family publishes it, for planning without the files."""
+def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any], where: str) -> dict[str, Spec]:
+    """Every tensor of a checkpoint as the family publishes it, for planning without the files.
+
+    Args:
+        config: config.json, whose quantization_config says whether linear modules are FP8; else they are bfloat16.
+        where: its path, for messages.
+
+    Raises:
+        CheckpointError: quantization_config declares a form of weights that cannot be read.
+    """
+    form = declared_form(config, where) if config.get("quantization_config") else None
     tensors = {name: Spec(t.dtype, sizes.shape(t.shape)) for name, t in facts.outside.items()}
 
     def linear(name: str, shape: tuple[int, ...]) -> None:
-        tensors[f"{name}.weight"] = Spec("F8_E4M3", shape)
-        blocks = tuple(math.ceil(n / b) for n, b in zip(shape, block, strict=True))
-        tensors[f"{name}.weight_scale_inv"] = Spec("F32", blocks)
+        tensors[f"{name}.weight"] = Spec("F8_E4M3" if form else "BF16", shape)
+        if form:
+            suffix, scale = scale_of(form, shape)
+            tensors[f"{name}.{suffix}"] = Spec(facts.scale_dtype, scale)
 
     for layer in range(sizes["layers"]):
-        for name, t in facts.in_layer.items():
+        dense = layer in sizes.dense
+        for name, t in facts.tensors(dense).items():
             tensors[facts.layer(layer, name)] = Spec(t.dtype, sizes.shape(t.shape))
-        for name, terms in facts.linears.items():
+        for name, terms in facts.linears(dense).items():
             linear(facts.layer(layer, name), sizes.shape(terms))
-        for expert in range(sizes["experts"]):
+        for expert in range(0 if dense else sizes["experts"]):
             for matrix in MATRICES:
                 shape = sizes.shape(facts.expert_linears[matrix].shape)
                 linear(facts.expert(layer, expert, matrix), shape)
@@ -144,77 +195,73 @@ def make_plan(
     Args:
         tensors: the source's headers, or `expected_tensors`.
         where: the source's name, for messages.
-        block: rows and columns of an FP8 block.
+        block: rows and columns of an FP8 block, where FP8 weights have a scale per block.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, or has a wrong shape or dtype.
-        RecipeError: the group size does not divide the experts' matrices.
+        CheckpointError: a tensor is missing, unknown, or has a wrong shape or dtype, or there are both forms of FP8.
+        ArchitectureError: the facts name a tensor, and call it unread as well.
+        RecipeError: the group size does not divide the experts' matrices, or the recipe asks for a fold that is
+            not exact.
     """
     for size in ("hidden", "width"):
         if sizes[size] % experts.group_size:
             raise RecipeError(
-                f"{where}: experts.group_size {experts.group_size} does not divide {facts.sizes[size]} {sizes[size]}; "
-                "choose a smaller group"
+                f"{where}: experts.group_size {experts.group_size} does not divide {facts.sizes[size].key} "
+                f"{sizes[size]}; choose a smaller group"
             )
+    folded = folds(facts, experts, where)
     remaining = dict(tensors)
     actions: list[Action] = []
 
-    def take(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Spec:
-        spec = remaining.pop(name, None)
-        if spec is None:
-            raise CheckpointError(f"{where}: {name} is missing; the checkpoint is incomplete, download it again")
-        if spec.shape != shape:
-            raise CheckpointError(
-                f"{where}: {name} has shape {list(spec.shape)}, config.json says {list(shape)}; they do not belong "
-                "together, download both again"
-            )
-        if spec.dtype not in dtypes:
-            raise CheckpointError(
-                f"{where}: {name} is {spec.dtype}; {' or '.join(dtypes)} is needed; give the published checkpoint"
-            )
-        return spec
-
-    def take_scale(module: str, shape: tuple[int, ...]) -> tuple[str, Spec]:
-        blocks = tuple(math.ceil(n / b) for n, b in zip(shape, block, strict=True))
-        return f"{module}.weight_scale_inv", take(f"{module}.weight_scale_inv", blocks, ("F32", "BF16"))
-
+    in_layers, _, _ = facts.layer_prefix.partition("{layer}")
+    form = stored_form((name for name in tensors if name.startswith(in_layers) and not facts.is_unread(name)), block)
     floating, linear = ("BF16", "F16", "F32"), ("F8_E4M3", "BF16", "F16", "F32")
     for layer in range(sizes["layers"]):
-        for name, t in facts.in_layer.items():
+        dense = layer in sizes.dense
+        for name, t in facts.tensors(dense).items():
             full_name = facts.layer(layer, name)
-            spec = take(full_name, sizes.shape(t.shape), floating)
+            if t.optional and full_name not in remaining:
+                continue
+            spec = take(remaining, full_name, sizes.shape(t.shape), floating, where)
             kind: Kind = "keep"
             output = spec
-            if experts.awq and name == facts.fold.norm:
+            if folded and not dense and name == facts.norm.tensor:
                 kind = "fold"
-            elif experts.awq and name == facts.fold.router:
-                kind, output = "compensate", Spec("F32", spec.shape)  # servers hold the router in float32
+            elif folded and not dense and name == facts.router.tensor:
+                kind, output = "compensate", Spec(facts.router.served, spec.shape)
             actions.append(Action(full_name, spec, kind, {full_name: output}, layer))
-        for name, terms in facts.linears.items():
+        for name, terms in facts.linears(dense).items():
             module = facts.layer(layer, name)
-            spec = take(f"{module}.weight", sizes.shape(terms), linear)
+            spec = take(remaining, f"{module}.weight", sizes.shape(terms), linear, where)
             actions.append(Action(f"{module}.weight", spec, "keep", {f"{module}.weight": spec}, layer))
             if spec.dtype == "F8_E4M3":
-                scale, scale_spec = take_scale(module, spec.shape)
-                actions.append(Action(scale, scale_spec, "rename", {f"{module}.weight_scale": scale_spec}, layer))
-        for expert in range(sizes["experts"]):
+                scale, scale_spec = take_scale(remaining, module, spec.shape, form, where)
+                written = f"{module}.weight_scale"
+                kind = "keep" if scale == written else "rename"
+                actions.append(Action(scale, scale_spec, kind, {written: scale_spec}, layer))
+        for expert in range(0 if dense else sizes["experts"]):
             for matrix in MATRICES:
                 module = facts.expert(layer, expert, matrix)
-                spec = take(f"{module}.weight", sizes.shape(facts.expert_linears[matrix].shape), linear)
+                shape = sizes.shape(facts.expert_linears[matrix].shape)
+                spec = take(remaining, f"{module}.weight", shape, linear, where)
                 outputs = packed_specs(module, spec.shape, experts.scheme)
                 actions.append(Action(f"{module}.weight", spec, "quantize", outputs, layer, expert, matrix))
                 if spec.dtype == "F8_E4M3":
-                    scale, scale_spec = take_scale(module, spec.shape)
+                    scale, scale_spec = take_scale(remaining, module, spec.shape, form, where)
                     actions.append(Action(scale, scale_spec, "drop", {}, layer, expert, matrix))
     for name, t in facts.outside.items():
-        spec = take(name, sizes.shape(t.shape), floating)
+        spec = take(remaining, name, sizes.shape(t.shape), floating, where)
         actions.append(Action(name, spec, "keep", {name: spec}))
+    named = {name for action in actions for name in (action.source, *action.outputs)}
+    for name, spec, number in take_unread(remaining, named, facts, sizes["layers"], where):
+        actions.append(Action(name, spec, "carry", {name: spec}, number))
     if remaining:
         more = f" (and {len(remaining) - 1} more)" if len(remaining) > 1 else ""
         raise CheckpointError(
             f"{where}: {next(iter(remaining))}{more} is not among the facts of {facts.model_type}; it might read the "
             "folded norm, so it is refused; give the published checkpoint"
         )
+    actions.sort(key=lambda action: sizes["layers"] if action.layer is None else action.layer)
     return Plan(tuple(actions), sizes["layers"], experts, (experts.scheme,) * sizes["layers"])
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantizers.architectures.architecture import Sizes
+from quantizers.architectures.sizes import Sizes
 from quantizers.calibration.set import DataSource
 from quantizers.recipe.schema import set_location
 
@@ -105,7 +105,7 @@ def estimate(
         states = {name: calibration_bytes(sizes, tokens, itemsize) for name, itemsize in ITEMSIZES.items()}
     forward, solve, logits = _operations(sizes, tokens or 0, held_out or 0, grid)
     source = sum(action.spec.bytes for action in plan.actions)
-    weights = sum(math.prod(a.spec.shape) for a in plan.actions if a.kind not in ("drop", "rename"))
+    weights = sum(math.prod(a.spec.shape) for a in plan.actions if a.is_weight)
     known = tokens is not None and held_out is not None
     seconds = {}
     for name, (forward_rate, solve_rate) in RATES.items():

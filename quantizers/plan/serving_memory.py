@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from quantizers.architectures.architecture import Architecture, Sizes
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.sizes import Sizes
+from quantizers.checkpoint.fp8 import Fp8
 from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError
 
@@ -46,7 +48,8 @@ class LayerBytes:
     """Weight bytes of one decoder layer, by how vLLM distributes them.
 
     Attributes:
-        experts, attention: split over the tensor-parallel cards; attention without the k and v projections.
+        experts, attention: split over the tensor-parallel cards; attention with dense MLPs, without the k and v
+            projections.
         key_value: k and v projections, split over at most as many cards as there are key-value heads.
         replicated: stored whole on every card.
     """
@@ -65,7 +68,7 @@ class Model:
         layers: weight bytes of each layer.
         outside: total bytes of embedding, head and final norm.
         group: the group size of the experts, the largest of all layers.
-        block: rows of an FP8 block of the attention; 1 if it is not FP8.
+        block: rows of an FP8 block of the attention; 1 if it is not FP8, or has a scale per row.
         longest: the model's maximum context in tokens; 0 if config.json does not say.
     """
 
@@ -113,17 +116,16 @@ def parse_cards(text: str) -> Cards:
     return Cards(text.strip(), int(match[1] or 1), parse_bytes(match[2], "--vram"))
 
 
-def serving_model(
-    plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], block: tuple[int, int] | None
-) -> Model:
+def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], block: Fp8 | None) -> Model:
     """Sum up the bytes of a plan's output by how vLLM distributes them over cards."""
-    key_value = {name for name in facts.linears if name.endswith(("k_proj", "v_proj"))}
+    linears = facts.linears(dense=False) | facts.linears(dense=True)
+    key_value = {name for name in linears if name.endswith(("k_proj", "v_proj"))}
     by_layer: list[dict[str, int]] = [dict.fromkeys(LayerBytes.__annotations__, 0) for _ in range(plan.layers)]
     for action in plan.actions:
         if action.layer is None:
             continue
         module = action.source.removeprefix(facts.layer(action.layer, "")).rpartition(".")[0]
-        part = "experts" if action.expert is not None else "attention" if module in facts.linears else "replicated"
+        part = "experts" if action.expert is not None else "attention" if module in linears else "replicated"
         part = "key_value" if module in key_value else part
         by_layer[action.layer][part] += sum(spec.bytes for spec in action.outputs.values())
     return Model(
@@ -131,7 +133,7 @@ def serving_model(
         layers=tuple(LayerBytes(**sums) for sums in by_layer),
         outside=sum(spec.bytes for spec in plan.shard(None).values()),
         group=max(scheme.group_size for scheme in plan.schemes),
-        block=block[0] if block else 1,
+        block=block[0] if isinstance(block, tuple) else 1,
         longest=int(config.get("max_position_embeddings") or 0),
     )
 

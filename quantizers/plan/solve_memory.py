@@ -16,7 +16,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from quantizers.architectures.architecture import Sizes
+from quantizers.architectures.sizes import Sizes
 from quantizers.system.byte_size import gib
 from quantizers.system.errors import InputError
 
@@ -85,7 +85,7 @@ def device_memory(plan: Plan, sizes: Sizes, longest: int, itemsize: int, limit: 
 
 
 def _layer_bytes(plan: Plan, number: int, itemsize: int) -> int:
-    weights = (action for action in plan.of_layer(number) if action.kind not in ("drop", "rename"))
+    weights = (action for action in plan.of_layer(number) if action.is_weight)
     return sum(math.prod(a.spec.shape) * (FLOAT if a.kind == "compensate" else itemsize) for a in weights)
 
 

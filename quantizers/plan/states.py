@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantizers.architectures.architecture import Sizes
+from quantizers.architectures.sizes import Sizes
 
 
 def calibration_bytes(sizes: Sizes, tokens: int, itemsize: int, rows: int = 2) -> int:

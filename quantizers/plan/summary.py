@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from quantizers.architectures.architecture import Sizes
+from collections import Counter
 
-from .plan import KEPT, Action, Plan, file_size, index_json
+from quantizers.architectures.sizes import Sizes
+
+from .plan import KEPT, Plan, file_size, index_json
 
 
-def kind_of_tensor(action: Action) -> str:
-    """A source tensor's name with `*` in place of layer and expert numbers."""
-    return ".".join("*" if part.isdigit() else part for part in action.source.split("."))
+def kind_of_tensor(name: str) -> str:
+    """A tensor's name with `*` in place of layer and expert numbers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def kinds(plan: Plan) -> list[dict[str, object]]:
     """Every kind of tensor with its action, count, and bytes before and after, in the order of the plan."""
     sums: dict[tuple[str, str], tuple[int, int, int]] = {}
     for action in plan.actions:
-        key = kind_of_tensor(action), action.kind
+        key = kind_of_tensor(action.source), action.kind
         tensors, before, after = sums.get(key, (0, 0, 0))
         written = sum(spec.bytes for spec in action.outputs.values())
         sums[key] = tensors + 1, before + action.spec.bytes, after + written
@@ -50,16 +52,20 @@ def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
         row["bytes_before"] += action.spec.bytes
         row["bytes_after"] += sum(spec.bytes for spec in action.outputs.values())
     shards = {file: file_size(tensors) for file, tensors in plan.shards().items()}
-    layer_source = sum(action.spec.bytes for action in plan.of_layer(0))
+    source = Counter[int | None]()  # bytes of each layer
+    for action in plan.actions:
+        source[action.layer] += action.spec.bytes
+    layer_source = max(source[layer] for layer in range(plan.layers))
     index = len(index_json(plan).encode())
     return {
         "layers": sizes["layers"],
+        "dense_layers": sorted(sizes.dense),
         "experts_per_layer": sizes["experts"],
         "quantized_matrices": plan.counts()["quantize"],
         "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in KEPT),
         "actions": table,
         "kinds": kinds(plan),
-        "source_bytes": sum(action.spec.bytes for action in plan.actions),
+        "source_bytes": source.total(),
         "expert_bytes": table["quantize"]["bytes_after"],
         "output_bytes": sum(shards.values()) + index,
         "index_bytes": index,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantizers.architectures.architecture import published_models
+from quantizers.architectures.families import published_models
 from quantizers.system.errors import InputError, OutputError, RecipeError
 from quantizers.system.shipped import shipped
 
@@ -84,7 +84,7 @@ def new_recipe(model: str) -> str:
         raise InputError(f"{model}: no facts for this model; give a checkpoint folder, or one of {', '.join(models)}")
     source = str(Path(model).resolve()) if Path(model).is_dir() else model
     return f"""\
-# {source}: FP8 as published for everything but the routed experts, which become INT4.
+# {source}: as published, but for the routed experts, which become INT4.
 source:
   model: {source}
   revision: main                       # a branch, tag or commit
@@ -95,7 +95,7 @@ experts:
   group_size: 32                       # weights under one scale: 32 | 64 | 128; smaller is better and larger on disk
   # budget: 125GiB                     # instead of these two: the shards' size; both are then chosen for each layer
   engine: gram                         # gram | llmcompressor: the library's own AWQ, as a reference
-  awq: {{grid: 20, duo_scaling: true}}   # the scale search; or false
+  awq: {{grid: 20, duo_scaling: true}}   # the scale search; or false; with `fold: false` norms and routers are kept
   routed_weight: 0.9                   # 0: all tokens count alike; 1: only those the router sends
   scales: mse                          # mse | minmax
   rounding: gptq                       # gptq | nearest

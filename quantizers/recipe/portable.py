@@ -2,6 +2,7 @@
 
     source       its Hub id, or the folder's own name
     sets         copied next to the recipe as calibration.yaml and held-out.yaml, each with its lock if it has one
+    own facts    about the model's family, copied as facts.yaml if the recipe names any
     local data   named by content, `data-<first 16 digits of the SHA-256>.jsonl`; copied with --with-data
 
 The copied sets give the same samples as the originals: the order of a local file's rows depends on the file's
@@ -19,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantizers.system.own_files import CALIBRATION, HELD_OUT, LOCK, RECIPE
-from quantizers.system.strict_yaml import dump
+from quantizers.system.own_files import CALIBRATION, FACTS, HELD_OUT, LOCK, RECIPE
+from quantizers.system.strict_yaml import dump, parse
 
-from .schema import Recipe, set_location
+from .schema import Recipe, facts_location, set_location
 
 if TYPE_CHECKING:
     from quantizers.calibration.set import CalibrationSet, DataSource
@@ -38,7 +39,7 @@ class Resolved:
     Attributes:
         recipe: the recipe, naming the copies.
         hash: see `settings_hash`.
-        sets: text of each copied set and lock, by file name.
+        sets: text of each copied set and lock, and of the user's own facts if there are any, by file name.
         data: path of each local data file on this machine, by its published name.
         renamed: published name of each local file of the calibration set, by its name in the set.
     """
@@ -117,6 +118,7 @@ def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
             return name
 
         sets |= _copies(file, target, called)
+    sets |= facts_copy(facts_location(recipe, path))
     portable = _with_copies(recipe, path)
     return Resolved(portable, settings_hash(recipe, path), sets, data, renamed[CALIBRATION])
 
@@ -124,8 +126,8 @@ def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
 def settings_hash(recipe: Recipe, path: Path) -> str:
     """SHA-256, hexadecimal: equal for two recipes with the same meaning, wherever they and their data are.
 
-    It covers the settings, the sets and their locks, but not local data, which may be gone when a run has
-    finished.
+    It covers the settings, the user's own facts, the sets and their locks, but not local data, which may be gone when
+    a run has finished.
 
     Raises:
         CalibrationError: a set or its lock is wrong.
@@ -135,6 +137,7 @@ def settings_hash(recipe: Recipe, path: Path) -> str:
         for target, called in _named_sets(recipe)
         for name, text in _copies(set_location(called, path), target, lambda _: "data.jsonl").items()
     }
+    texts |= facts_copy(facts_location(recipe, path))
     settings = _with_copies(recipe, path).settings()
     return hashlib.sha256(json.dumps([settings, texts], sort_keys=True).encode()).hexdigest()
 
@@ -147,12 +150,20 @@ def _named_sets(recipe: Recipe) -> list[tuple[str, str]]:
 
 def _with_copies(recipe: Recipe, path: Path) -> Recipe:
     """The recipe with the published name of its source and the names of the copied sets."""
-    source = recipe.source.model_copy(update={"model": source_name(recipe.source.model, path.parent)})
+    names = {"model": source_name(recipe.source.model, path.parent)}
+    if recipe.source.facts is not None:
+        names["facts"] = FACTS
+    source = recipe.source.model_copy(update=names)
     changes: dict[str, Any] = {"source": source, "calibration": CALIBRATION}
     if recipe.verify and recipe.verify.perplexity:
         perplexity = recipe.verify.perplexity.model_copy(update={"data": HELD_OUT})
         changes["verify"] = recipe.verify.model_copy(update={"perplexity": perplexity})
     return recipe.model_copy(update=changes)
+
+
+def facts_copy(file: Path | None) -> dict[str, str]:
+    """The text of facts.yaml for the user's own facts, by its name; empty if there are none."""
+    return {} if file is None else {FACTS: dump(parse(file)[0], width=120, short_in_one_line=True)}
 
 
 def _copies(path: Path, target: str, called: Callable[[DataSource], str]) -> dict[str, str]:

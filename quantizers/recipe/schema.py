@@ -17,24 +17,45 @@ from pydantic import (
 from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError, RecipeError
 from quantizers.system.shipped import find
-from quantizers.system.strict_yaml import Strict, load
+from quantizers.system.strict_yaml import Strict, load, parse
 
 from .scheme import Scheme
 
 
 class Source(Strict):
-    """The checkpoint to read: a Hub id, or a folder relative to the recipe."""
+    """The checkpoint to read: a Hub id, or a folder relative to the recipe.
+
+    `facts` names a file with facts of the user's own about its family, relative to the recipe. Without the key the kept
+    ones are taken, and it is no part of the settings.
+    """
 
     model: Annotated[str, Field(min_length=1)]
     revision: str = "main"
     trust_remote_code: bool = False
+    facts: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        settings: dict[str, Any] = handler(self)
+        return {key: value for key, value in settings.items() if key != "facts" or value is not None}
 
 
 class Awq(Strict):
-    """AWQ's scale search. The grid has the identity and `grid - 1` ratios from 0 to 1."""
+    """AWQ's scale search. The grid has the identity and `grid - 1` ratios from 0 to 1.
+
+    There is one scale for each expert, between w3 and w2. With `fold` there is another, shared by all experts of a
+    layer and folded into the norm before them. Without the key that is done where it is exact: where the router and the
+    experts are the norm's only readers, as the family's facts say. `true` refuses any other family.
+    """
 
     grid: Annotated[int, Field(ge=3, le=200)] = 20
     duo_scaling: bool = True
+    fold: bool | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        settings: dict[str, Any] = handler(self)
+        return {key: value for key, value in settings.items() if value is not None}
 
 
 class Experts(Strict):
@@ -205,6 +226,21 @@ def source_location(recipe: Recipe, path: Path) -> str:
     if not folder.is_absolute():
         folder = path.parent / folder
     return str(folder.resolve()) if os.path.isdir(folder) else recipe.source.model
+
+
+def facts_location(recipe: Recipe, path: Path) -> Path | None:
+    """The file with the user's own facts that a recipe names, relative to the recipe; None if it names none.
+
+    Raises:
+        RecipeError: there is no such file.
+    """
+    if recipe.source.facts is None:
+        return None
+    file = path.parent / os.path.expanduser(recipe.source.facts)
+    if not file.is_file():
+        line = parse(path)[1].get(("source", "facts"), 1)
+        raise RecipeError(f"{path}:{line}: source.facts: {recipe.source.facts}: no such file; correct the path")
+    return file
 
 
 def set_location(recipe_value: str, path: Path) -> Path:

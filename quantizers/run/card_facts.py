@@ -36,10 +36,8 @@ def license_of(job: Job, source: Checkpoint) -> dict[str, str]:
     """The licence fields of the source's own card, or those kept with the architecture's facts if it has none."""
     front = source_front_matter(source)
     fields = {key: str(front[key]) for key in LICENSE_KEYS if front.get(key)}
-    published = job.facts.published
-    if not fields and published and job.recipe.source.model in published.models:
-        return published.license
-    return fields
+    known = (one.license for one in job.facts.published if job.recipe.source.model in one.models)
+    return fields or next(known, fields)
 
 
 def source_front_matter(source: Checkpoint) -> dict[str, Any]:
@@ -56,10 +54,13 @@ def serving(job: Job, source: Checkpoint) -> dict[str, Any]:
         generation = json.loads((source.folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         generation = {}
+    vllm = job.facts.servers.get("vllm")
     model = serving_model(job.plan, job.facts, job.sizes, job.config, job.block)
     fits = common_fits(model)
     return {
-        "parsers": job.facts.serving,
+        "servers": sorted(job.facts.servers),
+        "sglang": job.facts.servers["sglang"].options if "sglang" in job.facts.servers else None,
+        "parsers": vllm.options if vllm else {},
         "sampling": {key: generation[key] for key in SAMPLING_KEYS if key in generation},
         "longest": model.longest,
         "fits": [row.as_dict() for row in fits],

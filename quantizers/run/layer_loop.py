@@ -15,7 +15,6 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from eval.fidelity.figures import Measured, Text
@@ -28,8 +27,6 @@ from quantizers.device.allocator import release_free_memory, use_one_arena
 from quantizers.device.devices import forward_dtype
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import route_counts
-from quantizers.forward.states import Rows
 from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
@@ -37,7 +34,6 @@ from quantizers.recipe.schema import Stop
 from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError, Stopped
 from quantizers.system.progress import layer_line, peak_memory, progress
-from stitch.audit.checkpoint import audit_plan
 from stitch.audit.layer import written_from
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
@@ -90,7 +86,7 @@ def quantize_layers(
                 with device_memory_errors(visit.number):  # of the audit, which ran beside the visit
                     written = loop.candidate.entry(visit)
                 entry = written | {
-                    "routed": _routed(data, loop.candidate.recorded.chosen, job.sizes["experts"]),
+                    "routed": loop.candidate.routed(data, visit.number),
                     "held_out": visit.compared[0] if visit.compared else None,
                     "peak_memory_bytes": peak_memory(context.device),
                 }
@@ -160,7 +156,6 @@ class _Loop:
             self.lanes[1],
             context,
             order["lengths"],
-            audit_plan=audit_plan(source, facts, job.sizes, job.plan.schemes),
             writer=stack.enter_context(ThreadPoolExecutor(max_workers=1)),
             compensate_router=compensate_router,
         )
@@ -253,7 +248,8 @@ def write_outside(job: Job, outside: Checkpoint, context: Context) -> None:
     shard = context.work / "output" / job.plan.shard_file(None)
     if file.exists() and shard.exists():
         return
-    digest = write_shard(layer_tensors(job.plan, None, outside, None), shard, kept_hashes(job.plan, None, outside))
+    kept = kept_hashes(job.plan, None, outside)
+    digest = write_shard(layer_tensors(job.plan, None, outside, None), shard, kept, job.plan.carried(None))
     audit = written_from(job.plan.of_layer(None))
     write_json(file, {"shard": shard.name, "digest": digest, "audit": audit.as_dict()})
 
@@ -267,7 +263,7 @@ def _refuse(entry: dict[str, Any], stop: Stop | None) -> None:
     problem = ""
     if stop.max_hidden_error is not None and not error <= stop.max_hidden_error:
         problem = f"hidden error {error:.4g} > {stop.max_hidden_error:g} (verify.stop.max_hidden_error)"
-    elif stop.min_router_agreement is not None and not agreement >= stop.min_router_agreement:
+    elif stop.min_router_agreement is not None and agreement is not None and not agreement >= stop.min_router_agreement:
         problem = f"router agreement {agreement:.4g} < {stop.min_router_agreement:g} (verify.stop.min_router_agreement)"
     if problem:
         raise Stopped(
@@ -277,20 +273,13 @@ def _refuse(entry: dict[str, Any], stop: Stop | None) -> None:
 
 def _note(entry: dict[str, Any]) -> str:
     """What is shown of a layer when it is done."""
-    parts = [f"{sum(entry['seconds'].values()):.1f} s", f"rounding {entry['error'].get('down_rounding') or 0.0:.4f}"]
+    parts = [f"{sum(entry['seconds'].values()):.1f} s"]
+    if entry["routed"]:
+        parts.append(f"rounding {entry['error'].get('down_rounding') or 0.0:.4f}")
     if entry["closeness"]:
         parts.append(f"experts within {entry['closeness']['worst']:.1%}")
     if entry["held_out"]:
         parts.append(f"hidden error {entry['held_out']['hidden_error']:.4f}")
-        parts.append(f"router agreement {entry['held_out']['agreement']:.2%}")
+        if entry["held_out"]["agreement"] is not None:
+            parts.append(f"router agreement {entry['held_out']['agreement']:.2%}")
     return ", ".join(parts)
-
-
-def _routed(data: CalibrationData, chosen: Rows, experts: int) -> list[list[int]]:
-    """Tokens routed to each expert: a row per category, in alphabetical order of the categories."""
-    names = sorted({sample.category for sample in data.samples})
-    counts = np.zeros((len(names), experts), dtype=np.int64)
-    for i, sample in enumerate(data.samples):
-        counts[names.index(sample.category)] += route_counts(chosen[i].long(), experts).numpy()
-    rows: list[list[int]] = counts.tolist()
-    return rows

@@ -19,7 +19,8 @@ import torch
 from eval.fidelity.figures import Measured
 from eval.fidelity.score import measured, score
 from eval.fidelity.weight_error import weight_errors
-from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.data import CalibrationData, digest_of
 from quantizers.calibration.samples import samples
 from quantizers.checkpoint.formats import readable
@@ -52,6 +53,7 @@ def measure(
     long: bool = True,
     trust_remote_code: bool = False,
     ranks: Ranks = ALONE,
+    own: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Perplexity, KL and routing of candidates against their source on a held-out set.
 
@@ -65,6 +67,7 @@ def measure(
         long: also measure the set's long texts; a set that has only long texts is measured in any case.
         trust_remote_code: whether the tokenizer may run code of its own.
         ranks: the processes that share the work; each of them calls this.
+        own: a file with the user's own facts about the family.
 
     Returns:
         Figures of each candidate, see `HeldOut.figures`. An empty list in all ranks except 0.
@@ -76,13 +79,13 @@ def measure(
     """
     ranks = ranks.at(work / "ranks", check)
     where = str(source.folder / "config.json")
-    facts = architecture_for(source.config, where)
+    facts = architecture_for(source.config, where, own)
     sizes = sizes_of(facts, source.config, where)
     opened = [readable(checkpoint, facts) for checkpoint in (source, *candidates)]
     for candidate in candidates:
         config_path = str(candidate.folder / "config.json")
-        other = sizes_of(architecture_for(candidate.config, config_path), candidate.config, config_path)
-        if candidate.config.get("model_type") != facts.model_type or other != sizes:
+        other = sizes_of(facts, candidate.config, config_path)
+        if candidate.config.get("model_type") != facts.model_type or (other, other.dense) != (sizes, sizes.dense):
             raise CheckpointError(f"{config_path}: is another model than {source.name}; give checkpoints of one model")
     data = ranks.rank_zero_first(lambda: samples(data_set, source.folder, trust_remote_code))
     if not long and any(not sample.long for sample in data.samples):

@@ -31,12 +31,12 @@ from quantizers.device.devices import device_limit, fingerprint, forward_dtype
 from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.output.folder import check_room, finished_report, move_into_place, refuse_strangers
-from quantizers.output.record import describe_files
+from quantizers.output.record import describe_files, text_sha256
 from quantizers.plan.job import Job
 from quantizers.plan.plan import index_json
 from quantizers.plan.solve_memory import device_memory
 from quantizers.plan.states import calibration_bytes, held_out_bytes
-from quantizers.recipe.portable import Resolved, resolve_recipe
+from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
 from quantizers.recipe.schema import set_location
 from quantizers.recipe.scheme import Scheme
 from quantizers.system.atomic import copy_file, sync_folder, write_text
@@ -224,7 +224,8 @@ def states_in_files(states: int, options: Options) -> bool:
 
 def run_fingerprint(job: Job, data: CalibrationData, device: torch.device, chunk: int) -> dict[str, Any]:
     """Every setting that the output's bytes depend on; gates and logging are not among them."""
-    return {
+    facts = {name: text_sha256(text) for name, text in facts_copy(job.own).items()}
+    return facts | {
         "method": METHOD,
         "experts": job.recipe.settings()["experts"],
         "source": source_stats(job.opened),
@@ -243,7 +244,7 @@ def assemble(job: Job, folder: Path) -> None:
     for file in side_files(job.opened.folder):
         copy_file(file, folder / file.name)
     write_text(index_json(job.plan), folder / INDEX)
-    config = output_config(job.config, job.plan.schemes, job.block)
+    config = output_config(job.config, job.facts.targets, job.plan.schemes, job.block)
     write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
 
 

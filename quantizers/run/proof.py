@@ -67,9 +67,10 @@ def prove(
     folder, recipe, source = context.work / "output", job.recipe, job.opened
     written, audit = last_reading(job, layers, context)
     names = sorted({sample.category for sample in data.samples})
-    counts = [np.array(entry["routed"], dtype=np.int64) for entry in layers]
+    routed = {entry["layer"]: np.array(entry["routed"], dtype=np.int64) for entry in layers if entry["routed"]}
+    counts = list(routed.values())
     rule = recipe.verify.coverage if recipe.verify else None
-    coverage = summarise(counts, names, rule.min_routed_tokens if rule else 1)
+    coverage = summarise(counts, names, rule.min_routed_tokens if rule else 1, list(routed))
     forced_tokens = [
         entry["error"]["expert_tokens"] for entry in layers if entry["error"].get("expert_tokens") is not None
     ]
@@ -106,7 +107,7 @@ def prove(
             "meaning": "differences from what the plan promises",
         }
     ]
-    consumers = check_folder(folder)
+    consumers = check_folder(folder, job.own)
     if consumers is not None:
         report["consumers"] = consumers.as_dict()
         gates.append(
@@ -148,6 +149,7 @@ def last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) -
             written,
             checked(step, context.check),
             [LayerAudit(**entry["audit"]) for entry in entries],
+            own=job.own,
         )
     if audit.changed:
         more = f", and {len(audit.changed) - 1} more" if len(audit.changed) > 1 else ""

@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
+from quantizers.calibration.data import CalibrationData
 from quantizers.checkpoint.held import Held, held_tensors
 from quantizers.forward.halves import attend, finish, observe
 from quantizers.forward.lane import Lane, embed
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import recorded_rows
+from quantizers.forward.recorded import recorded_rows, route_counts
 from quantizers.forward.states import Rows
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
-from quantizers.plan.plan import Plan
 from quantizers.solve.layer import solve_layer
 from quantizers.solve.solved import Solved
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
@@ -52,7 +52,6 @@ class Quantized:
         lane: its held-out states.
         context: where the work is done.
         lengths: calibration tokens of each sequence.
-        audit_plan: by which the finished checkpoint will be audited, see `stitch.audit.checkpoint.audit_plan`.
         writer: one thread, which writes shards and audits them; only rank 0 uses it.
         compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
 
@@ -71,12 +70,11 @@ class Quantized:
         context: Context,
         lengths: Sequence[int],
         *,
-        audit_plan: Plan,
         writer: ThreadPoolExecutor,
         compensate_router: bool = True,
     ) -> None:
         self.job, self.model, self.lane, self.context = job, model, lane, context
-        self._audit_plan, self._writer, self._compensate_router = audit_plan, writer, compensate_router
+        self._writer, self._compensate_router = writer, compensate_router
 
         def rows(name: str, width: int, dtype: torch.dtype) -> Rows:
             path = context.work / f"{name}.bin" if context.states_in_files else None
@@ -95,8 +93,12 @@ class Quantized:
         self.context.ranks.barrier()
 
     def prepare(self, visit: Visit, layer: torch.nn.Module) -> None:
-        """Observe and solve the layer, and begin to write it."""
+        """Observe and solve the layer, and begin to write it. A layer without experts is only written."""
         job, model, context, watch, number = self.job, self.model, self.context, visit.watch, visit.number
+        if number in job.sizes.dense:
+            attend(model, layer, self.states, self.states, context.check, context.ranks)
+            self._begin_writing(visit, None)
+            return
         settings = job.plan.settings(number)
         entering = [states.clone() for states in self.states] if settings.engine == "llmcompressor" else []
         observe(model, layer, self.states, self.recorded, context.check, context.ranks)
@@ -104,7 +106,7 @@ class Quantized:
         solved = solve_layer(
             model,
             layer,
-            visit.source.tensor(job.facts.layer(number, job.facts.fold.norm)),
+            visit.source.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None,
             self.recorded,
             settings,
             chunk=context.chunk,
@@ -115,18 +117,23 @@ class Quantized:
         )
         del entering
         watch.lap("solve")
+        self._begin_writing(visit, solved)
+
+    def _begin_writing(self, visit: Visit, solved: Solved | None) -> None:
+        """Pack a layer, and let it be written; `solved` is None for a layer without experts."""
+        job, context, number = self.job, self.context, visit.number
         tensors = layer_tensors(job.plan, number, visit.source, solved)
         self._made = held_tensors(visit.source, tensors, context.work / "output" / job.plan.shard_file(number))
         self._solved = _for_the_journal(solved)
         if context.ranks.leads:
             self._writing = self._writer.submit(self._write, number, visit.source, self._made)
-        watch.lap("pack")
+        visit.watch.lap("pack")
 
     def _write(self, number: int, source: Held, made: Held) -> Written:
         """Write a shard, then audit it; what the file holds is then known to be what is in memory."""
         job, path = self.job, self.context.work / "output" / self.job.plan.shard_file(number)
-        digest = write_shard(made.stored, path, kept_hashes(job.plan, number, source))
-        audit = written_from(self._audit_plan.of_layer(number))
+        digest = write_shard(made.stored, path, kept_hashes(job.plan, number, source), job.plan.carried(number))
+        audit = written_from(job.plan.of_layer(number))
         audit_layer(number, job.facts, job.sizes, source, made, device=self.context.device, audit=audit)
         return digest, audit
 
@@ -170,6 +177,22 @@ class Quantized:
             **self._solved,
         }
 
+    def routed(self, data: CalibrationData, number: int) -> list[list[int]]:
+        """Tokens routed to each expert of the layer that was solved last: a row per category, in alphabetical order.
+
+        Args:
+            number: of the layer; one without experts has no rows.
+        """
+        if number in self.job.sizes.dense:
+            return []
+        names = sorted({sample.category for sample in data.samples})
+        counts = torch.zeros(len(names), self.job.sizes["experts"], dtype=torch.int64)
+        for i, sample in enumerate(data.samples):
+            chosen = self.recorded.chosen[i].long()
+            counts[names.index(sample.category)] += route_counts(chosen, counts.shape[1])
+        rows: list[list[int]] = counts.tolist()
+        return rows
+
     def remove(self) -> None:
         """Remove the files of the states, if there are any."""
         if self.context.ranks.leads:
@@ -177,7 +200,9 @@ class Quantized:
             self.recorded.remove()
 
 
-def _for_the_journal(solved: Solved) -> dict[str, Any]:
+def _for_the_journal(solved: Solved | None) -> dict[str, Any]:
+    if solved is None:
+        return {"error": {}, "fallbacks": [], "leaning": None}
     return {
         # JSON has no infinity. An infinite error means that an expert's weights or inputs overflow.
         "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},

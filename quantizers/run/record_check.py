@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.output.record import seal_of
-from quantizers.system.own_files import CALIBRATION, CARD, PAGE, RECIPE, REPORT, file_sha256, is_plain
+from quantizers.system.own_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, file_sha256, is_plain
 
 from .card import read_front_matter
 
@@ -42,7 +42,7 @@ def check_record(folder: Path) -> Record:
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        orphans = [name for name in (PAGE, RECIPE, CALIBRATION) if (folder / name).is_file()]
+        orphans = [name for name in (PAGE, RECIPE, CALIBRATION, FACTS) if (folder / name).is_file()]
         if orphans:
             return Record((f"{REPORT}: is gone, though {orphans[0]} is there; take it from where this was made",), ())
         return Record((), (f"no {REPORT}, so what its maker wrote cannot be compared",))

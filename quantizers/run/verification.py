@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantizers.checkpoint.reader import Checkpoint, open_checkpoint, read_json
+from quantizers.architectures.families import architecture_for
+from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_json
+from quantizers.output.record import carried_facts
 from quantizers.recipe.portable import is_hub_id
-from quantizers.system.errors import CheckpointError, DamagedRecord, InputError
-from quantizers.system.own_files import REPORT
+from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
+from quantizers.system.own_files import FACTS, REPORT
 from quantizers.system.progress import progress
 from quantizers.system.shipped import shipped
 
@@ -52,18 +54,32 @@ class Verification:
         return found | ({"consumers": self.consumers.as_dict()} if self.consumers else {})
 
 
-def verify_folder(folder: Path, source: Checkpoint, device: torch.device) -> Verification:
+def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: Path | None = None) -> Verification:
     """Compare a finished checkpoint with its source, with its own record, and with the serving engines' rules.
+
+    Args:
+        own: a file with the user's own facts about the family, instead of those that the folder may carry.
 
     Raises:
         CheckpointError: the folder does not exist, or the source is broken.
+        ArchitectureError: there are no facts for the source. A fault in facts that the folder carries is a difference.
     """
     from eval.consumers.folder import check_folder
-    from stitch.audit.checkpoint import verify
+    from stitch.audit.checkpoint import Audit, verify
 
+    record, carried = check_record(folder), carried_facts(folder)
+    if own is None and carried is not None:
+        try:
+            architecture_for(source.config, str(source.folder / CONFIG), carried)
+        except ArchitectureError as failure:
+            told = any(line.startswith(f"{FACTS}:") for line in record.differences)
+            fault = str(failure).replace(f"{folder}/", "")
+            return Verification(Audit(differences=[] if told else [fault]), record, None)
+    if own is None and carried is not None:
+        own, record = carried, replace(record, notes=(*record.notes, f"read with the facts that it carries, {FACTS}"))
     with progress("verifying", int(source.config.get("num_hidden_layers", 1))) as step:
-        audit = verify(folder, source, device, step=step)
-    return Verification(audit, check_record(folder), check_folder(folder))
+        audit = verify(folder, source, device, step=step, own=own)
+    return Verification(audit, record, check_folder(folder, own))
 
 
 def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoint:

@@ -142,7 +142,8 @@ def _pass_through(
                 candidate.lane.finish(number, layer)
                 watch.lap("candidate")
         if texts and ranks.leads:
-            visit.compared.append(compare(reference, candidate.lane, texts))
+            routed = number not in reference.model.sizes.dense
+            visit.compared.append(compare(reference, candidate.lane, texts, routed=routed))
             watch.lap("compare")
 
 

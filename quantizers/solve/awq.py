@@ -90,7 +90,7 @@ def scale_losses(weight: torch.Tensor, gram: torch.Tensor, scales: torch.Tensor,
     return torch.where(torch.isfinite(table), table, torch.full_like(table, torch.inf))
 
 
-def fold_norm(norm: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fold_norm(norm: torch.Tensor, s: torch.Tensor, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide a stored norm by s, and return the scale that this division really was.
 
     The file stores the norm in its own dtype, so the quotient is rounded first and s is then taken
@@ -100,14 +100,17 @@ def fold_norm(norm: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     Args:
         norm: (H,) in the source's dtype.
         s: (H,) float32, positive.
+        offset: what the model adds to the stored norm: where it is 1, norm means 1 + the stored one everywhere here.
 
     Returns:
         norm' (H,) in the same dtype and s (H,) float32; 1 where the norm, or its quotient, is zero or
         not finite (there the norm is left as it is).
     """
-    folded = (norm.float() / s).to(norm.dtype)
-    exact = norm.float() / folded.float()
-    usable = torch.isfinite(exact) & (exact != 0) & (folded.float() != 0)
+    effective = offset + norm.float()
+    folded = (effective / s - offset).to(norm.dtype)
+    divided = offset + folded.float()
+    exact = effective / divided
+    usable = torch.isfinite(exact) & (exact != 0) & (divided != 0)
     return torch.where(usable, folded, norm), torch.where(usable, exact, torch.ones_like(exact))
 
 

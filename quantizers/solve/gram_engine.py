@@ -1,7 +1,7 @@
 """The gram engine: one layer's recorded inputs and weights ─► its solved experts.
 
-Order: sums of x ─► one scale for the norm and all its readers ─► chunk by chunk of experts, as batched matrices, what
-expert_chunk.py does. The other engine, the library's own, is llmcompressor_engine.py.
+Order: sums of x ─► one scale for the norm and all its readers, where it is folded ─► chunk by chunk of experts, as
+batched matrices, what expert_chunk.py does. The other engine, the library's own, is llmcompressor_engine.py.
 
 Legend: E experts, c experts of a chunk, H hidden, I expert width, G Gram matrix.
 """
@@ -37,7 +37,8 @@ def solve(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     *,
-    norm: torch.Tensor,
+    norm: torch.Tensor | None,
+    offset: int = 0,
     router: torch.Tensor,
     activation: Activation,
     settings: Experts,
@@ -51,7 +52,8 @@ def solve(
             Read several times, always in order.
         gate_up: (E, 2I, H), w1 above w3, in the dtype of the forward pass.
         down: (E, H, I), w2.
-        norm: (H,) as stored, in the source's dtype.
+        norm: (H,) as stored, in the source's dtype; None if no scale is to be folded into it.
+        offset: what the model adds to the stored norm, 0 or 1.
         router: (E, H) float32.
         activation: of the gate, usually SiLU.
         chunk: experts solved at a time; bounds memory. Part of the run's fingerprint on a GPU. On a CPU
@@ -77,9 +79,11 @@ def solve(
         some = together[:: max(1, inputs.tokens // (SEARCH_TOKENS * down.shape[-1]))]
     error: dict[str, float] = {}
     folded, smooth = norm, torch.ones(hidden, device=gate_up.device)
-    if settings.awq:
+    folding = norm is not None and bool(settings.awq)
+    if norm is not None and folding:
         with phase("search"):
-            folded, smooth = _norm_scale(gate_up, inputs, norm, settings, chunks, error, ranks=ranks)
+            shared = _norm_scale(gate_up, inputs, settings, chunks, error, ranks=ranks)
+            folded, smooth = fold_norm(norm, shared, offset)
     parts = []
     for first, last in chunks:
         release_free_memory()  # otherwise memory that one chunk freed sometimes adds to the peak of the next
@@ -99,7 +103,7 @@ def solve(
     return Solved(
         folded,
         smooth,
-        router.float() * smooth if settings.awq else None,
+        router.float() * smooth if folding else None,
         {matrix: whole.codes[matrix] for matrix in MATRICES},
         {matrix: whole.scales[matrix] for matrix in MATRICES},
         error | _errors(whole.totals),
@@ -111,14 +115,13 @@ def solve(
 def _norm_scale(
     gate_up: torch.Tensor,
     inputs: InputSums,
-    norm: torch.Tensor,
     settings: Experts,
     chunks: Sequence[tuple[int, int]],
     error: dict[str, float],
     *,
     ranks: Ranks,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale that the norm, the router and every w1 and w3 share: the folded norm, and s (H,)."""
+) -> torch.Tensor:
+    """The scale (H,) that the norm, the router and every w1 and w3 share, before the norm is rounded."""
     assert isinstance(settings.awq, Awq)
     group, bits, step = settings.group_size, settings.bits, row_step(*gate_up.shape[:2])
     means = _all_rows([weight_means(gate_up[a:b].float(), group) for a, b in chunks], ranks, gate_up.device)
@@ -130,7 +133,7 @@ def _norm_scale(
     total = _all_rows(losses, ranks, gate_up.device).T.double().sum(1) * step  # (P,), added in the order of experts
     best = int(total.argmin())
     error["norm_search_before"], error["norm_search_after"] = (float(total[i]) / inputs.tokens for i in (0, best))
-    return fold_norm(norm, grid[best, 0])
+    return grid[best, 0]
 
 
 def _all_rows(parts: Sequence[torch.Tensor], ranks: Ranks, device: torch.device) -> torch.Tensor:

@@ -21,7 +21,7 @@ from .solved import Solved
 def solve_layer(
     model: LayeredModel,
     layer: torch.nn.Module,
-    norm: torch.Tensor,
+    norm: torch.Tensor | None,
     recorded: RecordedRows,
     settings: Experts,
     *,
@@ -35,7 +35,7 @@ def solve_layer(
 
     Args:
         layer: with the source's weights; left as it is.
-        norm: (H,) as stored, in the source's dtype: the one that AWQ folds its scales into.
+        norm: (H,) as stored, in the source's dtype: the one that AWQ folds its scales into; None if it is kept.
         recorded: what the experts were called with.
         entering: hidden states entering the layer, (T, H) each; the llmcompressor engine runs the layer itself.
         check: called between sequences; may raise to interrupt.
@@ -45,7 +45,7 @@ def solve_layer(
     Returns:
         The solution, the same for all ranks.
     """
-    modules, norm = model.facts.modules, norm.to(model.device)
+    modules, norm = model.facts.modules, None if norm is None else norm.to(model.device)
     experts: Any = layer.get_submodule(modules.experts)
     if settings.engine == "llmcompressor":
         from .llmcompressor_engine import solve_with_llmcompressor
@@ -54,11 +54,11 @@ def solve_layer(
             copy.deepcopy(layer),  # the library replaces the experts' module
             [model.inputs(states) for states in entering],
             settings,
-            norm=modules.norm,
+            norm=None if norm is None else modules.norm,
             router=modules.router,
             experts=modules.experts,
             compensate_router=compensate_router,
-            norm_dtype=norm.dtype,
+            norm_dtype=torch.bfloat16 if norm is None else norm.dtype,
         )
     else:
         router: Any = layer.get_submodule(modules.router)
@@ -67,6 +67,7 @@ def solve_layer(
             experts.gate_up_proj.data,
             experts.down_proj.data,
             norm=norm,
+            offset=model.facts.norm.offset,
             router=router.weight.data,
             activation=experts.act_fn,
             settings=settings,

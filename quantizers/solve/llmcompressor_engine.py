@@ -48,7 +48,7 @@ def solve_with_llmcompressor(
     inputs: Sequence[Mapping[str, Any]],
     settings: Experts,
     *,
-    norm: str,
+    norm: str | None,
     router: str,
     experts: str,
     compensate_router: bool = True,
@@ -66,7 +66,9 @@ def solve_with_llmcompressor(
             device. Not looked at where `settings.awq` is False: min-max scales need no data.
         settings: `bits`, `group_size` and `awq` are used; `scales`, `rounding` and `routed_weight` have no
             counterpart in the library.
-        norm: path of the norm that the MoE block reads, within the layer (`post_attention_layernorm`).
+        norm: path of the norm that the MoE block reads, within the layer (`post_attention_layernorm`), if scales are to
+            be folded into it; else None. The library divides the stored weight, so it must not be one that the model
+            adds 1 to.
         router: path of the module with the router's weight (`mlp.gate`). It is never quantized.
         experts: path of the fused experts (`mlp.experts`).
         compensate_router: False leaves the router as it is although the norm is folded: the defect of the
@@ -74,7 +76,8 @@ def solve_with_llmcompressor(
         norm_dtype: dtype of the norm in the source.
 
     Returns:
-        The solved layer, on the layer's device. `router` is None where `awq` or `compensate_router` is False.
+        The solved layer, on the layer's device. `norm` is None where none was given. `router` is None where nothing was
+        folded, or `compensate_router` is False.
         `error` holds mean squared errors of an output element as the library measures them, `search_before`
         and `search_after` of the MoE block for the shared scale, `search_down_before` and `search_down_after`
         of w2 averaged over the experts; and `expert_tokens`, the fewest tokens that an expert saw.
@@ -88,9 +91,10 @@ def solve_with_llmcompressor(
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 
-    norm_module = layer.get_submodule(norm)
-    source_norm = _weight(norm_module).to(torch.float32, copy=True)  # (H,)
-    assert torch.equal(source_norm.to(norm_dtype).float(), source_norm), f"the norm is not from {norm_dtype}"
+    folding = norm is not None and settings.awq is not False
+    if norm is not None:
+        source_norm = _weight(layer.get_submodule(norm)).to(torch.float32, copy=True)  # (H,)
+        assert torch.equal(source_norm.to(norm_dtype).float(), source_norm), f"the norm is not from {norm_dtype}"
     source_router = _weight(layer.get_submodule(router)).to(torch.float32, copy=True)  # (E, H)
 
     linear = _linearize(layer, experts)
@@ -104,14 +108,13 @@ def solve_with_llmcompressor(
     modifiers: list[Any] = [QuantizationModifier(config_groups={"experts": scheme})]
     awq = None
     if settings.awq is not False:
-        readers = [f"{every}gate_proj$", f"{every}up_proj$"]
-        if compensate_router:
-            readers.insert(0, f"layer.{router}")
+        mappings = [AWQMapping(f"{every}up_proj$", [f"{every}down_proj$"])]
+        if norm is not None:
+            # The readers as the family's facts have them: the library's own table of mappings leaves some out.
+            readers = [f"{every}gate_proj$", f"{every}up_proj$"]
+            mappings.insert(0, AWQMapping(f"layer.{norm}", [f"layer.{router}"] * compensate_router + readers))
         awq = AWQModifier(
-            mappings=[
-                AWQMapping(f"layer.{norm}", readers),
-                AWQMapping(f"{every}up_proj$", [f"{every}down_proj$"]),
-            ],
+            mappings=mappings,
             offload_device=torch.device("cpu"),  # the library's default for a mixture of experts
             n_grid=settings.awq.grid,
             duo_scaling=settings.awq.duo_scaling,
@@ -128,13 +131,15 @@ def solve_with_llmcompressor(
             error["expert_tokens"] = float(min(seen))
         session.finalize()
 
-    folded = _weight(norm_module).to(norm_dtype)  # (H,)
-    smooth = torch.where(folded == 0, 1.0, source_norm / folded.float())
+    folded, smooth = None, torch.ones_like(source_router[0])
+    if norm is not None:
+        folded = _weight(layer.get_submodule(norm)).to(norm_dtype)  # (H,)
+        smooth = torch.where(folded == 0, 1.0, source_norm / folded.float())
     codes, scales = _codes(linear, args)
     return Solved(
         norm=folded,
         smooth=smooth,
-        router=source_router * smooth if awq is not None and compensate_router else None,
+        router=source_router * smooth if folding and compensate_router else None,
         codes=codes,
         scales=scales,
         error=error,
@@ -227,14 +232,16 @@ def _leave_unpinned(cache: Any, batch_index: int, input_names: list[str] | None 
 
 
 def _report(
-    metrics: Sequence[Mapping[str, Any]], norm: str, experts: Sequence[str]
+    metrics: Sequence[Mapping[str, Any]], norm: str | None, experts: Sequence[str]
 ) -> tuple[dict[str, float], list[str]]:
     """The search's errors, and a line for each scale that the library did not search (it only logs that)."""
     searched = {entry["layer_name"]: entry for entry in metrics}
     error: dict[str, float] = {}
     fallbacks: list[str] = []
     shared = searched.get(f"layer.{norm}")
-    if shared is None:
+    if norm is None:
+        pass
+    elif shared is None:
         fallbacks.append(f"all experts: no scale for {norm}, the MoE block's output is not finite")
     else:
         error |= {"search_before": shared["initial_error"], "search_after": shared["best_error"]}

@@ -35,7 +35,7 @@ class Solved:
     """One solved layer. E experts, H hidden, I expert width, g group size.
 
     Attributes:
-        norm: (H,) in the source's dtype: the folded norm; the source's own where nothing was folded.
+        norm: (H,) in the source's dtype: the folded norm. Where nothing was folded, the source's own, or None.
         smooth: (H,) float32: what the norm was divided by, exactly norm / norm' of the stored values;
             ones where nothing was folded.
         router: (E, H) float32: the router weight times `smooth`; None where nothing was folded.
@@ -46,7 +46,7 @@ class Solved:
         leaning: None where all tokens count alike.
     """
 
-    norm: torch.Tensor
+    norm: torch.Tensor | None
     smooth: torch.Tensor
     router: torch.Tensor | None
     codes: dict[Matrix, torch.Tensor]

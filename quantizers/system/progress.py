@@ -92,7 +92,9 @@ def layer_line(entry: dict[str, Any]) -> str:
     errors = ", ".join(f"{name} {'infinite' if e is None else f'{e:.4g}'}" for name, e in entry["error"].items())
     held_out = entry.get("held_out")
     if held_out:
-        errors += f"; hidden error {held_out['hidden_error']:.4g}, router agreement {held_out['agreement']:.4g}"
+        errors += f"; hidden error {held_out['hidden_error']:.4g}"
+        if held_out["agreement"] is not None:  # as in a layer without experts
+            errors += f", router agreement {held_out['agreement']:.4g}"
     return (
         f"layer {entry['layer']}: {sum(entry['seconds'].values()):.1f} s ({phases}); {errors}; "
         f"{len(entry['fallbacks'])} fallbacks; peak memory {entry['peak_memory_bytes'] / 1e9:.2f} GB"

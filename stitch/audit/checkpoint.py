@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 
-from quantizers.architectures.architecture import Architecture, Sizes, architecture_for, sizes_of
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.formats import readable
+from quantizers.checkpoint.fused_experts import with_experts_apart
 from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder, read_json
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.plan import Plan, make_plan
@@ -30,7 +33,7 @@ from stitch.write.digests import ShardDigest, changes, recorded_digests
 
 from .folder import config_differences, side_file_differences, strays
 from .layer import NOT_COMPENSATED, LayerAudit, audit_kept, audit_layer
-from .packed_scheme import scheme_of
+from .packed_scheme import stored_schemes
 
 
 @dataclass
@@ -80,6 +83,8 @@ def verify(
     digests: Mapping[str, ShardDigest] | None = None,
     step: Callable[[str], None] = lambda _: None,
     audited: Sequence[LayerAudit] | None = None,
+    *,
+    own: Path | None = None,
 ) -> Audit:
     """Compare a finished checkpoint with its source.
 
@@ -91,6 +96,7 @@ def verify(
         step: called after each layer.
         audited: what a run found when it wrote the shards, in their order. The files are then compared with
             `digests` alone, past the system's cache of them, and no tensor is read a second time.
+        own: a file with the user's own facts about the family.
 
     Raises:
         CheckpointError: the folder does not exist, or the source is broken. A fault in the candidate's own
@@ -100,8 +106,9 @@ def verify(
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
     where = str(source.folder / "config.json")
-    facts = architecture_for(source.config, where)
+    facts = architecture_for(source.config, where, own)
     sizes = sizes_of(facts, source.config, where)
+    source = with_experts_apart(source, facts, sizes)
     recorded = _recorded(folder) if digests is None else digests
     audit.digests_checked = bool(recorded)
     audit.differences += side_file_differences(folder, source.folder)
@@ -113,14 +120,13 @@ def verify(
     try:
         candidate = open_folder(folder)
         renamed = readable(candidate, facts)
-        schemes = declared_schemes(candidate, facts, sizes["layers"])
-        schemes = schemes or [scheme_of(renamed, facts, layer) for layer in range(sizes["layers"])]
+        schemes = declared_schemes(candidate, facts, sizes) or stored_schemes(renamed, facts, sizes)
     except CheckpointError as failure:
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
-    plan = audit_plan(source, facts, sizes, schemes)
+    plan = _plan(source, renamed, facts, sizes, schemes)
     _check_names(plan, candidate, audit)
-    config = output_config(source.config, schemes, plan.fp8_block(block_size(source)))
+    config = output_config(source.config, facts.targets, schemes, plan.fp8_block(block_size(source)))
     audit.differences += config_differences(candidate.config, config, ours=bool(recorded))
     audit.differences += strays(folder, {info.file.name for info in candidate.tensors.values()})
     for position, layer in enumerate((*range(sizes["layers"]), None)):
@@ -136,12 +142,25 @@ def verify(
     return _ordered(audit, folder)
 
 
-def audit_plan(source: Checkpoint, facts: Architecture, sizes: Sizes, schemes: Sequence[Scheme]) -> Plan:
-    """The plan by which a checkpoint with these schemes is audited, whatever settings it was made with: norms may have
-    been folded, so they and the routers are not compared byte for byte.
+def _plan(
+    source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes, schemes: Sequence[Scheme]
+) -> Plan:
+    """The plan by which a candidate was made, whatever its settings were.
+
+    Where the family allows it, a norm may have been folded. A layer's norm that has the source's bytes was not, and its
+    router must have them too, unless it was written in another dtype, as a compensated one is: then it is compared as
+    such, for a scale of 1.
     """
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
-    return make_plan(facts, sizes, specs, Experts(), str(source.folder), block_size(source)).with_schemes(schemes)
+    plan = make_plan(facts, sizes, specs, Experts(), str(source.folder), block_size(source)).with_schemes(schemes)
+    kept = []
+    for layer in sizes.moe_layers if plan.folds else ():
+        norm, router = facts.layer(layer, facts.norm.tensor), facts.layer(layer, facts.router.tensor)
+        written = candidate.tensors.get(router)
+        same_dtype = written is None or written.dtype == source.tensors[router].dtype
+        if same_dtype and norm in candidate.tensors and source.sha256(norm) == candidate.sha256(norm):
+            kept.append(layer)
+    return plan.with_norms_kept(kept)
 
 
 def _ordered(audit: Audit, folder: Path) -> Audit:
@@ -153,21 +172,24 @@ def _ordered(audit: Audit, folder: Path) -> Audit:
     return audit
 
 
-def declared_schemes(candidate: Checkpoint, facts: Architecture, layers: int) -> list[Scheme] | None:
+def declared_schemes(candidate: Checkpoint, facts: Architecture, sizes: Sizes) -> list[Scheme] | None:
     """The scheme of each layer's experts, from a candidate's quantization_config.
 
-    If several config groups name integer experts, a layer gets the first that matches its expert 0.
+    If several config groups name integer experts, a layer gets the first that matches its expert 0; a layer without
+    experts gets what the first layer with experts has.
 
     Returns:
         None if no group names integer experts, or none matches some layer.
     """
     groups = _expert_groups(candidate)
     if len(groups) == 1:
-        return [groups[0][1]] * layers
-    names = [facts.expert(layer, 0, "gate") for layer in range(layers)]
+        return [groups[0][1]] * sizes["layers"]
+    first = sizes.moe_layers[0]
+    asked = [first if layer in sizes.dense else layer for layer in range(sizes["layers"])]
+    names = [facts.expert(layer, 0, "gate") for layer in asked]
     matched = [next((s for targets, s in groups if any(_matches(t, name) for t in targets)), None) for name in names]
     schemes = [scheme for scheme in matched if scheme is not None]
-    return schemes if len(schemes) == layers else None
+    return schemes if len(schemes) == sizes["layers"] else None
 
 
 def _matches(target: str, name: str) -> bool:
@@ -206,13 +228,11 @@ def _check_names(plan: Plan, candidate: Checkpoint, audit: Audit) -> None:
     expected: dict[str, Spec] = {}
     for action in plan.actions:
         for name, spec in action.outputs.items():
-            # A layer whose norm was not folded keeps its router in the source's dtype.
-            allowed_dtypes = {spec.dtype, action.spec.dtype} if action.kind == "compensate" else {spec.dtype}
             expected[name] = spec
             info = candidate.tensors.get(name)
             if info is None:
                 audit.differences.append(f"{name}: missing ({action.kind} of {action.source})")
-            elif info.dtype not in allowed_dtypes or info.shape != spec.shape:
+            elif info.dtype != spec.dtype or info.shape != spec.shape:
                 audit.differences.append(
                     f"{name}: is {info.dtype} {list(info.shape)}, should be {spec.dtype} {list(spec.shape)}"
                 )

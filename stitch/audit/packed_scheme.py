@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.recipe.scheme import BITS, GROUPS, Scheme
 from quantizers.system.errors import CheckpointError
+
+
+def stored_schemes(experts: Checkpoint, facts: Architecture, sizes: Sizes) -> list[Scheme]:
+    """`scheme_of` every layer; a layer without experts has that of the first layer with experts.
+
+    Raises:
+        CheckpointError: see `scheme_of`.
+    """
+    found = {layer: scheme_of(experts, facts, layer) for layer in sizes.moe_layers}
+    return [found.get(layer, found[sizes.moe_layers[0]]) for layer in range(sizes["layers"])]
 
 
 def scheme_of(experts: Checkpoint, facts: Architecture, layer: int) -> Scheme:

@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 
-from quantizers.architectures.architecture import Architecture, Sizes
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
-from quantizers.checkpoint.reader import Checkpoint
-from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state
+from quantizers.architectures.sizes import Sizes
+from quantizers.checkpoint.reader import Checkpoint, torch_dtype
+from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state, stored_norm_ratio
 from quantizers.forward.weights import read_weight
 from quantizers.output import journal
 from quantizers.plan.plan import KEPT, Plan
@@ -59,14 +60,21 @@ def examine(
         experts: the experts-only checkpoint, under published names.
 
     Raises:
-        CheckpointError: a layer's experts differ too much from the source's times the ratio of the norms.
+        CheckpointError: a layer's experts differ too much from the source's times the ratio of the norms, or its norm
+            was smoothed although something reads it that keeps its bytes.
     """
     layers = []
-    for layer in range(sizes["layers"]):
-        ratio = norm_ratio(source, experts, facts.layer(layer, facts.fold.norm))
-        router = facts.layer(layer, facts.fold.router)
+    for layer in sizes.moe_layers:
+        ratio = stored_norm_ratio(source, experts, facts.layer(layer, facts.norm.tensor), facts.norm.offset)
+        router = facts.layer(layer, facts.router.tensor)
         state: Router = "not smoothed"
         if bool((ratio != 1).any()):
+            if facts.also_reads_the_norm:
+                raise CheckpointError(
+                    f"{experts.folder}: layer {layer}: {facts.norm.tensor} was smoothed, but "
+                    f"{', '.join(facts.also_reads_the_norm)} reads it too and would keep its bytes; give experts that "
+                    "were made without smoothing this norm"
+                )
             state = router_state(
                 source.tensor(router), experts.tensor(experts.require(router, "the router").name), ratio
             )
@@ -106,12 +114,12 @@ def describe(found: list[Layer]) -> list[str]:
 
 
 def layer_tensors(
-    plan: Plan, layer: int, source: Checkpoint, experts: Checkpoint, repair_router: bool
+    plan: Plan, facts: Architecture, layer: int, source: Checkpoint, experts: Checkpoint, repair_router: bool
 ) -> dict[str, torch.Tensor]:
     """One layer's shard: packed experts and folded norm from `experts`, the rest from the source.
 
     Args:
-        repair_router: write router * norm / norm', in float32; otherwise the source's values in float32.
+        repair_router: write router * norm / norm'; otherwise the source's values. Both in the dtype that servers hold.
 
     Raises:
         CheckpointError: a tensor of `experts` is missing or has another shape than planned.
@@ -142,26 +150,27 @@ def layer_tensors(
             router = source.tensor(action.source).float()
             if repair_router:
                 (norm,) = (a.source for a in plan.of_layer(layer) if a.kind == "fold")
-                before, after = source.tensor(norm).float(), tensors[norm].float()
-                router = router * torch.where(after != 0, before / after, torch.ones_like(before))
-            tensors[action.source] = router
+                router = router * norm_ratio(source.tensor(norm), tensors[norm], facts.norm.offset)
+            tensors[action.source] = router.to(torch_dtype(action.outputs[action.source].dtype))
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def write_layers(
     plan: Plan,
+    facts: Architecture,
     source: Checkpoint,
     experts: Checkpoint,
-    repair_router: bool,
     work: Path,
+    *,
+    repair_router: bool,
     step: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Write each layer's shard into `work`/output, then its journal entry; layers that have an entry are skipped."""
     for layer in range(plan.layers):
         if not journal.layer_file(work, layer).exists():
             shard = plan.shard_file(layer)
-            tensors = layer_tensors(plan, layer, source, experts, repair_router)
-            digest = write_shard(tensors, work / "output" / shard)
+            tensors = layer_tensors(plan, facts, layer, source, experts, repair_router)
+            digest = write_shard(tensors, work / "output" / shard, carried=plan.carried(layer))
             write_json(journal.layer_file(work, layer), {"layer": layer, "shard": shard, "digest": digest})
         step(f"layer {layer}")
 

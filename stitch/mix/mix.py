@@ -9,23 +9,25 @@ from typing import Any
 
 import torch
 
-from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.formats import readable
+from quantizers.checkpoint.fused_experts import with_experts_apart
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, block_size, side_files
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.output import journal
 from quantizers.output.folder import finished_report, move_into_place, refuse_strangers
-from quantizers.output.record import describe_files, write_record
+from quantizers.output.record import describe_files, text_sha256, write_record
 from quantizers.plan.plan import index_json, make_plan
-from quantizers.recipe.portable import source_name
+from quantizers.recipe.portable import facts_copy, source_name
 from quantizers.recipe.schema import Experts
 from quantizers.system.atomic import copy_file, write_text
 from quantizers.system.errors import CheckpointError, OutputError
 from quantizers.system.progress import checked, progress
 from stitch.audit.checkpoint import verify
 from stitch.audit.folder import folders_left_out
-from stitch.audit.packed_scheme import scheme_of
+from stitch.audit.packed_scheme import stored_schemes
 from stitch.write.config import output_config
 from stitch.write.shard import layer_tensors, write_shard
 
@@ -41,6 +43,7 @@ def mix(
     repair_router: bool = False,
     versions: dict[str, str] | None = None,
     check: Callable[[], None] = lambda: None,
+    own: Path | None = None,
 ) -> dict[str, Any]:
     """Build the mixed checkpoint, and audit it against its source as `quantize verify` does.
 
@@ -51,6 +54,7 @@ def mix(
         repair_router: multiply the source's router by the ratio of the norms.
         versions: for report.json.
         check: called between steps; may raise to interrupt.
+        own: a file with the user's own facts about the family, of which the output then carries a copy.
 
     Returns:
         The contents of report.json.
@@ -59,32 +63,32 @@ def mix(
         CheckpointError: the two do not belong together, or have a format that cannot be stitched.
         OutputError: the folder holds something else.
     """
+    carried = facts_copy(own)
     digests = {"source": source_digest(source), "experts": source_digest(experts)}
     settings = {
         "source": source_name(source.name, Path.cwd()),
         "experts": source_name(experts.name, Path.cwd()),
         "digests": digests,
         "repair_router": repair_router,
-    }
+    } | {name: text_sha256(text) for name, text in carried.items()}
     finished = finished_report(output)
     if finished is not None:
         if finished.get("stitched") != settings:
             raise OutputError(f"{output}: holds another finished output; choose another --output")
         return finished | {"already_done": True}
     where = str(source.folder / CONFIG)
-    facts = architecture_for(source.config, where)
+    facts = architecture_for(source.config, where, own)
     sizes = sizes_of(facts, source.config, where)
+    source = with_experts_apart(source, facts, sizes)
     config_path = str(experts.folder / CONFIG)
-    if sizes_of(architecture_for(experts.config, config_path), experts.config, config_path) != sizes:
+    if sizes_of(architecture_for(experts.config, config_path, own), experts.config, config_path) != sizes:
         raise CheckpointError(f"{config_path}: is another model than {source.name}; give one made from a copy of it")
     renamed = readable(experts, facts)
-    schemes = [scheme_of(renamed, facts, layer) for layer in range(sizes["layers"])]
+    schemes = stored_schemes(renamed, facts, sizes)
     examined = examine(source, renamed, facts, sizes, device)
-    # If no norm was folded, the plan keeps every norm and router.
-    experts_settings = Experts() if any(layer.folded for layer in examined) else Experts(awq=False)
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
-    plan = make_plan(facts, sizes, specs, experts_settings, str(source.folder), block_size(source))
-    plan = plan.with_schemes(schemes)
+    plan = make_plan(facts, sizes, specs, Experts(), str(source.folder), block_size(source))
+    plan = plan.with_schemes(schemes).with_norms_kept([layer.layer for layer in examined if not layer.folded])
     refuse_strangers(output)
     with journal.locked(output):
         work = journal.work_folder(output)
@@ -98,17 +102,20 @@ def mix(
             (work / name).mkdir(exist_ok=True)
         folder = work / "output"
         with progress("stitching", sizes["layers"]) as step:
-            write_layers(plan, source, renamed, repair_router, work, checked(step, check))
-        last = write_shard(layer_tensors(plan, None, source, None), folder / plan.shard_file(None))
+            write_layers(plan, facts, source, renamed, work, repair_router=repair_router, step=checked(step, check))
+        outside = layer_tensors(plan, None, source, None)
+        last = write_shard(outside, folder / plan.shard_file(None), carried=plan.carried(None))
         for file in side_files(source.folder):
             copy_file(file, folder / file.name)
+        for name, text in carried.items():
+            write_text(text, folder / name)
         write_text(index_json(plan), folder / INDEX)
-        config = output_config(source.config, schemes, plan.fp8_block(block_size(source)))
+        config = output_config(source.config, facts.targets, schemes, plan.fp8_block(block_size(source)))
         write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
         entries = journal.done_layers(work, sizes["layers"])
         written = {entry["shard"]: entry["digest"] for entry in entries} | {plan.shard_file(None): last}
         with progress("verifying", sizes["layers"]) as step:
-            audit = verify(folder, source, device, written, checked(step, check))
+            audit = verify(folder, source, device, written, checked(step, check), own=own)
         report = {
             "stitched": settings,
             "source": {
@@ -121,7 +128,7 @@ def mix(
             "layers": as_rows(examined),
             "audit": audit.as_dict() | {"digests": written},
         }
-        write_record(folder, report | describe_files(folder, {}))
+        write_record(folder, report | describe_files(folder, carried))
         write_text("", work / "moving")
         return move_into_place(work, output)
 

@@ -12,26 +12,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quantizers.architectures.matrices import PROJECTIONS
+from quantizers.architectures.architecture import Targets
+from quantizers.checkpoint.fp8 import ROWS, Fp8
 from quantizers.recipe.scheme import Scheme
 
-EXPERT = rf"\.experts\.\d+\.(w1|w2|w3|{'|'.join(PROJECTIONS.values())})$"
-EXPERTS = rf"re:.*{EXPERT}"
-ATTENTION = r"re:.*self_attn\.(q|k|v|o|qkv)_proj$"
-IGNORE = ["lm_head", r"re:.*\.gate$", "model.embed_tokens"]
 
-
-def quantization_config(schemes: Sequence[Scheme], fp8_block: tuple[int, int] | None) -> dict[str, Any]:
+def quantization_config(targets: Targets, schemes: Sequence[Scheme], fp8_block: Fp8 | None) -> dict[str, Any]:
     """The whole section; it replaces the source's own.
 
     Args:
+        targets: of the family.
         schemes: of each layer's experts. If they differ, each gets a config group whose regex lists its layers.
-        fp8_block: rows and columns of a block of the kept FP8 attention; None if the attention is not FP8.
+        fp8_block: rows and columns of a block of the kept FP8 attention, or ROWS if it has a scale per row; None if the
+            attention is not FP8.
     """
     groups: dict[str, Any] = {}
-    if fp8_block is not None:
+    if fp8_block == ROWS:
+        groups["attention_fp8_channel"] = {
+            "targets": [f"re:{pattern}" for pattern in targets.fp8],
+            "format": "float-quantized",
+            "weights": _scheme(8, "float", "channel"),
+            "input_activations": _scheme(8, "float", "token", dynamic=True),
+        }
+    elif fp8_block is not None:
         groups["attention_fp8_block"] = {
-            "targets": [ATTENTION],
+            "targets": [f"re:{pattern}" for pattern in targets.fp8],
             "format": "float-quantized",
             "weights": _scheme(8, "float", "block", block_structure=list(fp8_block)),
             "input_activations": _scheme(8, "float", "group", dynamic=True, group_size=fp8_block[1]),
@@ -41,7 +46,7 @@ def quantization_config(schemes: Sequence[Scheme], fp8_block: tuple[int, int] | 
         layers = "|".join(str(layer) for layer, own in enumerate(schemes) if own == scheme)
         name = "routed_experts" if alike else f"routed_experts_int{scheme.bits}_group{scheme.group_size}"
         groups[name] = {
-            "targets": [EXPERTS if alike else rf"re:.*\.layers\.({layers})\..*{EXPERT}"],
+            "targets": [f"re:.*{targets.experts}" if alike else rf"re:.*\.layers\.({layers})\..*{targets.experts}"],
             "format": "pack-quantized",
             "weights": _scheme(scheme.bits, "int", "group", group_size=scheme.group_size),
             "input_activations": None,
@@ -51,7 +56,7 @@ def quantization_config(schemes: Sequence[Scheme], fp8_block: tuple[int, int] | 
         "quantization_status": "compressed",
         "format": "pack-quantized",  # the one that vLLM, transformers and SGLang's INT4 MoE all accept
         "config_groups": groups,
-        "ignore": IGNORE if fp8_block is not None else [*IGNORE, r"re:.*self_attn.*"],
+        "ignore": [*targets.ignore, *(targets.unquantized if fp8_block is None else [])],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
         "sparsity_config": {},
@@ -72,8 +77,8 @@ def _scheme(bits: int, kind: str, strategy: str, dynamic: bool = False, **extra:
 
 
 def output_config(
-    source: dict[str, Any], schemes: Sequence[Scheme], fp8_block: tuple[int, int] | None
+    source: dict[str, Any], targets: Targets, schemes: Sequence[Scheme], fp8_block: Fp8 | None
 ) -> dict[str, Any]:
     """config.json of the output: the source's fields unchanged, except for the quantization section."""
     kept = {key: value for key, value in source.items() if key != "quantization_config"}
-    return kept | {"quantization_config": quantization_config(schemes, fp8_block)}
+    return kept | {"quantization_config": quantization_config(targets, schemes, fp8_block)}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
 
-from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.reader import Checkpoint, torch_dtype
 from quantizers.plan.plan import KEPT, METADATA, Plan
 from quantizers.solve.solved import Solved
 from quantizers.system.atomic import disk_errors, sync_folder
@@ -44,10 +44,12 @@ def layer_tensors(plan: Plan, layer: int | None, source: Checkpoint, solved: Sol
             continue
         assert solved is not None
         if action.kind == "fold":
+            assert solved.norm is not None
             tensors[action.source] = solved.norm
         elif action.kind == "compensate":
             # If the router was not compensated (the library's published recipe, for comparison), its values are kept.
-            tensors[action.source] = source.tensor(action.source).float() if solved.router is None else solved.router
+            router = source.tensor(action.source) if solved.router is None else solved.router
+            tensors[action.source] = router.to(torch_dtype(action.outputs[action.source].dtype))
         else:
             assert action.matrix is not None
             assert action.expert is not None
@@ -60,19 +62,25 @@ def layer_tensors(plan: Plan, layer: int | None, source: Checkpoint, solved: Sol
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def check_finite(tensors: Mapping[str, torch.Tensor], where: str) -> None:
+def check_finite(tensors: Mapping[str, torch.Tensor], where: str, carried: Collection[str] = ()) -> None:
     """Refuse to write a tensor that would break the model.
+
+    Args:
+        carried: the names of those that may hold anything: a mask may well be infinite.
 
     Raises:
         QuantizeError: the first tensor with a NaN or infinity.
     """
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+        if name not in carried and tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
             raise QuantizeError(f"{where}: {name} is not finite; nothing was written for this layer")
 
 
 def write_shard(
-    tensors: Mapping[str, torch.Tensor], path: Path, kept: Mapping[str, str] = MappingProxyType({})
+    tensors: Mapping[str, torch.Tensor],
+    path: Path,
+    kept: Mapping[str, str] = MappingProxyType({}),
+    carried: Collection[str] = (),
 ) -> ShardDigest:
     """Write a safetensors file, and read it back before it gets its final name.
 
@@ -83,6 +91,7 @@ def write_shard(
     Args:
         tensors: on the CPU, contiguous.
         kept: SHA-256, hexadecimal, of the source's bytes for each tensor that keeps them.
+        carried: see `check_finite`.
 
     Returns:
         The digests of the file.
@@ -90,7 +99,7 @@ def write_shard(
     Raises:
         QuantizeError: a tensor is not finite, the disk is full or cannot be written, or the file holds other bytes.
     """
-    check_finite(tensors, path.name)
+    check_finite(tensors, path.name, carried)
     expected = joined_digests(tensors)
     temporary = path.with_name(path.name + ".tmp")
     with disk_errors(path):

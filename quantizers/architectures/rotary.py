@@ -1,0 +1,60 @@
+"""config.json as transformers needs it, above all the share of each attention head that is rotated."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from quantizers.system.errors import ArchitectureError
+
+from .architecture import Architecture
+
+
+def rotary_factor(
+    facts: Architecture, config: dict[str, Any], sizes: Mapping[str, int], where: str = "config.json"
+) -> float | None:
+    """The share of each attention head that is rotated; None if the family or config.json has no key for it.
+
+    Args:
+        sizes: of which `head_dim` is needed, which config.json may leave out.
+
+    Raises:
+        ArchitectureError: the key is out of range, or contradicts rope_parameters.
+    """
+    if facts.rotary_dim_key is None or facts.rotary_dim_key not in config:
+        return None
+    rotary, head = config[facts.rotary_dim_key], sizes["head_dim"]
+    if not isinstance(rotary, int) or not 0 < rotary <= head or rotary % 2:
+        raise ArchitectureError(
+            f"{where}: {facts.rotary_dim_key} is {reprlib.repr(rotary)}; an even number up to {head} is needed"
+        )
+    factor: float = rotary / head
+    rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ArchitectureError(f"{where}: rope_parameters is {reprlib.repr(rope)}; an object is needed")
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+        raise ArchitectureError(f"{where}: rope_theta is {reprlib.repr(theta)}; a positive number is needed")
+    stated = rope.get("partial_rotary_factor", factor)
+    if stated != factor:
+        raise ArchitectureError(
+            f"{where}: rope_parameters.partial_rotary_factor is {reprlib.repr(stated)}, but {facts.rotary_dim_key} "
+            f"means {factor}; one of them is wrong"
+        )
+    return factor
+
+
+def transformers_config(facts: Architecture, config: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """config.json for transformers: with every size and the rotary factor, without quantization_config.
+
+    Where config.json leaves a size out, transformers may have another default than the facts.
+    """
+    adapted = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    adapted |= {size.key: sizes[name] for name, size in facts.sizes.items() if not config.get(size.key)}
+    factor = rotary_factor(facts, config, sizes)
+    if factor is not None:
+        rope = dict(config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]})
+        adapted["rope_parameters"] = rope | {"partial_rotary_factor": factor}
+    return adapted

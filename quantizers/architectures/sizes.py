@@ -1,0 +1,126 @@
+"""The sizes of one model, read from its config.json, which is checked against the family's facts on the way."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from quantizers.system.errors import ArchitectureError
+
+from .architecture import Architecture
+from .rotary import rotary_factor
+
+# A config.json with larger sizes than these is broken or hostile.
+LIMITS = {"layers": 1000, "experts": 4096, "vocabulary": 10_000_000}
+LARGEST_SIZE = 1 << 20
+MOST_EXPERTS = 200_000  # over all layers
+
+
+class Sizes(dict[str, int]):
+    """The sizes of one model, by our names for them: layers, experts, chosen, hidden, width, …
+
+    Attributes:
+        dense: the numbers of the layers that have no experts.
+    """
+
+    dense: frozenset[int] = frozenset()
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """The numbers of the layers that have experts."""
+        return [number for number in range(self["layers"]) if number not in self.dense]
+
+    def value(self, expression: str) -> int:
+        """A sum of products such as `heads * head_dim`, or a quotient such as `hidden / heads`.
+
+        Raises:
+            ValueError: a quotient is not whole.
+        """
+        total = 0
+        for summand in expression.split("+"):
+            product = 1
+            for sign, word in re.findall(r"([*/]?)\s*(\w+)", summand):
+                factor = int(word) if word.isdigit() else self[word]
+                if sign == "/":
+                    if not factor or product % factor:
+                        raise ValueError(f"{product} is no multiple of {word}, {factor}")
+                    product //= factor
+                else:
+                    product *= factor
+            total += product
+        return total
+
+    def shape(self, terms: list[str]) -> tuple[int, ...]:
+        """Evaluate a shape such as `["heads * head_dim", "hidden"]`."""
+        return tuple(self.value(term) for term in terms)
+
+
+def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
+    """Read the sizes from config.json and check it against the facts.
+
+    Raises:
+        ArchitectureError: a size is missing or absurd, or a value contradicts the facts.
+    """
+    sizes = Sizes()
+    given = {name: size for name, size in facts.sizes.items() if size.otherwise is None or config.get(size.key)}
+    for name, size in given.items():
+        value = config.get(size.key)
+        limit = LIMITS.get(name, LARGEST_SIZE)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
+            raise ArchitectureError(
+                f"{where}: {size.key} is {reprlib.repr(value)}; a whole number from 1 to {limit} is needed"
+            )
+        sizes[name] = value
+    for name, size in facts.sizes.items():
+        if name not in given:
+            assert size.otherwise is not None
+            try:
+                sizes[name] = sizes.value(size.otherwise)
+            except ValueError as failure:
+                raise ArchitectureError(
+                    f"{where}: has no {size.key}, which is then {size.otherwise}, but {failure}; correct this file"
+                ) from None
+    for key, expected in facts.asserts.items():
+        if key in config and config[key] != expected:
+            raise ArchitectureError(
+                f"{where}: {key} is {reprlib.repr(config[key])}, but the facts of {facts.model_type} rely on "
+                f"{expected!r}; such a model would be computed wrongly and is refused; give another model"
+            )
+    if sizes["chosen"] > sizes["experts"]:
+        raise ArchitectureError(
+            f"{where}: {facts.sizes['chosen'].key} is larger than {facts.sizes['experts'].key}; correct this file"
+        )
+    if sizes["layers"] * sizes["experts"] > MOST_EXPERTS:
+        raise ArchitectureError(
+            f"{where}: {facts.sizes['layers'].key} {sizes['layers']} with {facts.sizes['experts'].key} "
+            f"{sizes['experts']} is more than any model has; correct this file"
+        )
+    if sizes["heads"] % sizes["kv_heads"]:
+        raise ArchitectureError(
+            f"{where}: {facts.sizes['kv_heads'].key} {sizes['kv_heads']} does not divide {facts.sizes['heads'].key} "
+            f"{sizes['heads']}; correct this file"
+        )
+    rotary_factor(facts, config, sizes, where)
+    sizes.dense = dense_layers(facts, config, sizes["layers"], where)
+    return sizes
+
+
+def dense_layers(facts: Architecture, config: Mapping[str, Any], layers: int, where: str) -> frozenset[int]:
+    """The numbers of the layers without experts, from a list of them, or from how many there are at the start.
+
+    Raises:
+        ArchitectureError: config.json says something else, or leaves no layer with experts.
+    """
+    key = facts.dense_layer.layers if facts.dense_layer else None
+    value = config.get(key) if key else None
+    numbers = range(value) if type(value) is int and 0 <= value <= layers else value or []
+    if not isinstance(numbers, (list, range)) or not all(type(n) is int and 0 <= n < layers for n in numbers):
+        raise ArchitectureError(
+            f"{where}: {key} is {reprlib.repr(value)}; the numbers of the layers without experts are needed, from 0 "
+            f"to {layers - 1}, or how many there are at the start"
+        )
+    if len(set(numbers)) == layers:
+        raise ArchitectureError(f"{where}: {key} leaves no layer with experts; give a mixture-of-experts model")
+    return frozenset(numbers)

@@ -1,0 +1,30 @@
+"""Whether scales are folded into the norm before the experts: only where everything that reads it can follow."""
+
+from __future__ import annotations
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.recipe.schema import Experts
+from quantizers.system.errors import RecipeError
+
+
+def folds(facts: Architecture, experts: Experts, where: str) -> bool:
+    """Whether these settings fold scales into the norm before the experts.
+
+    Raises:
+        RecipeError: they demand it, but the norm has readers that cannot be compensated.
+    """
+    if not experts.awq or experts.awq.fold is False:
+        return False
+    obstacle = None
+    if facts.also_reads_the_norm:
+        others = ", ".join(facts.also_reads_the_norm)
+        obstacle = (
+            f"{facts.norm.tensor} is also read by {others}, which would have to change with it and keeps its bytes"
+        )
+    elif facts.norm.offset and experts.engine == "llmcompressor":
+        obstacle = (
+            f"llm-compressor divides {facts.norm.tensor} itself, but the model multiplies by {facts.norm.offset} + it"
+        )
+    if obstacle and experts.awq.fold:
+        raise RecipeError(f"{where}: experts.awq.fold: {obstacle}; remove the key, or set it to false")
+    return obstacle is None
