@@ -107,7 +107,8 @@ def layer(
     from quantizers.system.byte_size import parse_bytes
 
     limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
-    from quantizers.architectures.architecture import architecture_for, sizes_of
+    from quantizers.architectures.families import architecture_for
+    from quantizers.architectures.sizes import sizes_of
     from quantizers.bench.layer import measure_layer
     from quantizers.bench.random_model import published
     from quantizers.device.devices import choose_device, use_threads

@@ -13,6 +13,7 @@ from .options import (
     GATE_FAILED,
     DebugOption,
     DeviceOption,
+    FactsOption,
     JsonOption,
     NoPictureOption,
     SourceOption,
@@ -29,6 +30,7 @@ def coverage(
         str | None, typer.Argument(metavar="[RECIPE]", help="its source, calibration set and gates are used")
     ] = None,
     source: SourceOption = None,
+    facts: FactsOption = None,
     model: Annotated[str | None, typer.Option(help="instead of a recipe: a checkpoint's folder or Hub id")] = None,
     data: Annotated[str | None, typer.Option(metavar="SET", help="instead of a recipe's: a calibration set")] = None,
     compare: Annotated[
@@ -60,6 +62,7 @@ def coverage(
         min_routed_tokens=min_routed_tokens,
         max_uncovered=max_uncovered,
         source=source,
+        own=facts,
     )
     ranks: Ranks = context.obj or ALONE
     with shared_folder(work, ranks) as folder:
@@ -76,14 +79,10 @@ def coverage(
 
     text = coverage_table(result)
     if not no_picture:
-        import numpy as np
-
         from eval.report.pictures import coverage_picture
 
-        totals = np.array([layer["routed_tokens"] for layer in result["per_layer"]])
-        coverage_picture(
-            totals, result["min_routed_tokens"], f"{Path(result['model']).name} on {result['set']}", picture
-        )
+        title = f"{Path(result['model']).name} on {result['set']}"
+        coverage_picture(result["per_layer"], result["min_routed_tokens"], title, picture)
         text += f"\n\npicture: {picture}"
     emit(result, as_json, text)
     if not all(gate["passed"] for gate in result["gates"]):

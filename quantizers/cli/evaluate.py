@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 
 from quantizers.team.ranks import ALONE, Ranks
 
-from .options import DebugOption, DeviceOption, JsonOption, NoPictureOption, emit, find_set, shared_folder
+from .options import DebugOption, DeviceOption, FactsOption, JsonOption, NoPictureOption, emit, find_set, shared_folder
 
 
 def evaluate(
@@ -21,6 +22,7 @@ def evaluate(
         list[str], typer.Argument(metavar="CANDIDATE…", help="one or more checkpoints of the same model")
     ],
     data: Annotated[str, typer.Option(metavar="SET", help="a held-out set: a file, or the name of a shipped one")],
+    facts: FactsOption = None,
     picture: Annotated[Path, typer.Option(metavar="FILE", help="KL by category, errors by depth")] = Path(
         "fidelity.png"
     ),
@@ -41,10 +43,12 @@ def evaluate(
     Example: quantize eval models/tiny-minimax-m2 out/tiny --data held-out
     """
     from eval.fidelity.tables import eval_table
-    from quantizers.architectures.architecture import architecture_for, sizes_of
+    from quantizers.architectures.families import architecture_for
+    from quantizers.architectures.sizes import sizes_of
     from quantizers.checkpoint.reader import open_checkpoint
     from quantizers.device.devices import choose_device, use_threads
     from quantizers.output.journal import begun_with
+    from quantizers.output.record import carried_facts
     from quantizers.run.measure import EVALUATION, measure
     from quantizers.run.proof import NOT_SIMULATED
     from quantizers.system.interrupts import interruptible
@@ -52,8 +56,11 @@ def evaluate(
     ranks: Ranks = context.obj or ALONE
     data_set = find_set(data, "held-out")
     opened = ranks.rank_zero_first(lambda: [open_checkpoint(name) for name in (source, *candidate)])
+    own = facts or next(filter(None, (carried_facts(one.folder) for one in opened[1:])), None)
+    if own is not None and facts is None and ranks.leads:
+        print(f"facts: {own}", file=sys.stderr, flush=True)
     where = str(opened[0].folder / "config.json")
-    sizes = sizes_of(architecture_for(opened[0].config, where), opened[0].config, where)
+    sizes = sizes_of(architecture_for(opened[0].config, where, own), opened[0].config, where)
     settings = begun_with(work / "evaluation", EVALUATION) if work else {}
     use_threads(sizes, settings.get("threads"), ranks)
     advice = "give the same command again" + (" to go on" if work else "; with --work DIR it would go on")
@@ -61,7 +68,7 @@ def evaluate(
     with shared as folder, interruptible(advice) as check:
         results = measure(
             opened[0], opened[1:], data_set, choose_device(device, ranks), folder / "evaluation", check,
-            weights=True, resumable=work is not None, ranks=ranks,
+            weights=True, resumable=work is not None, ranks=ranks, own=own,
         )  # fmt: skip
     if not ranks.leads:
         return

@@ -36,6 +36,10 @@ SourceOption = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="where the recipe's source lies on this machine, whatever the recipe calls it"),
 ]
+FactsOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="facts of your own about the model's family, as `quantize new --facts` writes"),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="one JSON object on standard output, all else on standard error")
 ]

@@ -10,7 +10,7 @@ import typer
 from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError
 
-from .options import DebugOption, DeviceMemoryOption, JsonOption, RecipeArgument, SourceOption, emit
+from .options import DebugOption, DeviceMemoryOption, FactsOption, JsonOption, RecipeArgument, SourceOption, emit
 
 
 def plan(
@@ -20,6 +20,7 @@ def plan(
         list[str] | None, typer.Option(metavar="NxSIZE", help="cards to serve it on, such as 2x96GiB; may be repeated")
     ] = None,
     source: SourceOption = None,
+    facts: FactsOption = None,
     context: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="with --vram; the model's longest by default")
     ] = None,
@@ -52,9 +53,9 @@ def plan(
 
     if vram is None and (context is not None or tp is not None or kv != "auto"):
         raise InputError("--context, --kv and --tp go with --vram; say which cards, as --vram 2x96GiB")
-    job = prepare(recipe, offline_facts=True, hub=hub, source_folder=source)
+    job = prepare(recipe, offline_facts=True, hub=hub, source_folder=source, own=facts)
     job, schemes = apply_choice(job, output)
-    where = {"basis": job.basis, "recipe": str(job.path)}
+    where = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
     if vram is not None:
         from quantizers.cli.tables.plan import fit_table
         from quantizers.plan.serving_memory import assumptions, fit, kv_bytes_per_token, parse_cards, serving_model

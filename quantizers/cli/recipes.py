@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from .options import DebugOption, JsonOption, emit
+from quantizers.system.errors import InputError
+
+from .options import GATE_FAILED, DebugOption, JsonOption, emit
 
 recipes = typer.Typer(rich_markup_mode=None)
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="as `quantize recipes` lists it")]
@@ -74,15 +76,51 @@ def copy(
 def new(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="a model on the Hub that is known here, or a folder")],
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="after the model's name by default")] = None,
+    *,
+    facts: Annotated[
+        bool,
+        typer.Option("--facts", help="of any model: list how it differs from the kept facts, write facts that fit"),
+    ] = False,
+    like: Annotated[
+        str | None, typer.Option(metavar="FAMILY", help="with --facts: start from this family's, such as qwen3_moe")
+    ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write a commented recipe for a model.
+    """Write a commented recipe for a model; with --facts, facts for a recipe's source.facts.
+
+    With --facts only config.json and headers are read, of a folder or of the Hub. Exit 3 when something differs for
+    which facts have no words.
 
     Example: quantize new MiniMaxAI/MiniMax-M2.1 mine.yaml
     """
+    from quantizers.checkpoint.four_bits import refuse_four_bits
+    from quantizers.checkpoint.reader import CONFIG, read_config
     from quantizers.recipe.catalogue import new_recipe, write_new
 
+    if (Path(model) / CONFIG).is_file():
+        refuse_four_bits(read_config(Path(model)), str(Path(model) / CONFIG))
+    if facts:
+        _new_facts(model, file, like, as_json)
+        return
+    if like is not None:
+        raise InputError("--like goes with --facts; leave it away, or add --facts")
     path = file or Path(f"{Path(model).name.lower()}-fp8-int4.yaml")
     write_new(new_recipe(model), path)
     emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {path}")
+
+
+def _new_facts(model: str, file: Path | None, like: str | None, as_json: bool) -> None:
+    from quantizers.cli.tables.facts import facts_table
+    from quantizers.plan.facts_text import facts_text
+    from quantizers.plan.fit_facts import fit_facts, read_headers
+    from quantizers.recipe.catalogue import write_new
+
+    config, tensors, where = read_headers(model)
+    fitted = fit_facts(config, tensors, where, like)
+    name = Path(model).resolve().name if Path(model).is_dir() else model
+    path = file or Path(f"{Path(name).name.lower()}-facts.yaml")
+    write_new(facts_text(fitted, name), path)
+    emit(fitted.as_dict() | {"facts": str(path)}, as_json, facts_table(fitted, path))
+    if not fitted.fits:
+        raise typer.Exit(GATE_FAILED)

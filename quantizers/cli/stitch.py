@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import GATE_FAILED, DebugOption, DeviceOption, JsonOption, default_output, emit
+from .options import GATE_FAILED, DebugOption, DeviceOption, FactsOption, JsonOption, default_output, emit
 
 
 def stitch(
@@ -22,6 +22,7 @@ def stitch(
         bool,
         typer.Option("--repair-router", help="compensate the router for the norms that the experts were made with"),
     ] = False,
+    facts: FactsOption = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -48,6 +49,7 @@ def stitch(
             repair_router=repair_router,
             versions=versions(),
             check=check,
+            own=facts,
         )
     emit(report, as_json, f"{stitch_table(report, output)}\noutput    {output}")
     if report["audit"]["differences"]:

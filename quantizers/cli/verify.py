@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import GATE_FAILED, DebugOption, DeviceOption, JsonOption, emit
+from .options import GATE_FAILED, DebugOption, DeviceOption, FactsOption, JsonOption, emit
 
 
 def verify(
@@ -20,6 +20,7 @@ def verify(
     with_vllm: Annotated[
         bool, typer.Option("--with-vllm", help="also ask the vLLM of this environment for the scheme of every layer")
     ] = False,
+    facts: FactsOption = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -35,9 +36,10 @@ def verify(
     from eval.consumers.findings import render
     from quantizers.cli.tables.verify import audit_table
     from quantizers.device.devices import choose_device
+    from quantizers.output.record import carried_facts
     from quantizers.run.verification import source_of, verify_folder
 
-    verification = verify_folder(candidate, source_of(candidate, source, revision), choose_device(device))
+    verification = verify_folder(candidate, source_of(candidate, source, revision), choose_device(device), facts)
     report = verification.as_dict()
     text, failed = audit_table(report), bool(verification.differences or verification.misread)
     if verification.consumers is not None:
@@ -45,7 +47,7 @@ def verify(
     if with_vllm:
         from eval.consumers.vllm import ask_vllm
 
-        report["vllm"] = answers = ask_vllm(candidate)
+        report["vllm"] = answers = ask_vllm(candidate, facts or carried_facts(candidate))
         text += f"\n\nvLLM {answers['version']}, asked for {answers['asked']:,} modules: " + (
             "\n".join([f"{len(answers['differences'])} differ", *answers["differences"]])
             if answers["differences"]

@@ -22,18 +22,32 @@ def plan_table(numbers: dict[str, Any]) -> str:
             "",
             plain(("tensors (* = a number)", "action", "number", "before", "after"), rows),
             "",
-            f"{numbers['layers']} layers, {numbers['experts_per_layer']} experts each: "
+            f"{numbers['layers']} layers, {dense_words(numbers)}{numbers['experts_per_layer']} experts each: "
             f"{numbers['quantized_matrices']:,} expert matrices quantized, "
             f"{numbers['kept_attention_tensors']:,} attention tensors keep their bytes",
             f"output {size(numbers['output_bytes'])} ({numbers['output_bytes']:,} bytes of shards and index) in "
             f"{len(numbers['shards'])} shards, {size(numbers['expert_bytes'])} of it experts; "
             f"source {size(numbers['source_bytes'])}",
+            *unserved(numbers),
             "",
             *(scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
             *needs_lines(numbers["needs"]),
             *([memory_line(numbers)] if "device_memory" in numbers else []),
         ]
     )
+
+
+def dense_words(numbers: dict[str, Any]) -> str:
+    """How many layers have no experts, if any."""
+    dense = len(numbers["dense_layers"])
+    return f"{dense} of them without experts, the others with " if dense else ""
+
+
+def unserved(numbers: dict[str, Any]) -> list[str]:
+    """A line about a family that vLLM does not know."""
+    if "vllm" in numbers["servers"]:
+        return []
+    return ["no release of vLLM that is known here has a model of this family; transformers can load the output"]
 
 
 def scheme_lines(schemes: dict[str, Any]) -> list[str]:
@@ -121,6 +135,7 @@ def fit_table(result: dict[str, Any]) -> str:
             f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token over all "
             "cards); longest: the context that fits",
             plain(header, rows),
+            *unserved(result),
             "",
             "assumed:",
             *(f"  {line}" for line in result["assumptions"]),
