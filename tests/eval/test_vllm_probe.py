@@ -1,0 +1,159 @@
+"""A real vLLM reads the outputs of every family; and vllm_probe.py, which asks it, names what it would load wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import tiny
+import torch
+from conftest import REPOSITORY, Finished
+from runs import change
+from source_forms import per_row, write_plain
+from torch import Tensor
+from whole_models import stored
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.families import architecture_for, known
+from quantizers.plan.job import prepare
+from quantizers.run.options import Options
+from quantizers.run.pipeline import run
+
+PYTHON = "QUANTIZERS_TEST_VLLM_PYTHON"  # environment variable: an interpreter with .ci/vllm-requirements.txt
+EXPERTS = "model.layers.1.block_sparse_moe.experts"
+Damage = Callable[[dict[str, Any], dict[str, Tensor]], object]
+
+
+def facts_of(model_type: str) -> Architecture:
+    return architecture_for({"model_type": model_type}, "here")
+
+
+def without_a_scale(_config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    del tensors[f"{EXPERTS}.2.w3.weight_scale"]
+
+
+def with_swapped_scales(_config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    one, other = f"{EXPERTS}.2.w3.weight_scale", f"{EXPERTS}.3.w3.weight_scale"
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+def renamed(old: str, new: str) -> Damage:
+    def rename(_config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if old in name]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return rename
+
+
+def with_published_targets_only(config: dict[str, Any], _tensors: dict[str, Tensor]) -> None:
+    group = config["quantization_config"]["config_groups"]["routed_experts"]
+    group["targets"] = [r"re:.*block_sparse_moe\.experts\.\d+\.(w1|w2|w3)$"]
+
+
+def with_an_unknown_type(config: dict[str, Any], _tensors: dict[str, Tensor]) -> None:
+    config["quantization_config"]["config_groups"]["routed_experts"]["weights"]["type"] = "integer"
+
+
+def with_a_stray_tensor(_config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.self_attn.attn.k_scale"] = tensors["model.norm.weight"][:1].clone()
+
+
+# A damage, and expressions for the beginnings of the problems that it must give.
+DAMAGES: dict[str, tuple[Damage, list[str]]] = {
+    "a scale is missing": (
+        without_a_scale,
+        [
+            f"{EXPERTS}.2.w3.weight_scale: not in the checkpoint, but vLLM has {EXPERTS}.routed_experts.w13_",
+            f"{EXPERTS}.routed_experts.w13_weight_scale: 256 of 8192 elements were never written",
+        ],
+    ),
+    "two scales are swapped": (
+        with_swapped_scales,
+        [rf"{EXPERTS}.2.w3.weight_scale: \d+ of 256 elements differ"],
+    ),
+    "FP8 scales have the source's name": (
+        renamed("_proj.weight_scale", "_proj.weight_scale_inv"),
+        ["vLLM, loading the weights: "],
+    ),
+    "experts have another family's names": (
+        renamed(".w1.", ".gate_proj."),
+        [
+            "model.layers.0.block_sparse_moe.experts.0.w1.weight_packed: not in the checkpoint",
+            "model.layers.0.block_sparse_moe.experts.0.gate_proj.weight_packed: found in 0 places of vLLM's model",
+        ],
+    ),
+    "targets have the published names": (with_published_targets_only, ["vLLM, loading the weights: "]),
+    "vLLM cannot read the config": (with_an_unknown_type, ["vLLM, reading the config: "]),
+    "a tensor has no place": (
+        with_a_stray_tensor,
+        ["model.layers.1.self_attn.attn.k_scale: found in 0 places of vLLM's model"],
+    ),
+}
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter that has vLLM"),
+]
+
+
+def probed(*words: object) -> tuple[int, dict[str, Any]]:
+    """The probe's exit code and report."""
+    done = subprocess.run(
+        [os.environ[PYTHON], "tests/vllm_probe.py", *map(str, words)],
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, check=False
+    )  # fmt: skip
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_vllm_reads_every_family_as_it_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one process: the schemes are those of our rules, and every tensor lies in its own model, byte for byte.
+
+    With a scale per block and per row of FP8, without FP8, and with a layer that has no experts.
+    """
+    recipes = [families.write_job(tmp_path / str(number), model) for number, model in enumerate(families.MODELS)]
+    per_row(write_plain(tmp_path / "plain", "qwen3_moe"), tmp_path / "rows" / "model", torch.bfloat16)
+    recipes.append(tiny.write_recipe(tmp_path / "rows"))
+    folders = [recipe.parent / "output" for recipe in recipes]
+    for recipe, folder in zip(recipes, folders, strict=True):
+        change(recipe, lambda body: body.pop("verify"))
+        run(prepare(str(recipe)), Options(folder, torch.device("cpu")))
+    code, report = probed(*folders)
+    with capsys.disabled():
+        versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+        print(f"\n{versions} read {', '.join(one['model_class'] for one in report['checked'])}")
+    assert [one["problems"] for one in report["checked"]] == [[]] * len(folders)
+    assert code == 0
+    for folder, one in zip(folders, report["checked"], strict=True):
+        assert one["tensors"] == len(stored(folder)[1])
+        assert "INT4 group 32" in str(one["schemes"]["experts"])
+    served = {facts.model_class: facts for facts in map(facts_of, known()) if "vllm" in facts.servers}
+    assert {one["model_class"] for one in report["checked"]} == set(served)
+    for one in report["checked"]:
+        held = {"F32": "float32", "BF16": "bfloat16"}[served[one["model_class"]].router.served]
+        assert one["router_dtype"] == held
+
+
+def test_vllm_holds_all_of_a_finished_checkpoint_and_damages_are_named(finished: Finished, tmp_path: Path) -> None:
+    """All folders in one process, whose start takes long; values are compared with the undamaged checkpoint's."""
+    for name, (damage, _) in DAMAGES.items():
+        config, tensors = stored(finished.folder)
+        damage(config, tensors)
+        tiny.write(tmp_path / name, config, tensors)
+    folders = [finished.folder, *(tmp_path / name for name in DAMAGES)]
+    code, report = probed(*folders, "--compare", finished.folder)
+    good, *damaged = report["checked"]
+    assert good["problems"] == []
+    assert good["tensors"] == len(stored(finished.folder)[1])
+    assert (good["model_class"], good["router_dtype"]) == ("MiniMaxM2ForCausalLM", "float32")
+    assert code == 1
+    for report, (name, (_, beginnings)) in zip(damaged, DAMAGES.items(), strict=True):
+        for beginning in beginnings:
+            assert any(re.match(beginning, line) for line in report["problems"]), (name, report["problems"])
