@@ -63,7 +63,7 @@ def finished_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         assert set(parts) == set(compressor.compression_param_names(scheme)), module
         weight = compressor.decompress(parts | {"weight_scale": parts["weight_scale"].float()}, scheme)["weight"]
         assert weight.dtype == torch.float32
-        if scheme.weights.type == "float":  # two ways of the library to the same numbers
+        if scheme.weights.strategy == "block":  # two ways of the library to the same numbers
             again = fp8_by_the_library(parts["weight"], parts["weight_scale"], scheme.weights.block_structure)
             assert torch.equal(weight, again), module
         weights[f"{module}.weight"] = weight
@@ -74,7 +74,9 @@ def finished_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 @dataclass
 class Run:
-    """A whole model's answers: for each text its log-probabilities; by layer and text choices and states."""
+    """A whole model's answers: for each text its log-probabilities; by layer and text states, and choices where it has
+    experts.
+    """
 
     logs: list[Tensor] = field(default_factory=list)
     choices: list[list[list[set[int]]]] = field(default_factory=list)
@@ -89,9 +91,10 @@ def run_whole(model: Any, texts: list[Tensor]) -> Run:
         states: list[Tensor] = []
         result.choices.append(choices)
         result.states.append(states)
-        layer.mlp.gate.register_forward_hook(
-            lambda _module, _inputs, output, kept=choices: kept.append([set(row) for row in output[2].tolist()])
-        )
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(
+                lambda _module, _inputs, output, kept=choices: kept.append([set(row) for row in output[2].tolist()])
+            )
         layer.register_forward_hook(lambda _module, _inputs, output, kept=states: kept.append(output[0].double()))
     for text in texts:
         result.logs.append(torch.log_softmax(model(text[None]).logits[0].double(), dim=-1))

@@ -5,19 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from tiny import write_job
 
-from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
 from quantizers.bench import methods, scaling
 from quantizers.bench.compare import compare_layer, compare_route, layer_sizes
 from quantizers.bench.layer import LAYER_PHASES, extrapolate, measure_layer
 from quantizers.bench.pictures import compare_picture, layer_picture, scaling_picture
-from quantizers.bench.random_model import BLOCK, published, resized, write_random
+from quantizers.bench.random_model import published, resized, write_random
 from quantizers.calibration.samples import samples
+from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.cli.tables.bench import compare_table, layer_table, methods_table, scaling_table
+from quantizers.forward.layered_model import LayeredModel
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.plan import expected_tensors
 from quantizers.recipe.schema import set_location
@@ -39,7 +43,7 @@ def test_a_random_checkpoint_has_the_published_layout(tmp_path: Path) -> None:
     config = resized(published("minimax-m2.1"), layers=2, vocabulary=256, **SMALL)
     checkpoint = write_random(tmp_path / "model", config, CPU)
     facts = architecture_for(config, "config.json")
-    wanted = expected_tensors(facts, sizes_of(facts, config, "config.json"), BLOCK)
+    wanted = expected_tensors(facts, sizes_of(facts, config, "config.json"), config, "config.json")
     assert {name: Spec(info.dtype, info.shape) for name, info in checkpoint.tensors.items()} == wanted
     module = facts.expert(1, 3, "gate")
     weight = checkpoint.tensor(f"{module}.weight").float() * checkpoint.tensor(f"{module}.weight_scale_inv")
@@ -118,11 +122,47 @@ def small_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def test_all_methods_go_through_a_whole_model(small_job: Job) -> None:
     result = methods.compare_methods(small_job, CPU, repeats=1, most_tokens=256)
-    names = [method.name for method in methods.methods(small_job.recipe.experts)]
+    names = [method.name for method in methods.methods(small_job.recipe.experts, small_job.facts, torch.float32)]
     assert [row["method"] for row in result["rows"]] == names
     assert all(row["kl"] > 0 for row in result["rows"])
     text = methods_table(result)
     assert all(name in text for name in names)
+    assert any("norm not folded" in name for name in names)
+    assert not any("router in F32" in name for name in names)  # which is how MiniMax-M2's is served
+
+
+def test_rows_that_would_repeat_another_are_left_out(small_job: Job) -> None:
+    """Where the norm has another reader nothing is folded, so there is no router to leave out, keep or round."""
+    base, facts = small_job.recipe.experts, small_job.facts
+    norm = facts.norm.model_copy(update={"readers": [*facts.norm.readers, "self_attn.q_proj"]})
+    names = [method.name for method in methods.methods(base, facts.model_copy(update={"norm": norm}), torch.float32)]
+    assert len(names) == 6
+    assert not any(word in name for name in names for word in ("left out", "not folded", "F32"))
+
+
+def test_a_router_written_in_float32_is_measured_unrounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = prepare(str(families.write_job(tmp_path, "qwen3_moe")))
+    base, facts = job.recipe.experts, job.facts
+    assert not any(method.router for method in methods.methods(base, facts, torch.bfloat16))  # it would be rounded
+    rows = [m for m in methods.methods(base, facts, torch.float32) if m.router or m.name.endswith("(default)")]
+    assert [row.router for row in rows] == [None, "F32"]
+    seen = []
+
+    def measure(source: Checkpoint, candidates: list[Checkpoint], *arguments: Any, **options: Any) -> Any:
+        for candidate in candidates:
+            model = LayeredModel(candidate, facts, job.sizes, CPU, torch.float32)
+            with model.layer(0) as layer:
+                seen.append(layer.mlp.gate.weight.clone())
+        return measured_by_all(source, candidates, *arguments, **options)
+
+    measured_by_all = methods.measure
+    monkeypatch.setattr(methods, "methods", lambda *arguments: rows)
+    monkeypatch.setattr(methods, "measure", measure)
+    result = methods.compare_methods(job, CPU, repeats=1, most_tokens=256)
+    rounded, unrounded = seen
+    assert torch.equal(rounded, unrounded.bfloat16().float())
+    assert not torch.equal(rounded, unrounded)
+    assert result["rows"][0]["kl"] != result["rows"][1]["kl"]
 
 
 def test_both_routes_go_through_a_whole_model(small_job: Job) -> None:

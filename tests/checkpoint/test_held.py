@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from tiny import make
 
-from quantizers.architectures.architecture import architecture_for
+from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint import held as module
 from quantizers.checkpoint.held import Held, held_ahead, held_tensors, hold, layer_names
 from quantizers.checkpoint.reader import DTYPES, Checkpoint, open_folder

@@ -17,7 +17,8 @@ from conftest import REPOSITORY, Finished
 from runs import assert_same
 from tiny import write_job
 
-from quantizers.architectures.architecture import Sizes, architecture_for, sizes_of
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.device import devices
 from quantizers.device.devices import fingerprint, use_threads

@@ -111,6 +111,7 @@ def change(path: str, value: Any) -> Callable[[Report], None]:
         ("gates/0/value", 4321, "| 4321 |"),
         ("gates/0/passed", False, "**Gates of the recipe that failed: audit.**"),
         ("serving/parsers", {"tool-call-parser": "mine"}, "--tool-call-parser mine"),
+        ("serving/sglang", {"tool-call-parser": "its"}, "--model-path PATH_OR_ID \\\n    --tool-call-parser its"),
         ("serving/sampling", {"temperature": 0.123}, '{"temperature": 0.123}'),
         ("serving/fits/0/weights", 99 * 2**30, "99.0 GiB"),
         ("serving/fits/0/utilisation", 0.5, "--gpu-memory-utilization 0.5"),
@@ -164,3 +165,11 @@ def test_pictures_have_the_same_bytes_twice(report: Report, finished: Finished, 
         assert raw.startswith(b"\x89PNG")
         assert raw == (finished.folder / name).read_bytes()
         assert f"]({name})" in card(report)
+
+
+def test_a_family_that_vllm_does_not_know_has_no_command_to_serve_it(published: Report) -> None:
+    assert "vllm serve" in card(published)
+    unknown = published | {"serving": published["serving"] | {"servers": []}}
+    text = card(unknown)
+    assert "vllm serve" not in text
+    assert "No release of vLLM that was known when this was made has a model of this family." in text

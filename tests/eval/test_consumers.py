@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
 
@@ -22,6 +23,7 @@ from eval.consumers.rules import (
     EXPERTS,
     HEAD,
     KINDS,
+    MLP,
     OUTPUT,
     ROUTER,
     SERVERS,
@@ -32,7 +34,8 @@ from eval.consumers.rules import (
     matches,
 )
 from eval.consumers.vllm import ask_vllm
-from quantizers.architectures.architecture import architecture_for, published_config, sizes_of
+from quantizers.architectures.families import architecture_for, published_config
+from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.plan import expected_tensors, make_plan
@@ -54,9 +57,9 @@ def good(config: dict[str, Any] | None = None, experts: Experts | None = None) -
     config, experts = config or tiny.config(), experts or Experts()
     facts = architecture_for(config, "x")
     sizes = sizes_of(facts, config, "x")
-    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, BLOCK), experts, "x", BLOCK)
+    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), experts, "x", BLOCK)
     tensors = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
-    return copy.deepcopy(output_config(config, plan.schemes, BLOCK)), tensors
+    return copy.deepcopy(output_config(config, facts.targets, plan.schemes, BLOCK)), tensors
 
 
 def checked(output: Output) -> Consumers:
@@ -89,6 +92,7 @@ def test_a_good_output_has_no_findings(bits: Any, group: Any) -> None:
     expected = {
         ATTENTION: "FP8 block 128x128",
         OUTPUT: "FP8 block 128x128",
+        MLP: "-",
         EXPERTS: f"INT{bits} group {group}",
     }
     assert found.schemes[STORED] == expected | {ROUTER: "F32", HEAD: "BF16", EMBEDDINGS: "BF16"}
@@ -114,9 +118,11 @@ def differing(schemes: list[Scheme], declared: list[Scheme] | None = None) -> Ou
     config = tiny.config(num_hidden_layers=len(schemes))
     facts = architecture_for(config, "x")
     sizes = sizes_of(facts, config, "x")
-    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, BLOCK), Experts(), "x", BLOCK).with_schemes(schemes)
+    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), Experts(), "x", BLOCK).with_schemes(
+        schemes
+    )
     tensors = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
-    return copy.deepcopy(output_config(config, declared or schemes, BLOCK)), tensors
+    return copy.deepcopy(output_config(config, facts.targets, declared or schemes, BLOCK)), tensors
 
 
 def test_each_layer_may_have_a_scheme_of_its_own() -> None:
@@ -138,7 +144,8 @@ def test_numbers_of_layers_match_whole_ones_only() -> None:
     facts = architecture_for(config, "x")
     rules = read_rules(config["quantization_config"])
     for server in SERVERS:
-        readings = [r for r in server_readings(server, facts, 22, rules) if r.kind == EXPERTS]
+        sizes = sizes_of(facts, config, "x")
+        readings = [r for r in server_readings(server, facts, sizes, rules) if r.kind == EXPERTS]
         assert [r.scheme.bits for r in readings if r.scheme] == [scheme.bits for scheme in schemes]
     (of_one,) = [g for g in config["quantization_config"]["config_groups"].values() if g["weights"]["num_bits"] == 8 and
                  g["format"] == "pack-quantized"]  # fmt: skip
@@ -164,7 +171,7 @@ def test_a_layer_that_no_group_names() -> None:
 
 def test_attention_that_is_not_fp8_is_read_as_plain() -> None:
     config, tensors = good()
-    config = output_config(tiny.config(), [Scheme(4, 32)], None)
+    config = output_config(tiny.config(), architecture_for(tiny.config(), "x").targets, [Scheme(4, 32)], None)
     attention = {n: Spec("BF16", s.shape) for n, s in tensors.items() if "_proj" in n and not n.endswith("_scale")}
     kept = {name: spec for name, spec in tensors.items() if "_proj" not in name}
     found = checked((config, kept | attention))
@@ -467,8 +474,8 @@ def test_tensor_parallel_of_m21_with_large_groups() -> None:
     assert published is not None
     facts, config = published
     sizes = sizes_of(facts, config, "x")
-    rules = read_rules(output_config(config, [Scheme(4, 128)], BLOCK)["quantization_config"])
-    schemes = {r.kind: r.scheme for r in server_readings(VLLM, facts, 1, rules)}
+    rules = read_rules(output_config(config, facts.targets, [Scheme(4, 128)], BLOCK)["quantization_config"])
+    schemes = {r.kind: r.scheme for r in server_readings(VLLM, facts, Sizes(sizes | {"layers": 1}), rules)}
     answers = [tensor_parallel(n, sizes, [schemes[ATTENTION]], [schemes[EXPERTS]]) for n in (1, 2, 4, 8)]
     assert answers[:3] == ["ok", "ok", "ok"]
     assert "192, is not a multiple of the group, 128" in answers[3]
@@ -514,3 +521,26 @@ def test_vllm_answers_as_the_rules_say(tmp_path: Path, variant: str) -> None:
     answer = ask_vllm(tmp_path)
     assert answer["differences"] == []
     assert answer["asked"] == 2 * 3 + 2
+
+
+def test_a_family_that_no_server_knows_is_said_to_be_one() -> None:
+    config, tensors = good()
+    facts = architecture_for(config, "x").model_copy(update={"servers": {}})
+    found = check(config, tensors, facts, sizes_of(facts, config, "x"))
+    (finding,) = found.findings
+    assert (finding.severity, finding.where) == ("warning", "minimax_m2")
+    assert "no release of vLLM or SGLang" in finding.problem
+    assert found.tensor_parallel == {}
+    assert set(found.schemes) == {STORED, TRANSFORMERS}
+
+
+def test_a_router_that_a_server_asks_for_must_be_ignored_or_in_no_group() -> None:
+    """Qwen3-MoE's: vLLM and SGLang look it up. In MiniMax-M2 they build it without asking."""
+    config = families.config("qwen3_moe")
+    output, tensors = good(config)
+    assert checked((output, tensors)).findings == []
+    output["quantization_config"]["ignore"] = ["lm_head", "model.embed_tokens"]
+    text = said(checked((output, tensors)), SGLANG.name)
+    assert "router: no group matches gate" in text
+    output["quantization_config"]["config_groups"]["attention_fp8_block"]["targets"].append(r"re:.*mlp\.gate$")
+    assert "router: takes the scheme FP8 block 128x128" in said(checked((output, tensors)), VLLM.name)

@@ -166,7 +166,7 @@ def test_a_run_records_the_fallback_and_writes_finite_values(
 
 def routed(counts: list[list[list[int]]], tokens: list[int], names: tuple[str, ...] = ("code/c", "math")) -> Routed:
     array = np.array(counts)
-    return Routed(names, np.array(tokens), array, np.zeros_like(array), array * 2)
+    return Routed(names, np.array(tokens), tuple(range(len(array))), array, np.zeros_like(array), array * 2)
 
 
 def test_gates() -> None:

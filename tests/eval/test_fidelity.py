@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from whole_models import Run, run_whole, source_weights
 
 from eval.fidelity.figures import Measured, Text, figures
-from quantizers.architectures.architecture import architecture_for
+from quantizers.architectures.families import architecture_for
 from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.formats import readable
 from quantizers.checkpoint.reader import Checkpoint, open_folder

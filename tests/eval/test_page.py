@@ -103,7 +103,7 @@ def test_smaller_shares_are_one_line_wherever_a_run_is_shown(finished: Finished)
 
 
 def test_uncovered_experts_are_marked() -> None:
-    text = heat_map([[100, 0, 10], [3, 50, 1]], minimum=2)
+    text = heat_map({0: [100, 0, 10], 1: [3, 50, 1]}, minimum=2)
     assert text.count('class="bare"') == text.count('class="cross"') == 2
     assert "<title>layer 0, expert 1: 0 tokens</title>" in text
     assert colour(0) == "#440154"

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny import make
 
-from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward import states as states_module
 from quantizers.forward.halves import attend, finish, observe

@@ -15,9 +15,12 @@ from tiny import config as tiny_config
 from tiny import make
 from torch import Tensor
 
-from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
+from quantizers.forward.fitting import require_plain_experts
 from quantizers.forward.layered_model import LayeredModel
+from quantizers.system.errors import ArchitectureError
 
 # ‖streamed − by hand‖ / ‖by hand‖, float32 against float64. Measured: at most 1.1e-6 over all models and
 # layers; without the rotary factor 0.2 to 0.7 after the first layer.
@@ -315,3 +318,17 @@ def test_tiny_models_rotate_a_part_of_each_head(tiny_model: Path) -> None:
     for config in (tiny_config(), json.loads((tiny_model / "config.json").read_text())):
         assert 0 < config["rotary_dim"] < config["head_dim"]
         assert "rope_parameters" not in config
+
+
+def test_experts_that_compute_another_product_are_refused() -> None:
+    """gpt-oss clamps and shifts; MiniMax-M2 multiplies plainly."""
+    from transformers import GptOssConfig, MiniMaxM2Config
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2Experts
+
+    facts = architecture_for({"model_type": "minimax_m2"}, "x")
+    with torch.device("meta"):
+        plain, clamped = MiniMaxM2Experts(MiniMaxM2Config()), GptOssExperts(GptOssConfig())
+    require_plain_experts(plain, facts)
+    with pytest.raises(ArchitectureError, match="GptOssExperts do not compute"):
+        require_plain_experts(clamped, facts)

@@ -9,7 +9,8 @@ import pytest
 import tiny
 import torch
 
-from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.forward.weights import dequantize_fp8, layer_weights, read_weight, unpack
 from quantizers.system.errors import CheckpointError

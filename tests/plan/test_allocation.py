@@ -12,7 +12,8 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizers.architectures.architecture import Sizes, architecture_for, published_config, sizes_of
+from quantizers.architectures.families import architecture_for, published_config
+from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.plan.allocation import Allocation, allocation, candidates
 from quantizers.plan.knapsack import choose
 from quantizers.plan.plan import Plan, expected_tensors, file_size, make_plan
@@ -90,7 +91,7 @@ def planned(**changes: int) -> tuple[Plan, Sizes]:
     config = tiny.config(**changes)
     facts = architecture_for(config, "x")
     sizes = sizes_of(facts, config, "x")
-    return make_plan(facts, sizes, expected_tensors(facts, sizes, BLOCK), Experts(), "x", BLOCK), sizes
+    return make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), Experts(), "x", BLOCK), sizes
 
 
 def of(limit: str | float, parallel: int | None = None, **changes: int) -> Allocation:

@@ -15,7 +15,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from quantizers.architectures.architecture import Architecture, Sizes, architecture_for, published_config, sizes_of
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.families import architecture_for, published_config
+from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.cli import main as cli
@@ -79,7 +81,7 @@ def published() -> tuple[Architecture, Sizes, dict[str, Spec]]:
     assert kept is not None
     facts, config = kept
     sizes = sizes_of(facts, config, "kept")
-    return facts, sizes, expected_tensors(facts, sizes, BLOCK)
+    return facts, sizes, expected_tensors(facts, sizes, config, "kept")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,7 @@ def small(**changes: Any) -> tuple[Architecture, Sizes, dict[str, Spec]]:
     config = tiny.config(**changes)
     facts = architecture_for(config, "config.json")
     sizes = sizes_of(facts, config, "config.json")
-    return facts, sizes, expected_tensors(facts, sizes, BLOCK)
+    return facts, sizes, expected_tensors(facts, sizes, config, "config.json")
 
 
 def planned(tensors: dict[str, Spec] | None = None, experts: Experts | None = None, **changes: Any) -> Plan:
@@ -213,7 +215,7 @@ def test_bits_and_groups(
     published: tuple[Architecture, Sizes, dict[str, Spec]],
 ) -> None:
     facts, sizes = published[0], Sizes(published[1] | {"layers": 1, "experts": 8})
-    tensors = expected_tensors(facts, sizes, BLOCK)
+    tensors = expected_tensors(facts, sizes, facts.published[0].config, "here")
     experts = Experts.model_validate({"bits": bits, "group_size": group})
     shard = make_plan(facts, sizes, tensors, experts, "here", BLOCK).shard(0)
     module = "model.layers.0.block_sparse_moe.experts.0.w1"
@@ -371,3 +373,14 @@ def test_a_plan_from_a_lone_config(
     assert {key: value for key, value in lone.items() if key != "basis"} == {
         key: value for key, value in whole.items() if key != "basis"
     }
+
+
+def test_what_is_special_about_a_model_is_said_in_the_plan() -> None:
+    """No server, and layers without experts; neither is mentioned where it is not so."""
+    from quantizers.cli.tables.plan import dense_words, unserved
+
+    assert unserved({"servers": ["sglang", "vllm"]}) == []
+    (line,) = unserved({"servers": []})
+    assert "no release of vLLM" in line
+    assert dense_words({"dense_layers": []}) == ""
+    assert dense_words({"dense_layers": [0, 1]}) == "2 of them without experts, the others with "

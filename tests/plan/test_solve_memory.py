@@ -12,7 +12,8 @@ from conftest import SEQUENCE_LENGTH, Finished
 from live_bytes import Alive
 from runs import hashes
 
-from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
 from quantizers.forward.recorded import Recorded
 from quantizers.plan import solve_memory
 from quantizers.plan.job import prepare
@@ -33,7 +34,7 @@ def planned(experts: Experts, **changes: int) -> tuple[Plan, Any]:
     config = tiny.config(**changes)
     facts = architecture_for(config, "config.json")
     sizes = sizes_of(facts, config, "config.json")
-    tensors = expected_tensors(facts, sizes, (128, 128))
+    tensors = expected_tensors(facts, sizes, config, "a test")
     return make_plan(facts, sizes, tensors, experts, "a test", (128, 128)), sizes
 
 

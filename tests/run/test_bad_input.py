@@ -239,8 +239,8 @@ CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
         ("not a mixture", "minimax_m2"),
     ),
     "no facts": (
-        config(model_type="qwen3_moe"),
-        ("'qwen3_moe': no facts for this architecture; give one of minimax_m2",),
+        config(model_type="glm4_moe"),
+        ("'glm4_moe': no facts for this architecture; give one of minimax_m2",),
     ),
     "no model type": (config(model_type=...), ("model_type is missing; give a transformers checkpoint",)),
     "model type with a line break": (config(model_type="a\nb"), (r"'a\nb'",)),

@@ -20,7 +20,8 @@ from conftest import Finished
 from torch import Tensor
 from whole_models import load
 
-from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.layered_model import LayeredModel

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import Recorded, route_counts

@@ -1,0 +1,202 @@
+"""A tiny random model of every family, made from transformers' own model and saved under the names that it saves.
+
+Norms have outlier channels, and the matrices that read them undo these: on plain random weights every method of
+quantizing looks alike. Layouts, dtypes and shapes are as published: FP8 in blocks, whole ones and parts of one, with
+scales in the published dtype, or bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from calibration_tokenizer import write_tokenizer
+from safetensors.torch import load_file
+from torch import Tensor
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+COMMON = {
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "minimax_m2": COMMON
+    | {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "head_dim": 128,
+        "rotary_dim": 64,
+        "intermediate_size": 192,
+        "num_local_experts": 8,
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "quantization_config": FP8 | {"fmt": "float8_e4m3fn"},
+    },
+    "qwen3_moe": COMMON
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 128,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 192,
+        "num_experts": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "attention_bias": False,
+        "quantization_config": FP8 | {"fmt": "e4m3", "modules_to_not_convert": ["lm_head"]},
+    },
+    "mixtral": COMMON
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": 192,
+        "num_local_experts": 4,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-5,
+    },
+}
+# Each family as it is published, and what its class can have besides: changes to config.json, by a name.
+MODELS: dict[str, dict[str, Any]] = {name: {} for name in CONFIGS} | {
+    "qwen3_moe with a dense layer": {"mlp_only_layers": [0]}
+}
+SCALES = {"minimax_m2": torch.float32, "qwen3_moe": torch.bfloat16}  # dtypes of published FP8 scales
+FLOAT32 = ("block_sparse_moe.gate.weight", "e_score_correction_bias")  # of MiniMax-M2
+OUTLIERS, FACTOR = 5, 12.0
+
+
+def config(family: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": family} | CONFIGS[family] | changes
+
+
+def family_of(model: str) -> str:
+    """The model type of one of MODELS."""
+    return model.partition(" ")[0]
+
+
+def in_transformers(config: dict[str, Any]) -> Any:
+    """A whole model of transformers' with random weights, in float32."""
+    import transformers
+
+    fields = {k: v for k, v in config.items() if k not in ("quantization_config", "architectures", "torch_dtype")}
+    if "rotary_dim" in config:  # which transformers 5.17 does not read
+        rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+        fields["rope_parameters"] = rope | {"partial_rotary_factor": config["rotary_dim"] / config["head_dim"]}
+    model_class = getattr(transformers, config["architectures"][0])
+    made = model_class.config_class(**fields, attn_implementation="sdpa", experts_implementation="eager")
+    return model_class(made).eval().requires_grad_(False)
+
+
+def randomized(model: Any, seed: int) -> Any:
+    """The model with weights that keep a vector's length, and outlier channels in every norm that its readers undo."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator)
+
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:
+            weight.copy_(1 + 0.2 * normal(weight))
+        elif "embed" in name:
+            weight.copy_(normal(weight))
+        else:
+            weight.copy_(normal(weight) * weight.shape[-1] ** -0.5)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(0.05 * normal(bias))
+    for layer in model.model.layers:
+        attention, block = layer.self_attn, layer.mlp
+        dense = not hasattr(block, "experts")
+        pairs = (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (block.gate_proj, block.up_proj) if dense else (block.gate,)),
+        )
+        for norm, readers in pairs:
+            channels = torch.randperm(len(norm.weight), generator=generator)[:OUTLIERS]
+            norm.weight[channels] *= FACTOR
+            for reader in readers:
+                reader.weight[:, channels] /= FACTOR
+            if norm is layer.post_attention_layernorm and not dense:
+                block.experts.gate_up_proj[:, :, channels] /= FACTOR
+        if dense:
+            continue
+        block.gate.weight *= 4  # so that the router decides
+        width = block.experts.down_proj.shape[-1]
+        spread = torch.randn(width, generator=generator).exp()  # of what w2 reads: for a scale between w3 and w2
+        block.experts.gate_up_proj[:, width:] *= spread[:, None]
+        block.experts.down_proj /= spread
+    return model
+
+
+def write(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
+    """A checkpoint in the layout in which the family is published, with a tokenizer."""
+    own = config(family, **changes)
+    folder.mkdir(parents=True)
+    randomized(in_transformers(own), seed).save_pretrained(folder)
+    named = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "generation_config.json").unlink()
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        if own.get("quantization_config") and name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+            tensors[name], scale = tiny.fp8(tensor)
+            tensors[f"{name}_scale_inv"] = scale.to(SCALES[family])
+        else:
+            keeps = family == "minimax_m2" and name.endswith(FLOAT32)
+            tensors[name] = tensor if keeps else tensor.bfloat16()
+    tiny.write(folder, own, tensors)
+    write_tokenizer(folder)
+    return folder
+
+
+def whole(folder: Path, weights: dict[str, Tensor]) -> Any:
+    """transformers' whole model in float32 with these weights, which have the names of its files.
+
+    transformers itself fuses the experts and renames the modules.
+    """
+    own = json.loads((folder / "config.json").read_text())
+    model = in_transformers(own)
+    model_class, made = type(model), model.config
+    loaded, info = model_class.from_pretrained(
+        None, config=made, state_dict={name: tensor.float() for name, tensor in weights.items()},
+        dtype=torch.float32, output_loading_info=True,
+    )  # fmt: skip
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert loaded.config._attn_implementation == "sdpa"
+    return loaded.eval().requires_grad_(False)
+
+
+def source_weights(folder: Path) -> dict[str, Tensor]:
+    """Every parameter as a number: FP8 by compressed-tensors' own dequantizer."""
+    from whole_models import fp8_by_the_library, stored
+
+    own, tensors = stored(folder)
+    weights = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            block = own["quantization_config"]["weight_block_size"]
+            weights[name] = fp8_by_the_library(tensor, tensors[f"{name}_scale_inv"].float(), block)
+        elif not name.endswith("_scale_inv"):
+            weights[name] = tensor
+    return weights
+
+
+def write_job(folder: Path, model: str, **experts: Any) -> Path:
+    """A checkpoint of one of MODELS, two sets, and the recipe of them."""
+    write(folder / "model", family_of(model), **MODELS[model])
+    return tiny.write_recipe(folder, **experts)

@@ -1,0 +1,382 @@
+"""Facts for a checkpoint that differs from the kept ones: every difference is named at once, and the facts then fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import tiny
+import torch
+from commands import quantize
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.families import architecture_for, known
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.plan.facts_text import facts_text
+from quantizers.plan.fit_facts import Fitted, fit_facts
+from quantizers.plan.job import prepare
+from quantizers.plan.plan import Plan, expected_tensors, make_plan
+from quantizers.recipe.schema import Experts
+from quantizers.system.errors import ArchitectureError, CheckpointError
+from quantizers.system.strict_yaml import load
+
+Tensors = dict[str, Spec]
+Change = Callable[[dict[str, Any], Tensors], object]
+LAYER, MOE, Q = "model.layers.*", "block_sparse_moe", "self_attn.q"
+
+
+def published(**changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """config.json and headers of a tiny MiniMax-M2 as the kept facts have it."""
+    config = tiny.config(**changes)
+    facts = architecture_for(config, "x")
+    return config, expected_tensors(facts, sizes_of(facts, config, "x"), config, "x")
+
+
+def read_back(fitted: Fitted, folder: Path) -> Architecture:
+    (folder / "facts.yaml").write_text(facts_text(fitted, "tiny"))
+    return load(folder / "facts.yaml", Architecture, ArchitectureError)
+
+
+def planned(facts: Architecture, config: dict[str, Any], tensors: Tensors) -> Plan:
+    return make_plan(facts, sizes_of(facts, config, "x"), tensors, Experts(), "x", (128, 128))
+
+
+def in_layers(name: str, dtype: str, *shape: int) -> Change:
+    return lambda _, tensors: tensors.update({f"model.layers.{n}.{name}": Spec(dtype, shape) for n in (0, 1)})
+
+
+def without(name: str) -> Change:
+    def change(_: dict[str, Any], tensors: Tensors) -> None:
+        for n in (0, 1):
+            del tensors[f"model.layers.{n}.{name}"]
+
+    return change
+
+
+def scales(dtype: str) -> Change:
+    def change(_: dict[str, Any], tensors: Tensors) -> None:
+        for name in tensors:
+            if name.endswith("_scale_inv"):
+                tensors[name] = Spec(dtype, tensors[name].shape)
+
+    return change
+
+
+def fp8_linear(config: dict[str, Any], tensors: Tensors) -> None:
+    in_layers("shared.up.weight", "F8_E4M3", 192, 128)(config, tensors)
+    in_layers("shared.up.weight_scale_inv", "F32", 2, 1)(config, tensors)
+
+
+def wider_heads(config: dict[str, Any], tensors: Tensors) -> None:
+    in_layers("self_attn.v_proj.weight", "F8_E4M3", 256, 128)(config, tensors)
+    in_layers("self_attn.v_proj.weight_scale_inv", "F32", 2, 1)(config, tensors)
+
+
+def renamed_key(config: dict[str, Any], _: Tensors) -> None:
+    config["num_experts"] = config.pop("num_local_experts")
+
+
+# What is changed: the row (what, name, kept, found, written, tensors), and section, name and value in the new facts.
+DIFFERENCES: dict[str, tuple[Change, tuple[Any, ...], tuple[str, str, Any]]] = {
+    "a size that the headers say": (
+        lambda config, _: config.pop("head_dim"),
+        ("size", "head_dim", "the key", "no such key", "head_dim: 64", 0),
+        ("sizes", "head_dim", {"key": "head_dim", "otherwise": 64}),
+    ),
+    "a size that is counted": (
+        lambda config, _: config.pop("num_hidden_layers"),
+        ("size", "num_hidden_layers", "the key", "no such key", "layers: 2", 0),
+        ("sizes", "layers", {"key": "num_hidden_layers", "otherwise": 2}),
+    ),
+    "a size under another family's key": (
+        renamed_key,
+        ("size", "num_local_experts", "the key", "no such key", "experts: num_experts", 0),
+        ("sizes", "experts", "num_experts"),
+    ),
+    "what the forward pass relies on": (
+        lambda config, _: config.update(use_routing_bias=False),
+        ("assert", "use_routing_bias", "True", "False", "False", 0),
+        ("asserts", "use_routing_bias", False),
+    ),
+    "a missing tensor": (
+        without("self_attn.q_norm.weight"),
+        ("missing", "model.layers.*.self_attn.q_norm.weight", "BF16 [256]", "nothing", "taken out", 2),
+        ("every_layer.tensors", "self_attn.q_norm.weight", None),
+    ),
+    "a router in bfloat16": (
+        in_layers(f"{MOE}.gate.weight", "BF16", 4, 128),
+        ("dtype", f"model.layers.*.{MOE}.gate.weight", "F32", "BF16", "dtype: BF16", 2),
+        ("moe_layer.tensors", f"{MOE}.gate.weight", {"shape": ["experts", "hidden"], "dtype": "BF16"}),
+    ),
+    "another shape": (
+        in_layers("self_attn.q_norm.weight", "BF16", 64),
+        ("shape", "model.layers.*.self_attn.q_norm.weight", "[256]", "[64]", "shape: [64]", 2),
+        ("every_layer.tensors", "self_attn.q_norm.weight", {"shape": [64], "dtype": "BF16"}),
+    ),
+    "another shape of an FP8 matrix, and so of its scales": (
+        wider_heads,
+        ("shape", "model.layers.*.self_attn.v_proj.weight", "[128, 128]", "[256, 128]", "shape: [256, 128]", 2),
+        ("every_layer.linears", "self_attn.v_proj", [256, 128]),
+    ),
+    "scales in bfloat16": (
+        scales("BF16"),
+        ("scales", "*.weight_scale_inv", "F32", "BF16", "scale_dtype: BF16", 32),
+        ("scale_dtype", "", "BF16"),
+    ),
+    "an unknown vector": (
+        in_layers("self_attn.sinks", "BF16", 4),
+        ("unknown", "model.layers.*.self_attn.sinks", "nothing", "BF16 [4]", "kept", 2),
+        ("every_layer.tensors", "self_attn.sinks", {"shape": [4], "dtype": "BF16"}),
+    ),
+    "an unknown FP8 matrix": (
+        fp8_linear,
+        ("unknown", "model.layers.*.shared.up.weight", "nothing", "F8_E4M3 [192, 128]", "kept", 2),
+        ("every_layer.linears", "shared.up", [192, 128]),
+    ),
+    "an unknown tensor of one layer": (
+        lambda _, tensors: tensors.update({"model.layers.1.once": Spec("F32", (3,))}),
+        ("unknown", "model.layers.*.once", "nothing", "F32 [3]", "kept", 1),
+        ("outside", "model.layers.1.once", {"shape": [3], "dtype": "F32"}),
+    ),
+    "an unknown tensor outside the layers": (
+        lambda _, tensors: tensors.update({"model.mtp.norm": Spec("BF16", (128,))}),
+        ("unknown", "model.mtp.norm", "nothing", "BF16 [128]", "kept", 1),
+        ("outside", "model.mtp.norm", {"shape": [128], "dtype": "BF16"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_difference_is_named_and_the_new_facts_fit(name: str, tmp_path: Path) -> None:
+    change, row, (section, entry, value) = DIFFERENCES[name]
+    config, tensors = published()
+    change(config, tensors)
+    fitted = fit_facts(config, tensors, "here")
+    assert row in [tuple(vars(one).values()) for one in fitted.differences]
+    assert len(fitted.differences) == (2 if name == "an unknown FP8 matrix" else 1)
+    assert fitted.fits
+    found = fitted.values
+    for key in section.split("."):
+        found = found[key]
+    assert (found.get(entry) if entry else found) == value
+    plan = planned(read_back(fitted, tmp_path), config, tensors)
+    assert {action.source for action in plan.actions} == set(tensors)
+    kept = architecture_for(tiny.config(), "x")
+    if row[0] != "size" and row[0] != "assert" and row[0] != "dtype" and row[0] != "scales":
+        with pytest.raises(CheckpointError):
+            planned(kept, config, tensors)
+
+
+def test_a_size_is_written_as_the_expression_that_holds() -> None:
+    config, tensors = published(head_dim=32)
+    del config["head_dim"]
+    fitted = fit_facts(config, tensors, "here")
+    assert fitted.values["sizes"]["head_dim"] == {"key": "head_dim", "otherwise": "hidden / heads"}
+
+
+def test_a_tensor_of_one_kind_of_layer_belongs_to_that_kind(tmp_path: Path) -> None:
+    config = families.config("qwen3_moe", mlp_only_layers=[0])
+    kept = architecture_for(config, "x")
+    tensors = expected_tensors(kept, sizes_of(kept, config, "x"), config, "x")
+    tensors["model.layers.0.mlp.gain"] = Spec("BF16", (4,))
+    tensors |= {f"model.layers.{n}.mlp.shift": Spec("BF16", (5,)) for n in (1, 2)}
+    fitted = fit_facts(config, tensors, "here")
+    assert {one.name for one in fitted.differences} == {"model.layers.*.mlp.gain", "model.layers.*.mlp.shift"}
+    facts = read_back(fitted, tmp_path)
+    assert facts.dense_layer is not None
+    assert set(facts.dense_layer.tensors) == {"mlp.gain"}
+    assert set(facts.moe_layer.tensors) == {"mlp.gate.weight", "mlp.shift"}
+    assert fitted.suspects == ["mlp.shift"], "nothing is folded in a layer without experts"
+    assert set(facts.modules.without) == {"mlp.gain", "mlp.shift"}
+    assert len(planned(facts, config, tensors).actions) == len(tensors)
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    config, tensors = published()
+    config["tie_word_embeddings"] = True
+    del tensors["lm_head.weight"]
+    fitted = fit_facts(config, tensors, "here")
+    assert [(one.what, one.written) for one in fitted.differences] == [
+        ("assert", "True"),
+        ("missing", "head: model.embed_tokens.weight"),
+    ]
+    assert fitted.values["head"] == "model.embed_tokens.weight"
+    planned(Architecture.model_validate(fitted.values), config, tensors)
+
+
+def test_a_plan_with_facts_of_ones_own_is_not_made_from_a_kept_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who gives facts says that the kept ones are not this model's, so its own headers are needed."""
+    config, tensors = published()
+    (tmp_path / "facts.yaml").write_text(facts_text(fit_facts(config, tensors, "here"), "tiny"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("quantizers.checkpoint.hub_headers.read_hub", lambda *_: (config, tensors, "abc"))
+    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True, own=tmp_path / "facts.yaml")
+    assert (job.basis, job.sizes["layers"]) == ("the headers of MiniMaxAI/MiniMax-M2.1 on the Hub, commit abc", 2)
+
+
+def test_all_differences_come_at_once_and_unknown_tensors_are_named_as_possible_readers(tmp_path: Path) -> None:
+    config, tensors = published()
+    changes = [name for name in DIFFERENCES if name != "another shape"]  # of a tensor that another change removes
+    for name in changes:
+        DIFFERENCES[name][0](config, tensors)
+    fitted = fit_facts(config, tensors, "here")
+    found = {tuple(vars(one).values()) for one in fitted.differences}
+    expected = {DIFFERENCES[name][1] for name in changes}
+    assert {row[:5] for row in expected} <= {row[:5] for row in found}  # there are more scales by then
+    suspects = ["self_attn.sinks", "shared.up", "model.layers.1.once"]
+    assert fitted.suspects == suspects
+    facts = read_back(fitted, tmp_path)
+    assert facts.modules.without == suspects[:2]
+    assert r".*shared\.up$" in facts.targets.fp8
+    actions = {action.source: action.kind for action in planned(facts, config, tensors).actions}
+    assert [actions[f"model.layers.0.{name}"] for name in ("self_attn.sinks", "shared.up.weight")] == ["keep", "keep"]
+    assert actions["model.layers.0.post_attention_layernorm.weight"] == "fold"
+
+    # The user finds that one of them reads the norm, and says so: then nothing is folded into it.
+    for suspect in suspects:
+        values = fitted.values | {"norm": {**fitted.values["norm"], "readers": ["router", "experts", suspect]}}
+        kinds = planned(Architecture.model_validate(values), config, tensors).counts()
+        assert not {"fold", "compensate"} & set(kinds)
+
+
+def test_where_nothing_differs_the_facts_are_the_kept_ones(tmp_path: Path) -> None:
+    config, tensors = published()
+    fitted = fit_facts(config, tensors, "here")
+    assert (fitted.differences, fitted.suspects) == ([], [])
+    kept = architecture_for(config, "x")
+    assert read_back(fitted, tmp_path) == kept.model_copy(update={"published": []})
+
+
+@pytest.mark.parametrize("family", known())
+def test_every_published_model_has_no_difference_from_its_facts(family: str) -> None:
+    for one in load(known()[family], Architecture).published[:1]:
+        facts, sizes = architecture_for(one.config, "x"), sizes_of(architecture_for(one.config, "x"), one.config, "x")
+        config = one.config | {facts.sizes["layers"].key: 2}
+        tensors = expected_tensors(facts, sizes_of(facts, config, "x"), config, "x")
+        assert sizes["experts"] > 2
+        assert fit_facts(config, tensors, "here").differences == []
+
+
+@pytest.mark.parametrize(
+    ("change", "row"),
+    [
+        (without(f"{MOE}.gate.weight"), ("missing", f"{LAYER}.{MOE}.gate.weight", 2)),
+        (without(f"{Q}_proj.weight_scale_inv"), ("missing", f"{LAYER}.{Q}_proj.weight_scale_inv", 2)),
+        (lambda _, t: t.pop(f"model.layers.1.{Q}_norm.weight"), ("missing", f"{LAYER}.{Q}_norm.weight", 1)),
+        (in_layers(f"{MOE}.experts.0.w1.weight", "BF16", 32, 128), ("shape", f"{LAYER}.{MOE}.experts.*.w1.weight", 2)),
+        (in_layers("table", "I64", 4), ("unknown", f"{LAYER}.table", 2)),
+        (lambda _, t: t.update({"mtp.weight": Spec("F8_E4M3", (4, 4))}), ("unknown", "mtp.weight", 1)),
+        (scales("F16"), ("scales", "*.weight_scale_inv", 32)),
+    ],
+)  # fmt: skip
+def test_what_facts_have_no_words_for_is_named_and_still_refused(
+    change: Change, row: tuple[str, str, int], tmp_path: Path
+) -> None:
+    config, tensors = published()
+    change(config, tensors)
+    fitted = fit_facts(config, tensors, "here")
+    assert row in [(one.what, one.name, one.tensors) for one in fitted.differences if one.written is None]
+    assert not fitted.fits
+    with pytest.raises(CheckpointError):
+        planned(read_back(fitted, tmp_path), config, tensors)
+
+
+def test_sizes_that_nothing_says_are_named_together() -> None:
+    config, tensors = published()
+    for key in ("num_experts_per_tok", "num_attention_heads", "head_dim", "num_key_value_heads"):
+        del config[key]
+    with pytest.raises(CheckpointError) as refused:
+        fit_facts(config, tensors, "here")
+    assert str(refused.value).startswith(
+        "here: config.json has no num_experts_per_tok (chosen), num_attention_heads (heads), num_key_value_heads "
+        "(kv_heads), head_dim (head_dim), and the headers do not say it; add it"
+    )
+
+
+def test_an_unknown_family_is_made_like_a_known_one(tmp_path: Path) -> None:
+    config, tensors = published()
+    config |= {"model_type": "mine", "architectures": ["MineForCausalLM"]}
+    with pytest.raises(ArchitectureError, match=r"^here: model_type 'mine' is not known; .*--like minimax_m2 or"):
+        fit_facts(config, tensors, "here")
+    with pytest.raises(ArchitectureError, match=r"^--like x: no such family; give one of minimax_m2"):
+        fit_facts(config, tensors, "here", "x")
+    facts = read_back(fit_facts(config, tensors, "here", "minimax_m2"), tmp_path)
+    assert (facts.model_type, facts.model_class, facts.servers) == ("mine", "MineForCausalLM", {})
+    assert planned(facts, config, tensors).folds
+
+
+def odd_checkpoint(folder: Path) -> Path:
+    """A recipe, and a checkpoint with a tensor more, a router in bfloat16, no head_dim and other scales."""
+    config = tiny.config()
+    tensors = tiny.tensors(config)
+    del config["head_dim"]
+    for name in tensors:
+        if name.endswith((".gate.weight", "_scale_inv")):
+            tensors[name] = tensors[name].bfloat16()
+    tensors |= {f"model.layers.{n}.self_attn.sinks": torch.zeros(4) for n in (0, 1)}
+    tiny.write(folder / "model", config, tensors)
+    return tiny.write_recipe(folder)
+
+
+def test_from_the_refusal_to_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, model = odd_checkpoint(tmp_path), tmp_path / "model"
+    monkeypatch.chdir(tmp_path)
+    assert quantize(monkeypatch, "plan", recipe) == 2
+    refusal = capsys.readouterr().err
+    assert refusal.count("\n") == 1
+    assert refusal.endswith(f"; `quantize new {model} --facts` lists all differences and writes facts to start from\n")
+    assert quantize(monkeypatch, "new", model, "--facts") == 0
+    out = capsys.readouterr().out
+    for words in ("head_dim: 64", "dtype: BF16", "scale_dtype: BF16", "model.layers.*.self_attn.sinks"):
+        assert words in out
+    assert "check whether they read post_attention_layernorm.weight, and add those that do to norm.readers" in out
+    assert "\n  self_attn.sinks\nwrote model-facts.yaml; next: name it in a recipe" in out
+    assert (
+        "    # unknown: if it reads post_attention_layernorm.weight, add it to norm.readers\n    self_attn.sinks"
+        in (tmp_path / "model-facts.yaml").read_text()
+    )
+    assert quantize(monkeypatch, "plan", recipe, "--facts", "model-facts.yaml") == 0
+    assert "model.layers.*.self_attn.sinks " in capsys.readouterr().out
+    recipe.write_text(recipe.read_text().replace("model: model", "model: model\n  facts: model-facts.yaml"))
+    assert quantize(monkeypatch, "plan", recipe) == 0
+    assert quantize(monkeypatch, "new", model, "--facts") == 2
+    assert "model-facts.yaml: exists; give another name" in capsys.readouterr().err
+    assert quantize(monkeypatch, "new", model, "--like", "mixtral") == 2
+    assert "--like goes with --facts" in capsys.readouterr().err
+
+
+def test_what_differs_without_words_exits_3_and_what_does_not_differ_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny.config()
+    tensors = tiny.tensors(config)
+    monkeypatch.chdir(tmp_path)
+    tiny.write(tmp_path / "same", config, tensors)
+    assert quantize(monkeypatch, "new", "same", "--facts") == 0
+    assert capsys.readouterr().out.startswith(
+        "nothing differs from the facts kept for minimax_m2\nwrote same-facts.yaml"
+    )
+    tiny.write(tmp_path / "odd", config, tensors | {"table": torch.zeros(3, dtype=torch.int64)})
+    assert quantize(monkeypatch, "new", "odd", "--facts", "--json") == 3
+    found = json.loads(capsys.readouterr().out)
+    assert (found["facts"], found["fits"]) == ("odd-facts.yaml", False)
+    assert [(one["name"], one["written"]) for one in found["differences"]] == [("table", None)]
+
+
+def test_of_the_hub_only_headers_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, tensors = published()
+    monkeypatch.setattr("quantizers.checkpoint.hub_headers.read_hub", lambda *_: (config, tensors, "commit"))
+    monkeypatch.chdir(tmp_path)
+    assert quantize(monkeypatch, "new", "Me/My-Model", "--facts") == 0
+    assert (tmp_path / "my-model-facts.yaml").read_text().startswith("# Facts about Me/My-Model, made by")

@@ -1,0 +1,168 @@
+"""Plans at full size, from the kept facts alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import yaml
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.families import all_published, known, published_config
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.plan.job import prepare
+from quantizers.plan.plan import expected_tensors, make_plan
+from quantizers.plan.serving_memory import serving_model, tensor_parallel_problem
+from quantizers.recipe.schema import Experts
+from quantizers.system.errors import ArchitectureError
+from quantizers.system.shipped import shipped
+from quantizers.system.strict_yaml import load
+
+# Experts' matrices, and gigabytes of experts in INT4 with groups of 32, of one model of each size.
+SIZES = {
+    "MiniMaxAI/MiniMax-M2.1": (47_616, 126.4),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8": (18_432, 16.3),
+    "Qwen/Qwen3-235B-A22B-FP8": (36_096, 127.7),
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct-FP8": (29_760, 263.3),
+    "mistralai/Mixtral-8x7B-v0.1": (768, 25.4),
+    "mistralai/Mixtral-8x22B-Instruct-v0.1": (1_344, 76.1),
+}
+
+
+def planned(model: str) -> Any:
+    found = published_config(model)
+    assert found is not None
+    facts, config = found
+    sizes = sizes_of(facts, config, model)
+    specs = expected_tensors(facts, sizes, config, model)
+    return facts, sizes, config, make_plan(facts, sizes, specs, Experts(), model, (128, 128))
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_matrices_and_size_of_the_experts(model: str) -> None:
+    _, _, _, plan = planned(model)
+    matrices, gigabytes = SIZES[model]
+    packed = [spec for a in plan.actions if a.kind == "quantize" for spec in a.outputs.values()]
+    assert plan.counts()["quantize"] == matrices
+    weights = sum(spec.bytes for spec in packed if spec.dtype != "I64")  # without the two numbers of each shape
+    assert weights / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+def test_every_size_of_every_family_has_a_config_that_fits_its_facts() -> None:
+    """Of each, one layer and few experts: what a plan refuses does not depend on how many there are."""
+    for facts, published in all_published():
+        small = published.config | {facts.sizes["layers"].key: 1, facts.sizes["experts"].key: 8}
+        sizes = sizes_of(facts, small, "kept")
+        specs = expected_tensors(facts, sizes, small, "kept")
+        plan = make_plan(facts, sizes, specs, Experts(), "kept", (128, 128))
+        assert plan.folds
+        assert len(published.models) == len(set(published.models))
+    models = [model for _, published in all_published() for model in published.models]
+    assert len(models) == len(set(models))
+
+
+def test_shipped_recipes_are_planned_offline() -> None:
+    for path in sorted(shipped("recipes").glob("*.yaml")):
+        model = yaml.safe_load(path.read_text())["source"]["model"]
+        assert model.startswith("..") or published_config(model) is not None, path.name
+    job = prepare("mixtral-8x7b-instruct-int4", offline_facts=True)
+    assert job.block is None
+    assert "the facts kept for mistralai/Mixtral-8x7B-Instruct-v0.1" in job.basis
+
+
+@pytest.mark.parametrize(
+    ("model", "fits"),
+    [
+        ("Qwen/Qwen3-30B-A3B-FP8", [1, 2, 4, 8]),  # the published FP8 experts do not run on 4 cards (vllm#25292)
+        ("Qwen/Qwen3-235B-A22B-FP8", [1, 2, 4, 8, 16]),  # nor these on 8 (QwenLM/Qwen3#1485)
+        ("mistralai/Mixtral-8x7B-v0.1", [1, 2, 4, 8, 16, 32]),
+    ],
+)
+def test_tensor_parallelism(model: str, fits: list[int]) -> None:
+    facts, sizes, config, plan = planned(model)
+    block = plan.fp8_block((128, 128))
+    serving = serving_model(plan, facts, sizes, config, block)
+    assert [n for n in (1, 2, 4, 8, 16, 32) if tensor_parallel_problem(serving, n) is None] == fits
+
+
+def test_a_derived_size_is_that_of_a_given_one() -> None:
+    facts, config = published_config("mistralai/Mixtral-8x22B-v0.1") or ({}, {})
+    assert isinstance(facts, Architecture)
+    assert "head_dim" not in config
+    assert sizes_of(facts, config, "x") == sizes_of(facts, config | {"head_dim": 128}, "x")
+    with pytest.raises(
+        ArchitectureError, match=r"^x: has no head_dim, which is then hidden / heads, but 6144 is no mult"
+    ):
+        sizes_of(facts, config | {"num_attention_heads": 40}, "x")
+
+
+def test_sums_of_products() -> None:
+    facts, config = published_config("Qwen/Qwen3-30B-A3B-FP8") or ({}, {})
+    assert isinstance(facts, Architecture)
+    sizes = sizes_of(facts, config, "x")
+    assert sizes.value("heads * head_dim + kv_heads * 64 + 7") == 32 * 128 + 4 * 64 + 7
+    assert sizes.shape(["2 * width", "hidden / heads"]) == (1536, 64)
+    assert math.prod(sizes.shape(["layers"])) == 48
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("sizes", "width"), {"key": "w", "otherwise": "depth * 2"}, "there is no size 'depth'"),
+        (("every_layer", "linears", "self_attn.q_proj"), ["heads - 1", "hidden"], "no sum of products"),
+        (("norm", "tensor"), "norm.weight", "norm.tensor: norm.weight is not among the tensors"),
+        (("router", "served"), "F8", "router.served"),
+        (("targets", "experts"), "experts(", "is not a regular expression"),
+        (("servers", "vllm", "colour"), "red", "servers.vllm.colour"),
+    ],
+)
+def test_facts_that_are_wrong_are_refused_with_their_key(
+    place: tuple[str, ...], value: Any, message: str, tmp_path: Any
+) -> None:
+    body = yaml.safe_load(known()["qwen3_moe"].read_text())
+    inner = body
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    file = tmp_path / "facts.yaml"
+    file.write_text(yaml.safe_dump(body))
+    with pytest.raises(ArchitectureError, match=message) as refused:
+        load(file, Architecture, ArchitectureError)
+    assert str(refused.value).startswith(str(file))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([9], "the numbers of the layers without experts are needed, from 0 to 2"),
+        ("two", "the numbers of the layers without experts"),
+        ([0, 1, 2], "leaves no layer with experts"),
+    ],
+)
+def test_dense_layers(value: Any, message: str) -> None:
+    facts, config = published_config("Qwen/Qwen3-30B-A3B-FP8") or ({}, {})
+    assert isinstance(facts, Architecture)
+    small = config | {"num_hidden_layers": 3}
+    assert sizes_of(facts, small, "x").dense == frozenset()
+    assert sizes_of(facts, small | {"mlp_only_layers": [1]}, "x").moe_layers == [0, 2]
+    assert sizes_of(facts, small | {"mlp_only_layers": 2}, "x").moe_layers == [2]
+    with pytest.raises(ArchitectureError, match=message):
+        sizes_of(facts, small | {"mlp_only_layers": value}, "x")
+
+
+def test_scales_of_either_dtype_are_planned() -> None:
+    found = published_config("Qwen/Qwen3-30B-A3B-FP8")
+    assert found is not None
+    facts, config = found
+    small = config | {"num_hidden_layers": 1, "num_experts": 8}
+    sizes = sizes_of(facts, small, "x")
+    specs = expected_tensors(facts, sizes, small, "x")
+    other = {n: Spec("F32", s.shape) if n.endswith("_scale_inv") else s for n, s in specs.items()}
+    for tensors, dtype in ((specs, "BF16"), (other, "F32")):
+        plan = make_plan(facts, sizes, tensors, Experts(), "x", (128, 128))
+        renamed = [a for a in plan.actions if a.kind == "rename"]
+        assert {a.spec.dtype for a in renamed} == {dtype}
+        assert all(spec == a.spec for a in renamed for spec in a.outputs.values())

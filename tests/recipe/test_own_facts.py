@@ -1,0 +1,265 @@
+"""Facts of the user's own: named by a recipe, carried by what is made with them, and found there again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import yaml
+from calibration_tokenizer import write_tokenizer
+from commands import quantize
+from runs import cut_in_layer
+
+from quantizers.architectures.families import architecture_for, known
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.reader import open_folder
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.plan.job import prepare
+from quantizers.recipe.portable import resolve_recipe, settings_hash
+from quantizers.recipe.schema import Recipe, read_recipe
+from quantizers.run.options import Options
+from quantizers.run.pipeline import run
+from quantizers.run.verification import verify_folder
+from quantizers.system.errors import ArchitectureError, OutputError
+from quantizers.system.strict_yaml import dump, parse
+
+CPU = torch.device("cpu")
+MINE = {"model_type": "mine", "scale_dtype": "BF16"}
+
+
+def facts_of_mine(**changes: Any) -> dict[str, Any]:
+    """MiniMax-M2's under a model type that no shipped file knows, with a tensor more."""
+    values = parse(known()["minimax_m2"])[0] | MINE | changes
+    del values["published"]
+    values["every_layer"]["tensors"] |= {"self_attn.sinks": {"shape": ["heads"], "dtype": "BF16"}}
+    values["modules"] |= {"without": ["self_attn.sinks"]}
+    values["sizes"] |= {"head_dim": {"key": "head_dim", "otherwise": 64}}
+    return values
+
+
+def write_job(folder: Path, **experts: Any) -> Path:
+    """A recipe that names facts of its own for a checkpoint of a family that nobody knows."""
+    config = tiny.config(model_type="mine")
+    tensors = tiny.tensors(config)
+    del config["head_dim"]
+    tensors |= {f"model.layers.{n}.self_attn.sinks": torch.ones(4).bfloat16() for n in (0, 1)}
+    write_tokenizer(tiny.write(folder / "model", config, tensors))
+    recipe = tiny.write_recipe(folder, **experts)
+    values = yaml.safe_load(recipe.read_text())
+    values["source"]["facts"] = "mine.yaml"
+    recipe.write_text(yaml.safe_dump(values))
+    (folder / "mine.yaml").write_text("# of somebody's own\n" + dump(facts_of_mine()))
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a job and its finished `output`. Tests copy what they change."""
+    folder = tmp_path_factory.mktemp("own")
+    run(prepare(str(write_job(folder))), Options(folder / "output", CPU))
+    return folder
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return write_job(tmp_path)
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`refused(*words)`: the one line of a command that ends with exit code 2."""
+
+    def call(*words: object) -> str:
+        assert quantize(monkeypatch, *words) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        return said
+
+    return call
+
+
+# What a recipe may name.
+
+
+def test_a_recipe_without_facts_has_the_settings_that_it_always_had() -> None:
+    least = {"source": {"model": "a/b"}, "calibration": "c.yaml"}
+    assert Recipe.model_validate(least).settings()["source"] == {
+        "model": "a/b", "revision": "main", "trust_remote_code": False
+    }  # fmt: skip
+    least["source"] = {"model": "a/b", "facts": "f.yaml"}
+    assert Recipe.model_validate(least).settings()["source"]["facts"] == "f.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model_type: mine\n", "mine.yaml:1: model_class: missing; add it (and 15 more)"),
+        ("model_type: mine\nmodel_type: x\n", "mine.yaml:2: model_type: given twice"),
+        (dump(facts_of_mine(head="nowhere")), "head: nowhere is not among the tensors"),
+        (dump(facts_of_mine(heads=5)), "heads: unknown key"),
+    ],
+)
+def test_wrong_facts_are_one_line(text: str, said: str, job: Path, refused: Callable[..., str]) -> None:
+    (job.parent / "mine.yaml").write_text(text)
+    assert said in refused("plan", job)
+
+
+def test_facts_of_another_family_and_no_facts_are_one_line(job: Path, refused: Callable[..., str]) -> None:
+    config, file = job.parent / "model" / "config.json", job.parent / "mine.yaml"
+    file.write_text(dump(facts_of_mine(model_type="yours")))
+    assert f"{config}: model_type is 'mine', but {file} holds the facts of 'yours'; give" in refused("plan", job)
+    file.rename(job.parent / "facts.yaml")
+    line = job.read_text().splitlines().index("  facts: mine.yaml") + 1
+    assert f"{job}:{line}: source.facts: mine.yaml: no such file; correct the path" in refused("plan", job)
+    assert "nowhere.yaml: cannot be read" in refused("plan", job, "--facts", "nowhere.yaml")
+
+
+def test_facts_in_the_source_itself_are_not_taken(job: Path, refused: Callable[..., str]) -> None:
+    (job.parent / "mine.yaml").rename(job.parent / "model" / "facts.yaml")
+    job.write_text(job.read_text().replace("  facts: mine.yaml\n", ""))
+    assert "model_type 'mine': no facts for this architecture" in refused("plan", job)
+    model, data = job.parent / "model", job.parent / "held-out.yaml"
+    assert "model_type 'mine': no facts" in refused("coverage", "--model", model, "--data", data)
+    assert "model_type 'mine': no facts" in refused("eval", model, model, "--data", data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "without", "said"),
+    [
+        (
+            {"model_class": "NoSuchModel"},
+            ["self_attn.sinks"],
+            r"model_class: transformers .* has no NoSuchModel; give one",
+        ),
+        ({}, [], r"no place for self_attn\.sinks; if the model computes without it, add its published name to modules"),
+        (
+            {},
+            ["self_attn.sinks", "self_attn.q_proj"],
+            r"transformers' layer needs self_attn\.q_proj\.weight; name it among",
+        ),
+        ({}, ["self_attn.sinks"], None),
+    ],
+)
+def test_transformers_is_asked_whether_the_facts_fit_it(
+    changes: dict[str, Any], without: list[str], said: str | None, job: Path
+) -> None:
+    values = facts_of_mine(**changes)
+    values["modules"]["without"] = without
+    (job.parent / "mine.yaml").write_text(dump(values))
+    source = open_folder(job.parent / "model")
+    facts = architecture_for(source.config, "x", job.parent / "mine.yaml")
+    with contextlib.nullcontext() if said is None else pytest.raises(ArchitectureError, match=said):
+        model = LayeredModel(source, facts, sizes_of(facts, source.config, "x"), CPU, torch.float32)
+        with model.layer(0):
+            pass
+
+
+def test_the_hash_covers_what_the_facts_say_and_not_where_or_how(job: Path) -> None:
+    recipe, path = read_recipe(str(job))
+    before, file = settings_hash(recipe, path), job.parent / "mine.yaml"
+    resolved = resolve_recipe(recipe, path)
+    assert (resolved.hash, resolved.recipe.source.facts) == (before, "facts.yaml")
+    assert yaml.safe_load(resolved.texts()["facts.yaml"]) == facts_of_mine()
+    assert "somebody" not in resolved.texts()["facts.yaml"]
+    file.write_text(file.read_text().replace("of somebody's own", "another comment"))
+    assert settings_hash(recipe, path) == before
+    file.write_text(dump(facts_of_mine(scale_dtype="F32")))
+    assert settings_hash(recipe, path) != before
+
+
+# What is made with them.
+
+
+def test_an_output_carries_its_facts_and_is_read_with_them(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, source, data = made / "output", made / "model", made / "held-out.yaml"
+    report = json.loads((output / "report.json").read_text())
+    assert report["settings"]["recipe"]["source"]["facts"] == "facts.yaml"
+    assert {"facts.yaml"} <= set(report["files"]) & set(report["sha256"])
+    assert [gate["name"] for gate in report["gates"] if gate["passed"]] == ["audit", "consumers"]
+    assert quantize(monkeypatch, "verify", output, "--source", source) == 0
+    assert "\nread with the facts that it carries, facts.yaml\n" in (said := capsys.readouterr().out)
+    assert "no differences" in said
+    assert quantize(monkeypatch, "eval", source, output, "--data", data, "--no-picture", "--json") == 0
+    evaluated = capsys.readouterr()
+    assert json.loads(evaluated.out)["candidates"][0]["kl"]["mean"] == pytest.approx(report["kl"]["mean"], rel=1e-3)
+    assert f"facts: {output / 'facts.yaml'}\n" in evaluated.err
+    words = ("coverage", "--model", source, "--facts", output / "facts.yaml", "--data", data, "--no-picture", "--json")
+    assert quantize(monkeypatch, *words) == 0
+    assert quantize(monkeypatch, "publish", output, "--repo", "a/b", "--source", source, "--dry-run") == 0
+    assert "facts.yaml" in capsys.readouterr().out
+
+
+def test_the_published_recipe_makes_the_same_plan(made: Path) -> None:
+    first = prepare(str(made / "recipe.yaml"))
+    again = prepare(str(made / "output" / "recipe.yaml"), source_folder=made / "model")
+    assert (again.facts, again.plan) == (first.facts, first.plan)
+    assert settings_hash(again.recipe, again.path) == settings_hash(first.recipe, first.path)
+    assert run(first, Options(made / "output", CPU))["already_done"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda file: file.unlink(), "facts.yaml: cannot be read (No such file or directory)"),
+        (lambda file: file.write_text("model_type: mine\n"), "facts.yaml: changed since the run wrote it"),
+        (lambda file: file.write_text(file.read_text() + "# more\n"), "facts.yaml: changed since the run wrote it"),
+    ],
+)
+def test_facts_that_are_gone_or_changed_are_a_difference(
+    change: Callable[[Path], object],
+    said: str,
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(made / "output", tmp_path / "copy")
+    change(tmp_path / "copy" / "facts.yaml")
+    assert quantize(monkeypatch, "verify", tmp_path / "copy", "--source", made / "model") == 3
+    out = capsys.readouterr().out
+    assert said in out
+    assert "1 differences:" in out
+    words = ("verify", tmp_path / "copy", "--source", made / "model", "--facts", made / "mine.yaml")
+    assert quantize(monkeypatch, *words) == 3
+    assert said in capsys.readouterr().out
+
+
+def test_facts_beside_an_output_that_was_made_without_are_not_read(made: Path, tmp_path: Path) -> None:
+    """They are no side file of a model either: the source of such a name is not copied, nor called a stranger."""
+    write_tokenizer(tiny.make(tmp_path / "model"))
+    (tmp_path / "model" / "facts.yaml").write_text("of the source\n")
+    recipe = tiny.write_recipe(tmp_path)
+    run(prepare(str(recipe)), Options(tmp_path / "output", CPU))
+    assert not (tmp_path / "output" / "facts.yaml").exists()
+    (tmp_path / "output" / "facts.yaml").write_text("nonsense: [")
+    assert verify_folder(tmp_path / "output", open_folder(tmp_path / "model"), CPU).differences == []
+
+
+def test_a_run_goes_on_with_its_own_facts_alone(job: Path) -> None:
+    output, file = job.parent / "output", job.parent / "mine.yaml"
+    cut_in_layer(1, prepare(str(job)), Options(output, CPU))
+    file.write_text(dump(facts_of_mine(scale_dtype="F32")))
+    with pytest.raises(OutputError, match=r"holds an unfinished run with another facts\.yaml "):
+        run(prepare(str(job)), Options(output, CPU))
+    file.write_text("# the same\n" + dump(facts_of_mine()))
+    assert run(prepare(str(job)), Options(output, CPU))["gates"][0]["passed"]
+
+
+def test_a_stitched_output_carries_them_too(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("stitch", "--source", made / "model", "--experts", made / "output", "--output", tmp_path / "mixed")
+    assert quantize(monkeypatch, *words) == 2
+    assert quantize(monkeypatch, *words, "--repair-router", "--facts", made / "mine.yaml") == 0
+    assert (tmp_path / "mixed" / "facts.yaml").read_text() == (made / "output" / "facts.yaml").read_text()
+    assert quantize(monkeypatch, "verify", tmp_path / "mixed", "--source", made / "model") == 0
+    assert "no differences" in capsys.readouterr().out

@@ -1,0 +1,422 @@
+"""Every family, from a tiny model in its published layout to a proven output; one run of each, shared by its tests.
+
+The oracles know nothing of the families' facts: transformers' whole models, which transformers fills by itself, and
+compressed-tensors' own unpacking.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from edited import edit
+from runs import cut_in_layer, hashes
+from safetensors import safe_open
+from torch import Tensor
+from whole_models import finished_weights, run_whole
+
+from eval.coverage.routing import count_routes
+from quantizers.architectures.families import known
+from quantizers.calibration.loading import load_samples
+from quantizers.checkpoint.reader import open_folder
+from quantizers.cli import main as cli
+from quantizers.forward.halves import observe
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.forward.recorded import recorded_rows
+from quantizers.forward.states import Rows
+from quantizers.plan.job import Job, prepare
+from quantizers.plan.plan import file_size, index_json
+from quantizers.run.options import Options
+from quantizers.run.pipeline import run
+from quantizers.solve.token_weights import input_sums
+from stitch.audit.checkpoint import verify
+
+CPU = torch.device("cpu")
+NORM = "model.layers.1.post_attention_layernorm.weight"
+# The block of layer 1 and the matrices of its experts, under published names: w1, w3 and w2.
+BLOCKS = {
+    "minimax_m2": ("model.layers.1.block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("model.layers.1.mlp", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("model.layers.1.block_sparse_moe", ("w1", "w3", "w2")),
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A family's run: its recipe, its output, what the run reported; and the texts of its two sets."""
+
+    model: str
+    recipe: Path
+    output: Path
+    report: dict[str, Any]
+
+    @property
+    def source(self) -> Path:
+        return self.recipe.parent / "model"
+
+    @property
+    def dense(self) -> list[int]:
+        """The layers without experts."""
+        return families.MODELS[self.model].get("mlp_only_layers", [])
+
+    @property
+    def family(self) -> str:
+        return families.family_of(self.model)
+
+    @property
+    def job(self) -> Job:
+        return prepare(str(self.recipe))
+
+    def texts(self, name: str) -> list[Tensor]:
+        data = load_samples(self.recipe.parent / f"{name}.yaml", str(self.source))
+        return [torch.from_numpy(sample.tokens).long() for sample in data.samples]
+
+
+# MiniMax-M2 is what the other tests are about, so here it is left to those that take longer.
+SLOW = {"minimax_m2": [pytest.mark.slow]}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=SLOW.get(name, ())) for name in families.MODELS])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("made")
+    recipe = families.write_job(folder, request.param)
+    report = run(prepare(str(recipe)), Options(folder / "output", CPU))
+    return Made(request.param, recipe, folder / "output", report)
+
+
+@pytest.fixture(scope="module")
+def whole(made: Made) -> Any:
+    """The source in memory, by transformers."""
+    return families.whole(made.source, families.source_weights(made.source))
+
+
+@pytest.fixture
+def streamed(made: Made) -> LayeredModel:
+    return LayeredModel(open_folder(made.source), made.job.facts, made.job.sizes, CPU, torch.float32)
+
+
+def test_every_family_that_is_known_is_tested() -> None:
+    assert set(known()) == set(families.CONFIGS) == set(BLOCKS)
+
+
+# What is computed ----------------------------------------------------------------------------------
+
+
+def test_the_streamed_model_is_transformers_whole_model(made: Made, whole: Any, streamed: LayeredModel) -> None:
+    text = made.texts("held-out")[0]
+    expected = run_whole(whole, [text])
+    states = streamed.embedding()[text]
+    for number in range(streamed.sizes["layers"]):
+        with streamed.layer(number) as layer:
+            states, chosen = streamed.run(layer, states)
+        wanted = expected.states[number][0]
+        assert float((states.double() - wanted).norm() / wanted.norm()) < 1e-5
+        assert (chosen is None) == (number in made.dense)
+        if chosen is not None:
+            assert [set(row) for row in chosen.tolist()] == expected.choices[number][0]
+    logs = torch.log_softmax((streamed.final(states) @ streamed.head().mT).double(), dim=-1)
+    assert float((logs - expected.logs[0]).abs().max()) < 1e-5 * float(expected.logs[0].abs().max())
+
+
+def test_the_kl_is_that_of_the_output_as_the_library_unpacks_it(made: Made, whole: Any) -> None:
+    texts = made.texts("held-out")
+    source, candidate = (
+        run_whole(whole, texts),
+        run_whole(families.whole(made.output, finished_weights(made.output)[1]), texts),
+    )
+    parts = [(p[:-1].exp() * (p - q)[:-1]).sum(-1) for p, q in zip(source.logs, candidate.logs, strict=True)]
+    kl = float(torch.cat(parts).mean())
+    assert kl > 1e-3, "a comparison of two equal models would prove nothing"
+    assert made.report["kl"]["mean"] == pytest.approx(kl, abs=1e-5)
+
+
+def test_the_sums_are_those_of_a_hook_on_the_whole_model(made: Made, whole: Any, streamed: LayeredModel) -> None:
+    """Of what the MoE block of the first layer with experts reads: the states that enter it are the source's own."""
+    number = next(layer for layer in range(3) if layer not in made.dense)
+    block = whole.model.layers[number].mlp
+    texts = made.texts("calibration")
+    lengths = [len(text) for text in texts]
+    seen: list[Tensor] = []
+    hook = block.register_forward_pre_hook(lambda _, args: seen.append(args[0][0].double()))
+    chosen: list[Tensor] = []
+    gate = block.gate.register_forward_hook(lambda *call: chosen.append(call[2][2].flatten()))
+    with torch.no_grad():
+        for text in texts:
+            whole.model(text[None])
+    hook.remove()
+    gate.remove()
+    states = Rows(None, lengths, streamed.sizes["hidden"], torch.float32)
+    table = streamed.embedding()
+    for i, text in enumerate(texts):
+        states[i] = table[text]
+    for before in range(number):
+        with streamed.layer(before) as layer:
+            for i in range(len(texts)):
+                states[i] = streamed.run(layer, states[i])[0]
+    recorded = recorded_rows(lambda _, width, dtype: Rows(None, lengths, width, dtype), streamed.sizes, torch.float32)
+    with streamed.layer(number) as layer:
+        observe(streamed, layer, states, recorded)
+    sums = input_sums(recorded.sequences(CPU))
+    x = torch.cat(seen)
+    wanted = x.mT @ x
+    assert sums.tokens == len(x)
+    assert float((sums.gram.double() - wanted).norm() / wanted.norm()) < 1e-6
+    assert torch.allclose(sums.mean.double(), x.abs().mean(0), rtol=1e-5)
+    assert torch.equal(torch.bincount(recorded.chosen.flat.flatten()), torch.bincount(torch.cat(chosen)))
+
+
+def test_coverage_counts_what_the_whole_models_router_chooses(
+    made: Made, whole: Any, streamed: LayeredModel, tmp_path: Path
+) -> None:
+    texts = made.texts("calibration")
+    found = count_routes(streamed, texts, ["x"] * len(texts), tmp_path)
+    choices = run_whole(whole, texts).choices
+    assert list(found.layers) == [layer for layer in range(3) if layer not in made.dense]
+    for place, layer in enumerate(found.layers):
+        chosen = torch.tensor([expert for text in choices[layer] for token in text for expert in token])
+        assert found.counts[place, 0].tolist() == torch.bincount(chosen, minlength=found.counts.shape[-1]).tolist()
+
+
+# What is written -----------------------------------------------------------------------------------
+
+
+def raw(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder, by the library that wrote it."""
+    tensors = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        with safe_open(shard, "pt") as stream:
+            tensors |= {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+    return tensors
+
+
+def test_the_output_is_what_the_plan_says_to_the_byte(made: Made) -> None:
+    plan = made.job.plan
+    for file, specs in plan.shards().items():
+        assert (made.output / file).stat().st_size == file_size(specs)
+    written = {name: (info.dtype, info.shape) for name, info in open_folder(made.output).tensors.items()}
+    assert written == {name: (s.dtype, s.shape) for part in plan.shards().values() for name, s in part.items()}
+    assert (made.output / "model.safetensors.index.json").read_text() == index_json(plan)
+
+
+def test_everything_but_experts_norms_and_routers_has_the_sources_bytes(made: Made) -> None:
+    source, output = raw(made.source), raw(made.output)
+    kept = 0
+    for name, tensor in source.items():
+        folded = name.endswith("post_attention_layernorm.weight") and int(name.split(".")[2]) not in made.dense
+        if ".experts." in name or folded or name.endswith(".gate.weight"):
+            continue
+        found = output[name.replace("weight_scale_inv", "weight_scale")]
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), name
+        kept += 1
+    assert kept == 3 * {"minimax_m2": 8 + 4, "qwen3_moe": 7 + 4, "mixtral": 5}[made.family] + 3 + 7 * len(made.dense)
+    assert all(".self_attn." not in name or "_proj.weight" not in name or not name.endswith("_inv") for name in output)
+
+
+def test_norm_and_router_change_by_one_scale_in_the_dtype_of_the_server(made: Made) -> None:
+    """gate' = gate * norm / norm' in float32, rounded once where servers hold it in bfloat16."""
+    source, output = raw(made.source), raw(made.output)
+    router = f"{BLOCKS[made.family][0]}.gate.weight"
+    ratio = source[NORM].float() / output[NORM].float()
+    assert output[NORM].dtype == torch.bfloat16
+    assert float((ratio - 1).abs().max()) > 0.1
+    dtype = torch.float32 if made.family == "minimax_m2" else torch.bfloat16
+    assert output[router].dtype == dtype
+    assert torch.equal(output[router], (source[router].float() * ratio).to(dtype))
+
+
+@pytest.mark.slow
+def test_a_second_run_and_one_that_was_cut_off_write_the_same_bytes(made: Made, tmp_path: Path) -> None:
+    run(made.job, Options(tmp_path / "again", CPU))
+    assert hashes(tmp_path / "again") == hashes(made.output)
+    resumed = Options(tmp_path / "resumed", CPU)
+    cut_in_layer(1, made.job, resumed)
+    run(made.job, resumed)
+    assert hashes(tmp_path / "resumed") == hashes(made.output)
+
+
+# What verify finds ---------------------------------------------------------------------------------
+
+Change = Callable[[dict[str, Tensor], str, tuple[str, str, str]], str]
+
+
+def flip_a_kept_byte(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
+    name = "model.layers.1.self_attn.o_proj.weight"
+    t[name].view(torch.uint8).view(-1)[3] ^= 1
+    return f"{name}: bytes differ"
+
+
+def change_an_input_norm(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
+    name = "model.layers.1.input_layernorm.weight"
+    t[name][4] *= 1.01
+    return f"{name}: bytes differ"
+
+
+def change_the_folded_norm(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
+    t[NORM][7] *= 1.5
+    return f"{block}.gate.weight: "
+
+
+def leave_the_router_as_it_was(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
+    name = f"{block}.gate.weight"
+    t[name] = t["original"].to(t[name].dtype)
+    return f"{name}: not compensated"
+
+
+def nudge_the_router(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
+    name = f"{block}.gate.weight"
+    t[name][1, 5] *= 1.01
+    return f"{name}: "
+
+
+def change_a_word(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
+    name = f"{block}.experts.2.{names[2]}.weight_packed"
+    t[name].view(-1)[9] ^= 0x10
+    return f"{name}: changed since the run wrote it"
+
+
+def swap_two_experts(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
+    for part in ("weight_packed", "weight_scale"):
+        one, other = (f"{block}.experts.{expert}.{names[1]}.{part}" for expert in (0, 1))
+        t[one], t[other] = t[other], t[one]
+    return f"{block}.experts.0.{names[1]}.weight_packed: "
+
+
+def drop_a_scale(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
+    name = f"{block}.experts.1.{names[0]}.weight_scale"
+    del t[name]
+    return f"{name}: missing"
+
+
+def add_a_tensor(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
+    name = f"{block}.experts.1.{names[0]}.weight_zero_point"
+    t[name] = torch.zeros(4, dtype=torch.int32)
+    return f"{name}: no tensor of the source accounts for it"
+
+
+def put_a_nan_into_a_scale(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
+    t[f"{block}.experts.3.{names[0]}.weight_scale"][0] = torch.nan
+    return f"{block}.experts.3"
+
+
+TAMPERINGS: tuple[Change, ...] = (
+    flip_a_kept_byte,
+    change_an_input_norm,
+    change_the_folded_norm,
+    leave_the_router_as_it_was,
+    nudge_the_router,
+    change_a_word,
+    swap_two_experts,
+    drop_a_scale,
+    add_a_tensor,
+    put_a_nan_into_a_scale,
+)
+
+
+def test_ten_tamperings_are_found_and_named(made: Made, tmp_path: Path) -> None:
+    block, names = BLOCKS[made.family]
+    router = f"{block}.gate.weight"
+    source = open_folder(made.source)
+    for change in TAMPERINGS:
+        copy = tmp_path / change.__name__
+        shutil.copytree(made.output, copy)
+        expected: list[str] = []
+
+        def changed(t: dict[str, Tensor], change: Change = change, expected: list[str] = expected) -> None:
+            t["original"] = source.tensor(router)
+            expected.append(change(t, block, names))
+            del t["original"]
+
+        edit(copy, router, changed)
+        found = verify(copy, source, CPU).differences
+        assert any(expected[0] in line for line in found), (change.__name__, found)
+        shutil.rmtree(copy)
+    assert verify(made.output, source, CPU).differences == []
+
+
+def test_servers_read_it_as_it_is_stored(
+    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["quantize", "verify", str(made.output), "--source", str(made.source), "--json"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    consumers = json.loads(capsys.readouterr().out)["consumers"]
+    assert consumers["findings"] == []
+    served = [row for engine, row in consumers["schemes"].items() if engine != "stored as"]
+    assert len(served) == 4
+    assert {row["experts"] for row in served} == {"INT4 group 32"}
+    attention = "plain" if made.family == "mixtral" else "FP8 block 128x128"
+    assert {row["attention q,k,v"] for row in served} == {attention}
+    assert {row["dense MLP"] for row in served} == {attention if made.dense else "-"}
+
+
+# Without a fold ------------------------------------------------------------------------------------
+
+
+def test_without_a_fold_norm_and_router_keep_their_bytes_and_verify_demands_it(made: Made, tmp_path: Path) -> None:
+    recipe = families.write_job(tmp_path, made.model, awq={"fold": False})
+    job = prepare(str(recipe))
+    assert not job.plan.folds
+    report = run(job, Options(tmp_path / "output", CPU))
+    assert report["audit"]["differences"] == []
+    source, output = raw(tmp_path / "model"), raw(tmp_path / "output")
+    router = f"{BLOCKS[made.family][0]}.gate.weight"
+    for name in (NORM, router):
+        assert torch.equal(source[name].view(torch.uint8), output[name].view(torch.uint8))
+        copy = tmp_path / "copy"
+        shutil.copytree(tmp_path / "output", copy)
+        edit(copy, name, lambda t, name=name: t[name].view(-1)[1:2].mul_(1.5))
+        found = verify(copy, open_folder(tmp_path / "model"), CPU).differences
+        assert any(line.startswith(f"{router}: " if name == NORM else f"{name}: bytes differ") for line in found), found
+        shutil.rmtree(copy)
+    assert report["layers"][1]["error"]["down_search_after"] < report["layers"][1]["error"]["down_search_before"]
+    assert "norm_search_after" not in report["layers"][1]["error"]
+    assert report["kl"]["mean"] > made.report["kl"]["mean"]  # planted outliers are what the fold is for
+
+
+# The library's engine ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3_moe with a dense layer", "mixtral"])
+@pytest.mark.parametrize("fold", [None, False])
+def test_the_library_is_given_the_readers_that_the_facts_name(model: str, fold: bool | None, tmp_path: Path) -> None:
+    """llm-compressor 0.14 has no mapping for Mixtral at all; here it folds into the norm and compensates the router."""
+    awq = {"grid": 5} | ({} if fold is None else {"fold": fold})
+    recipe = families.write_job(tmp_path, model, engine="llmcompressor", awq=awq)
+    report = run(prepare(str(recipe)), Options(tmp_path / "output", CPU))
+    assert report["audit"]["differences"] == []
+    source, output = raw(tmp_path / "model"), raw(tmp_path / "output")
+    router = f"{BLOCKS[families.family_of(model)][0]}.gate.weight"
+    ratio = source[NORM].float() / output[NORM].float()
+    assert bool((ratio != 1).any()) == (fold is None)
+    assert torch.equal(output[router], (source[router].float() * ratio).bfloat16())
+    error = report["layers"][1]["error"]
+    assert error["search_down_after"] < error["search_down_before"]
+    assert ("search_after" in error) == (fold is None)
+
+
+# Layers without experts ----------------------------------------------------------------------------
+
+
+def test_a_dense_layer_has_no_experts_anywhere_in_the_report(made: Made) -> None:
+    report = made.report
+    with_experts = [layer for layer in range(3) if layer not in made.dense]
+    assert report["plan"]["dense_layers"] == made.dense
+    assert [row["layer"] for row in report["coverage"]["per_layer"]] == with_experts
+    assert [layer for layer, share in enumerate(report["router"]["agreement"]) if share is not None] == with_experts
+    assert len(report["hidden_error"]) == 3
+    for layer in report["layers"]:
+        assert bool(layer["error"]) == (layer["layer"] in with_experts)
+    page = (made.output / "report.html").read_text()
+    assert all(f"layer {layer}, expert 0" in page for layer in with_experts)
+    assert all(f"layer {layer}, expert" not in page for layer in made.dense)

@@ -1,0 +1,160 @@
+"""What scaling alone changes, before anything is rounded: nothing where it is done, and much where it is refused.
+
+Whole models of transformers' in float32, with random scales instead of searched ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from torch import Tensor
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.plan.plan import expected_tensors, make_plan
+from quantizers.recipe.schema import Awq, Experts
+from quantizers.solve.awq import fold_norm
+from quantizers.system.errors import ArchitectureError, RecipeError
+
+HIDDEN, WIDTH = 64, 32
+
+
+def positive(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator).mul(0.7).exp()
+
+
+@torch.no_grad()
+def logs(model: Any, tokens: Tensor) -> Tensor:
+    return torch.log_softmax(model(tokens[None]).logits[0].double(), dim=-1)
+
+
+def scale(layer: Any, generator: torch.Generator, fold: bool) -> None:
+    """Between every expert's up and down, and, with `fold`, between the norm and what this program compensates."""
+    experts = layer.mlp.experts
+    count, hidden, width = experts.down_proj.shape
+    s = positive(generator, count, width)
+    experts.gate_up_proj[:, width:] /= s[..., None]
+    experts.down_proj *= s[:, None]
+    if fold:
+        norm = layer.post_attention_layernorm
+        stored, smooth = fold_norm(norm.weight.bfloat16(), positive(generator, hidden))
+        norm.weight.copy_(stored)
+        layer.mlp.gate.weight *= smooth
+        experts.gate_up_proj *= smooth
+
+
+def change(model: Any, vocabulary: int, fold: bool) -> float:
+    """How far a model's log-probabilities move when all its layers are scaled."""
+    tokens = torch.randint(0, vocabulary, (40,), generator=torch.Generator().manual_seed(5))
+    before = logs(model, tokens)
+    generator = torch.Generator().manual_seed(6)
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            scale(layer, generator, fold)
+    return float((logs(model, tokens) - before).abs().max() / before.abs().max())
+
+
+@pytest.mark.parametrize("family", sorted(families.CONFIGS))
+def test_scaling_alone_is_exact(family: str, tmp_path: Path) -> None:
+    """With the norm as it is stored, in bfloat16."""
+    folder = families.write(tmp_path / "model", family)
+    assert change(families.whole(folder, families.source_weights(folder)), 320, fold=True) < 1e-5
+
+
+def shared_expert() -> Any:
+    """GLM-4.5's: a shared expert reads the norm too."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    config = Glm4MoeConfig(
+        hidden_size=HIDDEN, moe_intermediate_size=WIDTH, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1,
+        topk_group=1, first_k_dense_replace=0, vocab_size=320, experts_implementation="eager",
+    )  # fmt: skip
+    return Glm4MoeForCausalLM(config)
+
+
+def residual_after_the_norm() -> Any:
+    """MiniMax-M1's: the residual stream goes on from what the norm gives out."""
+    from transformers import MiniMaxConfig, MiniMaxForCausalLM
+
+    config = MiniMaxConfig(
+        hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_local_experts=4, num_experts_per_tok=2, vocab_size=320, block_size=16,
+        layer_types=["full_attention", "full_attention"], experts_implementation="eager",
+    )  # fmt: skip
+    return MiniMaxForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [shared_expert, residual_after_the_norm])
+def test_a_norm_with_other_readers_cannot_be_folded_exactly(make: Any) -> None:
+    """Which is why such a fold is refused; the scales between up and down are exact all the same."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        model = make().eval().requires_grad_(False)
+        models.append(families.randomized(model, 3))
+    assert change(models[0], 320, fold=False) < 1e-5
+    assert change(models[1], 320, fold=True) > 1e-2
+
+
+def facts_with(*readers: str) -> Architecture:
+    facts = architecture_for({"model_type": "qwen3_moe"}, "x")
+    norm = facts.norm.model_copy(update={"readers": ["router", "experts", *readers]})
+    return facts.model_copy(update={"norm": norm})
+
+
+def planned(facts: Architecture, experts: Experts) -> Any:
+    config = families.config("qwen3_moe")
+    sizes = sizes_of(facts, config, "here")
+    tensors: dict[str, Spec] = expected_tensors(facts, sizes, config, "here")
+    return make_plan(facts, sizes, tensors, experts, "here", (128, 128))
+
+
+@pytest.mark.parametrize("reader", ["self_attn.o_proj", "residual"])
+def test_a_fold_that_is_not_exact_is_left_out_or_refused_by_name(reader: str) -> None:
+    facts = facts_with(reader)
+    plan = planned(facts, Experts())
+    assert not plan.folds
+    kept = {action.source: action for action in plan.actions if action.kind == "keep"}
+    for name in (facts.norm.tensor, facts.router.tensor):
+        action = kept[facts.layer(1, name)]
+        assert action.outputs == {action.source: action.spec}
+    with pytest.raises(RecipeError, match=rf"^here: experts\.awq\.fold: .* also read by {reader}, .*; remove the key"):
+        planned(facts, Experts(awq=Awq(fold=True)))
+    assert planned(facts_with(), Experts(awq=Awq(fold=True))).folds
+
+
+def test_llm_compressor_does_not_fold_a_norm_that_the_model_adds_one_to() -> None:
+    facts = facts_with()
+    facts = facts.model_copy(update={"norm": facts.norm.model_copy(update={"offset": 1})})
+    assert planned(facts, Experts()).folds
+    assert not planned(facts, Experts(engine="llmcompressor")).folds
+    with pytest.raises(RecipeError, match=r"llm-compressor divides post_attention_layernorm\.weight itself"):
+        planned(facts, Experts(engine="llmcompressor", awq=Awq(fold=True)))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_what_the_norm_is_really_divided_by_is_exact(offset: int) -> None:
+    """offset + norm' times the returned scale is offset + norm, though norm' is rounded to bfloat16."""
+    generator = torch.Generator().manual_seed(1)
+    norm = (torch.randn(256, generator=generator) * 0.3 + 1 - offset).bfloat16()
+    s = positive(generator, 256)
+    folded, exact = fold_norm(norm, s, offset)
+    assert folded.dtype == torch.bfloat16
+    assert torch.allclose((offset + folded.float()) * exact, offset + norm.float(), rtol=3e-7)
+    assert float((exact / s - 1).abs().median()) < 0.005
+
+
+def test_a_reader_that_is_no_module_is_refused() -> None:
+    facts = architecture_for({"model_type": "mixtral"}, "x").model_dump()
+    facts["norm"]["readers"] = ["router", "self_attn.z_proj"]
+    with pytest.raises(ValueError, match=r"norm\.readers: self_attn\.z_proj is neither router, experts nor residual"):
+        Architecture.model_validate(facts)
+    with pytest.raises(ArchitectureError, match="no facts for this architecture"):
+        architecture_for({"model_type": "glm4_moe", "n_routed_experts": 4}, "x")
