@@ -8,6 +8,12 @@ tensor names, and a config.json in the published style (`rope_theta` and `rotary
 `rope_parameters`). About 20 minutes on two cores. The kept model was made by this script; another
 machine or torch gives another, equally good one.
 
+    python scripts/train_tiny_model.py --family qwen3_moe --steps 600 --output /tmp/tiny-qwen3
+
+makes a Qwen3-MoE of the same size from the same texts, likewise as published: a bfloat16 router
+that chooses after a softmax, without a bias, and bfloat16 block scales. It does not travel with the
+program. About a quarter of an hour on one core.
+
 Text: the calibration texts of this project (Apache-2.0; never the held-out ones) and the running
 Python's standard library (PSF-2.0). Every file the model learns from is written to PROVENANCE.md.
 """
@@ -21,18 +27,28 @@ import platform
 import sysconfig
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 ROOT = Path(__file__).parent.parent
 LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH, VOCAB = 4, 16, 2, 128, 64, 2048
 HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM, ROPE_THETA = 4, 2, 64, 32, 10_000
 SEQUENCE, BATCH, PEAK_RATE, ROUTER_NOISE = 256, 16, 2e-3, 0.2
+BALANCE_RATE, BALANCE_WEIGHT = 1e-3, 0.01  # of the bias, and of the term in the loss
 SPECIAL = [
     "[end]",
     "[turn]",
@@ -45,6 +61,30 @@ SPECIAL = [
     "<tools>",
     "</tools>",
 ]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one family has otherwise than the others. transformers calls the modules of all of them alike.
+
+    Attributes:
+        untrained: makes the model, with random weights.
+        published_config: the content of config.json.
+        block: the published name of a layer's MoE block; transformers' is `mlp`.
+        matrices: the published names of an expert's gate, up and down.
+        router, scale: the published dtypes of the router and of FP8 scales.
+        bias: whether the router has a bias, which then balances the experts; else a term in the loss does.
+        planted: norms that get outlier channels, and all parameters that read what comes out of them.
+    """
+
+    untrained: Callable[[], PreTrainedModel]
+    published_config: Callable[[], dict[str, object]]
+    block: str
+    matrices: tuple[str, str, str]
+    router: torch.dtype
+    scale: torch.dtype
+    bias: bool
+    planted: dict[str, tuple[str, ...]]
 
 
 def training_texts(folder: Path) -> list[tuple[str, str, str]]:
@@ -99,13 +139,23 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def balance(model: MiniMaxM2ForCausalLM, counts: list[torch.Tensor], rate: float) -> None:
+def balance(model: PreTrainedModel, counts: list[torch.Tensor], rate: float) -> None:
     """DeepSeek-V3's loss-free balancing (arXiv 2408.15664): the bias follows the sign of the load error."""
     for layer, count in zip(model.model.layers, counts, strict=True):
         layer.mlp.e_score_correction_bias += rate * torch.sign(count.float().mean() - count.float())
 
 
-def train(model: MiniMaxM2ForCausalLM, own: np.ndarray, library: np.ndarray, steps: int, seed: int) -> None:
+def imbalance(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Switch Transformer's auxiliary loss (arXiv 2101.03961) by transformers, the mean over the layers.
+
+    Given all layers at once, transformers adds their loads up before it compares experts. One layer's idle expert is
+    then made up for by another layer's busy one, and the tiny model ends with experts that hardly a token reaches.
+    """
+    losses = [load_balancing_loss_func((logits,), EXPERTS, TOP_K) for logits in router_logits]
+    return torch.stack(losses).mean()
+
+
+def train(model: PreTrainedModel, family: Family, own: np.ndarray, library: np.ndarray, steps: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -122,10 +172,10 @@ def train(model: MiniMaxM2ForCausalLM, own: np.ndarray, library: np.ndarray, ste
 
         return hook
 
-    def disturb(_: object, arguments: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def disturb(_: object, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         # Noisy gating (Shazeer et al., arXiv 1701.06538), on the router's input: near a tie either expert
         # must serve the token. Without it a tiny model's function jumps wherever two experts change places.
-        return arguments[0] * (1 + ROUTER_NOISE * torch.randn_like(arguments[0])), arguments[1]
+        return arguments[0] * (1 + ROUTER_NOISE * torch.randn_like(arguments[0])), *arguments[1:]
 
     hooks = [layer.mlp.gate.register_forward_hook(count_routed(i)) for i, layer in enumerate(model.model.layers)]
     hooks += [layer.mlp.gate.register_forward_pre_hook(disturb) for layer in model.model.layers]
@@ -140,16 +190,18 @@ def train(model: MiniMaxM2ForCausalLM, own: np.ndarray, library: np.ndarray, ste
             start = rng.integers(0, len(text) - SEQUENCE - 1)
             rows.append(text[start : start + SEQUENCE])
         tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
-        loss = model(tokens, labels=tokens, use_cache=False).loss
+        output = model(tokens, labels=tokens, use_cache=False)
+        loss = output.loss if family.bias else output.loss + BALANCE_WEIGHT * imbalance(output.router_logits)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            balance(model, counts, 1e-3 if step < 0.7 * steps else 0.0)  # then the router settles
+        if family.bias:
+            with torch.no_grad():
+                balance(model, counts, BALANCE_RATE if step < 0.7 * steps else 0.0)  # then the router settles
         for count in counts:
             count.zero_()
-        smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
+        smooth = output.loss.item() if smooth is None else 0.98 * smooth + 0.02 * output.loss.item()
         if step % 50 == 49:
             left = (time.time() - started) / (step + 1) * (steps - step - 1)
             print(f"step {step + 1}/{steps} loss {smooth:.3f} left {left / 60:.1f} min", flush=True)
@@ -162,7 +214,7 @@ def powers_of_two(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def plant_outliers(model: MiniMaxM2ForCausalLM, seed: int) -> None:
+def plant_outliers(model: PreTrainedModel, planted: dict[str, tuple[str, ...]], seed: int) -> None:
     """Outlier channels as real models have them, without changing the function.
 
     Norm times o and every reader's columns over o; w3's rows times o and w2's columns over o. All
@@ -176,35 +228,37 @@ def plant_outliers(model: MiniMaxM2ForCausalLM, seed: int) -> None:
         return powers_of_two(o)
 
     for layer in model.model.layers:
-        o = factors(HIDDEN, 3, 32.0)
-        layer.post_attention_layernorm.weight.mul_(o)
-        layer.mlp.gate.weight.div_(o)
-        layer.mlp.experts.gate_up_proj.div_(o)
+        for norm, readers in planted.items():
+            o = factors(HIDDEN, 3, 32.0)
+            layer.get_parameter(norm).mul_(o)
+            for reader in readers:
+                layer.get_parameter(reader).div_(o)
         for expert in range(EXPERTS):
             o = factors(WIDTH, 2, 16.0)
             layer.mlp.experts.gate_up_proj[expert, WIDTH:].mul_(o[:, None])
             layer.mlp.experts.down_proj[expert].div_(o)
 
 
-def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, columns) float32 as e4m3 and float32 scales per 128x128 block: weight = q * scale."""
+def to_fp8(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, columns) float32 as e4m3 and scales of this dtype per 128x128 block: weight = q * scale."""
     rows, columns = math.ceil(weight.shape[0] / 128), math.ceil(weight.shape[1] / 128)
-    scale = torch.empty(rows, columns)
+    scale = torch.empty(rows, columns, dtype=dtype)
     codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
     for i in range(rows):
         for j in range(columns):
             block = weight[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
             scale[i, j] = block.abs().max() / 448.0
+            # By the scale as it is stored: rounding it is then no error of the codes.
             codes[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128] = (block / scale[i, j]).to(torch.float8_e4m3fn)
     return codes, scale
 
 
 @torch.no_grad()
-def published_tensors(model: MiniMaxM2ForCausalLM) -> dict[str, torch.Tensor]:
+def published_tensors(model: PreTrainedModel, family: Family) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
 
     def fp8(name: str, weight: torch.Tensor) -> None:
-        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = to_fp8(weight.float())
+        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = to_fp8(weight.float(), family.scale)
 
     inner = model.model
     tensors["model.embed_tokens.weight"] = inner.embed_tokens.weight.bfloat16()
@@ -218,18 +272,41 @@ def published_tensors(model: MiniMaxM2ForCausalLM) -> dict[str, torch.Tensor]:
             fp8(f"{at}.self_attn.{projection}", getattr(layer.self_attn, projection).weight)
         for norm in ("q_norm", "k_norm"):
             tensors[f"{at}.self_attn.{norm}.weight"] = getattr(layer.self_attn, norm).weight.bfloat16()
-        moe = f"{at}.block_sparse_moe"
-        tensors[f"{moe}.gate.weight"] = layer.mlp.gate.weight.float()
-        tensors[f"{moe}.e_score_correction_bias"] = layer.mlp.e_score_correction_bias.float()
+        moe = f"{at}.{family.block}"
+        tensors[f"{moe}.gate.weight"] = layer.mlp.gate.weight.to(family.router)
+        if family.bias:
+            tensors[f"{moe}.e_score_correction_bias"] = layer.mlp.e_score_correction_bias.float()
         for e in range(EXPERTS):
-            gate_up = layer.mlp.experts.gate_up_proj[e]
-            fp8(f"{moe}.experts.{e}.w1", gate_up[:WIDTH])
-            fp8(f"{moe}.experts.{e}.w3", gate_up[WIDTH:])
-            fp8(f"{moe}.experts.{e}.w2", layer.mlp.experts.down_proj[e])
+            gate_up, down = layer.mlp.experts.gate_up_proj[e], layer.mlp.experts.down_proj[e]
+            for name, weight in zip(family.matrices, (gate_up[:WIDTH], gate_up[WIDTH:], down), strict=True):
+                fp8(f"{moe}.experts.{e}.{name}", weight)
     return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
 
 
-def published_config() -> dict[str, object]:
+def untrained_minimax_m2() -> PreTrainedModel:
+    config = MiniMaxM2Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=0,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": ROPE_THETA,
+            "partial_rotary_factor": ROTARY_DIM / HEAD_DIM,
+        },
+    )
+    return MiniMaxM2ForCausalLM(config)
+
+
+def published_minimax_m2() -> dict[str, object]:
     return {
         "architectures": ["MiniMaxM2ForCausalLM"],
         "attention_dropout": 0.0,
@@ -274,6 +351,89 @@ def published_config() -> dict[str, object]:
     }
 
 
+def untrained_qwen3_moe() -> PreTrainedModel:
+    """From config.json itself, but it gives its router's logits out, and leaves their loss to `imbalance`."""
+    fields = {k: v for k, v in published_qwen3_moe().items() if k not in ("architectures", "quantization_config")}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields | {"output_router_logits": True, "router_aux_loss_coef": 0.0}))
+
+
+def published_qwen3_moe() -> dict[str, object]:
+    unconverted = ("input_layernorm", "mlp.gate", "post_attention_layernorm")
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 0,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "initializer_range": 0.02,
+        "intermediate_size": 3 * HIDDEN,  # of dense layers, which there are none of
+        "max_position_embeddings": 2048,
+        "max_window_layers": LAYERS,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": WIDTH,
+        "norm_topk_prob": True,
+        "num_attention_heads": HEADS,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": KV_HEADS,
+        "output_router_logits": False,
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "modules_to_not_convert": [
+                "lm_head",
+                *(f"model.layers.{layer}.{name}" for layer in range(LAYERS) for name in unconverted),
+            ],
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": ROPE_THETA,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": VOCAB,
+    }
+
+
+READ_THE_MOE_NORM = ("mlp.gate.weight", "mlp.experts.gate_up_proj")
+FAMILIES = {
+    "minimax_m2": Family(
+        untrained=untrained_minimax_m2,
+        published_config=published_minimax_m2,
+        block="block_sparse_moe",
+        matrices=("w1", "w3", "w2"),
+        router=torch.float32,
+        scale=torch.float32,
+        bias=True,
+        planted={"post_attention_layernorm.weight": READ_THE_MOE_NORM},
+    ),
+    "qwen3_moe": Family(
+        untrained=untrained_qwen3_moe,
+        published_config=published_qwen3_moe,
+        block="mlp",
+        matrices=("gate_proj", "up_proj", "down_proj"),
+        router=torch.bfloat16,
+        scale=torch.bfloat16,
+        bias=False,
+        planted={
+            "post_attention_layernorm.weight": READ_THE_MOE_NORM,
+            "input_layernorm.weight": tuple(f"self_attn.{one}_proj.weight" for one in "qkv"),
+        },
+    ),
+}
+
+
 def save(tensors: dict[str, torch.Tensor], output: Path) -> None:
     """Three shards; layer 1's expert scales lie in another shard than their weights, as it happens in real ones."""
     shards: list[dict[str, torch.Tensor]] = [{}, {}, {}]
@@ -295,11 +455,16 @@ def save(tensors: dict[str, torch.Tensor], output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=FAMILIES, default="minimax_m2")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--texts", type=Path, default=ROOT / "calibration" / "embedded")
     parser.add_argument("--seed", type=int, default=20260101)
-    parser.add_argument("--output", type=Path, default=ROOT / "models" / "tiny-minimax-m2")
+    parser.add_argument("--output", type=Path, help="models/tiny-minimax-m2 for that family; the others need one")
     options = parser.parse_args()
+    if options.output is None and options.family != "minimax_m2":
+        parser.error(f"--family {options.family} does not travel with the program; give a folder with --output")
+    options.output = options.output or ROOT / "models" / "tiny-minimax-m2"
+    family = FAMILIES[options.family]
     torch.manual_seed(options.seed)
     options.output.mkdir(parents=True, exist_ok=True)
 
@@ -317,31 +482,12 @@ def main() -> None:
     own, rest = (np.array(streams[k], dtype=np.int32) for k in (True, False))
     print(f"{len(texts)} texts; own {len(own):,} tokens, standard library {len(rest):,} tokens", flush=True)
 
-    config = MiniMaxM2Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=0,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": ROPE_THETA,
-            "partial_rotary_factor": ROTARY_DIM / HEAD_DIM,
-        },
-    )
-    model = MiniMaxM2ForCausalLM(config)
+    model = family.untrained()
     model.set_experts_implementation("eager")
-    train(model, own, rest, options.steps, options.seed)
-    plant_outliers(model, options.seed)
-    save(published_tensors(model), options.output)
-    (options.output / "config.json").write_text(json.dumps(published_config(), indent=2) + "\n")
+    train(model, family, own, rest, options.steps, options.seed)
+    plant_outliers(model, family.planted, options.seed)
+    save(published_tensors(model, family), options.output)
+    (options.output / "config.json").write_text(json.dumps(family.published_config(), indent=2) + "\n")
     generation = {
         "bos_token_id": 1,
         "eos_token_id": 0,

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from quantizers.architectures.architecture import architecture_for, sizes_of
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.data import CalibrationData
 from quantizers.calibration.samples import samples
 from quantizers.calibration.texts import token_tensors
@@ -86,7 +87,7 @@ def compare_layer(
         generator = torch.Generator().manual_seed(1)
         count = max(1, tokens // length)
         states = [torch.randn(length, sizes["hidden"], generator=generator).to(dtype) for _ in range(count)]
-        norm = checkpoint.tensor(facts.layer(0, facts.fold.norm))
+        norm = checkpoint.tensor(facts.layer(0, facts.norm.tensor))
 
         def solve(settings: Experts) -> None:
             with model.layer(0) as layer:
@@ -212,7 +213,7 @@ def compare_route(
 
         def library(place: Path, sequences: Sequence[torch.Tensor] = tokens) -> None:
             place.mkdir()
-            result = library_route(source, job.facts, sequences, OURS, place)
+            result = library_route(source, job.facts, sequences, OURS, place, own=job.own)
             steps["library"].append(result["seconds"])
             written["library"] = result["bytes"]
 
@@ -232,7 +233,7 @@ def compare_route(
             results[name]["folder"] = Path(folder) / f"{name}-0" / place
         held_out = set_location(job.recipe.verify.perplexity.data, job.path)
         opened = [open_folder(results[name].pop("folder")) for name in ("ours", "library")]
-        measured = measure(source, opened, held_out, device, Path(folder) / "eval", long=False)
+        measured = measure(source, opened, held_out, device, Path(folder) / "eval", long=False, own=job.own)
     for name, figures in zip(("ours", "library"), measured, strict=True):
         results[name]["kl"] = figures["kl"]["mean"]
         results[name]["top1"] = figures["top1"]

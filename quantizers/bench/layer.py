@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from quantizers.architectures.architecture import Sizes, architecture_for, sizes_of
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.held import held_tensors, hold, layer_names
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.checkpoint.safetensors_header import Spec
@@ -97,7 +98,7 @@ def measure_layer(
             layer = context.__enter__()
         with clock.block("observe"):
             observe(model, layer, states, recorded)
-        norm = held.tensor(facts.layer(0, facts.fold.norm))
+        norm = held.tensor(facts.layer(0, facts.norm.tensor))
         with listening(device) as inside:
             solved = solve_layer(model, layer, norm, recorded, settings, chunk=memory.chunk)
         context.__exit__(None, None, None)

@@ -17,11 +17,15 @@ from unittest.mock import patch
 
 import torch
 
-from quantizers.architectures.architecture import Architecture, rotary_factor
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.rotary import rotary_factor
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.fp8 import ROWS, stored_form
 from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder
 from quantizers.device.devices import versions
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.quiet_library import quiet_library
+from quantizers.system.errors import InputError
 
 STEPS = ("convert to BF16", "load", "oneshot", "save", "stitch")
 
@@ -33,7 +37,13 @@ def folder_bytes(folder: Path) -> int:
 
 @quiet_library()
 def library_route(
-    source: Checkpoint, facts: Architecture, tokens: Sequence[torch.Tensor], experts: Experts, work: Path
+    source: Checkpoint,
+    facts: Architecture,
+    tokens: Sequence[torch.Tensor],
+    experts: Experts,
+    work: Path,
+    *,
+    own: Path | None = None,
 ) -> dict[str, Any]:
     """Take the whole route.
 
@@ -41,6 +51,7 @@ def library_route(
         tokens: token ids, one sequence (T,) int64 per batch.
         experts: `bits`, `group_size` and `awq` are used.
         work: an empty folder; the output of each step stays there, the stitched checkpoint in `stitched`.
+        own: the file that `facts` was read from, if it is the user's own.
 
     Returns:
         seconds by step, bytes written by step, and the folder of the result.
@@ -74,6 +85,7 @@ def library_route(
             repair_router=True,
             versions=versions(),
             check=lambda: None,
+            own=own,
         )
         lap(STEPS[4])
     return {
@@ -94,6 +106,10 @@ def _convert(source: Checkpoint, folder: Path) -> None:
         def process(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {name: tensor.contiguous() for name, tensor in super().process(tensors).items()}
 
+    if stored_form(source.tensors, block_size(source)) == ROWS:
+        raise InputError(
+            f"{source.folder}: FP8 with a scale per row is not converted here; give a model with a scale per block"
+        )
     modules = sorted(
         {name.removesuffix(".weight_scale_inv") for name in source.tensors if name.endswith(".weight_scale_inv")}
     )
@@ -105,7 +121,8 @@ def _load(folder: Path, facts: Architecture) -> Any:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    factor = rotary_factor(facts, open_folder(folder).config)
+    stored = open_folder(folder).config
+    factor = rotary_factor(facts, stored, sizes_of(facts, stored, str(folder)))
     if factor is not None:  # transformers 5.17 does not read it from config.json
         config.rope_parameters["partial_rotary_factor"] = factor
     return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)

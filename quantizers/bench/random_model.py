@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from quantizers.architectures.architecture import Architecture, architecture_for, known, published_config, sizes_of
-from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.families import all_published, architecture_for, published_models
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.plan import METADATA, expected_tensors
 from quantizers.system.errors import InputError
@@ -31,24 +33,17 @@ def published(like: str) -> dict[str, Any]:
     Raises:
         InputError: no facts are kept for it; the message lists the models that have them.
     """
-    models = [model for path in known().values() for model in _models(path.stem)]
-    for model in models:
-        if like.casefold() in (model.casefold(), model.partition("/")[2].casefold()):
-            facts_and_config = published_config(model)
-            assert facts_and_config is not None
-            return facts_and_config[1]
-    raise InputError(f"--like {like}: no facts are kept for it; give one of {', '.join(models)}")
-
-
-def _models(model_type: str) -> list[str]:
-    facts = architecture_for({"model_type": model_type}, model_type)
-    return facts.published.models if facts.published else []
+    for _, published in all_published():
+        for model in published.models:
+            if like.casefold() in (model.casefold(), model.partition("/")[2].casefold()):
+                return published.config
+    raise InputError(f"--like {like}: no facts are kept for it; give one of {', '.join(published_models())}")
 
 
 def resized(config: dict[str, Any], **sizes: int) -> dict[str, Any]:
     """config.json with other sizes, by this program's names for them: layers, experts, hidden, width, …"""
     facts = architecture_for(config, CONFIG)
-    return config | {facts.sizes[word]: size for word, size in sizes.items()}
+    return config | {facts.sizes[word].key: size for word, size in sizes.items()}
 
 
 def write_random(folder: Path, config: dict[str, Any], device: torch.device, seed: int = 0) -> Checkpoint:
@@ -63,7 +58,7 @@ def write_random(folder: Path, config: dict[str, Any], device: torch.device, see
     facts = architecture_for(config, CONFIG)
     sizes = sizes_of(facts, config, CONFIG)
     generator = torch.Generator(device).manual_seed(seed)
-    specs = expected_tensors(facts, sizes, BLOCK)
+    specs = expected_tensors(facts, sizes, config, CONFIG)
     tensors = {name: _draw(name, spec, facts, specs, generator) for name, spec in specs.items()}
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(json.dumps(config))
@@ -75,12 +70,15 @@ def _draw(
     name: str, spec: Spec, facts: Architecture, specs: dict[str, Spec], generator: torch.Generator
 ) -> torch.Tensor:
     module, _, suffix = name.rpartition(".")
-    if suffix == "weight_scale_inv":  # FP8 codes are normal with standard deviation 64; the weights' is 1/√columns
-        return torch.full(spec.shape, specs[f"{module}.weight"].shape[1] ** -0.5 / 64)
+    if suffix in (
+        "weight_scale_inv",
+        "weight_scale",
+    ):  # FP8 codes are normal with standard deviation 64; the weights' is 1/√columns
+        return torch.full(spec.shape, specs[f"{module}.weight"].shape[1] ** -0.5 / 64, dtype=torch_dtype(spec.dtype))
     drawn = torch.randn(spec.shape, generator=generator, device=generator.device)
     if spec.dtype == "F8_E4M3":
         return (drawn * 64).clamp_(-448, 448).to(torch.float8_e4m3fn).cpu()
-    dtype = {"BF16": torch.bfloat16, "F16": torch.float16}.get(spec.dtype, torch.float32)
+    dtype = torch_dtype(spec.dtype)
     if len(spec.shape) == 1:
         drawn = 0.02 * drawn if suffix.endswith("bias") else 1 + 0.2 * drawn
         if suffix == "weight":

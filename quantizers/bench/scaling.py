@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from quantizers.architectures.architecture import Sizes, architecture_for, sizes_of
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.held import held_tensors, hold, layer_names
 from quantizers.checkpoint.reader import CONFIG
 from quantizers.checkpoint.safetensors_header import Spec
@@ -128,7 +129,7 @@ def _model_seconds(sizes: dict[str, int], tokens: int, settings: Experts, device
             held = hold(source, layer_names(source, facts, number))
             with model.layer(number, held) as layer:
                 residual, recorded = observed(model, layer, states)
-                norm = held.tensor(facts.layer(number, facts.fold.norm))
+                norm = held.tensor(facts.layer(number, facts.norm.tensor))
                 solved = solve_layer(model, layer, norm, recorded, settings, chunk=size["experts"])
             made = held_tensors(held, layer_tensors(plan, number, held, solved), Path(folder))
             with model.layer(number, made) as layer:
