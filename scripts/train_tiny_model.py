@@ -65,7 +65,7 @@ SPECIAL = [
 
 @dataclass(frozen=True)
 class Family:
-    """What one family has otherwise than the others. transformers calls the modules of all of them alike.
+    """What differs between families; transformers has the same module names for all of them.
 
     Attributes:
         untrained: makes the model, with random weights.
