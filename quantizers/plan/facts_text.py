@@ -47,7 +47,9 @@ def _comments(fitted: Fitted) -> dict[tuple[str, ...], str]:
     comments: dict[tuple[str, ...], str] = {}
     for name in fitted.suspects:
         section = next(one for one in UNKNOWN if name in _entries(fitted.values, one))
-        comments[*section, name] = f"unknown: if it reads {fitted.values['norm']['tensor']}, add it to norm.readers"
+        comments[*section, name] = (
+            f"unknown: unless it reads {fitted.values['norm']['tensor']}, take it out of norm.readers"
+        )
     computed = f"transformers' {printed(fitted.values['model_class'])} must compute this too"
     for one in fitted.differences:
         if one.what == "assert":

@@ -34,7 +34,8 @@ class Fitted:
         family: whose kept facts they were made from.
         values: the new facts as they lie in YAML.
         differences: from the kept facts, all of them.
-        suspects: the names in the new facts of unknown tensors that may read the norm before the experts.
+        suspects: the names in the new facts of unknown tensors that may read the norm before the experts; there they
+            are among its readers.
     """
 
     family: str

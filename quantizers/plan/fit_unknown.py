@@ -1,7 +1,7 @@
 """Facts about the tensors of a checkpoint that no entry of the kept facts means: they are kept as they are.
 
-Nobody has said what reads such a tensor, or what it reads. One of a decoder layer may read the norm before the experts;
-whoever knows the model must say so in `norm.readers`.
+Nobody has said what reads such a tensor, or what it reads. One of a layer with experts may read the norm before them.
+So it is named in `norm.readers`, and nothing is folded until somebody who knows the model takes it out.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def fit_unknown(
             values["outside"][name] = {"shape": list(spec.shape), "dtype": spec.dtype}
             written[name] = True
             suspects += [name] if in_layer else []
+    values["norm"]["readers"] += suspects
     return list(_differences(unknown, written)), suspects
 
 

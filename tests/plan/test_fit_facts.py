@@ -20,7 +20,8 @@ from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.facts_text import facts_text
 from quantizers.plan.fit_facts import Fitted, fit_facts
 from quantizers.plan.job import prepare
-from quantizers.plan.plan import Plan, expected_tensors, make_plan
+from quantizers.plan.making import expected_tensors, make_plan
+from quantizers.plan.plan import Plan
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError
 from quantizers.system.strict_yaml import load
@@ -237,13 +238,14 @@ def test_all_differences_come_at_once_and_unknown_tensors_are_named_as_possible_
     assert r".*shared\.up$" in facts.targets.fp8
     actions = {action.source: action.kind for action in planned(facts, config, tensors).actions}
     assert [actions[f"model.layers.0.{name}"] for name in ("self_attn.sinks", "shared.up.weight")] == ["keep", "keep"]
-    assert actions["model.layers.0.post_attention_layernorm.weight"] == "fold"
+    assert facts.norm.readers == ["router", "experts", *suspects]
+    assert actions["model.layers.0.post_attention_layernorm.weight"] == "keep"
 
-    # The user finds that one of them reads the norm, and says so: then nothing is folded into it.
-    for suspect in suspects:
-        values = fitted.values | {"norm": {**fitted.values["norm"], "readers": ["router", "experts", suspect]}}
-        kinds = planned(Architecture.model_validate(values), config, tensors).counts()
-        assert not {"fold", "compensate"} & set(kinds)
+    # Nothing is folded while one of them may read the norm; the user finds that none does, and says so.
+    for readers in ([], *([suspect] for suspect in suspects)):
+        values = fitted.values | {"norm": {**fitted.values["norm"], "readers": ["router", "experts", *readers]}}
+        kinds = set(planned(Architecture.model_validate(values), config, tensors).counts())
+        assert ({"fold", "compensate"} <= kinds) == (not readers)
 
 
 def test_where_nothing_differs_the_facts_are_the_kept_ones(tmp_path: Path) -> None:
@@ -338,12 +340,10 @@ def test_from_the_refusal_to_a_plan(
     out = capsys.readouterr().out
     for words in ("head_dim: 64", "dtype: BF16", "scale_dtype: BF16", "model.layers.*.self_attn.sinks"):
         assert words in out
-    assert "check whether they read post_attention_layernorm.weight, and add those that do to norm.readers" in out
+    assert "named as readers of post_attention_layernorm.weight, and AWQ folds nothing into it; take those" in out
     assert "\n  self_attn.sinks\nwrote model-facts.yaml; next: name it in a recipe" in out
-    assert (
-        "    # unknown: if it reads post_attention_layernorm.weight, add it to norm.readers\n    self_attn.sinks"
-        in (tmp_path / "model-facts.yaml").read_text()
-    )
+    comment = "# unknown: unless it reads post_attention_layernorm.weight, take it out of norm.readers"
+    assert f"    {comment}\n    self_attn.sinks" in (tmp_path / "model-facts.yaml").read_text()
     assert quantize(monkeypatch, "plan", recipe, "--facts", "model-facts.yaml") == 0
     assert "model.layers.*.self_attn.sinks " in capsys.readouterr().out
     recipe.write_text(recipe.read_text().replace("model: model", "model: model\n  facts: model-facts.yaml"))

@@ -31,8 +31,8 @@ def facts_table(fitted: Fitted, path: Path) -> str:
     if fitted.suspects:
         norm = fitted.values["norm"]["tensor"]
         lines += [
-            "nothing is known about these tensors of decoder layers, and AWQ's scales are folded into the norm as if "
-            f"none read it; check whether they read {norm}, and add those that do to norm.readers:",
+            f"nothing is known about these tensors of decoder layers, so they are named as readers of {norm}, and AWQ "
+            "folds nothing into it; take those that do not read it out of norm.readers:",
             *(f"  {printed(name)}" for name in fitted.suspects),
         ]
     lines += [
