@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+VLLM_PYTHON = "QUANTIZERS_TEST_VLLM_PYTHON"  # environment variable: an interpreter with .ci/vllm-requirements.txt
+needs_vllm = pytest.mark.skipif(VLLM_PYTHON not in os.environ, reason=f"{VLLM_PYTHON} names no interpreter with vLLM")
 THREADS = "QUANTIZERS_TEST_THREADS"  # environment variable; one thread when it is not set
 
 # From each file of calibration/embedded, this many lines, spread over the file.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import families
 import pytest
 import tiny
+from conftest import REPOSITORY, VLLM_PYTHON, needs_vllm
 
 from eval.consumers.check import STORED, check
 from eval.consumers.config_groups import Refused, read_rules
@@ -38,7 +41,7 @@ from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.plan.plan import expected_tensors, make_plan
+from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import Scheme
 from quantizers.system.errors import CheckpointError, InputError
@@ -511,16 +514,29 @@ def test_without_vllm_the_message_names_the_remedy(tmp_path: Path, monkeypatch: 
         ask_vllm(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_vllm_answers_as_the_rules_say(tmp_path: Path, variant: str) -> None:
-    """Run it in an environment with vLLM: `pytest -W ignore tests/test_consumers.py -k vllm_answers`."""
-    pytest.importorskip("vllm")
-    config, _ = changed(VARIANTS[variant])
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    answer = ask_vllm(tmp_path)
-    assert answer["differences"] == []
-    assert answer["asked"] == 2 * 3 + 2
+ASK = """
+import json, sys
+from pathlib import Path
+from eval.consumers.vllm import ask_vllm
+print(json.dumps([ask_vllm(Path(folder)) for folder in sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_vllm_answers_as_the_rules_say(tmp_path: Path) -> None:
+    """All variants in one process of an environment that has vLLM, whose start takes long."""
+    for number, mistake in enumerate(VARIANTS.values()):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "config.json").write_text(json.dumps(changed(mistake)[0]))
+    done = subprocess.run(
+        [os.environ[VLLM_PYTHON], "-c", ASK, *(str(tmp_path / str(number)) for number in range(len(VARIANTS)))],
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, check=True
+    )  # fmt: skip
+    answers = json.loads(done.stdout.splitlines()[-1])  # vLLM prints on standard output too
+    for name, answer in zip(VARIANTS, answers, strict=True):
+        assert answer["differences"] == [], name
+        assert answer["asked"] == 2 * 3 + 2, name
 
 
 def test_a_family_that_no_server_knows_is_said_to_be_one() -> None:

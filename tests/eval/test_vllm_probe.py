@@ -14,7 +14,7 @@ import families
 import pytest
 import tiny
 import torch
-from conftest import REPOSITORY, Finished
+from conftest import REPOSITORY, VLLM_PYTHON, Finished, needs_vllm
 from runs import change
 from source_forms import per_row, write_plain
 from torch import Tensor
@@ -26,7 +26,6 @@ from quantizers.plan.job import prepare
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 
-PYTHON = "QUANTIZERS_TEST_VLLM_PYTHON"  # environment variable: an interpreter with .ci/vllm-requirements.txt
 EXPERTS = "model.layers.1.block_sparse_moe.experts"
 Damage = Callable[[dict[str, Any], dict[str, Tensor]], object]
 
@@ -98,16 +97,13 @@ DAMAGES: dict[str, tuple[Damage, list[str]]] = {
 }
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter that has vLLM"),
-]
+pytestmark = [pytest.mark.slow, needs_vllm]
 
 
 def probed(*words: object) -> tuple[int, dict[str, Any]]:
     """The probe's exit code and report."""
     done = subprocess.run(
-        [os.environ[PYTHON], "tests/vllm_probe.py", *map(str, words)],
+        [os.environ[VLLM_PYTHON], "tests/vllm_probe.py", *map(str, words)],
         cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, check=False
     )  # fmt: skip
     return done.returncode, json.loads(done.stdout)

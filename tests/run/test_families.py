@@ -18,9 +18,8 @@ import pytest
 import torch
 from edited import edit
 from runs import cut_in_layer, hashes
-from safetensors import safe_open
 from torch import Tensor
-from whole_models import finished_weights, run_whole
+from whole_models import finished_weights, run_whole, stored
 
 from eval.coverage.routing import count_routes
 from quantizers.architectures.families import known
@@ -187,15 +186,6 @@ def test_coverage_counts_what_the_whole_models_router_chooses(
 # What is written -----------------------------------------------------------------------------------
 
 
-def raw(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder, by the library that wrote it."""
-    tensors = {}
-    for shard in sorted(folder.glob("*.safetensors")):
-        with safe_open(shard, "pt") as stream:
-            tensors |= {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-    return tensors
-
-
 def test_the_output_is_what_the_plan_says_to_the_byte(made: Made) -> None:
     plan = made.job.plan
     for file, specs in plan.shards().items():
@@ -206,7 +196,7 @@ def test_the_output_is_what_the_plan_says_to_the_byte(made: Made) -> None:
 
 
 def test_everything_but_experts_norms_and_routers_has_the_sources_bytes(made: Made) -> None:
-    source, output = raw(made.source), raw(made.output)
+    source, output = stored(made.source)[1], stored(made.output)[1]
     kept = 0
     for name, tensor in source.items():
         folded = name.endswith("post_attention_layernorm.weight") and int(name.split(".")[2]) not in made.dense
@@ -222,7 +212,7 @@ def test_everything_but_experts_norms_and_routers_has_the_sources_bytes(made: Ma
 
 def test_norm_and_router_change_by_one_scale_in_the_dtype_of_the_server(made: Made) -> None:
     """gate' = gate * norm / norm' in float32, rounded once where servers hold it in bfloat16."""
-    source, output = raw(made.source), raw(made.output)
+    source, output = stored(made.source)[1], stored(made.output)[1]
     router = f"{BLOCKS[made.family][0]}.gate.weight"
     ratio = source[NORM].float() / output[NORM].float()
     assert output[NORM].dtype == torch.bfloat16
@@ -362,13 +352,14 @@ def test_servers_read_it_as_it_is_stored(
 # Without a fold ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_a_fold_norm_and_router_keep_their_bytes_and_verify_demands_it(made: Made, tmp_path: Path) -> None:
     recipe = families.write_job(tmp_path, made.model, awq={"fold": False})
     job = prepare(str(recipe))
     assert not job.plan.folds
     report = run(job, Options(tmp_path / "output", CPU))
     assert report["audit"]["differences"] == []
-    source, output = raw(tmp_path / "model"), raw(tmp_path / "output")
+    source, output = stored(tmp_path / "model")[1], stored(tmp_path / "output")[1]
     router = f"{BLOCKS[made.family][0]}.gate.weight"
     for name in (NORM, router):
         assert torch.equal(source[name].view(torch.uint8), output[name].view(torch.uint8))
@@ -395,7 +386,7 @@ def test_the_library_is_given_the_readers_that_the_facts_name(model: str, fold: 
     recipe = families.write_job(tmp_path, model, engine="llmcompressor", awq=awq)
     report = run(prepare(str(recipe)), Options(tmp_path / "output", CPU))
     assert report["audit"]["differences"] == []
-    source, output = raw(tmp_path / "model"), raw(tmp_path / "output")
+    source, output = stored(tmp_path / "model")[1], stored(tmp_path / "output")[1]
     router = f"{BLOCKS[families.family_of(model)][0]}.gate.weight"
     ratio = source[NORM].float() / output[NORM].float()
     assert bool((ratio != 1).any()) == (fold is None)
