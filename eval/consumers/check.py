@@ -15,6 +15,7 @@ from typing import Any
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
+from quantizers.checkpoint.safetensors_header import Stored
 
 from .config_groups import Refused, Rules, read_rules
 from .findings import Consumers, Findings, Severity
@@ -25,7 +26,6 @@ from .tensors import (
     Mistake,
     Module,
     Parts,
-    Stored,
     by_module,
     describe,
     expected_modules,

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes
+from quantizers.checkpoint.safetensors_header import Stored
 
 from .config_groups import ServedScheme
 from .readings import kind_of, module_of
@@ -31,16 +32,6 @@ Mistake = Literal[
     "extra",
     "scale dtype",
 ]
-
-
-class Stored(Protocol):
-    """A tensor's header entry: `TensorInfo` of a file, or `Spec` of a plan."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 Parts = Mapping[str, Stored]  # a module's tensors, by the last part of their names

@@ -78,11 +78,8 @@ def question_of(
     if model is not None or parsed is None or path is None:
         return Question(str(model), "main", False, tuple(sets), rule, str(path or model), own)
     location = source_location(parsed, path) if source is None else given_folder(source)
-    revision, trusted, own = (
-        parsed.source.revision,
-        parsed.source.trust_remote_code,
-        own or facts_location(parsed, path),
-    )
+    revision, trusted = parsed.source.revision, parsed.source.trust_remote_code
+    own = own or facts_location(parsed, path)
     return Question(location, revision, trusted, tuple(sets), rule, str(path), own)
 
 

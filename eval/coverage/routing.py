@@ -88,25 +88,24 @@ def count_routes(
     counts, close, near = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
     for number in range(sizes["layers"]):
         with model.layer(number) as layer:
-            place = sizes.moe_layers.index(number) if number not in sizes.dense else None
-            router = _RouterScores(layer, model) if place is not None else None
+            router = None if number in sizes.dense else _RouterScores(layer, model)
             for i in ranks.round_robin(len(rows)):
-                row = rows[i]
                 output, chosen = model.run(layer, states[i])
                 if not bool(torch.isfinite(output).all()):
                     raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
                 states[i] = output
-                if place is None or router is None or chosen is None:
+                if router is None or chosen is None:
                     continue
+                place = sizes.moe_layers.index(number), rows[i]
                 scores = router.taken()  # (T, E)
                 best, order = scores.topk(min(2 * sizes["chosen"], sizes["experts"]), dim=-1)
                 k = sizes["chosen"]
                 tie = (
                     best[:, k - 1] - best[:, k] < TIE if best.shape[1] > k else torch.zeros(len(best), dtype=torch.bool)
                 )
-                counts[place, row] += route_counts(chosen, sizes["experts"]).cpu()
-                close[place, row] += route_counts(chosen[tie.to(chosen.device)], sizes["experts"]).cpu()
-                near[place, row] += route_counts(order, sizes["experts"]).cpu()
+                counts[place] += route_counts(chosen, sizes["experts"]).cpu()
+                close[place] += route_counts(chosen[tie.to(chosen.device)], sizes["experts"]).cpu()
+                near[place] += route_counts(order, sizes["experts"]).cpu()
             if router is not None:
                 router.remove()
         step(f"layer {number}")

@@ -26,7 +26,7 @@ from quantizers.forward.halves import finish, observe
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import RecordedRows, recorded_rows
 from quantizers.forward.states import Rows
-from quantizers.plan.plan import make_plan
+from quantizers.plan.making import make_plan
 from quantizers.plan.solve_memory import device_memory
 from quantizers.recipe.schema import Experts
 from quantizers.solve.awq import row_step

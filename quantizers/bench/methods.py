@@ -25,7 +25,7 @@ from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.folding import folds
 from quantizers.plan.job import Job
-from quantizers.plan.plan import make_plan
+from quantizers.plan.making import make_plan
 from quantizers.recipe.schema import Awq, Experts, set_location
 from quantizers.run.layer_loop import quantize_layers
 from quantizers.run.measure import measure

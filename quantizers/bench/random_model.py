@@ -17,7 +17,8 @@ from quantizers.architectures.families import all_published, architecture_for, p
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.plan.plan import METADATA, expected_tensors
+from quantizers.plan.making import expected_tensors
+from quantizers.plan.plan import METADATA
 from quantizers.system.errors import InputError
 
 BLOCK = (128, 128)
@@ -70,10 +71,8 @@ def _draw(
     name: str, spec: Spec, facts: Architecture, specs: dict[str, Spec], generator: torch.Generator
 ) -> torch.Tensor:
     module, _, suffix = name.rpartition(".")
-    if suffix in (
-        "weight_scale_inv",
-        "weight_scale",
-    ):  # FP8 codes are normal with standard deviation 64; the weights' is 1/√columns
+    if suffix in ("weight_scale_inv", "weight_scale"):
+        # FP8 codes are normal with standard deviation 64; the weights' is 1/√columns.
         return torch.full(spec.shape, specs[f"{module}.weight"].shape[1] ** -0.5 / 64, dtype=torch_dtype(spec.dtype))
     drawn = torch.randn(spec.shape, generator=generator, device=generator.device)
     if spec.dtype == "F8_E4M3":

@@ -25,7 +25,7 @@ from quantizers.device.timing import listening
 from quantizers.forward.halves import finish
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import Recorded
-from quantizers.plan.plan import make_plan
+from quantizers.plan.making import make_plan
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.gram_engine import solve
 from quantizers.solve.layer import solve_layer

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +51,10 @@ def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
         for problem in _refused(section):
             raise CheckpointError(f"{where}: quantization_config: {problem}; such weights cannot be read here")
     tensors: dict[str, TensorInfo] = {}
+    kinds = [part for dense in (False, True) for part in (facts.tensors(dense), facts.linears(dense))]
+    known = {name for kind in kinds for name in kind}
     for name, info in checkpoint.tensors.items():
-        published = _published(name, facts)
+        published = _published(name, facts, known)
         if published in tensors:
             raise CheckpointError(f"{info.file}: {name} and {tensors[published].name} are one tensor; keep one")
         tensors[published] = info
@@ -79,10 +81,9 @@ def _refused(section: dict[str, Any]) -> Iterator[str]:
         yield f"sparsity_config has format {sparsity['format']!r}"
 
 
-def _published(name: str, facts: Architecture) -> str:
+def _published(name: str, facts: Architecture, known: Collection[str]) -> str:
     within = re.sub(r"^.*?\.\d+\.", "", name)  # without the layer's prefix
-    module = within.rpartition(".")[0]
-    if any(within in facts.tensors(dense) or module in facts.linears(dense) for dense in (False, True)):
+    if within in known or within.rpartition(".")[0] in known:
         return name  # as published, although it may begin as a module of transformers' does
     for published, module in facts.modules.rename.items():
         name = name.replace(f".{module}.", f".{published}.", 1)

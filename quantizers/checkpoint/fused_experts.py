@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import Matrix
@@ -20,23 +19,13 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.system.errors import CheckpointError
 
 from .reader import Checkpoint
-from .safetensors_header import DTYPE_BYTES, Spec, TensorInfo
+from .safetensors_header import DTYPE_BYTES, Spec, Stored, TensorInfo
 
 # Legend: E experts, I width of an expert, H hidden size
 
 FUSED: dict[str, tuple[Matrix, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 DTYPES = ("BF16", "F16", "F32")  # FP8 would need its scales taken apart as well
 REMEDY = "save the model with transformers' save_pretrained, which takes them apart"
-
-
-class Stored(Protocol):
-    """A tensor's header entry: `TensorInfo` of a file, or `Spec` of a plan."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)

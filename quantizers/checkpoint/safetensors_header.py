@@ -11,6 +11,7 @@ import math
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from quantizers.system.errors import CheckpointError
 
@@ -20,6 +21,16 @@ DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
+
+
+class Stored(Protocol):
+    """A tensor's header entry: `TensorInfo` of a file, or `Spec` of a plan."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)

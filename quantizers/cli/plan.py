@@ -60,7 +60,7 @@ def plan(
         from quantizers.cli.tables.plan import fit_table
         from quantizers.plan.serving_memory import assumptions, fit, kv_bytes_per_token, parse_cards, serving_model
 
-        model = serving_model(job.plan, job.facts, job.sizes, job.config, job.block)
+        model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
         cards = [parse_cards(text) for text in vram]
         rows = [fit(model, one, context, kv, tp).as_dict() for one in cards]
         result = where | {

@@ -166,7 +166,7 @@ class LayeredModel:
             The layer's output (T, H), and the chosen experts (T, K) int64; None in a layer without experts.
         """
         residual = residual.to(device=self.device, dtype=self.dtype)
-        experts = dict(layer.named_modules()).get(self.facts.modules.experts)
+        experts = getattr(layer.get_submodule(self._block), self.facts.modules.experts.rpartition(".")[2], None)
         if experts is None:
             return residual + self._moe(layer, residual), None
         choices: list[torch.Tensor] = []

@@ -13,7 +13,7 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import Spec
 
 from .fit_sizes import numbered
-from .plan import expected_tensors
+from .making import expected_tensors
 from .summary import kind_of_tensor
 
 Section = tuple[str, ...]  # keys that lead to a part of the facts, such as ("every_layer", "tensors")

@@ -34,7 +34,8 @@ from quantizers.system.errors import ArchitectureError, CheckpointError, InputEr
 from quantizers.system.strict_yaml import parse
 
 from .allocation import Allocation, allocation
-from .plan import Plan, expected_tensors, make_plan
+from .making import expected_tensors, make_plan
+from .plan import Plan
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,7 @@ class Job:
         source: the opened checkpoint; None if the plan was made without the source's shards.
         location: where the source is: a folder, or a Hub id.
         basis: what the plan was made from, as text for users.
-        block: rows and columns of the source's FP8 blocks, or that it has a scale per row; None if its attention is
-            not FP8.
+        fp8: the form of the FP8 weights that are kept; None if none are.
         own: the file that `facts` was read from, if it is the user's own.
         allocation: the possible schemes and the limit of a recipe with a budget. Before the choice is made, the
             plan uses the best uniform scheme.
@@ -60,7 +60,7 @@ class Job:
     plan: Plan
     source: Checkpoint | None
     basis: str
-    block: Fp8 | None
+    fp8: Fp8 | None
     allocation: Allocation | None = None
     location: str = ""
     own: Path | None = None
@@ -108,8 +108,8 @@ def prepare(
             specs = expected_tensors(facts, sizes, config, basis) if headers is None else headers
             specs = specs_apart(specs, facts, sizes, basis)
             plan = make_plan(facts, sizes, specs, recipe.experts, basis, block)
-        block_or_none = plan.fp8_block(block)
-        return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, block_or_none, own=own))
+        fp8 = plan.fp8_form(block)
+        return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, fp8, own=own))
     folder = resolve(location, recipe.source.revision)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
@@ -122,9 +122,9 @@ def prepare(
         source = with_experts_apart(source, facts, sizes)
         tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
         plan = make_plan(facts, sizes, tensors, recipe.experts, str(folder), block_size(source))
-    block_or_none = plan.fp8_block(block_size(source))
+    fp8 = plan.fp8_form(block_size(source))
     basis = f"the headers of {folder}"
-    job = Job(recipe, path, facts, sizes, source.config, plan, source, basis, block_or_none, location=location, own=own)
+    job = Job(recipe, path, facts, sizes, source.config, plan, source, basis, fp8, location=location, own=own)
     return _within_budget(job)
 
 

@@ -11,8 +11,7 @@
 A norm is folded only if the router and the experts are its only readers. Where anything else reads it, or the recipe
 does not want it, norm and router are kept like everything else.
 
-No file is opened here. An unknown tensor is refused instead of kept, because it might read the folded
-norm.
+No file is opened here; making.py assigns the actions.
 """
 
 from __future__ import annotations
@@ -22,19 +21,13 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import MATRICES, Matrix
-from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.fp8 import ROWS, Fp8, declared_form, scale_of, stored_form
+from quantizers.architectures.matrices import Matrix
+from quantizers.checkpoint.fp8 import ROWS, Fp8
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import Scheme
-from quantizers.system.errors import CheckpointError, RecipeError
-
-from .folding import folds
-from .taking import take, take_scale, take_unread
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "carry"]
 KEPT: tuple[Kind, ...] = ("keep", "rename", "carry")  # whose tensors keep their bytes
@@ -119,7 +112,7 @@ class Plan:
         """The actions of one decoder layer, or, for None, of the tensors outside the layers."""
         return [action for action in self.actions if action.layer == layer]
 
-    def fp8_block(self, block: tuple[int, int]) -> Fp8 | None:
+    def fp8_form(self, block: tuple[int, int]) -> Fp8 | None:
         """The form of the FP8 weights that the plan keeps: ROWS, or `block` as it is given; None without any."""
         if any(action.kind == "keep" and action.is_scale for action in self.actions):
             return ROWS
@@ -148,121 +141,6 @@ class Plan:
         for action in self.actions:
             by_layer[action.layer].update(action.outputs)
         return {self.shard_file(layer): tensors for layer, tensors in by_layer.items()}
-
-
-def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any], where: str) -> dict[str, Spec]:
-    """Every tensor of a checkpoint as the family publishes it, for planning without the files.
-
-    Args:
-        config: config.json, whose quantization_config says whether linear modules are FP8; else they are bfloat16.
-        where: its path, for messages.
-
-    Raises:
-        CheckpointError: quantization_config declares a form of weights that cannot be read.
-    """
-    form = declared_form(config, where) if config.get("quantization_config") else None
-    tensors = {name: Spec(t.dtype, sizes.shape(t.shape)) for name, t in facts.outside.items()}
-
-    def linear(name: str, shape: tuple[int, ...]) -> None:
-        tensors[f"{name}.weight"] = Spec("F8_E4M3" if form else "BF16", shape)
-        if form:
-            suffix, scale = scale_of(form, shape)
-            tensors[f"{name}.{suffix}"] = Spec(facts.scale_dtype, scale)
-
-    for layer in range(sizes["layers"]):
-        dense = layer in sizes.dense
-        for name, t in facts.tensors(dense).items():
-            tensors[facts.layer(layer, name)] = Spec(t.dtype, sizes.shape(t.shape))
-        for name, terms in facts.linears(dense).items():
-            linear(facts.layer(layer, name), sizes.shape(terms))
-        for expert in range(0 if dense else sizes["experts"]):
-            for matrix in MATRICES:
-                shape = sizes.shape(facts.expert_linears[matrix].shape)
-                linear(facts.expert(layer, expert, matrix), shape)
-    return tensors
-
-
-def make_plan(
-    facts: Architecture,
-    sizes: Sizes,
-    tensors: Mapping[str, Spec],
-    experts: Experts,
-    where: str,
-    block: tuple[int, int],
-) -> Plan:
-    """Assign an action to every tensor.
-
-    Args:
-        tensors: the source's headers, or `expected_tensors`.
-        where: the source's name, for messages.
-        block: rows and columns of an FP8 block, where FP8 weights have a scale per block.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown, or has a wrong shape or dtype, or there are both forms of FP8.
-        ArchitectureError: the facts name a tensor, and call it unread as well.
-        RecipeError: the group size does not divide the experts' matrices, or the recipe asks for a fold that is
-            not exact.
-    """
-    for size in ("hidden", "width"):
-        if sizes[size] % experts.group_size:
-            raise RecipeError(
-                f"{where}: experts.group_size {experts.group_size} does not divide {facts.sizes[size].key} "
-                f"{sizes[size]}; choose a smaller group"
-            )
-    folded = folds(facts, experts, where)
-    remaining = dict(tensors)
-    actions: list[Action] = []
-
-    in_layers, _, _ = facts.layer_prefix.partition("{layer}")
-    form = stored_form((name for name in tensors if name.startswith(in_layers) and not facts.is_unread(name)), block)
-    floating, linear = ("BF16", "F16", "F32"), ("F8_E4M3", "BF16", "F16", "F32")
-    for layer in range(sizes["layers"]):
-        dense = layer in sizes.dense
-        for name, t in facts.tensors(dense).items():
-            full_name = facts.layer(layer, name)
-            if t.optional and full_name not in remaining:
-                continue
-            spec = take(remaining, full_name, sizes.shape(t.shape), floating, where)
-            kind: Kind = "keep"
-            output = spec
-            if folded and not dense and name == facts.norm.tensor:
-                kind = "fold"
-            elif folded and not dense and name == facts.router.tensor:
-                kind, output = "compensate", Spec(facts.router.served, spec.shape)
-            actions.append(Action(full_name, spec, kind, {full_name: output}, layer))
-        for name, terms in facts.linears(dense).items():
-            module = facts.layer(layer, name)
-            spec = take(remaining, f"{module}.weight", sizes.shape(terms), linear, where)
-            actions.append(Action(f"{module}.weight", spec, "keep", {f"{module}.weight": spec}, layer))
-            if spec.dtype == "F8_E4M3":
-                scale, scale_spec = take_scale(remaining, module, spec.shape, form, where)
-                written = f"{module}.weight_scale"
-                kind = "keep" if scale == written else "rename"
-                actions.append(Action(scale, scale_spec, kind, {written: scale_spec}, layer))
-        for expert in range(0 if dense else sizes["experts"]):
-            for matrix in MATRICES:
-                module = facts.expert(layer, expert, matrix)
-                shape = sizes.shape(facts.expert_linears[matrix].shape)
-                spec = take(remaining, f"{module}.weight", shape, linear, where)
-                outputs = packed_specs(module, spec.shape, experts.scheme)
-                actions.append(Action(f"{module}.weight", spec, "quantize", outputs, layer, expert, matrix))
-                if spec.dtype == "F8_E4M3":
-                    scale, scale_spec = take_scale(remaining, module, spec.shape, form, where)
-                    actions.append(Action(scale, scale_spec, "drop", {}, layer, expert, matrix))
-    for name, t in facts.outside.items():
-        spec = take(remaining, name, sizes.shape(t.shape), floating, where)
-        actions.append(Action(name, spec, "keep", {name: spec}))
-    named = {name for action in actions for name in (action.source, *action.outputs)}
-    for name, spec, number in take_unread(remaining, named, facts, sizes["layers"], where):
-        actions.append(Action(name, spec, "carry", {name: spec}, number))
-    if remaining:
-        more = f" (and {len(remaining) - 1} more)" if len(remaining) > 1 else ""
-        raise CheckpointError(
-            f"{where}: {next(iter(remaining))}{more} is not among the facts of {facts.model_type}; it might read the "
-            "folded norm, so it is refused; give the published checkpoint"
-        )
-    actions.sort(key=lambda action: sizes["layers"] if action.layer is None else action.layer)
-    return Plan(tuple(actions), sizes["layers"], experts, (experts.scheme,) * sizes["layers"])
 
 
 def stored_as(action: Action, scheme: Scheme) -> Action:

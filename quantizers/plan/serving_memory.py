@@ -116,7 +116,7 @@ def parse_cards(text: str) -> Cards:
     return Cards(text.strip(), int(match[1] or 1), parse_bytes(match[2], "--vram"))
 
 
-def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], block: Fp8 | None) -> Model:
+def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], fp8: Fp8 | None) -> Model:
     """Sum up the bytes of a plan's output by how vLLM distributes them over cards."""
     linears = facts.linears(dense=False) | facts.linears(dense=True)
     key_value = {name for name in linears if name.endswith(("k_proj", "v_proj"))}
@@ -133,7 +133,7 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
         layers=tuple(LayerBytes(**sums) for sums in by_layer),
         outside=sum(spec.bytes for spec in plan.shard(None).values()),
         group=max(scheme.group_size for scheme in plan.schemes),
-        block=block[0] if isinstance(block, tuple) else 1,
+        block=fp8[0] if isinstance(fp8, tuple) else 1,
         longest=int(config.get("max_position_embeddings") or 0),
     )
 

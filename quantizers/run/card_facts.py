@@ -55,7 +55,7 @@ def serving(job: Job, source: Checkpoint) -> dict[str, Any]:
     except (OSError, ValueError):
         generation = {}
     vllm = job.facts.servers.get("vllm")
-    model = serving_model(job.plan, job.facts, job.sizes, job.config, job.block)
+    model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
     fits = common_fits(model)
     return {
         "servers": sorted(job.facts.servers),

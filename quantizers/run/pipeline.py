@@ -244,7 +244,7 @@ def assemble(job: Job, folder: Path) -> None:
     for file in side_files(job.opened.folder):
         copy_file(file, folder / file.name)
     write_text(index_json(job.plan), folder / INDEX)
-    config = output_config(job.config, job.facts.targets, job.plan.schemes, job.block)
+    config = output_config(job.config, job.facts.targets, job.plan.schemes, job.fp8)
     write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
 
 

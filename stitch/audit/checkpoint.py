@@ -23,7 +23,8 @@ from quantizers.checkpoint.formats import readable
 from quantizers.checkpoint.fused_experts import with_experts_apart
 from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder, read_json
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.plan.plan import Plan, make_plan
+from quantizers.plan.making import make_plan
+from quantizers.plan.plan import Plan
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import BITS, GROUPS, Scheme
 from quantizers.system.errors import CheckpointError
@@ -126,7 +127,7 @@ def verify(
         return _ordered(audit, folder)
     plan = _plan(source, renamed, facts, sizes, schemes)
     _check_names(plan, candidate, audit)
-    config = output_config(source.config, facts.targets, schemes, plan.fp8_block(block_size(source)))
+    config = output_config(source.config, facts.targets, schemes, plan.fp8_form(block_size(source)))
     audit.differences += config_differences(candidate.config, config, ours=bool(recorded))
     audit.differences += strays(folder, {info.file.name for info in candidate.tensors.values()})
     for position, layer in enumerate((*range(sizes["layers"]), None)):

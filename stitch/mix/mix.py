@@ -19,7 +19,8 @@ from quantizers.checkpoint.source_files import source_digest
 from quantizers.output import journal
 from quantizers.output.folder import finished_report, move_into_place, refuse_strangers
 from quantizers.output.record import describe_files, text_sha256, write_record
-from quantizers.plan.plan import index_json, make_plan
+from quantizers.plan.making import make_plan
+from quantizers.plan.plan import index_json
 from quantizers.recipe.portable import facts_copy, source_name
 from quantizers.recipe.schema import Experts
 from quantizers.system.atomic import copy_file, write_text
@@ -110,7 +111,7 @@ def mix(
         for name, text in carried.items():
             write_text(text, folder / name)
         write_text(index_json(plan), folder / INDEX)
-        config = output_config(source.config, facts.targets, schemes, plan.fp8_block(block_size(source)))
+        config = output_config(source.config, facts.targets, schemes, plan.fp8_form(block_size(source)))
         write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
         entries = journal.done_layers(work, sizes["layers"])
         written = {entry["shard"]: entry["digest"] for entry in entries} | {plan.shard_file(None): last}

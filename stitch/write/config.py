@@ -17,29 +17,28 @@ from quantizers.checkpoint.fp8 import ROWS, Fp8
 from quantizers.recipe.scheme import Scheme
 
 
-def quantization_config(targets: Targets, schemes: Sequence[Scheme], fp8_block: Fp8 | None) -> dict[str, Any]:
+def quantization_config(targets: Targets, schemes: Sequence[Scheme], fp8: Fp8 | None) -> dict[str, Any]:
     """The whole section; it replaces the source's own.
 
     Args:
         targets: of the family.
         schemes: of each layer's experts. If they differ, each gets a config group whose regex lists its layers.
-        fp8_block: rows and columns of a block of the kept FP8 attention, or ROWS if it has a scale per row; None if the
-            attention is not FP8.
+        fp8: the form of the kept FP8 weights; None if none are.
     """
     groups: dict[str, Any] = {}
-    if fp8_block == ROWS:
+    if fp8 == ROWS:
         groups["attention_fp8_channel"] = {
             "targets": [f"re:{pattern}" for pattern in targets.fp8],
             "format": "float-quantized",
             "weights": _scheme(8, "float", "channel"),
             "input_activations": _scheme(8, "float", "token", dynamic=True),
         }
-    elif fp8_block is not None:
+    elif fp8 is not None:
         groups["attention_fp8_block"] = {
             "targets": [f"re:{pattern}" for pattern in targets.fp8],
             "format": "float-quantized",
-            "weights": _scheme(8, "float", "block", block_structure=list(fp8_block)),
-            "input_activations": _scheme(8, "float", "group", dynamic=True, group_size=fp8_block[1]),
+            "weights": _scheme(8, "float", "block", block_structure=list(fp8)),
+            "input_activations": _scheme(8, "float", "group", dynamic=True, group_size=fp8[1]),
         }
     alike = len(set(schemes)) == 1
     for scheme in sorted(set(schemes), key=schemes.index):
@@ -56,7 +55,7 @@ def quantization_config(targets: Targets, schemes: Sequence[Scheme], fp8_block: 
         "quantization_status": "compressed",
         "format": "pack-quantized",  # the one that vLLM, transformers and SGLang's INT4 MoE all accept
         "config_groups": groups,
-        "ignore": [*targets.ignore, *(targets.unquantized if fp8_block is None else [])],
+        "ignore": [*targets.ignore, *(targets.unquantized if fp8 is None else [])],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
         "sparsity_config": {},
@@ -77,8 +76,8 @@ def _scheme(bits: int, kind: str, strategy: str, dynamic: bool = False, **extra:
 
 
 def output_config(
-    source: dict[str, Any], targets: Targets, schemes: Sequence[Scheme], fp8_block: Fp8 | None
+    source: dict[str, Any], targets: Targets, schemes: Sequence[Scheme], fp8: Fp8 | None
 ) -> dict[str, Any]:
     """config.json of the output: the source's fields unchanged, except for the quantization section."""
     kept = {key: value for key, value in source.items() if key != "quantization_config"}
-    return kept | {"quantization_config": quantization_config(targets, schemes, fp8_block)}
+    return kept | {"quantization_config": quantization_config(targets, schemes, fp8)}

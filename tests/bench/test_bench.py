@@ -23,7 +23,7 @@ from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.cli.tables.bench import compare_table, layer_table, methods_table, scaling_table
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.plan.job import Job, prepare
-from quantizers.plan.plan import expected_tensors
+from quantizers.plan.making import expected_tensors
 from quantizers.recipe.schema import set_location
 from quantizers.system.errors import InputError
 

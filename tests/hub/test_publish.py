@@ -248,7 +248,7 @@ def test_a_forced_card_is_taken_back(publish: Publish, folder: Path, finished: F
 
 def test_a_hub_that_holds_something_else(hub: ModelHub, publish: Publish, folder: Path, finished: Finished) -> None:
     for spoiled in ("model-00001-of-00005.safetensors", "config.json"):
-        hub.damage = lambda path, raw, spoiled=spoiled: raw[:-1] + b"?" if path == spoiled else raw  # type: ignore[misc]
+        hub.damage = lambda path, raw, spoiled=spoiled: raw[:-1] + b"?" if path == spoiled else raw
         code, _, err = publish(folder, "--repo", f"me/{spoiled[:5]}", "--source", finished.source)
         assert code == 1
         assert f"the Hub holds something else under {spoiled}; publish again" in err

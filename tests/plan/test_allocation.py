@@ -16,7 +16,8 @@ from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.plan.allocation import Allocation, allocation, candidates
 from quantizers.plan.knapsack import choose
-from quantizers.plan.plan import Plan, expected_tensors, file_size, make_plan
+from quantizers.plan.making import expected_tensors, make_plan
+from quantizers.plan.plan import Plan, file_size
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import ALL, Scheme, counted
 from quantizers.system.errors import RecipeError

@@ -17,7 +17,8 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.fp8 import ROWS, Fp8
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.fit_facts import fit_facts
-from quantizers.plan.plan import Plan, expected_tensors, make_plan
+from quantizers.plan.making import expected_tensors, make_plan
+from quantizers.plan.plan import Plan
 from quantizers.plan.serving_memory import serving_model, tensor_parallel_problem
 from quantizers.plan.solve_memory import device_memory
 from quantizers.recipe.schema import Experts
@@ -52,7 +53,7 @@ def test_a_kept_scale_keeps_its_name_and_an_experts_is_dropped() -> None:
     assert actions[ATTENTION_SCALE].outputs == {ATTENTION_SCALE: TENSORS[ATTENTION_SCALE]}
     assert actions[EXPERT_SCALE].kind == "drop"
     assert "rename" not in plan.counts()
-    assert plan.fp8_block(BLOCK) == ROWS
+    assert plan.fp8_form(BLOCK) == ROWS
 
 
 def test_a_bfloat16_scale_is_kept_as_it_is() -> None:

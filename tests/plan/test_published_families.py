@@ -13,7 +13,7 @@ from quantizers.architectures.families import all_published, known, published_co
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.job import prepare
-from quantizers.plan.plan import expected_tensors, make_plan
+from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.serving_memory import serving_model, tensor_parallel_problem
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError
@@ -68,7 +68,7 @@ def test_shipped_recipes_are_planned_offline() -> None:
         model = yaml.safe_load(path.read_text())["source"]["model"]
         assert model.startswith("..") or published_config(model) is not None, path.name
     job = prepare("mixtral-8x7b-instruct-int4", offline_facts=True)
-    assert job.block is None
+    assert job.fp8 is None
     assert "the facts kept for mistralai/Mixtral-8x7B-Instruct-v0.1" in job.basis
 
 
@@ -82,7 +82,7 @@ def test_shipped_recipes_are_planned_offline() -> None:
 )
 def test_tensor_parallelism(model: str, fits: list[int]) -> None:
     facts, sizes, config, plan = planned(model)
-    block = plan.fp8_block((128, 128))
+    block = plan.fp8_form((128, 128))
     serving = serving_model(plan, facts, sizes, config, block)
     assert [n for n in (1, 2, 4, 8, 16, 32) if tensor_parallel_problem(serving, n) is None] == fits
 

@@ -30,7 +30,7 @@ WHOLE = 196_608
 @pytest.fixture(scope="module")
 def model(published_job: Job) -> Model:
     job = published_job
-    return serving_model(job.plan, job.facts, job.sizes, job.config, job.block)
+    return serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
 
 
 def test_the_measured_cache(model: Model) -> None:

@@ -17,7 +17,8 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.forward.recorded import Recorded
 from quantizers.plan import solve_memory
 from quantizers.plan.job import prepare
-from quantizers.plan.plan import Plan, expected_tensors, make_plan
+from quantizers.plan.making import expected_tensors, make_plan
+from quantizers.plan.plan import Plan
 from quantizers.plan.solve_memory import BATCH_TOKENS, DeviceMemory, device_memory
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.run.options import Options
@@ -103,7 +104,7 @@ def test_what_is_alive_while_a_layer_is_solved(
     monkeypatch.setattr(solve_memory, "ROW_BLOCK", longest)  # whole blocks of rows need more than such small layers
     # Every scale that is tried needs the same arrays, so three say as much as twenty.
     few = Awq(grid=3)
-    settings = Experts(rounding=method[0], scales=method[1], bits=method[2], awq=few)  # type: ignore[arg-type]
+    settings = Experts(rounding=method[0], scales=method[1], bits=method[2], awq=few)
     plan, sizes = planned(settings, **SHAPES[shape])
     experts, hidden, width = sizes["experts"], sizes["hidden"], sizes["width"]
     torch.manual_seed(0)

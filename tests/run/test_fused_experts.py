@@ -28,7 +28,7 @@ from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.plan.fit_facts import fit_facts
 from quantizers.plan.job import prepare
-from quantizers.plan.plan import expected_tensors
+from quantizers.plan.making import expected_tensors
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.system.errors import CheckpointError, OutputError

@@ -17,7 +17,8 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.job import prepare
-from quantizers.plan.plan import Plan, expected_tensors, make_plan
+from quantizers.plan.making import expected_tensors, make_plan
+from quantizers.plan.plan import Plan
 from quantizers.plan.solve_memory import device_memory
 from quantizers.recipe.schema import Experts
 from quantizers.run.options import Options
@@ -75,7 +76,7 @@ def test_they_lie_in_the_shard_of_their_layer_or_in_the_last() -> None:
 def test_they_change_nothing_else_in_the_plan() -> None:
     plain, plan = planned(FACTS, TENSORS), planned(with_unread(*PATTERNS), TENSORS | SPECS)
     assert tuple(action for action in plan.actions if action.kind != "carry") == plain.actions
-    assert plan.fp8_block((128, 128)) == (128, 128)
+    assert plan.fp8_form((128, 128)) == (128, 128)
     assert device_memory(plan, SIZES, 64, 2, None) == device_memory(plain, SIZES, 64, 2, None)
 
 

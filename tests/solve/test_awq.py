@@ -218,7 +218,7 @@ class LibrarySearch:
         self.losses: list[float] = []
         search = self
 
-        class Forced(AWQModifier):  # type: ignore[misc]
+        class Forced(AWQModifier):
             def _run_samples(self, module: Any) -> list[torch.Tensor]:
                 return [module(search.x)]
 

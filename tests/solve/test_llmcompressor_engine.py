@@ -166,7 +166,7 @@ def test_oneshot_on_the_whole_model(
         ),
         QuantizationModifier(config_groups={"group_0": scheme}),
     ]
-    batches: Any = DataLoader([{"input_ids": sequence[0]} for sequence in SEQUENCES], batch_size=1)  # type: ignore[arg-type]
+    batches: Any = DataLoader([{"input_ids": sequence[0]} for sequence in SEQUENCES], batch_size=1)
     with create_session():
         oneshot(model=model, processor=object(), dataset=batches, recipe=recipe, pipeline=pipeline)
     layer = model.model.layers[0]
@@ -400,7 +400,7 @@ def test_it_is_silent_and_leaves_logging_and_the_session_alone(capsys: pytest.Ca
     from llmcompressor.core import active_session
     from llmcompressor.modeling.moe.context import get_calibrate_all_experts_flag
     from loguru import logger
-    from tqdm import tqdm  # type: ignore[import-untyped]  # has no types
+    from tqdm import tqdm
 
     session, bar = active_session(), vars(tqdm)["__init__"]
     messages: list[str] = []

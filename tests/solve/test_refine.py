@@ -78,7 +78,7 @@ def test_a_slow_version_in_float64_makes_the_same_choices() -> None:
                 tried = [q.clone() for _ in range(16)]
                 for code, candidate in zip(range(-8, 8), tried, strict=True):
                     candidate[column] = code
-                q = min(tried, key=lambda candidate, s=s: value(candidate, s))  # type: ignore[misc]
+                q = min(tried, key=lambda candidate, s=s: value(candidate, s))
         assert torch.equal(finer_scale[0, row].double(), s)
         assert torch.equal(finer[0, row].double(), q)
 

@@ -177,7 +177,7 @@ def test_without_the_routers_compensation_kl_is_far_worse(finished: Finished, tm
     source = open_folder(finished.source)
     for layer in range(4):
         name = f"model.layers.{layer}.block_sparse_moe.gate.weight"
-        edit(copy, name, lambda t, name=name: t.__setitem__(name, source.tensor(name)))  # type: ignore[misc]
+        edit(copy, name, lambda t, name=name: t.__setitem__(name, source.tensor(name)))
     good, bad = measure(
         source, [open_folder(finished.folder), open_folder(copy)], finished.held_out, CPU, tmp_path / "eval"
     )
