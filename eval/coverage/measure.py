@@ -121,6 +121,7 @@ def _stream(question: Question, device: torch.device, work: Path, ranks: Ranks) 
     where = str(checkpoint.folder / "config.json")
     facts = architecture_for(checkpoint.config, where, question.own)
     sizes = sizes_of(facts, checkpoint.config, where)
+    named = readable(checkpoint, facts)  # first, for reading the sets may take long
     trusted = question.trust_remote_code
     loaded = ranks.rank_zero_first(lambda: [samples(file, checkpoint.folder, trusted) for file in question.sets])
     for data in loaded:
@@ -128,7 +129,7 @@ def _stream(question: Question, device: torch.device, work: Path, ranks: Ranks) 
     sequences = [tokens for data in loaded for tokens in token_tensors(data, sizes["vocabulary"])]
     categories = [f"{n}:{sample.category}" for n, data in enumerate(loaded) for sample in data.samples]
     use_threads(sizes)
-    model = LayeredModel(readable(checkpoint, facts), facts, sizes, device, forward_dtype(device))
+    model = LayeredModel(named, facts, sizes, device, forward_dtype(device))
     ranks = ranks.at(work / "ranks", ranks.check)
     shown = progress("streaming", sizes["layers"]) if ranks.leads else nullcontext(lambda _: None)
     with shown as step:

@@ -3,17 +3,17 @@
     integers with a scale per tensor, row or group      weight int8, weight_scale (, weight_zero_point int8)
     FP8 with a scale per tensor, row, group or block    weight, weight_scale
     packed integers with zero points                    weight_packed, weight_scale, weight_shape, weight_zero_point
+    integers of AutoAWQ, GPTQ and AutoRound             see integer_words.py
 
 The formats that compressed-tensors calls pack-quantized, int-quantized, float-quantized and naive-quantized are
-all among these or those in forward/weights.py. Other formats are refused by name, because reading them as one of
-these would silently give wrong weights.
+all among these or those in forward/weights.py. Other formats are refused by name, see refused_formats.py.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,10 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.system.errors import CheckpointError
 
 from .fused_experts import is_fused, with_experts_apart
+from .integer_words import words_weight
+from .integer_words_config import has_words
 from .reader import Checkpoint, block_size
+from .refused_formats import refuse_unread
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +34,6 @@ if TYPE_CHECKING:
     from .safetensors_header import TensorInfo
 
 # Legend: R rows, C columns, n groups per row
-
-READ = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
 
 
 def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
@@ -46,10 +47,13 @@ def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
             name.
     """
     where = f"{checkpoint.folder}/config.json"
-    section = checkpoint.config.get("quantization_config")
-    if isinstance(section, dict):
-        for problem in _refused(section):
-            raise CheckpointError(f"{where}: quantization_config: {problem}; such weights cannot be read here")
+    refuse_unread(checkpoint.config, where)
+    words = next((info for name, info in checkpoint.tensors.items() if name.endswith(".qweight")), None)
+    if words is not None and not has_words(checkpoint.config):
+        raise CheckpointError(
+            f"{where}: says nothing of the integers of AutoAWQ or GPTQ that are stored ({words.name}); take their "
+            "quantization_config from quant_config.json or quantize_config.json, and add its quant_method"
+        )
     tensors: dict[str, TensorInfo] = {}
     kinds = [part for dense in (False, True) for part in (facts.tensors(dense), facts.linears(dense))]
     known = {name for kind in kinds for name in kind}
@@ -62,23 +66,6 @@ def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
     if any(map(is_fused, tensors)):
         return with_experts_apart(renamed, facts, sizes_of(facts, checkpoint.config, where))
     return renamed
-
-
-def _refused(section: dict[str, Any]) -> Iterator[str]:
-    """The reasons why a checkpoint with this quantization_config would be read wrongly."""
-    method = section.get("quant_method", "compressed-tensors")
-    if method not in ("fp8", "compressed-tensors"):
-        yield f"quant_method is {method!r}, not 'fp8' or 'compressed-tensors'"
-    groups = section.get("config_groups")
-    used = [section.get("format"), *(g.get("format") for g in groups.values())] if isinstance(groups, dict) else []
-    for name in used:
-        if name is not None and name not in READ:
-            yield f"format {name!r} is none of {', '.join(sorted(READ))}"
-    if section.get("transform_config"):
-        yield "transform_config rotates activations while the model runs"
-    sparsity = section.get("sparsity_config") or {}
-    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
-        yield f"sparsity_config has format {sparsity['format']!r}"
 
 
 def _published(name: str, facts: Architecture, known: Collection[str]) -> str:
@@ -108,6 +95,8 @@ def foreign_weight(checkpoint: Checkpoint, module: str, device: torch.device) ->
     Raises:
         CheckpointError: the module's tensors do not belong together.
     """
+    if f"{module}.qweight" in checkpoint.tensors:
+        return words_weight(checkpoint, module, device)
     parts = {part: checkpoint.tensors.get(f"{module}.{part}") for part in _PARTS}
     scale, weight = parts["weight_scale"], parts["weight"]
     if parts["weight_packed"] is not None:

@@ -71,6 +71,18 @@ def layer_names(checkpoint: Checkpoint, facts: Architecture, number: int) -> lis
     return [name for name in checkpoint.tensors if name.startswith(prefix)]
 
 
+def outside_names(checkpoint: Checkpoint, facts: Architecture) -> list[str]:
+    """The names of what a model needs outside its layers, the head in whichever format it is stored.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    module = facts.head.removesuffix(".weight")
+    head = [name for name in checkpoint.tensors if name.rpartition(".")[0] == module] or [facts.head]
+    names = (facts.embedding, facts.final_norm, *head)
+    return [checkpoint.require(name, "a tensor outside the layers").name for name in names]
+
+
 def hold(checkpoint: Checkpoint, names: Iterable[str], stop: Event | None = None) -> Held:
     """Read some tensors into memory, in the order of their bytes.
 

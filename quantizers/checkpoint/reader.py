@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quantizers.system.errors import CheckpointError
 from quantizers.system.own_files import is_own
 
+from .refused_formats import refuse_gguf
 from .safetensors_header import TensorInfo, printed, read_header
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ def open_folder(folder: Path, name: str | None = None, revision: str | None = No
     Raises:
         CheckpointError: one line naming the file or tensor at fault.
     """
+    refuse_gguf(str(folder))
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: no such folder; give a checkpoint folder or a Hub id")
     for path in (folder / INDEX, folder / SINGLE, *side_files(folder)):
@@ -273,6 +275,7 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
     folder = os.path.expanduser(model)
     if os.path.isdir(folder):
         return Path(folder)
+    refuse_gguf(model)
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(f"{model}: no such folder, and not a Hub id (owner/name); correct it")
     from huggingface_hub import snapshot_download

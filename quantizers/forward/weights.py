@@ -3,7 +3,7 @@
     FP8 e4m3 with one float32 scale per block   weight, weight_scale_inv (source) or weight_scale (ours)
     packed integers with a scale per group      weight_packed, weight_scale, weight_shape
     plain                                       weight
-    formats of other programs                   see checkpoint/formats.py
+    formats of other programs                   see checkpoint/formats.py, integer_words.py
 
 compressed-tensors does the unpacking and the FP8 dequantization. On a CPU everything becomes float32
 without rounding to bfloat16 in between. FP8 bytes are copied to a GPU as FP8 and dequantized there.
@@ -140,6 +140,16 @@ def _read_packed(checkpoint: Checkpoint, module: str, device: torch.device) -> t
     return dequantize(codes, scale)
 
 
+def _refuse_bias(checkpoint: Checkpoint, module: str) -> None:
+    """Refuse a bias that the family's model would not add. AutoGPTQ writes one of zeros beside every weight."""
+    info = checkpoint.tensors.get(f"{module}.bias")
+    if info is not None and bool(checkpoint.tensor(info.name).any()):
+        raise CheckpointError(
+            f"{info.file}: {info.name} is not zero, but this family's model adds no bias there; the checkpoint is of "
+            "another model, or was made with a correction that cannot be read here"
+        )
+
+
 def layer_weights(
     checkpoint: Checkpoint,
     facts: Architecture,
@@ -170,6 +180,8 @@ def layer_weights(
             continue
         weight = read_weight(checkpoint, facts.layer(layer, name), device).to(dtype)
         weights[facts.in_transformers(name) + ".weight"] = weight
+        if f"{name}.bias" not in facts.tensors(dense):
+            _refuse_bias(checkpoint, facts.layer(layer, name))
     if dense:
         return weights
     experts, width, hidden = sizes["experts"], sizes["width"], sizes["hidden"]
@@ -178,7 +190,9 @@ def layer_weights(
     for expert in range(experts):
         slots = (gate_up[expert, :width], gate_up[expert, width:], down[expert])
         for matrix, slot in zip(MATRICES, slots, strict=True):
-            slot.copy_(read_weight(checkpoint, facts.expert(layer, expert, matrix), device))
+            module = facts.expert(layer, expert, matrix)
+            slot.copy_(read_weight(checkpoint, module, device))
+            _refuse_bias(checkpoint, module)
     weights[f"{facts.modules.experts}.gate_up_proj"] = gate_up
     weights[f"{facts.modules.experts}.down_proj"] = down
     return weights

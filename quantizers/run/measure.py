@@ -24,7 +24,7 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.data import CalibrationData, digest_of
 from quantizers.calibration.samples import samples
 from quantizers.checkpoint.formats import readable
-from quantizers.checkpoint.held import hold, layer_names
+from quantizers.checkpoint.held import hold, layer_names, outside_names
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import fingerprint, forward_dtype
 from quantizers.forward.lane import Lane
@@ -92,8 +92,7 @@ def measure(
         short = tuple(sample for sample in data.samples if not sample.long)
         data = replace(data, samples=short, digest=digest_of(short))
     held = held_out(data, source, sizes["vocabulary"], trust_remote_code)
-    outside = (facts.embedding, facts.final_norm, facts.head)
-    parts = [hold(one, [one.require(name, "a tensor outside the layers").name for name in outside]) for one in opened]
+    parts = [hold(one, outside_names(one, facts)) for one in opened]
     models = [LayeredModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
     if ranks.leads:
         if not resumable:

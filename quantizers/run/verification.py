@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.families import architecture_for
-from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_json
+from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json
+from quantizers.checkpoint.refused_formats import refuse_gguf, refuse_unread
 from quantizers.output.record import carried_facts
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
@@ -61,12 +62,14 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: P
         own: a file with the user's own facts about the family, instead of those that the folder may carry.
 
     Raises:
-        CheckpointError: the folder does not exist, or the source is broken.
+        CheckpointError: the folder does not exist, or is in a format that is not read here, or the source is
+            broken.
         ArchitectureError: there are no facts for the source. A fault in facts that the folder carries is a difference.
     """
     from eval.consumers.folder import check_folder
     from stitch.audit.checkpoint import Audit, verify
 
+    _refuse(folder)
     record, carried = check_record(folder), carried_facts(folder)
     if own is None and carried is not None:
         try:
@@ -82,6 +85,15 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: P
     return Verification(audit, record, check_folder(folder, own))
 
 
+def _refuse(folder: Path) -> None:
+    """Refuse a folder of a format that is not read here."""
+    try:
+        config = read_config(folder)
+    except CheckpointError:
+        return  # which the audit reports
+    refuse_unread(config, str(folder / CONFIG))
+
+
 def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoint:
     """The source of a finished checkpoint: the one given, or the one that its report.json names.
 
@@ -94,6 +106,7 @@ def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoi
         DamagedRecord: the report cannot be read.
         CheckpointError: the source cannot be opened.
     """
+    refuse_gguf(str(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
     model, made_at = _named_source(folder, needed=given is None)

@@ -30,6 +30,11 @@ def scheme_of(experts: Checkpoint, facts: Architecture, layer: int) -> Scheme:
     for part in ("weight_zero_point", "weight_g_idx"):
         if f"{module}.{part}" in experts.tensors:
             raise CheckpointError(f"{where}.{part}: asymmetric or reordered integers cannot be stitched")
+    if f"{module}.qweight" in experts.tensors:
+        raise CheckpointError(
+            f"{where}.qweight: experts in the words of AutoAWQ or GPTQ cannot be stitched; give symmetric ones in "
+            "compressed-tensors' pack-quantized, as llm-compressor saves them"
+        )
     packed = experts.require(f"{module}.weight_packed", "its experts must be packed integers")
     scale = experts.require(f"{module}.weight_scale", "the scales of packed integers")
     shape = experts.tensor(experts.require(f"{module}.weight_shape", "the shape of packed integers").name).tolist()

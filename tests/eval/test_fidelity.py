@@ -246,8 +246,8 @@ def test_intervals_are_seeded_and_hold_the_mean() -> None:
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method is 'awq'"),
-        ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
+        ({"quant_method": "exl3", "bits": 4}, "quant_method is 'exl3'"),
+        ({"quant_method": "gptq", "bits": 4}, "group_size is None; only a positive number or -1"),
         ({"format": "nvfp4-pack-quantized", "config_groups": {}}, "format 'nvfp4-pack-quantized' is none of"),
         ({"config_groups": {"g": {"format": "mxfp4-pack-quantized"}}}, "format 'mxfp4-pack-quantized'"),
         ({"transform_config": {"config_groups": {}}}, "transform_config rotates activations"),

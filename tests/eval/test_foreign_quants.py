@@ -1,0 +1,138 @@
+"""`quantize eval` and `coverage` of AutoAWQ and GPTQ checkpoints: as whole models with the same numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import awq_gptq
+import families
+import pytest
+import torch
+import yaml
+from awq_gptq import Kind
+from commands import quantize
+from whole_models import Run, run_whole, source_weights
+
+from quantizers.calibration.loading import load_samples
+from quantizers.checkpoint.reader import open_folder
+from quantizers.run.measure import measure
+
+CPU = torch.device("cpu")
+WholeModel = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
+SENTENCES = ["def area(r):\n    return 3.14 * r * r\n", "The router sends each token to two experts. ", "42, 43, 44, "]
+
+
+def a_set(folder: Path) -> Path:
+    rows = [{"text": sentence * 6} for sentence in SENTENCES]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"dataset": "texts.jsonl", "columns": ["text"], "shape": "text", "samples": "all", "category": "spoken"}
+    body = {"name": "texts", "sequence_length": 128, "seed": 1, "sources": [source]}
+    (folder / "texts.yaml").write_text(yaml.safe_dump(body))
+    return folder / "texts.yaml"
+
+
+def token_lists(data: Path, source: Path) -> list[torch.Tensor]:
+    return [torch.from_numpy(sample.tokens).long() for sample in load_samples(data, str(source)).samples]
+
+
+def assert_equal(found: dict[str, Any], before: Run, after: Run, texts: list[torch.Tensor]) -> None:
+    pairs = list(zip(before.logs, after.logs, strict=True))
+    kl = torch.cat([(p[:-1].exp() * (p[:-1] - q[:-1])).sum(-1) for p, q in pairs])
+    nll = torch.cat([-q[:-1].gather(1, t[1:, None])[:, 0] for q, t in zip(after.logs, texts, strict=True)])
+    assert float(kl.mean()) > 1e-4  # the quantization shows
+    assert found["kl"]["mean"] == pytest.approx(float(kl.mean()), abs=1e-6)
+    assert found["perplexity"]["candidate"] == pytest.approx(float(nll.mean().exp()), rel=1e-6)
+
+
+def of_the_tiny_model(name: str) -> tuple[Kind, dict[str, Any]]:
+    """A kind for all linear layers, and arguments of `awq_gptq.checkpoint`."""
+    if name == "AWQ":
+        return Kind("awq"), {}
+    eight, plain = ".layers.1.", "layers.2.self_attn"
+
+    def chosen(module: str) -> Kind | None:
+        if not module.endswith(("_proj", ".w1", ".w2", ".w3", "lm_head")) or plain in module:
+            return None
+        return Kind("gptq", bits=8, group=-1, shuffled=False) if eight in module else Kind("gptq", shuffled=True)
+
+    rules = {rf"+:.*{eight}": {"bits": 8, "group_size": -1}, rf"-:.*{plain}": {}}
+    return Kind("gptq", shuffled=True), {"chosen": chosen, "section": {"dynamic": rules, "lm_head": True}}
+
+
+@pytest.mark.parametrize("name", ["AWQ", "GPTQ in act-order, with exceptions and a quantized head"])
+def test_the_tiny_model_measures_as_the_whole_model_does(
+    name: str, tiny_model: Path, whole_model: WholeModel, tmp_path: Path
+) -> None:
+    kind, how = of_the_tiny_model(name)
+    numbers = awq_gptq.checkpoint(tiny_model, tmp_path / "candidate", kind, **how)
+    config, weights = source_weights(tiny_model)
+    data = a_set(tmp_path)
+    texts = token_lists(data, tiny_model)
+    opened = [open_folder(tiny_model), open_folder(tmp_path / "candidate")]
+    (found,) = measure(opened[0], opened[1:], data, CPU, tmp_path / "work")
+    before, after = (run_whole(whole_model(config, tensors), texts) for tensors in (weights, numbers))
+    assert_equal(found, before, after, texts)
+    shares = [
+        sum(len(a & b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True))
+        / sum(len(a) for one in ours for a in one)
+        for ours, theirs in zip(before.choices, after.choices, strict=True)
+    ]
+    assert found["router"]["agreement"] == pytest.approx(shares, abs=1e-9)
+
+
+OF_FAMILIES = {
+    "mixtral": (Kind("gptq", bits=8, group=64, g_idx=False), {}),
+    "qwen3_moe": (
+        Kind("gptq"),
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int"},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OF_FAMILIES)
+def test_other_families_measure_as_their_whole_models_do(family: str, tmp_path: Path) -> None:
+    kind, section = OF_FAMILIES[family]
+    source = families.write(tmp_path / "source", family, num_hidden_layers=2)
+
+    def zero_biases(tensors: dict[str, torch.Tensor]) -> None:  # which AutoGPTQ writes
+        for name in [name for name in tensors if name.endswith(".qweight")]:
+            tensors[name.replace(".qweight", ".bias")] = torch.zeros(tensors[name].shape[1], dtype=torch.float16)
+
+    numbers = awq_gptq.checkpoint(source, tmp_path / "candidate", kind, section=section, edit=zero_biases)
+    data = a_set(tmp_path)
+    texts = token_lists(data, source)
+    (found,) = measure(open_folder(source), [open_folder(tmp_path / "candidate")], data, CPU, tmp_path / "work")
+    wholes = (families.whole(source, weights) for weights in (families.source_weights(source), numbers))
+    before, after = (run_whole(model, texts) for model in wholes)
+    assert_equal(found, before, after, texts)
+
+
+def test_coverage_counts_what_the_whole_model_routes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = families.write(tmp_path / "source", "mixtral", num_hidden_layers=2)
+    numbers = awq_gptq.checkpoint(source, tmp_path / "awq", Kind("awq", group=64))
+    data = a_set(tmp_path)
+    words = ("coverage", "--model", tmp_path / "awq", "--data", data, "--no-picture", "--json", "--device", "cpu")
+    assert quantize(monkeypatch, *words) == 0
+    found = json.loads(capsys.readouterr().out)
+    routed = run_whole(families.whole(source, numbers), token_lists(data, source)).choices
+    counts = [[sum(expert in row for text in layer for row in text) for expert in range(4)] for layer in routed]
+    assert found["counts"] == {"spoken": counts}
+
+
+def test_a_bias_that_the_model_would_not_add_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = families.write(tmp_path / "source", "mixtral", num_hidden_layers=2)
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.block_sparse_moe.experts.2.w2.bias"] = torch.ones(256, dtype=torch.float16)
+
+    awq_gptq.checkpoint(source, tmp_path / "awq", Kind("awq", group=64), edit=edit)
+    assert quantize(monkeypatch, "eval", source, tmp_path / "awq", "--data", a_set(tmp_path), "--device", "cpu") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "experts.2.w2.bias is not zero, but this family's model adds no bias there" in error
