@@ -39,11 +39,17 @@ def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
     Raises:
         CheckpointError: one line that names the key.
     """
-    for key, value in _signs(config):
+    sign = few_bits(config)
+    if sign is not None:
         raise CheckpointError(
-            f"{where}: {printed(key)} is {reprlib.repr(value)}: this model already has 4-bit weights, so there is "
-            "nothing to quantize; give the model's FP8 or BF16 release"
+            f"{where}: {sign}: this model already has 4-bit weights, so there is nothing to quantize; give the model's "
+            "FP8 or BF16 release"
         )
+
+
+def few_bits(config: Mapping[str, Any]) -> str | None:
+    """The first key of a config.json that says so, with its value; None if none does."""
+    return next((f"{printed(key)} is {reprlib.repr(value)}" for key, value in _signs(config)), None)
 
 
 def _signs(config: Mapping[str, Any]) -> Iterator[tuple[str, object]]:

@@ -26,6 +26,7 @@ from quantizers.calibration.samples import samples
 from quantizers.checkpoint.formats import readable
 from quantizers.checkpoint.held import hold, layer_names, outside_names
 from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.swapped import refuse_swapped
 from quantizers.device.devices import fingerprint, forward_dtype
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
@@ -73,10 +74,13 @@ def measure(
         Figures of each candidate, see `HeldOut.figures`. An empty list in all ranks except 0.
 
     Raises:
-        CheckpointError: a candidate is a different model, or in a format that cannot be read.
+        CheckpointError: a candidate is a different model, in a format that cannot be read, or what the source was
+            made from.
         OutputError: `work` holds another evaluation.
         QuantizeError: a model's hidden states are not finite, or its perplexity is no number.
     """
+    for candidate in candidates:
+        refuse_swapped(source, candidate, f"give {candidate.name} first, and {source.name} after it")
     ranks = ranks.at(work / "ranks", check)
     where = str(source.folder / "config.json")
     facts = architecture_for(source.config, where, own)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json
 from quantizers.checkpoint.refused_formats import refuse_gguf, refuse_unread
+from quantizers.checkpoint.swapped import refuse_swapped
 from quantizers.output.record import carried_facts
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
@@ -62,14 +63,14 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: P
         own: a file with the user's own facts about the family, instead of those that the folder may carry.
 
     Raises:
-        CheckpointError: the folder does not exist, or is in a format that is not read here, or the source is
-            broken.
+        CheckpointError: the folder does not exist, or is in a format that is not read here; the source is broken, or
+            was made from the folder.
         ArchitectureError: there are no facts for the source. A fault in facts that the folder carries is a difference.
     """
     from eval.consumers.folder import check_folder
     from stitch.audit.checkpoint import Audit, verify
 
-    _refuse(folder)
+    _refuse(folder, source)
     record, carried = check_record(folder), carried_facts(folder)
     if own is None and carried is not None:
         try:
@@ -85,13 +86,15 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: P
     return Verification(audit, record, check_folder(folder, own))
 
 
-def _refuse(folder: Path) -> None:
-    """Refuse a folder of a format that is not read here."""
+def _refuse(folder: Path, source: Checkpoint) -> None:
+    """Refuse a folder of a format that is not read here, and one from which the source was made."""
     try:
         config = read_config(folder)
     except CheckpointError:
         return  # which the audit reports
     refuse_unread(config, str(folder / CONFIG))
+    candidate = Checkpoint(folder, str(folder), config, {})
+    refuse_swapped(source, candidate, f"quantize verify {source.name} --source {folder}")
 
 
 def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoint:

@@ -16,6 +16,7 @@ from quantizers.checkpoint.fused_experts import with_experts_apart
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, block_size, side_files
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.source_files import source_digest
+from quantizers.checkpoint.swapped import refuse_swapped
 from quantizers.output import journal
 from quantizers.output.folder import finished_report, move_into_place, refuse_strangers
 from quantizers.output.record import describe_files, text_sha256, write_record
@@ -61,9 +62,11 @@ def mix(
         The contents of report.json.
 
     Raises:
-        CheckpointError: the two do not belong together, or have a format that cannot be stitched.
+        CheckpointError: the two do not belong together, were given the wrong way round, or have a format that cannot
+            be stitched.
         OutputError: the folder holds something else.
     """
+    refuse_swapped(source, experts, f"--source {experts.name} --experts {source.name}")
     carried = facts_copy(own)
     digests = {"source": source_digest(source), "experts": source_digest(experts)}
     settings = {
