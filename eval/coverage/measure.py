@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,18 @@ from quantizers.team.ranks import ALONE, Ranks
 if TYPE_CHECKING:
     import torch
 
+    from quantizers.calibration.data import CalibrationData
+
     from .routing import Routed
 
 
 @dataclass(frozen=True)
 class Question:
-    """A model, the sets to stream over it, the gates, and the file with the user's own facts if there is one."""
+    """A model, the sets to stream over it, the gates, and the file with the user's own facts if there is one.
+
+    Attributes:
+        tokens: how many to draw from the recipe's set; None to stream all of every set.
+    """
 
     model: str
     revision: str
@@ -30,6 +36,7 @@ class Question:
     rule: CoverageGate
     where: str
     own: Path | None = None
+    tokens: int | None = None
 
 
 def question_of(
@@ -68,41 +75,43 @@ def question_of(
     if model is None and parsed is None:
         raise InputError("give a recipe, or --model with --data")
     sets = [find(name, "calibration") for name in (compare or ([data] if data else []))]
+    tokens = None
     if not sets:
         if parsed is None or path is None:
             raise InputError("--data is missing; name a calibration set, such as embedded")
-        sets = [set_location(parsed.calibration, path)]
+        sets, tokens = [set_location(parsed.calibration_set, path)], parsed.calibration_tokens
     for file in sets:
         if not file.is_file():
             raise InputError(f"{file}: no such set; give a file, or the name of a shipped set such as embedded")
     if model is not None or parsed is None or path is None:
-        return Question(str(model), "main", False, tuple(sets), rule, str(path or model), own)
+        return Question(str(model), "main", False, tuple(sets), rule, str(path or model), own, tokens)
     location = source_location(parsed, path) if source is None else given_folder(source)
     revision, trusted = parsed.source.revision, parsed.source.trust_remote_code
     own = own or facts_location(parsed, path)
-    return Question(location, revision, trusted, tuple(sets), rule, str(path), own)
+    return Question(location, revision, trusted, tuple(sets), rule, str(path), own, tokens)
 
 
 def measure_coverage(question: Question, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
     """The report on one set; see `eval.coverage.tables.report`."""
     from .tables import report
 
-    routed, (name,) = _stream(question, device, work, ranks)
-    return {"model": question.model, "set": name} | report(routed.part("0:"), question.rule)
+    routed, (data,) = _stream(question, device, work, ranks)
+    found = {"model": question.model, "set": data.name} | report(routed.part("0:"), question.rule)
+    return found | ({"drawn": asdict(data.drawn)} if data.drawn else {})
 
 
 def compare_coverage(question: Question, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
     """What the second set wins and loses compared with the first; see `eval.coverage.tables.compare_counts`."""
     from .tables import compare_counts
 
-    routed, names = _stream(question, device, work, ranks)
+    routed, sets = _stream(question, device, work, ranks)
     comparison = compare_counts(routed.part("0:"), routed.part("1:"), question.rule)
-    for side, name in zip(("before", "after"), names, strict=True):
-        comparison[side]["name"] = name
+    for side, data in zip(("before", "after"), sets, strict=True):
+        comparison[side]["name"] = data.name
     return {"model": question.model} | comparison
 
 
-def _stream(question: Question, device: torch.device, work: Path, ranks: Ranks) -> tuple[Routed, list[str]]:
+def _stream(question: Question, device: torch.device, work: Path, ranks: Ranks) -> tuple[Routed, list[CalibrationData]]:
     """Stream all sets in one pass; the categories of set n get the prefix `n:`."""
     from quantizers.architectures.families import architecture_for
     from quantizers.architectures.sizes import sizes_of
@@ -123,7 +132,9 @@ def _stream(question: Question, device: torch.device, work: Path, ranks: Ranks) 
     sizes = sizes_of(facts, checkpoint.config, where)
     named = readable(checkpoint, facts)  # first, for reading the sets may take long
     trusted = question.trust_remote_code
-    loaded = ranks.rank_zero_first(lambda: [samples(file, checkpoint.folder, trusted) for file in question.sets])
+    loaded = ranks.rank_zero_first(
+        lambda: [samples(file, checkpoint.folder, trusted, question.tokens) for file in question.sets]
+    )
     for data in loaded:
         check_floors(question.rule, [sample.category for sample in data.samples], question.where)
     sequences = [tokens for data in loaded for tokens in token_tensors(data, sizes["vocabulary"])]
@@ -133,4 +144,4 @@ def _stream(question: Question, device: torch.device, work: Path, ranks: Ranks) 
     ranks = ranks.at(work / "ranks", ranks.check)
     shown = progress("streaming", sizes["layers"]) if ranks.leads else nullcontext(lambda _: None)
     with shown as step:
-        return count_routes(model, sequences, categories, work, step, ranks), [data.name for data in loaded]
+        return count_routes(model, sequences, categories, work, step, ranks), loaded

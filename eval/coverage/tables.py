@@ -75,11 +75,22 @@ def coverage_table(found: dict[str, Any]) -> str:
         plain(("layer", "expert", "tokens", "of even", "what would help (of 1,000 tokens of the category)"), rows),
         "",
     ]
+    if drawn := found.get("drawn"):
+        lines += [drawn_line(drawn), ""]
     if found["uncovered"]:
         lines += [f"uncovered: {named(found['uncovered_pairs'])}", ""]
     if found["tied_choices"]:
         lines += [f"{found['tied_choices']:,} choices hang on a margin below 1e-6", ""]
     return "\n".join([*lines, gate_table(found["gates"])])
+
+
+def drawn_line(drawn: dict[str, Any]) -> str:
+    """How many tokens the recipe had drawn from its set."""
+    if drawn["asked"] >= drawn["tokens"]:
+        return (
+            f"the recipe asks for {drawn['asked']:,} tokens of the set, which holds {drawn['tokens']:,}: all are used"
+        )
+    return f"drawn evenly over the categories: {drawn['asked']:,} of the set's {drawn['tokens']:,} tokens"
 
 
 def _help(row: dict[str, Any]) -> str:

@@ -147,16 +147,27 @@ def _quantized(report: dict[str, Any]) -> str:
     )
 
 
+def _drawn(drawn: dict[str, Any] | None) -> str:
+    """How many tokens the recipe had drawn from the set, if it says how many."""
+    if drawn is None:
+        return ""
+    whole = f"{drawn['samples']:,} samples with {drawn['tokens']:,} tokens"
+    if drawn["asked"] >= drawn["tokens"]:
+        return f" That is the whole set; the recipe would have drawn {drawn['asked']:,} tokens."
+    return (
+        f" {drawn['asked']:,} tokens were drawn evenly over the categories of the set's {whole}; {drawn['cut']:,} "
+        "samples were cut because their category's share was used up."
+    )
+
+
 def _calibration(report: dict[str, Any]) -> str:
     calibration, coverage = report["calibration"], report["coverage"]
     languages, routed = calibration["languages"], report["settings"]["recipe"]["experts"]["routed_weight"]
     shown = {kind: sum(1 for count in counts.values() if count) for kind, counts in languages.items()}
     lengths = calibration["lengths"]
-    cut = (
-        f" {calibration['truncated_samples']:,} samples were cut at {' or '.join(f'{n:,}' for n in lengths)} tokens."
-        if calibration["truncated_samples"]
-        else ""
-    )
+    drawn = calibration.get("drawn")
+    at_length = calibration["truncated_samples"] - (drawn["cut"] if drawn else 0)
+    cut = f" {at_length:,} samples were cut at {' or '.join(f'{n:,}' for n in lengths)} tokens." if at_length else ""
     dropped = f" {len(calibration['dropped'])} samples were dropped." if calibration["dropped"] else ""
     return "\n".join(
         [
@@ -164,8 +175,8 @@ def _calibration(report: dict[str, Any]) -> str:
             "",
             f"Set `{calibration['name']}` (digest `{calibration['digest'][:16]}`): {calibration['samples']:,} samples, "
             f"{calibration['tokens']:,} tokens, {shown['programming']} programming and {shown['spoken']} spoken "
-            f"languages, {len(calibration['categories'])} categories.{cut}{dropped} Every expert saw every token; "
-            f"tokens that the router sends to an expert count for {routed:.0%} of it.",
+            f"languages, {len(calibration['categories'])} categories.{_drawn(drawn)}{cut}{dropped} "
+            f"Every expert saw every token; tokens that the router sends to an expert count for {routed:.0%} of it.",
             "",
             f"![Samples by language and field]({CALIBRATION_PICTURE})",
             "",

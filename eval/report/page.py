@@ -102,9 +102,10 @@ def _gates(report: dict[str, Any]) -> str:
 
 def _settings(report: dict[str, Any]) -> str:
     settings, calibration = report["settings"], report["calibration"]
+    part = f", {calibration['tokens']:,} tokens drawn from it" if calibration.get("drawn") else ""
     rows = [
         *((f"experts.{key}", value) for key, value in settings["recipe"]["experts"].items()),
-        ("calibration", f"{calibration['name']} (digest {calibration['digest'][:16]})"),
+        ("calibration", f"{calibration['name']}{part} (digest {calibration['digest'][:16]})"),
         ("hash of the recipe", settings["hash"][:16]),
         *((f"machine: {key}", value) for key, value in settings["machine"].items()),
     ]

@@ -258,7 +258,8 @@ def compare_with_library(
 
     source = job.source
     assert source is not None
-    data = samples(set_location(job.recipe.calibration, job.path), source.folder)
+    recipe = job.recipe
+    data = samples(set_location(recipe.calibration_set, job.path), source.folder, tokens=recipe.calibration_tokens)
     return {
         "layer": compare_layer(sizes, layer_tokens, repeats, device),
         "route": compare_route(job, spread(data, route_tokens), repeats, device),

@@ -120,7 +120,9 @@ def compare_methods(
     assert source is not None
     assert job.recipe.verify is not None
     assert job.recipe.verify.perplexity is not None
-    data = spread(samples(set_location(job.recipe.calibration, job.path), source.folder), most_tokens)
+    recipe = job.recipe
+    whole = samples(set_location(recipe.calibration_set, job.path), source.folder, tokens=recipe.calibration_tokens)
+    data = spread(whole, most_tokens)
     tokens = token_tensors(data, job.sizes["vocabulary"])
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=work) as folder:

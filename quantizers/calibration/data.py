@@ -19,7 +19,7 @@ class Sample:
     """One sequence.
 
     Attributes:
-        tokens: int32 (T,), 2 <= T <= its source's sequence_length.
+        tokens: int32 (T,), 2 <= T <= its source's sequence_length; 1 <= T if it was cut by a draw.
         category: such as `code/rust`, `spoken/hindi`, `math`.
         source: the dataset it comes from.
         truncated: how many tokens were cut off.
@@ -52,6 +52,22 @@ class Dropped:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """What was drawn from a set, see draw.py.
+
+    Attributes:
+        asked: the number of tokens asked for.
+        samples, tokens: what the whole set holds.
+        cut: how many samples were cut because their category's share was used up.
+    """
+
+    asked: int
+    samples: int
+    tokens: int
+    cut: int
+
+
+@dataclass(frozen=True)
 class CalibrationData:
     """A set loaded with one tokenizer.
 
@@ -64,6 +80,7 @@ class CalibrationData:
         versions: for each source, the commit or file hash that was read.
         lock: whether the versions come from the set's lock.
         notes: what a user should know, such as that the data comes from the cache because the Hub was unreachable.
+        drawn: how the samples were drawn from the set; None if they are all of it.
     """
 
     name: str
@@ -75,6 +92,7 @@ class CalibrationData:
     versions: tuple[str, ...]
     lock: bool = False
     notes: tuple[str, ...] = ()
+    drawn: Drawn | None = None
 
     def summary(self) -> dict[str, Any]:
         """Everything except the samples themselves, for report.json."""
@@ -94,7 +112,7 @@ class CalibrationData:
             "versions": list(self.versions),
             "lock": self.lock,
             "notes": list(self.notes),
-        }
+        } | ({"drawn": asdict(self.drawn)} if self.drawn else {})
 
 
 def digest_of(samples: Iterable[Sample]) -> str:

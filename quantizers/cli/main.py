@@ -93,8 +93,8 @@ def main() -> None:
 
 def _end(ranks: Ranks, message: str, code: int) -> NoReturn:
     line, code = ranks.last_words(message, code)
-    if line:
-        print(f"quantize: {line}", file=sys.stderr)
+    for one in line.split("\n") if line else ():  # a line for each mistake
+        print(f"quantize: {one}", file=sys.stderr)
     sys.exit(code)
 
 

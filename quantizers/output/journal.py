@@ -114,8 +114,9 @@ def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path, name: 
     except ValueError:
         raise OutputError(f"{path}: cannot be read; start over with --fresh") from None
     changes = list(differences(old, json.loads(json.dumps(fingerprint))))
-    # Report a changed device first, because other differences follow from it.
-    for key, before, now in sorted(changes, key=lambda difference: not difference[0].endswith(".device")):
+    # Report a changed device first, because other differences follow from it, and the digest of the calibration data
+    # last, because it follows from others.
+    for key, before, now in sorted(changes, key=lambda one: (not one[0].endswith(".device"), one[0] == "calibration")):
         raise OutputError(
             f"{output}: holds an unfinished run with another {key} ({_short(before)}, now {_short(now)}); "
             "restore it, or start over with --fresh"

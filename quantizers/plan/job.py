@@ -94,7 +94,10 @@ def prepare(
         InputError: one line naming what is wrong and where.
     """
     recipe, path = read_recipe(name)
-    for set_name in (recipe.calibration, recipe.verify and recipe.verify.perplexity and recipe.verify.perplexity.data):
+    for set_name in (
+        recipe.calibration_set,
+        recipe.verify and recipe.verify.perplexity and recipe.verify.perplexity.data,
+    ):
         if set_name and not set_location(set_name, path).is_file():
             raise InputError(f"{path}: {set_name}: no such calibration set; correct the path")
     location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)

@@ -15,7 +15,7 @@ Legend: T tokens, H hidden, I expert width, E experts, K experts chosen per toke
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Estimate:
         memory: device memory, by kind of device: with one expert solved at a time, and with all at once.
         operations: multiplications and additions of the layers and the proof.
         seconds: by kind of device: `layers`, `proof`, and `all` for their sum.
+        drawn: whether `tokens` are those of the recipe's calibration.tokens.
     """
 
     tokens: int | None
@@ -64,10 +65,11 @@ class Estimate:
     memory: dict[str, tuple[int, int]]
     operations: float | None
     seconds: dict[str, dict[str, float]] | None
+    drawn: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the assumptions."""
-        return asdict(self) | {"assumptions": assumptions()}
+        return asdict(self) | {"assumptions": assumptions(self.drawn)}
 
 
 def estimate(
@@ -141,11 +143,17 @@ def _operations(sizes: Sizes, tokens: int, held_out: int, grid: int) -> tuple[fl
     return 2.0 * layers * forward, 2.0 * layers * solve, 2 * 2.0 * held_out * hidden * sizes["vocabulary"]
 
 
-def assumptions() -> list[str]:
-    """The assumptions behind the figures, one line each."""
+def assumptions(drawn: bool = False) -> list[str]:
+    """The assumptions behind the figures, one line each.
+
+    Args:
+        drawn: whether the recipe says how many tokens are drawn from its set.
+    """
     (cpu, cpu_solve), (gpu, gpu_solve) = RATES["CPU"], RATES["GPU"]
     return [
-        "tokens: every sample as long as its sequence_length allows, which few are",
+        "tokens: the recipe's calibration.tokens; every held-out text as long as its sequence_length allows"
+        if drawn
+        else "tokens: every sample as long as its sequence_length allows, which few are",
         f"time on a GPU: {gpu / 1e12:.0f}e12 operations a second in bfloat16, {gpu_solve / 1e12:.0f}e12 in float32",
         f"time on a CPU: {cpu / 1e12:.1f}e12, and {cpu_solve / 1e12:.1f}e12 for search and rounding; "
         f"disk {DISK_RATE / 1e9:.0f} GB/s",
@@ -161,13 +169,16 @@ def estimate_run(job: Job, output_bytes: int) -> Estimate:
     """Estimate a run of this job. This reads the calibration set's YAML file, but none of its data."""
     from quantizers.calibration.set import read_set
 
-    path = set_location(job.recipe.calibration, job.path)
+    path = set_location(job.recipe.calibration_set, job.path)
     longest, awq = read_set(path).lengths[-1], job.recipe.experts.awq
     perplexity = job.recipe.verify and job.recipe.verify.perplexity
     held_out = _most_tokens(set_location(perplexity.data, job.path)) if perplexity else 0
     grid = awq.grid if awq else 0
-    tokens = _most_tokens(path)
-    return estimate(job.plan, job.sizes, output_bytes, tokens=tokens, held_out=held_out, longest=longest, grid=grid)
+    most, asked = _most_tokens(path), job.recipe.calibration_tokens
+    drawn = asked is not None and (most is None or asked < most)
+    tokens = asked if drawn else most
+    needs = estimate(job.plan, job.sizes, output_bytes, tokens=tokens, held_out=held_out, longest=longest, grid=grid)
+    return replace(needs, drawn=drawn)
 
 
 def _most_tokens(path: Path) -> int | None:
@@ -188,7 +199,7 @@ def chunk_on_gpu(job: Job, limit: int) -> DeviceMemory:
     """
     from quantizers.calibration.set import read_set
 
-    longest = read_set(set_location(job.recipe.calibration, job.path)).lengths[-1]
+    longest = read_set(set_location(job.recipe.calibration_set, job.path)).lengths[-1]
     return device_memory(job.plan, job.sizes, longest, 2, limit)
 
 

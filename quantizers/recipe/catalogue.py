@@ -8,7 +8,7 @@ from quantizers.architectures.families import published_models
 from quantizers.system.errors import InputError, OutputError, RecipeError
 from quantizers.system.shipped import shipped
 
-from .schema import Experts, read_recipe
+from .schema import Experts, Recipe, read_recipe
 
 HEADER = """# Recipes
 
@@ -28,12 +28,17 @@ def rows() -> list[dict[str, str]]:
             {
                 "name": path.stem,
                 "source": recipe.source.model,
-                "calibration": Path(recipe.calibration).stem,
+                "calibration": _calibration(recipe),
                 "experts": f"{_stored(experts)}, {experts.engine}",
                 "about": path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip(),
             }
         )
     return table
+
+
+def _calibration(recipe: Recipe) -> str:
+    name, tokens = Path(recipe.calibration_set).stem, recipe.calibration_tokens
+    return name if tokens is None else f"{name}, {tokens:,} tokens"
 
 
 def _stored(experts: Experts) -> str:
@@ -90,6 +95,7 @@ source:
   revision: main                       # a branch, tag or commit
   trust_remote_code: false             # nothing from the checkpoint is executed
 calibration: software-engineer         # a shipped set, or a path relative to this file
+# calibration: {set: software-engineer, tokens: 131072}   # as many tokens of it, drawn evenly over its categories
 experts:
   bits: 4                              # 4 | 8
   group_size: 32                       # weights under one scale: 32 | 64 | 128; smaller is better and larger on disk

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from quantizers.system.own_files import CALIBRATION, FACTS, HELD_OUT, LOCK, RECIPE
 from quantizers.system.strict_yaml import dump, parse
 
-from .schema import Recipe, facts_location, set_location
+from .schema import Calibration, Recipe, facts_location, set_location
 
 if TYPE_CHECKING:
     from quantizers.calibration.set import CalibrationSet, DataSource
@@ -145,7 +145,7 @@ def settings_hash(recipe: Recipe, path: Path) -> str:
 def _named_sets(recipe: Recipe) -> list[tuple[str, str]]:
     """For each set its file name next to a checkpoint, and its name in the recipe."""
     perplexity = recipe.verify.perplexity if recipe.verify else None
-    return [(CALIBRATION, recipe.calibration), *([(HELD_OUT, perplexity.data)] if perplexity else [])]
+    return [(CALIBRATION, recipe.calibration_set), *([(HELD_OUT, perplexity.data)] if perplexity else [])]
 
 
 def _with_copies(recipe: Recipe, path: Path) -> Recipe:
@@ -154,7 +154,9 @@ def _with_copies(recipe: Recipe, path: Path) -> Recipe:
     if recipe.source.facts is not None:
         names["facts"] = FACTS
     source = recipe.source.model_copy(update=names)
-    changes: dict[str, Any] = {"source": source, "calibration": CALIBRATION}
+    tokens = recipe.calibration_tokens
+    copied = CALIBRATION if tokens is None else Calibration(set=CALIBRATION, tokens=tokens)
+    changes: dict[str, Any] = {"source": source, "calibration": copied}
     if recipe.verify and recipe.verify.perplexity:
         perplexity = recipe.verify.perplexity.model_copy(update={"data": HELD_OUT})
         changes["verify"] = recipe.verify.model_copy(update={"perplexity": perplexity})

@@ -40,6 +40,28 @@ class Source(Strict):
         return {key: value for key, value in settings.items() if key != "facts" or value is not None}
 
 
+class Calibration(Strict):
+    """A calibration set, of which `tokens` tokens are drawn evenly over its categories, see calibration/draw.py.
+
+    Without `tokens` it means the same as the set's name alone, and the settings say it so.
+    """
+
+    set: Annotated[str, Field(min_length=1, description="a shipped set, or a path relative to the recipe")]
+    tokens: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="draw so many tokens, the same number from each category where it has them, in an order that "
+            "the set's seed decides; without the key the whole set is taken",
+        ),
+    ] = None
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any] | str:
+        settings: dict[str, Any] = handler(self)
+        return settings if self.tokens is not None else self.set
+
+
 class Awq(Strict):
     """AWQ's scale search. The grid has the identity and `grid - 1` ratios from 0 to 1.
 
@@ -182,10 +204,22 @@ class Recipe(Strict):
     """One recipe file."""
 
     source: Source
-    calibration: str
+    calibration: Annotated[
+        str | Calibration, Field(description="a set: its name or path, or {set: ..., tokens: 131072} for a part of it")
+    ]
     experts: Experts = Experts()
     keep: Literal["everything-else"] = "everything-else"
     verify: Verify | None = None
+
+    @property
+    def calibration_set(self) -> str:
+        """The calibration set as the recipe names it."""
+        return self.calibration if isinstance(self.calibration, str) else self.calibration.set
+
+    @property
+    def calibration_tokens(self) -> int | None:
+        """How many tokens are drawn from the set; None if it is taken whole."""
+        return None if isinstance(self.calibration, str) else self.calibration.tokens
 
     def settings(self) -> dict[str, Any]:
         """Every key with its value, including defaults, as stored in recipe.yaml and report.json."""

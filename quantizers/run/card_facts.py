@@ -24,10 +24,12 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 def add_card_facts(report: dict[str, Any], job: Job, data: CalibrationData) -> None:
     """Add to a report: the recipe's file name, the licence, datasets and languages, and how to serve the output."""
-    calibration = read_set(set_location(job.recipe.calibration, job.path))
+    calibration = read_set(set_location(job.recipe.calibration_set, job.path))
     report["settings"]["file"] = job.path.name
     report["source"]["license"] = license_of(job, job.opened)
-    report["calibration"]["datasets"] = list(dict.fromkeys(s.dataset for s in calibration.sources if not s.is_local))
+    used = {sample.source for sample in data.samples}
+    datasets = [s.dataset for s in calibration.sources if not s.is_local and s.dataset in used]
+    report["calibration"]["datasets"] = list(dict.fromkeys(datasets))
     report["calibration"]["languages"] = language_counts(calibration, data.samples)
     report["serving"] = serving(job, job.opened)
 

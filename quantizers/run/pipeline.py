@@ -120,7 +120,9 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
             f"{job.path}: experts.engine: {job.recipe.experts.engine} works in one process; start quantize without "
             "torchrun, or choose gram"
         )
-    data = _samples(job, job.recipe.calibration)
+    data = _samples(job, job.recipe.calibration_set, job.recipe.calibration_tokens)
+    if data.drawn and data.drawn.tokens < data.drawn.asked:
+        print(data.notes[-1], file=sys.stderr)  # what draw.py noted
     if job.recipe.verify and job.recipe.verify.coverage:
         check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
     tokens = token_tensors(data, job.sizes["vocabulary"])
@@ -172,9 +174,9 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     write_report(job, resolved, data, figures, started, context)
 
 
-def _samples(job: Job, name: str) -> CalibrationData:
-    """The samples of a calibration set that the recipe names."""
-    return samples(set_location(name, job.path), job.opened.folder, job.recipe.source.trust_remote_code)
+def _samples(job: Job, name: str, tokens: int | None = None) -> CalibrationData:
+    """The samples of a set that the recipe names, or `tokens` tokens of them."""
+    return samples(set_location(name, job.path), job.opened.folder, job.recipe.source.trust_remote_code, tokens)
 
 
 def load_held_out(job: Job) -> HeldOut | None:
@@ -225,14 +227,19 @@ def states_in_files(states: int, options: Options) -> bool:
 def run_fingerprint(job: Job, data: CalibrationData, device: torch.device, chunk: int) -> dict[str, Any]:
     """Every setting that the output's bytes depend on; gates and logging are not among them."""
     facts = {name: text_sha256(text) for name, text in facts_copy(job.own).items()}
-    return facts | {
-        "method": METHOD,
-        "experts": job.recipe.settings()["experts"],
-        "source": source_stats(job.opened),
-        "source_config": job.config,
-        "calibration": data.digest,
-        "machine": fingerprint(device) | ({"chunk": chunk} if device.type != "cpu" else {}),
-    }
+    drawn = {"calibration.tokens": data.drawn.asked} if data.drawn else {}
+    return (
+        facts
+        | drawn
+        | {
+            "method": METHOD,
+            "experts": job.recipe.settings()["experts"],
+            "source": source_stats(job.opened),
+            "source_config": job.config,
+            "calibration": data.digest,
+            "machine": fingerprint(device) | ({"chunk": chunk} if device.type != "cpu" else {}),
+        }
+    )
 
 
 def assemble(job: Job, folder: Path) -> None:

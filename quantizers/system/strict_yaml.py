@@ -7,24 +7,22 @@ keys are errors, numbers and booleans follow YAML 1.2's core schema, and aliases
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
 
 from .errors import InputError
+from .schema_faults import Origin, Place, dotted, fault_lines
 
 MAX_BYTES = 200_000  # takes PyYAML seconds at worst; the largest shipped file has 10,000
 MAX_DEPTH = 32
 MAX_DIGITS = 1000
 
 Model = TypeVar("Model", bound=BaseModel)
-Place = tuple[str | int, ...]
 
 _CORE_SCHEMA = {
     "tag:yaml.org,2002:null": r"~|null|Null|NULL|",
@@ -36,7 +34,7 @@ _CORE_SCHEMA = {
 
 
 class Refused(Exception):
-    """What is wrong in a YAML file, and in which line; the caller adds the file's name."""
+    """What is wrong in a YAML text, and in which line (0: unknown); the caller adds the file's name."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -113,18 +111,6 @@ def _build(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Any:
     return result
 
 
-def dotted(place: Iterable[str | int]) -> str:
-    """`("sources", 3, "samples")` as `sources[3].samples`."""
-    text = ""
-    for part in place:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        else:
-            key = part if part.isprintable() else repr(part)  # an error stays one line even if a key has a line break
-            text += f".{key}" if text else key
-    return text
-
-
 def parse(path: Path, error: type[InputError] = InputError) -> tuple[dict[str, Any], dict[Place, int]]:
     """Read a YAML mapping.
 
@@ -149,26 +135,41 @@ def parse(path: Path, error: type[InputError] = InputError) -> tuple[dict[str, A
         raise error(f"{path}:{line}: not UTF-8; save the file as UTF-8") from None
     lines: dict[Place, int] = {}
     try:
-        _refuse_unwanted(text)
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = None if node is None else _build(node, (), lines)
+        data = _values(text, lines)
     except Refused as refused:
-        raise error(f"{path}:{refused.line}: {refused}") from None
-    except yaml.reader.ReaderError as failure:
-        line = text[: failure.position].count("\n") + 1
-        raise error(f"{path}:{line}: not valid YAML: {failure.reason}; remove this character") from None
-    except yaml.YAMLError as failure:
-        mark = getattr(failure, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
-        raise error(f"{where}: not valid YAML: {problem}; correct it") from None
-    except (ValueError, OverflowError) as failure:  # an escape such as "\\UFFFFFFFF", which PyYAML passes to chr
-        raise error(f"{path}: not valid YAML: {failure}; correct it") from None
+        where = f"{path}:{refused.line}" if refused.line else str(path)
+        raise error(f"{where}: {refused}") from None
     if data is None:
         data = {}
     if not isinstance(data, dict):
         raise error(f"{path}:1: must be a mapping; write keys with values")
     return data, lines
+
+
+def parse_value(text: str) -> Any:
+    """One value as YAML: a scalar such as `0.9`, or `{key: value}`.
+
+    Raises:
+        Refused: it is no YAML, or more than is supported here.
+    """
+    return _values(text, {})
+
+
+def _values(text: str, lines: dict[Place, int]) -> Any:
+    """The values of a YAML text; fills `lines`."""
+    try:
+        _refuse_unwanted(text)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        return None if node is None else _build(node, (), lines)
+    except yaml.reader.ReaderError as failure:
+        line = text[: failure.position].count("\n") + 1
+        raise Refused(line, f"not valid YAML: {failure.reason}; remove this character") from None
+    except yaml.YAMLError as failure:
+        mark = getattr(failure, "problem_mark", None)
+        problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
+        raise Refused(mark.line + 1 if mark else 0, f"not valid YAML: {problem}; correct it") from None
+    except (ValueError, OverflowError) as failure:  # an escape such as "\\UFFFFFFFF", which PyYAML passes to chr
+        raise Refused(0, f"not valid YAML: {failure}; correct it") from None
 
 
 _OPENING = (
@@ -198,69 +199,37 @@ def load(path: Path, model: type[Model], error: type[InputError] = InputError) -
     """Read a YAML file into a pydantic model.
 
     Raises:
-        error: one line `file:line: key: what is wrong (remedy)`. Of several faults it shows the first
-            by line and the number of others.
+        error: one line `file:line: key: what is wrong (remedy)` for each fault, in the order of the lines.
     """
     data, lines = parse(path, error)
+    return fit(data, origins_in(path, lines), Origin(f"{path}:1", 1), model, error)
+
+
+def origins_in(path: Path, lines: Mapping[Place, int]) -> dict[Place, Origin]:
+    """Where each value of a file was given, for messages."""
+    return {place: Origin(f"{path}:{line}", line) for place, line in lines.items()}
+
+
+def fit(
+    data: Mapping[str, Any],
+    origins: Mapping[Place, Origin],
+    whole: Origin,
+    model: type[Model],
+    error: type[InputError] = InputError,
+) -> Model:
+    """Values as a pydantic model.
+
+    Args:
+        origins: where each value was given.
+        whole: where they were given all together.
+
+    Raises:
+        error: one line for each fault.
+    """
     try:
         return model.model_validate(data)
     except ValidationError as failure:
-        details = [(_place(detail, lines), detail) for detail in failure.errors()]
-        # For a union, keep only the deepest faults: not "must be false" next to a fault in `awq.grid`.
-        deepest = [
-            (place, detail)
-            for place, detail in details
-            if not any(len(place) < len(other) and other[: len(place)] == place for other, _ in details)
-        ]
-        faults = sorted((_describe(place, detail, lines, model) for place, detail in deepest), key=lambda f: f[0])
-        line, message = faults[0]
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise error(f"{path}:{line}: {message}{more}") from None
-
-
-def _place(detail: ErrorDetails, lines: dict[Place, int]) -> Place:
-    # pydantic adds the name of a union's member to the place; drop parts that are not in the file.
-    known: Place = ()
-    for part in detail["loc"]:
-        if (*known, part) in lines:
-            known = (*known, part)
-    return (*known, detail["loc"][-1]) if detail["type"] == "missing" else known
-
-
-def _describe(place: Place, detail: ErrorDetails, lines: dict[Place, int], model: type[BaseModel]) -> tuple[int, str]:
-    absent = detail["type"] == "missing"
-    line = lines.get(place[:-1] if absent else place, 1)
-    name = dotted(place)
-    if detail["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(place[-1]), _all_keys(model), n=1)
-        hint = f" (did you mean {close[0]}?)" if close else "; remove it"
-        return line, f"{name}: unknown key{hint}"
-    if absent:
-        return line, f"{name}: missing; add it"
-    given = detail.get("input")
-    shown = f", not {given!r}" if isinstance(given, (str, int, float, bool, type(None))) else ""
-    message = " ".join(detail["msg"].removeprefix("Value error, ").removeprefix("Input ").split())
-    if detail["type"] in ("model_type", "dict_type"):
-        message = "must be a mapping of keys to values"
-    return line, f"{name + ': ' if name else ''}{message}{shown}"
-
-
-def _all_keys(model: type[BaseModel]) -> list[str]:
-    """Every key of the schema at any depth: a wrong key is often the right word at the wrong depth."""
-    keys: list[str] = []
-    pending: list[Any] = [model]
-    seen: set[type[BaseModel]] = set()
-    while pending:
-        kind = pending.pop()
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            if kind not in seen:
-                seen.add(kind)
-                for name, field in kind.model_fields.items():
-                    keys.append(field.alias or name)
-                    pending.append(field.annotation)
-        else:
-            pending.extend(getattr(kind, "__args__", ()))
-    return keys
+        raise error("\n".join(fault_lines(failure, origins, whole, model))) from None
 
 
 class Strict(BaseModel):

@@ -46,7 +46,7 @@ for line in sys.stdin:
         counts = language_counts(read_set(Path(path)), data.samples)
         answer = data.summary() | {"languages": counts}
     except CalibrationError as failure:
-        answer = {"error": str(failure)}
+        answer = {"error": str(failure), "notes": getattr(failure, "__notes__", [])}
     print(json.dumps(answer), flush=True)
 """
 
@@ -169,8 +169,7 @@ def test_the_whole_software_engineer_set_loads_and_again_offline(
     assert again["digest"] == loaded["digest"]
     assert again["notes"] == ["from the cache; 50 sources could not be reached"]
     assert refused.startswith(f"{SOFTWARE}:")
-    assert "HuggingFaceH4/ultrachat_200k, databricks/databricks-dolly-15k (line " in refused
-    assert "the Hub cannot be reached (ConnectError: [Errno 111] Connection refused); go online once" in refused
+    assert "50 of 50 Hub data sets cannot be reached (first: HuggingFaceH4/ultrachat_200k: ConnectError: " in refused
     assert "\n" not in refused
 
 
@@ -225,6 +224,46 @@ def test_a_lock_holds_the_revision(small: Path, hub: HubStandIn, machine: Machin
     hub.datasets["org/streamed"] = {"train.jsonl": rows("changed")}
     refused = other_machine.load(small, cache=False)["error"]
     assert f"org/streamed: no revision {commits[1]}; correct the source's revision, or lock" in refused
+
+
+def test_what_is_out_of_reach_is_one_line_that_hides_nothing(small: Path, offline: Machine) -> None:
+    """The exception's notes, which a traceback shows, have each of them; what else is wrong keeps its own line."""
+    said = offline.load(small, cache=False)
+    reason = "ConnectError: [Errno 111] Connection refused"
+    remedy = (
+        "check the network, or take the shipped set embedded, which needs none (with a recipe: --calibration embedded)"
+    )
+    line = f"2 of 2 Hub data sets cannot be reached (first: org/plain: {reason}); {remedy}; --debug lists them"
+    assert said["error"] == f"{small}:4: {line}"
+    assert said["notes"] == [f"{small}:4: org/plain: {reason}", f"{small}:5: org/streamed: {reason}"]
+
+    source = "columns: [text], shape: text, samples: 1, category: x}\n"
+    small.write_text(SMALL + f"  - {{dataset: missing.jsonl, {source}")
+    assert offline.load(small, cache=False)["error"].splitlines() == [
+        f"{small}:6: {small.parent}/missing.jsonl: cannot be read (No such file or directory); give an existing file",
+        f"{small}:4: {line}",
+    ]
+
+
+@pytest.mark.parametrize("how", ["dead", "failing"])
+def test_a_data_set_out_of_reach_does_not_hide_a_wrong_name(
+    how: str, small: Path, hub: HubStandIn, machine: Machine
+) -> None:
+    """The Hub answers about one source that there is none, and about another not at all, or with a server's error."""
+    source = "columns: [text], shape: text, samples: 1, category: x}\n"
+    small.write_text(SMALL + f"  - {{dataset: org/none, {source}")
+    silent = getattr(hub, how)
+    silent.add("org/plain")
+    try:
+        told = machine.load(small, cache=False)["error"].splitlines()
+    finally:
+        silent.clear()
+    assert told[0] == (
+        f"{small}:6: org/none: no such dataset on the Hub; correct the id, or `hf auth login` if it is private"
+    )
+    assert told[1].startswith(f"{small}:4: 1 of 3 Hub data sets cannot be reached (org/plain: ")
+    assert "--debug" not in told[1]
+    assert len(told) == 2
 
 
 def test_sources_that_fail_are_told_together(small: Path, machine: Machine) -> None:

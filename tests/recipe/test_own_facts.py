@@ -17,6 +17,7 @@ from calibration_tokenizer import write_tokenizer
 from commands import quantize
 from runs import cut_in_layer
 
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
@@ -100,7 +101,6 @@ def test_a_recipe_without_facts_has_the_settings_that_it_always_had() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("model_type: mine\n", "mine.yaml:1: model_class: missing; add it (and 15 more)"),
         ("model_type: mine\nmodel_type: x\n", "mine.yaml:2: model_type: given twice"),
         (dump(facts_of_mine(head="nowhere")), "head: nowhere is not among the tensors"),
         (dump(facts_of_mine(heads=5)), "heads: unknown key"),
@@ -109,6 +109,16 @@ def test_a_recipe_without_facts_has_the_settings_that_it_always_had() -> None:
 def test_wrong_facts_are_one_line(text: str, said: str, job: Path, refused: Callable[..., str]) -> None:
     (job.parent / "mine.yaml").write_text(text)
     assert said in refused("plan", job)
+
+
+def test_facts_in_which_much_is_missing_are_told_all_at_once(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (job.parent / "mine.yaml").write_text("model_type: mine\n")
+    assert quantize(monkeypatch, "plan", job) == 2
+    said = capsys.readouterr().err.splitlines()
+    absent = [key for key, field in Architecture.model_fields.items() if field.is_required() and key != "model_type"]
+    assert said == [f"quantize: {job.parent / 'mine.yaml'}:1: {key}: missing; add it" for key in absent]
 
 
 def test_facts_of_another_family_and_no_facts_are_one_line(job: Path, refused: Callable[..., str]) -> None:

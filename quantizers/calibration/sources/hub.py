@@ -110,9 +110,13 @@ def _explanation(failure: Exception, source: DataSource) -> SourceError:
     if isinstance(failure, (errors.RepositoryNotFoundError, DatasetNotFoundError)):
         remedy = "correct the id, or `hf auth login` if it is private"
         return SourceError(name, "no such dataset on the Hub", remedy)
-    if isinstance(failure, (ConnectionError, TimeoutError, httpx.TransportError)):
-        remedy = "go online once, after which the cache serves offline runs, or name local files instead"
-        return Unreachable(name, f"the Hub cannot be reached ({_short(failure)})", remedy)
+    overloaded = isinstance(failure, errors.HfHubHTTPError) and failure.response.status_code in (429, *range(500, 600))
+    if overloaded or isinstance(failure, (ConnectionError, TimeoutError, httpx.TransportError)):
+        remedy = (
+            "check the network, or take the shipped set embedded, which needs none (with a recipe: "
+            "--calibration embedded)"
+        )
+        return Unreachable(name, _short(failure), remedy)
     reason = f"cannot be loaded ({_short(failure)})"
     return SourceError(name, reason, "correct the source's subset, split or revision")
 

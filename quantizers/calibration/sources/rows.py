@@ -32,7 +32,7 @@ class SourceError(Exception):
 
 
 class Unreachable(SourceError):
-    """The Hub cannot be reached now; the cache may have the data."""
+    """The Hub cannot be reached now; the cache may have the data. `reason` is what the connection failed with."""
 
 
 @dataclass(frozen=True)
