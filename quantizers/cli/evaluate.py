@@ -81,6 +81,7 @@ def evaluate(
     if not no_picture:
         from eval.report.pictures import fidelity_picture
 
-        fidelity_picture([(one["model"], one) for one in report["candidates"]], picture)
+        title = f"against {Path(source).name} on {results[0]['evaluated_on']['name']}"
+        fidelity_picture([(one["model"], one) for one in report["candidates"]], title, picture)
         text += f"\n\npicture: {picture}"
     emit(report, as_json, text)
