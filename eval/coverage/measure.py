@@ -101,13 +101,15 @@ def measure_coverage(question: Question, device: torch.device, work: Path, ranks
 
 
 def compare_coverage(question: Question, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """What the second set wins and loses compared with the first; see `eval.coverage.tables.compare_counts`."""
-    from .tables import compare_counts
+    """What the second set wins and loses compared with the first; see `eval.coverage.compare.compare_counts`."""
+    from .compare import SIDES, compare_counts, labels
 
     routed, sets = _stream(question, device, work, ranks)
     comparison = compare_counts(routed.part("0:"), routed.part("1:"), question.rule)
-    for side, data in zip(("before", "after"), sets, strict=True):
-        comparison[side]["name"] = data.name
+    names = [data.name for data in sets]
+    called = zip(SIDES, names, question.sets, labels(names, question.sets), strict=True)
+    for side, name, file, label in called:
+        comparison[side] |= {"name": name, "file": str(file), "label": label}
     return {"model": question.model} | comparison
 
 

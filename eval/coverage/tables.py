@@ -1,4 +1,4 @@
-"""Coverage as tables and JSON: the worst experts, what would help them, and what changing the set does.
+"""Coverage of one set as tables and JSON: the worst experts, and what would help them.
 
 Legend: L layers, C categories, E experts.
 """
@@ -114,66 +114,3 @@ def gate_table(found: list[dict[str, Any]]) -> str:
         for gate in found
     ]
     return plain(("gate", "value", "limit", "", "what it is"), rows)
-
-
-def compare_counts(before: Routed, after: Routed, rule: CoverageGate) -> dict[str, Any]:
-    """What changing from one set to another wins and loses.
-
-    Returns:
-        won: pairs (layer, expert) that only the second set covers; lost: those that only the first covers;
-        more, fewer: the pairs whose token counts change most, with both counts; before, after: a summary of
-        each set.
-    """
-    old, new = (routed.counts.sum(1) for routed in (before, after))  # (L, E)
-    minimum = rule.min_routed_tokens
-    ratio = np.log((new + 1) / (old + 1))
-    order = np.argsort(ratio, axis=None, kind="stable")
-
-    def listed(pairs: np.ndarray) -> list[dict[str, int]]:
-        places = [(int(a), int(b)) for a, b in zip(*np.unravel_index(pairs, old.shape), strict=True)]
-        return [
-            {"layer": before.layers[a], "expert": b, "before": int(old[a, b]), "after": int(new[a, b])}
-            for a, b in places
-        ]
-
-    def named_pairs(chosen: np.ndarray) -> list[list[int]]:
-        return [[before.layers[int(a)], int(b)] for a, b in np.argwhere(chosen)]
-
-    changed = [pair for pair in order if old.flat[pair] != new.flat[pair]]
-    return {
-        "won": named_pairs((old < minimum) & (new >= minimum)),
-        "lost": named_pairs((old >= minimum) & (new < minimum)),
-        "fewer": listed(np.array([p for p in changed if ratio.flat[p] < 0][:WORST], dtype=int)),
-        "more": listed(np.array([p for p in reversed(changed) if ratio.flat[p] > 0][:WORST], dtype=int)),
-        "min_routed_tokens": minimum,
-        "before": _short(before, rule),
-        "after": _short(after, rule),
-    }
-
-
-def _short(routed: Routed, rule: CoverageGate) -> dict[str, Any]:
-    found = report(routed, rule)
-    keys = ("min", "median", "uncovered", "pairs", "min_entropy", "tokens", "gates")
-    return {key: found[key] for key in keys}
-
-
-def compare_table(found: dict[str, Any]) -> str:
-    """What `quantize coverage --compare` prints."""
-    sides = [
-        (
-            found[side]["name"], f"{sum(found[side]['tokens'].values()):,}", f"{found[side]['min']:,}",
-            f"{found[side]['median']:,.0f}", f"{found[side]['uncovered']:,}", f"{found[side]['min_entropy']:.3f}",
-        )
-        for side in ("before", "after")
-    ]  # fmt: skip
-    lines = [
-        plain(("set", "tokens", "min", "median", f"below {found['min_routed_tokens']:,}", "entropy"), sides),
-        "",
-        f"won:  {named(found['won']) or 'none'}",
-        f"lost: {named(found['lost']) or 'none'}",
-    ]
-    for word in ("more", "fewer"):
-        rows = [(row["layer"], row["expert"], f"{row['before']:,}", f"{row['after']:,}") for row in found[word]]
-        if rows:
-            lines += ["", plain(("layer", "expert", "before", f"after ({word} tokens)"), rows)]
-    return "\n".join(lines)

@@ -85,7 +85,8 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
         bytes, because all are special tokens), kl {mean, median, p99, max}, top1,
         interval {kl, top1, increase} (None with one sample), tokens, samples, longest (tokens of the longest
         text), router {agreement per layer, min}, hidden_error per layer, categories, families (`code` sums up
-        `code/rust` etc.); long, with the same keys, if there are both short and long texts; positions, see
+        `code/rust` etc.), per_text (category, scored tokens and mean KL of each text, in the set's order); long, with
+        the same keys, if there are both short and long texts; positions, see
         `by_position`, of the separate long texts or else of all; and weight_error if it was measured.
 
     Raises:
@@ -128,7 +129,20 @@ def _part(
         "hidden_error": hidden,
         "categories": by(names),
         "families": by(families),
+        "per_text": _per_text(measured, texts, indices),
     }
+
+
+def _per_text(measured: Measured, texts: Sequence[Text], indices: Sequence[int]) -> list[dict[str, Any]]:
+    ends = np.cumsum(measured.lengths)
+    return [
+        {
+            "category": texts[i].category,
+            "tokens": measured.lengths[i],
+            "kl": float(measured.kl[ends[i] - measured.lengths[i] : ends[i]].mean()),
+        }
+        for i in indices
+    ]
 
 
 def _table(measured: Measured, members: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:

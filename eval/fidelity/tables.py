@@ -7,6 +7,13 @@ from typing import Any
 
 from quantizers.system.text_table import number, plain
 
+from .paired import FEWEST, NOTE
+
+PAIRED_WORDS = (
+    "difference: mean KL of this checkpoint minus the first's, nats per token; negative is closer to the source; "
+    f"[95 % bootstrap-t interval over texts], from {FEWEST} texts on; each row stands for itself, and of twenty "
+    "intervals about one misses the true difference by chance"
+)
 CATEGORY_ROWS, WORST = (
     24,
     5,
@@ -17,7 +24,8 @@ def eval_table(report: dict[str, Any]) -> str:
     """All tables of one evaluation.
 
     Args:
-        report: source, candidates (each with its figures and `model`), notes.
+        report: source, candidates (each with its figures and `model`), notes; and with several candidates `paired`, for
+            each but the first what `paired.paired` returns, with `model` and `against`.
     """
     results = [(one["model"], one) for one in report["candidates"]]
     first = report["candidates"][0]
@@ -36,7 +44,40 @@ def eval_table(report: dict[str, Any]) -> str:
         ]
         if len(one["positions"]) > 1:
             parts += [f"{name}, by position in {'its long' if 'long' in one else 'all'} texts", positions_table(one)]
+    for one in report.get("paired", ()):
+        parts += [
+            f"{one['model']} against {one['against']}, the first, paired over the same texts",
+            paired_table(one),
+        ]
+    if "paired" in report:
+        parts += [PAIRED_WORDS, NOTE]
     return "\n\n".join([*parts, *past_the_model(first), *report["notes"]])
+
+
+def paired_table(one: dict[str, Any]) -> str:
+    """Differences of mean KL by category, or by family if there are too many, and over all texts.
+
+    Args:
+        one: of `paired.paired`.
+    """
+    few = len(one["categories"]) <= CATEGORY_ROWS
+    rows = [
+        (
+            name, row["texts"], f"{row['tokens']:,}", f"{row['first']:.5f}", f"{row['other']:.5f}",
+            f"{row['difference']:+.6f}" if row["difference"] else "0", _paired_interval(row),
+        )
+        for label, part in by_part(one).items()
+        for name, row in [*part["categories" if few else "families"].items(), (label, part)]
+    ]  # fmt: skip
+    header = ("category" if few else "family", "texts", "tokens", "KL first", "KL this", "difference", "95 % interval")
+    return plain(header, rows)
+
+
+def _paired_interval(row: dict[str, Any]) -> str:
+    if row["interval"]:
+        low, high = row["interval"]
+        return f"[{low:+.6f}, {high:+.6f}]" if row["difference"] or low or high else "[0, 0]"
+    return "too few texts" if row["texts"] < FEWEST else "too few texts differ"
 
 
 def _long(one: dict[str, Any]) -> str:

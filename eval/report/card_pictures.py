@@ -10,44 +10,69 @@ from typing import Any
 
 from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
-from .pictures import coverage_picture, save
+from .coverage_pictures import coverage_picture
+from .pictures import save
+from .scale import SERIES
 
-BAR = "#3b6fb6"
+ROWS = {"programming": "programming languages", "spoken": "spoken languages"}
 
 
 def draw(report: dict[str, Any], folder: Path) -> None:
     """Write both pictures of a report into a folder."""
-    save(calibration_figure(report["calibration"]), folder / CALIBRATION_PICTURE)
+    model, calibration = Path(report["source"]["model"]).name, report["calibration"]
+    save(calibration_figure(calibration, model), folder / CALIBRATION_PICTURE)
     coverage = report["coverage"]
-    title = "routed tokens by layer and expert"
+    title = f"{model} on {calibration['name']}"
     coverage_picture(coverage["per_layer"], coverage["min_routed_tokens"], title, folder / COVERAGE_PICTURE)
 
 
-def calibration_figure(calibration: dict[str, Any]) -> Any:
-    """Samples by programming language, by spoken language, and by field, as bars."""
-    from matplotlib.figure import Figure
+def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
+    """Tokens by programming language, by spoken language, and by field, and which share of them was cut off.
 
-    fields = {
-        name: row["samples"]
-        for name, row in calibration["categories"].items()
-        if not name.startswith(("code/", "spoken/"))
-    }
-    panels = [
-        ("programming languages", calibration["languages"]["programming"]),
-        ("spoken languages", calibration["languages"]["spoken"]),
-        ("other fields", fields),
-    ]
-    panels = [(title, counts) for title, counts in panels if counts] or [("samples", {"all": calibration["samples"]})]
-    figure = Figure(figsize=(12, 3.1 * len(panels)), dpi=100, layout="constrained")
-    figure.suptitle(f"{calibration['name']}: {calibration['samples']:,} samples, {calibration['tokens']:,} tokens")
-    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axis, (title, counts) in zip(axes, panels, strict=True):
-        names = sorted(counts, key=lambda name: (-counts[name], name))
-        axis.bar(range(len(names)), [counts[name] for name in names], color=BAR, width=0.8)
-        axis.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
-        axis.set_xlim(-0.6, max(8, len(names)) - 0.4)
-        axis.set_ylabel("samples")
-        axis.yaxis.get_major_locator().set_params(integer=True)
-        axis.set_title(f"{title} ({len(names)})", loc="left", fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
+    Args:
+        calibration: of a report; its `by_language` and `categories` hold rows with samples, tokens, truncated (samples)
+            and truncated_tokens.
+        model: whose tokenizer counted the tokens.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    fields = {n: row for n, row in calibration["categories"].items() if not n.startswith(("code/", "spoken/"))}
+    groups = [(title, calibration["by_language"][kind]) for kind, title in ROWS.items()] + [("other fields", fields)]
+    groups = [(title, rows) for title, rows in groups if rows] or [("categories", calibration["categories"])]
+    figure = Figure(figsize=(12, 3.6 * len(groups)), dpi=100, layout="constrained")
+    figure.suptitle(_heading(calibration, model), fontsize=11)
+    panels = figure.subplots(2 * len(groups), 1, squeeze=False, height_ratios=[2, 1] * len(groups))[:, 0]
+    for (title, rows), tokens, cut in zip(groups, panels[::2], panels[1::2], strict=True):
+        names = sorted(rows, key=lambda name: (-rows[name]["tokens"], name))
+        at = range(len(names))
+        bars = tokens.bar(at, [rows[name]["tokens"] for name in names], color=SERIES[0], width=0.8)
+        tokens.bar_label(bars, [f"{rows[name]['samples']:,}" for name in names], fontsize=7)
+        tokens.set_xticks([])
+        tokens.set_ylabel("tokens")
+        tokens.yaxis.set_major_formatter("{x:,.0f}")
+        tokens.margins(y=0.15)
+        tokens.set_title(f"{title} ({len(names)}); above the bars: samples", loc="left", fontsize=10)
+        cut.bar(at, [_lost(rows[name]) for name in names], color=SERIES[1], width=0.8)
+        cut.set_xticks(at, names, rotation=90, fontsize=8)
+        cut.set_ylabel("cut off")
+        cut.set_ylim(0, 1)
+        cut.yaxis.set_major_formatter(PercentFormatter(1))
+        for axis in (tokens, cut):
+            axis.set_xlim(-0.6, max(8, len(names)) - 0.4)
+            axis.spines[["top", "right"]].set_visible(False)
+    figure.align_ylabels(panels)
     return figure
+
+
+def _lost(row: dict[str, Any]) -> float:
+    """Share of a row's tokens that were cut off, of those that its texts had."""
+    whole = row["tokens"] + row["truncated_tokens"]
+    return row["truncated_tokens"] / whole if whole else 0.0
+
+
+def _heading(calibration: dict[str, Any], model: str) -> str:
+    return (
+        f"{calibration['name']} for {model}: {calibration['samples']:,} samples, {calibration['tokens']:,} tokens; "
+        f"{calibration['truncated_samples']:,} samples were cut, and lost {_lost(calibration):.0%} of the texts' tokens"
+    )

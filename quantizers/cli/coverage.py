@@ -34,13 +34,17 @@ def coverage(
     model: Annotated[str | None, typer.Option(help="instead of a recipe: a checkpoint's folder or Hub id")] = None,
     data: Annotated[str | None, typer.Option(metavar="SET", help="instead of a recipe's: a calibration set")] = None,
     compare: Annotated[
-        tuple[str, str] | None, typer.Option(metavar="SET_A SET_B", help="which experts the second set wins and loses")
+        tuple[str, str] | None,
+        typer.Option(metavar="SET_A SET_B", help="two sets: whose share of the tokens grows or shrinks, won and lost"),
     ] = None,
     min_routed_tokens: Annotated[int | None, typer.Option(min=0, help="gate without a recipe; 1 by default")] = None,
     max_uncovered: Annotated[
         float | None, typer.Option(min=0, max=1, help="gate without a recipe: share of experts; 0.01 by default")
     ] = None,
-    picture: Annotated[Path, typer.Option(metavar="FILE", help="layers by experts")] = Path("coverage.png"),
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="layers by experts; coverage.png by default, or coverage-compare.png"),
+    ] = None,
     no_picture: NoPictureOption = False,
     device: DeviceOption = "auto",
     work: WorkOption = None,
@@ -51,7 +55,10 @@ def coverage(
 
     Example: quantize coverage tiny-minimax-m2-fp8-int4
     """
+    from eval.coverage.compare import compare_table
     from eval.coverage.measure import compare_coverage, measure_coverage, question_of
+    from eval.coverage.tables import coverage_table
+    from eval.report.coverage_pictures import comparison_picture, coverage_picture
     from quantizers.device.devices import choose_device
 
     question = question_of(
@@ -70,20 +77,16 @@ def coverage(
         result = answer(question, choose_device(device, ranks), folder, ranks)
     if not ranks.leads:
         return
-    if compare:
-        from eval.coverage.tables import compare_table
-
-        emit(result, as_json, compare_table(result))
-        return
-    from eval.coverage.tables import coverage_table
-
-    text = coverage_table(result)
+    text = (compare_table if compare else coverage_table)(result)
     if not no_picture:
-        from eval.report.pictures import coverage_picture
-
-        title = f"{Path(result['model']).name} on {result['set']}"
-        coverage_picture(result["per_layer"], result["min_routed_tokens"], title, picture)
+        model = Path(result["model"]).name
+        if compare:
+            picture = picture or Path("coverage-compare.png")
+            comparison_picture(result, model, picture)
+        else:
+            picture = picture or Path("coverage.png")
+            coverage_picture(result["per_layer"], result["min_routed_tokens"], f"{model} on {result['set']}", picture)
         text += f"\n\npicture: {picture}"
     emit(result, as_json, text)
-    if not all(gate["passed"] for gate in result["gates"]):
+    if not compare and not all(gate["passed"] for gate in result["gates"]):
         raise typer.Exit(GATE_FAILED)

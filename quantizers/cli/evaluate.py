@@ -37,11 +37,14 @@ def evaluate(
 ) -> None:
     """Perplexity, bits per byte, KL, top-1, routing and weights of candidates against a source, layer by layer.
 
+    With several candidates also the difference of each to the first, paired over the texts, with intervals.
+
     SOURCE and CANDIDATE may be FP8, BF16, an output of this program, or what compressed-tensors calls
     pack-quantized, int-quantized or float-quantized, made by any tool.
 
     Example: quantize eval models/tiny-minimax-m2 out/tiny --data held-out
     """
+    from eval.fidelity.paired import NOTE, paired
     from eval.fidelity.tables import eval_table
     from quantizers.architectures.families import architecture_for
     from quantizers.architectures.sizes import sizes_of
@@ -77,10 +80,16 @@ def evaluate(
         "candidates": [{"model": c} | r for c, r in zip(candidate, results, strict=True)],
         "notes": [NOT_SIMULATED],
     }
+    if len(candidate) > 1:
+        report["paired"] = [
+            {"model": name, "against": candidate[0], "note": NOTE} | paired(results[0], result)
+            for name, result in zip(candidate[1:], results[1:], strict=True)
+        ]
     text = eval_table(report)
     if not no_picture:
         from eval.report.pictures import fidelity_picture
 
-        fidelity_picture([(one["model"], one) for one in report["candidates"]], picture)
+        title = f"against {Path(source).name} on {results[0]['evaluated_on']['name']}"
+        fidelity_picture([(one["model"], one) for one in report["candidates"]], title, picture)
         text += f"\n\npicture: {picture}"
     emit(report, as_json, text)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantizers.calibration.data import language_counts
 from quantizers.calibration.set import read_set
+from quantizers.calibration.tally import by_language
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.plan.job import Job
 from quantizers.plan.serving_memory import assumptions, common_fits, parse_cards, serving_model
@@ -31,6 +32,7 @@ def add_card_facts(report: dict[str, Any], job: Job, data: CalibrationData) -> N
     datasets = [s.dataset for s in calibration.sources if not s.is_local and s.dataset in used]
     report["calibration"]["datasets"] = list(dict.fromkeys(datasets))
     report["calibration"]["languages"] = language_counts(calibration, data.samples)
+    report["calibration"]["by_language"] = by_language(calibration, data)
     report["serving"] = serving(job, job.opened)
 
 

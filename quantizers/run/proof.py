@@ -13,6 +13,7 @@ from eval.coverage.gates import gates as coverage_gates
 from eval.coverage.gates import summarise
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measurements import read_measurements
+from quantizers.calibration.tally import by_category
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.device.devices import machine, versions
 from quantizers.output import journal
@@ -161,21 +162,15 @@ def last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) -
 
 
 def describe(data: CalibrationData, resolved: Resolved) -> dict[str, Any]:
-    """A calibration set in numbers: its own summary, plus samples, tokens and truncated samples by category.
+    """A calibration set in numbers: its own summary, plus a row of `calibration.tally` for each category.
 
     Args:
         resolved: gives the names under which local data files are published.
     """
-    categories: dict[str, dict[str, int]] = {}
-    for sample in data.samples:
-        row = categories.setdefault(sample.category, {"samples": 0, "tokens": 0, "truncated": 0})
-        row["samples"] += 1
-        row["tokens"] += len(sample.tokens)
-        row["truncated"] += int(sample.truncated > 0)
     summary = data.summary()
     for dropped in summary["dropped"]:
         dropped |= {key: resolved.published(dropped[key]) for key in ("source", "first")}
-    return summary | {"categories": dict(sorted(categories.items()))}
+    return summary | {"categories": by_category(data)}
 
 
 def fidelity_gates(result: dict[str, Any], asked: PerplexityGate) -> list[dict[str, Any]]:

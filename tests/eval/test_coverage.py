@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from conftest import Finished
 from safetensors.torch import load_file, save_file
 from whole_models import finished_weights, source_weights
 
+from eval.coverage.compare import compare_counts, compare_table, labels
 from eval.coverage.gates import check_floors, entropy, gates, summarise
 from eval.coverage.measure import Question, measure_coverage
 from eval.coverage.routing import TIE, Routed
-from eval.coverage.tables import compare_counts, coverage_table, report
+from eval.coverage.tables import coverage_table, report
+from eval.report.coverage_pictures import comparison_picture
 from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.reader import open_folder
 from quantizers.plan.job import prepare
@@ -220,17 +223,71 @@ def test_compare() -> None:
     before, after = routed([[[9, 0, 1, 2]] * 2], [10, 10]), routed([[[9, 1, 0, 2]] * 2], [10, 10])
     found = compare_counts(before, after, CoverageGate())
     assert (found["won"], found["lost"]) == ([[0, 1]], [[0, 2]])
-    assert found["more"] == [{"layer": 0, "expert": 1, "before": 0, "after": 2}]
-    assert found["fewer"] == [{"layer": 0, "expert": 2, "before": 2, "after": 0}]
+    even = 2 * 4 / 24  # a share of 2 in 24, of four experts
+    assert found["more"] == [
+        {"layer": 0, "expert": 1, "before": 0, "after": 2, "before_of_even": 0.0, "after_of_even": even}
+    ]
+    assert found["fewer"] == [
+        {"layer": 0, "expert": 2, "before": 2, "after": 0, "before_of_even": even, "after_of_even": 0.0}
+    ]
+    (layer,) = found["per_layer"]
+    assert layer["before"]["routed_tokens"] == [18, 0, 2, 4]
+    assert layer["after"]["shares"] == [18 / 24, 2 / 24, 0.0, 4 / 24]
+    assert (layer["moved"], layer["entropy_change"]) == (pytest.approx(2 / 24), pytest.approx(0))
+
+
+def test_a_larger_set_with_the_same_shares_wins_and_loses_nothing() -> None:
+    """Though every count is ten times as large, and one passes the minimum by that alone."""
+    small = routed([[[90, 8, 2, 100]], [[50, 50, 50, 50]]], [100], ("code/c",))
+    large = routed([[[900, 80, 20, 1000]], [[500, 500, 500, 500]]], [1000], ("code/c",))
+    rule = CoverageGate(min_routed_tokens=10)
+    for before, after in ((small, large), (large, small)):
+        found = compare_counts(before, after, rule)
+        assert [found[key] for key in ("won", "lost", "more", "fewer")] == [[]] * 4
+        assert [layer["moved"] for layer in found["per_layer"]] == [0.0, 0.0]
+        assert found["common_tokens"] == 100
+        assert [found[side]["uncovered_at_common"] for side in ("before", "after")] == [2, 2]
+    assert found["before"]["uncovered"] == 0, "the larger set's own counts all pass"
+
+
+def test_an_expert_is_won_and_lost_by_its_share_at_the_smaller_sets_size() -> None:
+    """Against a slow version with fractions: 15 of 1,000 tokens are 1.5 of 100, and fewer than 2."""
+    old, new = [40, 3, 1, 56, 100], [400, 15, 20, 565, 1000]
+    found = compare_counts(
+        routed([[old]], [100], ("x",)), routed([[new]], [1000], ("x",)), CoverageGate(min_routed_tokens=2)
+    )
+    covered = [[Fraction(n) * 100 / size >= 2 for n in row] for row, size in ((old, 100), (new, 1000))]
+    assert found["won"] == [[0, e] for e in range(5) if covered[1][e] and not covered[0][e]] == [[0, 2]]
+    assert found["lost"] == [[0, e] for e in range(5) if covered[0][e] and not covered[1][e]] == [[0, 1]]
+    assert [row["expert"] for row in found["fewer"]] == [1]
+    shares = [np.array(row) / sum(row) for row in (old, new)]
+    (layer,) = found["per_layer"]
+    by_hand = [-(p * np.log(p)).sum() / np.log(5) for p in shares]
+    assert layer["entropy_change"] == pytest.approx(by_hand[1] - by_hand[0])
+    assert layer["moved"] == pytest.approx(np.maximum(shares[1] - shares[0], 0).sum())
+
+
+def test_sets_are_called_by_name_or_by_as_much_of_their_paths_as_differs(tmp_path: Path) -> None:
+    a, b = tmp_path / "a" / "set.yaml", tmp_path / "b" / "set.yaml"
+    assert labels(["old", "new"], [a, b]) == ["old", "new"]
+    assert labels(["x", "x"], [tmp_path / "old.yaml", tmp_path / "new.yaml"]) == ["old.yaml", "new.yaml"]
+    assert labels(["x", "x"], [a, b]) == ["a/set.yaml", "b/set.yaml"]
+    assert labels(["x", "x"], [a, a]) == ["set.yaml (1)", "set.yaml (2)"]
+    assert labels(["x", "x"], [a, a.parent / ".." / "a" / "set.yaml"]) == ["set.yaml (1)", "set.yaml (2)"]
 
 
 def test_compare_two_sets(
-    finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each side's numbers are those of the set alone."""
-    sides = (finished.calibration, finished.held_out)
-    assert quantize(monkeypatch, "coverage", finished.recipe, "--compare", *sides, "--json") == 0
+    """Each side's numbers are those of the set alone; sets of one name are called by their files; a picture."""
+    name = yaml.safe_load(finished.calibration.read_text())["name"]
+    other = finished.held_out.with_name("held-out-renamed.yaml")
+    other.write_text(yaml.safe_dump(yaml.safe_load(finished.held_out.read_text()) | {"name": name}))
+    sides = (finished.calibration, other)
+    monkeypatch.chdir(tmp_path)
+    assert quantize(monkeypatch, "coverage", finished.recipe, "--compare", *sides, "--no-picture", "--json") == 0
     both = json.loads(capsys.readouterr().out)
+    assert list(tmp_path.iterdir()) == []
     for side, path in zip(("before", "after"), sides, strict=True):
         words = ("coverage", "--model", finished.source, "--data", path, "--max-uncovered", 1, "--no-picture", "--json")
         assert quantize(monkeypatch, *words) == 0
@@ -238,8 +295,44 @@ def test_compare_two_sets(
         assert {key: alone[key] for key in ("min", "median", "tokens")} == {
             key: both[side][key] for key in ("min", "median", "tokens")
         }
+        assert [row["routed_tokens"] for row in alone["per_layer"]] == [
+            row[side]["routed_tokens"] for row in both["per_layer"]
+        ]
+        assert (both[side]["name"], both[side]["label"]) == (name, path.name)
     assert quantize(monkeypatch, "coverage", finished.recipe, "--compare", *sides) == 0
-    assert "won:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"won by {other.name}:" in out
+    for side in ("before", "after"):
+        assert f"{sum(both[side]['tokens'].values()):,}" in out, "its tokens are said"
+    other.unlink()
+    assert (tmp_path / "coverage-compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_pictures_of_two_sets_share_their_scale(tmp_path: Path) -> None:
+    """A change in the largest cell changes that cell and no other: nothing is scaled to the data."""
+    import matplotlib.image
+
+    rng = np.random.default_rng(4)
+    old, new = (rng.integers(50, 150, (3, 1, 8)) for _ in range(2))
+    new[:, :, 7] += 2000 - new.sum(2)  # every layer has one sum, so that a share says the same as a count
+    pictures = []
+    for n, moved in enumerate((0, 15)):
+        counts = new.copy()
+        counts[0, 0, :2] += [-moved, moved]
+        found = compare_counts(
+            routed(old.tolist(), [100], ("x",)), routed(counts.tolist(), [100], ("x",)), CoverageGate()
+        )
+        for side in ("before", "after"):
+            found[side]["label"] = side
+        assert "moved" in compare_table(found)
+        comparison_picture(found, "m", tmp_path / f"{n}.png")
+        pictures.append(matplotlib.image.imread(tmp_path / f"{n}.png"))
+    changed = np.argwhere((pictures[0] != pictures[1]).any(-1))
+    height, width = pictures[0].shape[:2]
+    in_cells = changed[changed[:, 1] < 0.6 * width]
+    assert len(in_cells) > 100
+    assert in_cells[:, 0].max() < height / 2, "only cells of the first layer changed"
+    assert in_cells[:, 1].max() < 0.25 * width, "and of these only the first two"
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,7 @@ def test_the_command_draws_and_prints(
     assert "by category" in out
     assert "by depth" in out
     assert "one sample" in out
+    assert f"{finished.source} against {finished.folder}, the first, paired over the same texts" in out
     assert "at run time; that is not simulated" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "work").iterdir()) == []

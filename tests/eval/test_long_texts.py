@@ -298,8 +298,8 @@ def test_both_parts_are_shown_everywhere(finished: Finished, report: dict[str, A
     before = {"run": run_table(finished.report, tmp_path, "source"), "card": card(finished.report)}
     assert not any("256 to 1k" in text for text in before.values())
     assert "long contexts" in before["card"]
-    fidelity_picture([("x", report), ("y", report)], tmp_path / "long.png")
-    fidelity_picture([("x", finished.report)], tmp_path / "short.png")
+    fidelity_picture([("x", report), ("y", report)], "title", tmp_path / "long.png")
+    fidelity_picture([("x", finished.report)], "title", tmp_path / "short.png")
     widths = [int.from_bytes((tmp_path / name).read_bytes()[16:20], "big") for name in ("long.png", "short.png")]
     assert widths[0] > widths[1], "a third panel"
 

@@ -1,0 +1,127 @@
+"""Paired differences between candidates: against slow sums over the texts, simulated truths, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import quantize
+from conftest import Finished
+
+from eval.fidelity.paired import INTERVAL, RESAMPLES, SEED, difference_of, paired
+from eval.fidelity.tables import eval_table, paired_table
+
+
+def figures_of(kl: list[float], tokens: list[int], categories: list[str]) -> dict[str, Any]:
+    """The part of a candidate's figures that is paired."""
+    rows = zip(categories, tokens, kl, strict=True)
+    return {"per_text": [{"category": name, "tokens": t, "kl": value} for name, t, value in rows]}
+
+
+def slow_interval(differences: list[float], tokens: list[int]) -> tuple[float, list[float]]:
+    """The bootstrap-t interval by its definition, one resample at a time, in plain Python."""
+
+    def ratio_and_error(chosen: list[int]) -> tuple[float, float]:
+        whole = sum(tokens[i] for i in chosen)
+        ratio = math.fsum(differences[i] * tokens[i] for i in chosen) / whole
+        residuals = [differences[i] * tokens[i] - ratio * tokens[i] for i in chosen]  # their mean is zero
+        return ratio, math.sqrt(len(chosen) * statistics.variance(residuals)) / whole
+
+    n = len(tokens)
+    ratio, error = ratio_and_error(list(range(n)))
+    statistic = []
+    for row in np.random.default_rng(SEED).integers(n, size=(RESAMPLES, n)).tolist():
+        again, its_error = ratio_and_error(row)
+        statistic.append((again - ratio) / its_error)
+    statistic.sort()
+    low, high = (statistic[math.ceil(share * RESAMPLES) - 1] for share in INTERVAL)
+    return ratio, [ratio - error * high, ratio - error * low]
+
+
+def test_difference_and_interval_equal_a_slow_version() -> None:
+    rng = np.random.default_rng(7)
+    tokens = rng.integers(20, 300, 14).tolist()
+    first, other = rng.gamma(2, 0.01, 14), rng.gamma(2, 0.012, 14)
+    names = ["code/c", "code/rust"] * 4 + ["math"] * 6
+    found = paired(figures_of(first.tolist(), tokens, names), figures_of(other.tolist(), tokens, names))
+    ratio, interval = slow_interval((other - first).tolist(), tokens)
+    assert found["difference"] == pytest.approx(ratio, rel=1e-12)
+    assert found["interval"] == pytest.approx(interval, rel=1e-9)
+    assert found["other"] - found["first"] == pytest.approx(ratio, rel=1e-9)
+    assert (found["texts"], found["tokens"]) == (14, sum(tokens))
+    code, slow = found["families"]["code"], slow_interval((other - first)[:8].tolist(), tokens[:8])
+    assert (code["difference"], code["interval"]) == (pytest.approx(slow[0]), pytest.approx(slow[1]))
+    assert {name: row["interval"] for name, row in found["categories"].items()} == dict.fromkeys(set(names))
+    turned = paired(figures_of(other.tolist(), tokens, names), figures_of(first.tolist(), tokens, names))
+    assert turned["difference"] == -found["difference"]
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    """Simulated with few texts of unequal length; a percentile interval holds it in 89 of 100 cases."""
+    rng = np.random.default_rng(11)
+    held, cases = 0, 400
+    for _ in range(cases):
+        tokens = rng.integers(100, 500, 9).astype(float)
+        _, interval = difference_of(rng.normal(0.002, 0.01, 9), tokens)
+        assert interval is not None
+        held += interval[0] <= 0.002 <= interval[1]
+    assert 0.92 < held / cases < 0.98
+
+
+def test_too_few_texts_get_no_interval() -> None:
+    values, tokens = np.arange(1, 9) / 1000, np.full(8, 50.0)
+    assert difference_of(values[:7], tokens[:7]) == (pytest.approx(0.004), None)
+    assert difference_of(values, tokens)[1] is not None
+    lone = np.where(np.arange(8) == 3, 0.1, 0.0)
+    assert difference_of(lone, tokens) == (pytest.approx(0.1 / 8), None), "most resamples hold no text that differs"
+    rows = {
+        n: paired(figures_of([0.0] * n, [50] * n, ["a"] * n), figures_of(kl.tolist(), [50] * n, ["a"] * n))
+        for n, kl in ((7, values[:7]), (8, lone))
+    }
+    assert "too few texts\n" in paired_table(rows[7]) + "\n"
+    assert "too few texts differ" in paired_table(rows[8])
+    assert "too few texts differ" not in paired_table(rows[7])
+
+
+def test_a_hundred_categories_are_paired_by_family() -> None:
+    names = [f"code/{n}" for n in range(50)] + [f"spoken/{n}" for n in range(50)]
+    one = paired(figures_of([0.1] * 100, [9] * 100, names), figures_of([0.2] * 100, [9] * 100, names))
+    text = paired_table(one)
+    assert len(text.splitlines()) == 2 + 3
+    assert "code " in text
+    assert "code/" not in text
+    assert len(one["categories"]) == 100
+
+
+def test_the_command_compares_every_candidate_with_the_first(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (finished.source, finished.folder, finished.folder, finished.source)
+    common = ("--data", finished.held_out, "--no-picture")
+    assert quantize(monkeypatch, "eval", *words, *common, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    first = report["candidates"][0]
+    same, source = report["paired"]
+    assert {row["against"] for row in report["paired"]} == {str(finished.folder)}
+    for row in (same, *same["categories"].values(), *same["families"].values()):
+        assert row["difference"] == 0.0
+        assert row["interval"] in (None, [0.0, 0.0])
+    assert same["interval"] == [0.0, 0.0]
+    # The source has no KL, so the difference is the first candidate's own figure, computed elsewhere from all tokens.
+    assert source["difference"] == pytest.approx(-first["kl"]["mean"], rel=1e-9)
+    for kind in ("categories", "families"):
+        for name, row in first[kind].items():
+            assert source[kind][name]["difference"] == pytest.approx(-row["kl"]["mean"], rel=1e-9)
+            assert (source[kind][name]["texts"], source[kind][name]["tokens"]) == (row["samples"], row["tokens"])
+    low, high = source["interval"]
+    assert low < source["difference"] < high < 0
+    out = eval_table(report)
+    assert f"{finished.source} against {finished.folder}, the first, paired over the same texts" in out
+    assert "too few texts" in out
+    assert "\nThis compares these checkpoints on these texts; whether one calibration set is better" in out
+    assert quantize(monkeypatch, "eval", *words[:2], *common) == 0
+    assert "paired" not in capsys.readouterr().out
