@@ -6,7 +6,6 @@ The front matter follows the Hub's conventions (https://huggingface.co/docs/hub/
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from eval.fidelity.tables import past_the_model
@@ -14,11 +13,12 @@ from quantizers.recipe.portable import is_hub_id
 from quantizers.system.byte_size import gib
 from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump
-from quantizers.system.text_table import number
 
 from .card_fidelity import fidelity
+from .card_parts import audit, failed, forced, linked, plan_tables, title
 from .card_serving import serving
-from .front_matter import expert_bits, front_matter, has_fp8_attention
+from .card_stitched import stitched
+from .front_matter import expert_bits, front_matter
 from .schemes import choice_lines, layer_rows, leaning_line
 
 
@@ -26,22 +26,27 @@ def card(report: dict[str, Any]) -> str:
     """The card as Markdown with front matter.
 
     Args:
-        report: the contents of report.json.
+        report: the contents of report.json, of a run or of a stitch.
     """
     report = json.loads(json.dumps(report, sort_keys=True))  # so the card is the same from memory and from the file
-    parts = [
+    parts = stitched(report) if "stitched" in report else _run(report)
+    front = dump(front_matter(report))
+    return f"---\n{front}---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _run(report: dict[str, Any]) -> list[str]:
+    """The sections of the card of a run."""
+    return [
         _head(report),
-        _forced(report) or _failed(report),
+        forced(report) or failed(report),
         _quantized(report),
         _calibration(report),
         fidelity(report),
-        _audit(report),
+        audit(report),
         serving(report),
         _made(report),
         _limits(report),
     ]
-    front = dump(front_matter(report))
-    return f"---\n{front}---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _stored(report: dict[str, Any]) -> str:
@@ -75,53 +80,19 @@ def _chosen(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def _title(report: dict[str, Any]) -> str:
-    name = Path(report["source"]["model"]).name
-    attention = "FP8 attention" if has_fp8_attention(report) else "attention as published"
-    return f"{name}: {attention}, {' and '.join(f'INT{n}' for n in expert_bits(report))} experts"
-
-
 def _head(report: dict[str, Any]) -> str:
     source, plan = report["source"], report["plan"]
-    name = source["model"]
-    model = f"[{name}](https://huggingface.co/{name})" if is_hub_id(name) else f"`{Path(name).name}`"
     return (
-        f"# {_title(report)}\n\n"
-        f"{model} (revision `{source['revision']}`), {gib(plan['source_bytes'])}, as a compressed-tensors checkpoint "
-        f"of {gib(plan['output_bytes'])} for vLLM. Made with moe-quantizers {report['versions']['moe-quantizers']}. "
-        "Every number below is from `report.json` beside this file."
-    )
-
-
-def _failed(report: dict[str, Any]) -> str:
-    failed = [gate["name"] for gate in report["gates"] if not gate["passed"]]
-    return f"> **Gates of the recipe that failed: {', '.join(failed)}.** See the audit below." if failed else ""
-
-
-def _forced(report: dict[str, Any]) -> str:
-    forced = report.get("forced")
-    if not forced:
-        return ""
-    problems = "\n".join(f"> - {line}" for line in forced["problems"][:20])
-    more = len(forced["problems"]) - 20
-    tail = f"\n> - and {more} more" if more > 0 else ""
-    return (
-        "> **This checkpoint did not pass its checks and was published all the same.** Reason given: "
-        f"{forced['reason']}\n>\n{problems}{tail}"
+        f"# {title(report)}\n\n"
+        f"{linked(source['model'])} (revision `{source['revision']}`), {gib(plan['source_bytes'])}, as a "
+        f"compressed-tensors checkpoint of {gib(plan['output_bytes'])} for vLLM. Made with moe-quantizers "
+        f"{report['versions']['moe-quantizers']}. Every number below is from `report.json` beside this file."
     )
 
 
 def _quantized(report: dict[str, Any]) -> str:
     experts, plan = report["settings"]["recipe"]["experts"], report["plan"]
     smoothing = "AWQ scales from the calibration sums, folded into the norm and compensated in the router; "
-    rows = [
-        f"| `{row['kind']}` | {row['action']} | {row['tensors']:,} | {row['bytes_before']:,} | {row['bytes_after']:,} |"
-        for row in plan["kinds"]
-    ]
-    actions = [
-        f"| {kind} | {row['tensors']:,} | {row['bytes_before']:,} | {row['bytes_after']:,} |"
-        for kind, row in plan["actions"].items()
-    ]
     return "\n".join(
         [
             "## What was kept and what was quantized",
@@ -132,17 +103,7 @@ def _quantized(report: dict[str, Any]) -> str:
             f"{experts['rounding']} rounding (engine `{experts['engine']}`). Everything else keeps the source's bytes.",
             *_chosen(report),
             "",
-            "| action | tensors | bytes before | bytes after |",
-            "|---|---:|---:|---:|",
-            *actions,
-            "",
-            "<details><summary>Every kind of tensor</summary>",
-            "",
-            "| tensors | action | number | bytes before | bytes after |",
-            "|---|---|---:|---:|---:|",
-            *rows,
-            "",
-            "</details>",
+            *plan_tables(plan),
         ]
     )
 
@@ -185,40 +146,6 @@ def _calibration(report: dict[str, Any]) -> str:
             f"fewer than {coverage['min_routed_tokens']:,}.",
             "",
             f"![Routed tokens by layer and expert]({COVERAGE_PICTURE})",
-        ]
-    )
-
-
-def _audit(report: dict[str, Any]) -> str:
-    audit = report["audit"]
-    equal = "all equal" if audit["kept_bytes_equal"] else "**not all equal**"
-    verdict = "no difference" if not audit["differences"] else f"**{len(audit['differences'])} differences**"
-    bar = "\\|"
-    gates = [
-        f"| {gate['name']} | {gate['meaning'].replace('|', bar)} | {number(gate['value'], '.4g')} | "
-        f"{gate['limit']:.4g} | {'passed' if gate['passed'] else '**failed**'} |"
-        for gate in report["gates"]
-    ]
-    hashes = [f"| `{file}` | `{digest['sha256']}` |" for file, digest in sorted(audit["digests"].items())]
-    return "\n".join(
-        [
-            "## Audit",
-            "",
-            f"After writing, {audit['tensors']:,} source tensors were accounted for against these files: {verdict}. "
-            f"{audit['kept_tensors']:,} kept tensors were compared with the source's by SHA-256, {equal}. The router "
-            "of each layer was checked against the ratio of the folded norm, each expert against its source matrix.",
-            "",
-            "| gate | what it is | value | limit | |",
-            "|---|---|---:|---:|---|",
-            *gates,
-            "",
-            "<details><summary>SHA-256 of every shard</summary>",
-            "",
-            "| file | SHA-256 |",
-            "|---|---|",
-            *hashes,
-            "",
-            "</details>",
         ]
     )
 

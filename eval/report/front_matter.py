@@ -9,24 +9,36 @@ from quantizers.recipe.portable import is_hub_id
 
 
 def front_matter(report: dict[str, Any]) -> dict[str, Any]:
-    """What the Hub indexes a model by."""
-    experts, calibration = report["settings"]["recipe"]["experts"], report["calibration"]
-    spoken = [name for name, samples in calibration["languages"]["spoken"].items() if samples]
-    bits = expert_bits(report)
+    """What the Hub indexes a model by.
+
+    Args:
+        report: of a run, or of a stitch, of whose calibration nothing is known.
+    """
+    calibration = report.get("calibration", {})
     front: dict[str, Any] = {}
     if is_hub_id(report["source"]["model"]):
         front |= {"base_model": report["source"]["model"], "base_model_relation": "quantized"}
     front |= {"pipeline_tag": "text-generation", "library_name": "transformers"} | report["source"]["license"]
     front["tags"] = [
         "compressed-tensors",
-        *(["awq"] if experts["awq"] else []),
+        *(["awq"] if _by_awq(report) else []),
         *(["fp8"] if has_fp8_attention(report) else []),
     ]
-    front["tags"] += [*(tag for n in bits for tag in (f"int{n}", f"w{n}a16")), "moe", "vllm"]
-    if calibration["datasets"]:
+    front["tags"] += [*(tag for n in expert_bits(report) for tag in (f"int{n}", f"w{n}a16")), "moe", "vllm"]
+    if calibration.get("datasets"):
         front["datasets"] = calibration["datasets"]
-    codes = {code for name in spoken if (code := language_code(name)) is not None}
-    return front | {"language": sorted({"en", *codes})}
+    if calibration:
+        spoken = [name for name, samples in calibration["languages"]["spoken"].items() if samples]
+        codes = {code for name in spoken if (code := language_code(name)) is not None}
+        front["language"] = sorted({"en", *codes})
+    return front
+
+
+def _by_awq(report: dict[str, Any]) -> bool:
+    """Whether AWQ searched the scales: as the recipe says, or the recipe of another tool."""
+    if "stitched" in report:
+        return "AWQModifier" in report["experts"].get("modifiers", ())
+    return bool(report["settings"]["recipe"]["experts"]["awq"])
 
 
 def has_fp8_attention(report: dict[str, Any]) -> bool:
@@ -40,4 +52,6 @@ def expert_bits(report: dict[str, Any]) -> list[int]:
     """Bit widths of the experts' integers; several if layers differ."""
     if report.get("schemes"):
         return sorted({layer["bits"] for layer in report["schemes"]["layers"]})
+    if "stitched" in report:
+        return sorted({scheme["bits"] for scheme in report["experts"]["schemes"]})
     return [report["settings"]["recipe"]["experts"]["bits"]]

@@ -22,7 +22,6 @@ from quantizers.architectures.rotary import rotary_factor
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.fp8 import ROWS, stored_form
 from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder
-from quantizers.device.devices import versions
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.quiet_library import quiet_library
 from quantizers.system.errors import InputError
@@ -56,7 +55,7 @@ def library_route(
     Returns:
         seconds by step, bytes written by step, and the folder of the result.
     """
-    from stitch.mix.mix import mix
+    from quantizers.run.stitched import stitch
 
     folders = {name: work / name for name in ("bf16", "saved", "stitched")}
     seconds: dict[str, float] = {}
@@ -77,14 +76,12 @@ def library_route(
         lap(STEPS[2])
         model.save_pretrained(folders["saved"], save_compressed=True)
         lap(STEPS[3])
-        mix(
+        stitch(
             source,
             open_folder(folders["saved"]),
             folders["stitched"],
             torch.device("cpu"),
             repair_router=True,
-            versions=versions(),
-            check=lambda: None,
             own=own,
         )
         lap(STEPS[4])

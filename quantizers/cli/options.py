@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from quantizers.system.errors import InputError
+from quantizers.system.own_files import RECIPE, REPORT
 from quantizers.system.plain_json import finite
 from quantizers.team.ranks import Ranks
 
@@ -68,6 +70,37 @@ def default_output(name: str, say: bool = True) -> Path:
     if say:
         print(f"output: {output} (another with --output)", file=sys.stderr, flush=True)
     return output
+
+
+def run_name(recipe: Path) -> str:
+    """What a run without --output is called: as its recipe.
+
+    The recipe of a finished checkpoint is always called recipe.yaml, so its run is called after the checkpoint's
+    folder: NAME-again.
+
+    Raises:
+        InputError: the current folder lies in that checkpoint, where loaders would come across the second one.
+    """
+    from quantizers.recipe.portable import source_name
+
+    folder = Path(
+        os.path.abspath(recipe)
+    ).parent  # of the recipe itself, though it may be a link, as in the Hub's cache
+    if recipe.name != RECIPE or not (folder / REPORT).is_file():
+        return recipe.stem
+    if Path.cwd().resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"{recipe}: lies in this finished checkpoint; give --output a folder outside of it")
+    return f"{Path(source_name(str(folder), folder)).name}-again"
+
+
+def keep_own_recipe(recipe: Path, output: Path) -> None:
+    """Refuse to discard a finished checkpoint for a run of the recipe that lies in it.
+
+    Raises:
+        InputError: the recipe is one of the files that would be discarded.
+    """
+    if Path(os.path.abspath(recipe)).parent.resolve() == output.resolve():
+        raise InputError(f"{recipe}: --fresh would discard it with the rest of {output}; give --output another folder")
 
 
 def emit(data: dict[str, Any], as_json: bool, text: str) -> None:

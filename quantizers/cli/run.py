@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,6 +23,8 @@ from .options import (
     SourceOption,
     default_output,
     emit,
+    keep_own_recipe,
+    run_name,
 )
 
 
@@ -73,7 +76,7 @@ def run(
 
     ranks: Ranks = context.obj or ALONE
     if output is None:
-        output = default_output(find_recipe(recipe).stem, say=ranks.leads)
+        output = default_output(run_name(find_recipe(recipe)), say=ranks.leads)
 
     def begin() -> Job:
         """Everything that may refuse, ask the user, or download; rank 0 does it first."""
@@ -83,6 +86,7 @@ def run(
         if fresh and ranks.leads:
             from quantizers.output.journal import discard
 
+            keep_own_recipe(job.path, output)
             if output.exists() and not yes and not typer.confirm(f"discard the run in {output}?", err=True):
                 raise InputError(f"{output}: left as it is; give --output another folder")
             discard(output)
@@ -91,10 +95,17 @@ def run(
     limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
     job = ranks.rank_zero_first(begin)
     from quantizers.device.devices import choose_device, use_threads
+    from quantizers.run.finished import of_another_source
     from quantizers.run.options import Options
     from quantizers.run.pipeline import assist
     from quantizers.run.pipeline import run as run_job
 
+    if ranks.leads and of_another_source(job):
+        print(
+            f"{job.path}: the checkpoint beside it was made from another source than {job.location}, so this will "
+            "not give the same bytes",
+            file=sys.stderr,
+        )
     use_threads(job.sizes, begun_with(work_folder(output)).get("threads"), ranks)
     options = Options(output, choose_device(device, ranks), limit, paranoid, with_data, states, ignore_stop, ranks)
     if not ranks.leads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -32,25 +33,26 @@ def stitch(
     Example: quantize stitch --source models/tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
     """
     from quantizers.checkpoint.reader import open_checkpoint
-    from quantizers.device.devices import choose_device, versions
+    from quantizers.cli.tables.stitch import stitch_table
+    from quantizers.device.devices import choose_device
     from quantizers.recipe.portable import source_name
+    from quantizers.run.stitched import stitch as stitch_both
     from quantizers.system.interrupts import interruptible
-    from stitch.mix.mix import mix, stitch_table
 
     if output is None:
         output = default_output(f"{Path(source_name(experts, Path.cwd())).name}-stitched")
     opened, packed = open_checkpoint(source), open_checkpoint(experts)
     with interruptible("give the same command again to go on") as check:
-        report = mix(
+        report = stitch_both(
             opened,
             packed,
             output,
             choose_device(device),
             repair_router=repair_router,
-            versions=versions(),
             check=check,
             own=facts,
         )
-    emit(report, as_json, f"{stitch_table(report, output)}\noutput    {output}")
-    if report["audit"]["differences"]:
+    location = os.path.relpath(opened.folder) if Path(source).expanduser().is_dir() else source  # a Hub id as it is
+    emit(report, as_json, stitch_table(report, output, location))
+    if not all(gate["passed"] for gate in report["gates"]):
         raise typer.Exit(GATE_FAILED)

@@ -113,6 +113,7 @@ def prepare(
             plan = make_plan(facts, sizes, specs, recipe.experts, basis, block)
         fp8 = plan.fp8_form(block)
         return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, fp8, own=own))
+    _refuse_folders_of_others(location, path)
     folder = resolve(location, recipe.source.revision)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
@@ -129,6 +130,20 @@ def prepare(
     basis = f"the headers of {folder}"
     job = Job(recipe, path, facts, sizes, source.config, plan, source, basis, fp8, location=location, own=own)
     return _within_budget(job)
+
+
+def _refuse_folders_of_others(location: str, path: Path) -> None:
+    """Refuse a source that is called by a folder's bare name, as in a published recipe, where there is no such folder.
+
+    Raises:
+        CheckpointError: it names the recipe's line.
+    """
+    if "/" not in location and not Path(location).is_dir():
+        line = parse(path)[1].get(("source", "model"), 1)
+        raise CheckpointError(
+            f"{path}:{line}: source.model: {printed(location)} is the name of a folder on the machine where this was "
+            "made; give --source DIR, or correct it to a Hub id (owner/name)"
+        )
 
 
 @contextlib.contextmanager

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.sizes import Sizes
 from quantizers.calibration.data import language_counts
 from quantizers.calibration.set import read_set
 from quantizers.calibration.tally import by_language
-from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.reader import Checkpoint, block_size
 from quantizers.plan.job import Job
+from quantizers.plan.plan import Plan
 from quantizers.plan.serving_memory import assumptions, common_fits, parse_cards, serving_model
 from quantizers.recipe.schema import set_location
 from quantizers.system.own_files import CARD
@@ -27,20 +30,24 @@ def add_card_facts(report: dict[str, Any], job: Job, data: CalibrationData) -> N
     """Add to a report: the recipe's file name, the licence, datasets and languages, and how to serve the output."""
     calibration = read_set(set_location(job.recipe.calibration_set, job.path))
     report["settings"]["file"] = job.path.name
-    report["source"]["license"] = license_of(job, job.opened)
+    report["source"]["license"] = license_of(job.facts, job.recipe.source.model, job.opened)
     used = {sample.source for sample in data.samples}
     datasets = [s.dataset for s in calibration.sources if not s.is_local and s.dataset in used]
     report["calibration"]["datasets"] = list(dict.fromkeys(datasets))
     report["calibration"]["languages"] = language_counts(calibration, data.samples)
     report["calibration"]["by_language"] = by_language(calibration, data)
-    report["serving"] = serving(job, job.opened)
+    report["serving"] = serving(job.plan, job.facts, job.sizes, job.opened)
 
 
-def license_of(job: Job, source: Checkpoint) -> dict[str, str]:
-    """The licence fields of the source's own card, or those kept with the architecture's facts if it has none."""
+def license_of(facts: Architecture, model: str, source: Checkpoint) -> dict[str, str]:
+    """The licence fields of the source's own card, or those kept with the architecture's facts if it has none.
+
+    Args:
+        model: the source's name, by which it is looked up among the facts' published models.
+    """
     front = source_front_matter(source)
     fields = {key: str(front[key]) for key in LICENSE_KEYS if front.get(key)}
-    known = (one.license for one in job.facts.published if job.recipe.source.model in one.models)
+    known = (one.license for one in facts.published if model in one.models)
     return fields or next(known, fields)
 
 
@@ -52,18 +59,18 @@ def source_front_matter(source: Checkpoint) -> dict[str, Any]:
         return {}
 
 
-def serving(job: Job, source: Checkpoint) -> dict[str, Any]:
+def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint) -> dict[str, Any]:
     """Parsers, sampling defaults, and how the model fits into the memory of common cards."""
     try:
         generation = json.loads((source.folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         generation = {}
-    vllm = job.facts.servers.get("vllm")
-    model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
+    vllm = facts.servers.get("vllm")
+    model = serving_model(plan, facts, sizes, source.config, plan.fp8_form(block_size(source)))
     fits = common_fits(model)
     return {
-        "servers": sorted(job.facts.servers),
-        "sglang": job.facts.servers["sglang"].options if "sglang" in job.facts.servers else None,
+        "servers": sorted(facts.servers),
+        "sglang": facts.servers["sglang"].options if "sglang" in facts.servers else None,
         "parsers": vllm.options if vllm else {},
         "sampling": {key: generation[key] for key in SAMPLING_KEYS if key in generation},
         "longest": model.longest,

@@ -7,6 +7,7 @@ from typing import Any
 
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.output import journal
+from quantizers.output.folder import finished_report
 from quantizers.output.record import add_files, seal_of, write_record
 from quantizers.plan.job import Job
 from quantizers.recipe.portable import Resolved, resolve_recipe, settings_hash
@@ -37,6 +38,12 @@ def already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[s
         with journal.locked(output):
             journal.remove(journal.work_folder(output))
     return finished | {"already_done": True}
+
+
+def of_another_source(job: Job) -> bool:
+    """Whether a recipe lies in a finished checkpoint that was made from another source, so that its run differs."""
+    made = (finished_report(job.path.parent) or {}).get("source")
+    return isinstance(made, dict) and made.get("digest") not in (None, source_digest(job.opened))
 
 
 def _add_data(output: Path, finished: dict[str, Any], resolved: Resolved) -> dict[str, Any]:

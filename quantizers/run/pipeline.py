@@ -25,7 +25,6 @@ from quantizers.budget.measurements import read_measurements
 from quantizers.calibration.data import CalibrationData
 from quantizers.calibration.samples import samples
 from quantizers.calibration.texts import token_tensors
-from quantizers.checkpoint.reader import CONFIG, INDEX, side_files
 from quantizers.checkpoint.source_files import check_hashes, source_stats
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype
 from quantizers.output import journal
@@ -33,7 +32,6 @@ from quantizers.output.context import Context
 from quantizers.output.folder import check_room, finished_report, move_into_place, refuse_strangers
 from quantizers.output.record import describe_files, text_sha256
 from quantizers.plan.job import Job
-from quantizers.plan.plan import index_json
 from quantizers.plan.solve_memory import device_memory
 from quantizers.plan.states import calibration_bytes, held_out_bytes
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
@@ -46,7 +44,7 @@ from quantizers.system.interrupts import interruptible
 from quantizers.system.own_files import CARD, PAGE
 from quantizers.system.progress import checked, peak_memory, progress
 from quantizers.team.rendezvous import RESUME
-from stitch.write.config import output_config
+from stitch.write.beside import write_beside
 
 from .card import write_with_card
 from .disk import handed_over, output_bytes
@@ -244,15 +242,7 @@ def run_fingerprint(job: Job, data: CalibrationData, device: torch.device, chunk
 
 def assemble(job: Job, folder: Path) -> None:
     """Write what lies beside the shards: index, config, and the source's side files."""
-    shards = job.plan.shards()
-    for path in folder.iterdir():  # left by an earlier attempt, which may have had other options
-        if path.name not in shards:
-            path.unlink()
-    for file in side_files(job.opened.folder):
-        copy_file(file, folder / file.name)
-    write_text(index_json(job.plan), folder / INDEX)
-    config = output_config(job.config, job.facts.targets, job.plan.schemes, job.fp8)
-    write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
+    write_beside(folder, job.opened, job.plan, job.facts.targets)
 
 
 def add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:

@@ -29,6 +29,7 @@ from stitch.audit.layer import LayerAudit
 from stitch.write.digests import ShardDigest
 
 if TYPE_CHECKING:
+    from eval.consumers.findings import Consumers
     from quantizers.calibration.data import CalibrationData
     from quantizers.recipe.portable import Resolved
 
@@ -99,27 +100,10 @@ def prove(
         entries = read_measurements(context.work, job.sizes["layers"])
         assert entries is not None
         report["schemes"] = describe_choice(job.allocation, entries)
-    gates = [
-        {
-            "name": "audit",
-            "passed": not audit.differences,
-            "value": len(audit.differences),
-            "limit": 0,
-            "meaning": "differences from what the plan promises",
-        }
-    ]
     consumers = check_folder(folder, job.own)
     if consumers is not None:
         report["consumers"] = consumers.as_dict()
-        gates.append(
-            {
-                "name": "consumers",
-                "passed": not consumers.errors,
-                "value": len(consumers.errors),
-                "limit": 0,
-                "meaning": "ways in which vLLM, SGLang or transformers would misread it",
-            }
-        )
+    gates = own_gates(audit, consumers)
     if rule:
         gates += coverage_gates(coverage, counts, names, rule)
     gate = recipe.verify.perplexity if recipe.verify else None
@@ -171,6 +155,24 @@ def describe(data: CalibrationData, resolved: Resolved) -> dict[str, Any]:
     for dropped in summary["dropped"]:
         dropped |= {key: resolved.published(dropped[key]) for key in ("source", "first")}
     return summary | {"categories": by_category(data)}
+
+
+def own_gates(audit: Audit, consumers: Consumers | None) -> list[dict[str, Any]]:
+    """The gates that every output has, whatever it was asked: its files are as planned, and are read as meant.
+
+    Args:
+        consumers: None if the folder cannot be opened, which the audit reports.
+    """
+    found: list[tuple[str, Sequence[object], str]] = [
+        ("audit", audit.differences, "differences from what the plan promises")
+    ]
+    if consumers is not None:
+        meaning = "ways in which vLLM, SGLang or transformers would misread it"
+        found.append(("consumers", consumers.errors, meaning))
+    return [
+        {"name": name, "passed": not faults, "value": len(faults), "limit": 0, "meaning": meaning}
+        for name, faults, meaning in found
+    ]
 
 
 def fidelity_gates(result: dict[str, Any], asked: PerplexityGate) -> list[dict[str, Any]]:

@@ -36,12 +36,12 @@ from quantizers.recipe.scheme import ALL, Scheme
 from quantizers.run import pipeline
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
+from quantizers.run.stitched import stitch
 from quantizers.solve import expert_chunk, gram_engine
 from quantizers.solve.rounding import minmax_scales, rounded
 from quantizers.system.errors import InputError, OutputError, QuantizeError
 from quantizers.team.ranks import Ranks
 from stitch.audit.checkpoint import verify
-from stitch.mix.mix import mix
 
 CPU = torch.device("cpu")
 MEAN_BITS = 4.375  # half of the layers in groups of 32, half of 64: what the tiny model's width allows
@@ -338,7 +338,7 @@ def test_verify_reads_the_schemes_from_the_files(done: Any, tmp_path: Path) -> N
 def test_stitch_keeps_each_layers_scheme(done: Any, tmp_path: Path) -> None:
     """The output taken as an experts' checkpoint: the same config, packed experts and routers again."""
     job, folder, _ = done
-    report = mix(job.source, open_folder(folder), tmp_path / "output", CPU, repair_router=True)
+    report = stitch(job.source, open_folder(folder), tmp_path / "output", CPU, repair_router=True)
     assert report["audit"]["differences"] == []
     for name in ("config.json", "model-00001-of-00005.safetensors", "model-00004-of-00005.safetensors"):
         assert (tmp_path / "output" / name).read_bytes() == (folder / name).read_bytes()

@@ -225,7 +225,13 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
         ("set.yaml: no such calibration set; correct the path",),
     ),
     "no data": (lambda case: (case.folder / "t.jsonl").unlink(), ("set.yaml:", "t.jsonl")),
-    "no model": (lambda case: shutil.rmtree(case.model), ("model: no such folder, and not a Hub id", "correct it")),
+    "no model": (
+        lambda case: shutil.rmtree(case.model),
+        (
+            "recipe.yaml:",
+            "source.model: model is the name of a folder on the machine where this was made; give --source",
+        ),
+    ),
     "Hub id without network": (recipe("source: {model: nobody/nothing}\n" + SET), ("nobody/nothing", "download it")),
     "group does not divide": (
         recipe(SOURCE + SET + "experts: {group_size: 128}\n"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,18 @@ import torch
 from commands import quantize
 from conftest import Finished
 from foreign import FORMATS, INT4, bf16_copy, oneshots
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.reader import open_folder
 from quantizers.run.measure import measure
+from quantizers.run.stitched import stitch
 from quantizers.system.errors import CheckpointError
+from quantizers.system.own_files import file_sha256 as sha256
 from stitch.audit.checkpoint import verify
-from stitch.mix.mix import mix
 
+SHARD = "model-00001-of-00005.safetensors"
 CPU = torch.device("cpu")
 NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 ROUTER = "model.layers.{}.block_sparse_moe.gate.weight"
@@ -76,6 +80,43 @@ def test_the_forgotten_router_is_named_and_repaired(
     assert quantize(monkeypatch, *words, "--output", tmp_path / "fixed") == 2
 
 
+def test_what_nobody_knows_of_a_stitched_checkpoint_is_said(
+    finished: Finished, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its report has the gates and the record of a run's, its card what the experts' maker wrote, and no more."""
+    experts = experts_only(finished, copy, tmp_path / "experts")
+    front = ["base_model: /home/somebody/m2", "datasets: [owner/chats, ../private]", "license: mit"]
+    (experts / "README.md").write_text("\n".join(["---", *front, "---", "# Somebody's experts"]))
+    (experts / "recipe.yaml").write_text(
+        "default_stage:\n  default_modifiers:\n    AWQModifier:\n"
+        "      offload_device: !!python/object/apply:torch.device [cpu]\n    QuantizationModifier: {n: 1}\n"
+    )
+    output = tmp_path / "fixed"
+    words = ("stitch", "--source", finished.source, "--experts", experts, "--output", output, "--repair-router")
+    assert quantize(monkeypatch, *words) == 0
+    assert f"\nnext: quantize eval {os.path.relpath(finished.source)} {output}" in capsys.readouterr().out
+
+    report = json.loads((output / "report.json").read_text())
+    assert [(gate["name"], gate["passed"]) for gate in report["gates"]] == [("audit", True), ("consumers", True)]
+    assert report["experts"]["modifiers"] == ["AWQModifier", "QuantizationModifier"]
+    assert report["experts"]["card"] == {"datasets": ["owner/chats"], "license": ["mit"]}
+    assert not {"calibration", "coverage", "kl"} & report.keys()
+    card = (output / "README.md").read_text()
+    assert "## What is not known" in card
+    assert "datasets on its card: owner/chats" in card
+    assert "were not measured" in card
+    assert "saw every token" not in card
+    assert f"| `{SHARD}` | `{sha256(output / SHARD)}` |" in card
+    assert "somebody" not in card + (output / "report.html").read_text() + json.dumps(report)
+    data = ModelCard(card).data.to_dict()
+    assert data["tags"] == ["compressed-tensors", "awq", "fp8", "int4", "w4a16", "moe", "vllm"]
+    assert not {"datasets", "language", "license", "base_model"} & data.keys()
+
+    assert quantize(monkeypatch, "verify", output, "--source", finished.source) == 0
+    (output / "report.html").write_text("another page")
+    assert quantize(monkeypatch, "verify", output, "--source", finished.source) == 3
+
+
 def test_verify_names_the_router_of_any_published_checkpoint(finished: Finished, copy: Path, tmp_path: Path) -> None:
     """Of a mixed one, and of an experts-only one with bfloat16 routers and other names; first of all differences."""
     for compensated in (False, True):
@@ -91,7 +132,7 @@ def test_experts_that_were_not_smoothed(finished: Finished, copy: Path, tmp_path
     """No norm was divided: nothing to repair, and every norm and router keeps its bytes."""
     (experts,) = oneshots(copy, {tmp_path / "rtn": {"weights": FORMATS["pack-quantized, group"], "experts_only": True}})
     source = open_folder(finished.source)
-    report = mix(source, open_folder(experts), tmp_path / "output", CPU)
+    report = stitch(source, open_folder(experts), tmp_path / "output", CPU)
     assert report["notes"] == ["no norm was smoothed: the source's routers fit"]
     assert report["audit"]["differences"] == []
     output = open_folder(tmp_path / "output")
@@ -104,13 +145,13 @@ def test_experts_that_were_not_smoothed(finished: Finished, copy: Path, tmp_path
 def test_norms_and_experts_that_do_not_belong_together(finished: Finished, copy: Path, tmp_path: Path) -> None:
     experts = experts_only(finished, copy, tmp_path / "experts", folded=False)
     with pytest.raises(CheckpointError, match=r"layer 0: its experts are .*% away from the source's times the ratio"):
-        mix(open_folder(finished.source), open_folder(experts), tmp_path / "output", CPU)
+        stitch(open_folder(finished.source), open_folder(experts), tmp_path / "output", CPU)
     assert not (tmp_path / "output").exists()
 
 
 def test_experts_that_are_not_packed(finished: Finished, copy: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="its experts must be packed integers"):
-        mix(open_folder(finished.source), open_folder(copy), tmp_path / "output", CPU)
+        stitch(open_folder(finished.source), open_folder(copy), tmp_path / "output", CPU)
 
 
 @pytest.mark.slow
@@ -128,7 +169,7 @@ def test_the_repair_wins_the_divergence_back(finished: Finished, copy: Path, tmp
         ("compensated", with_router, True),
     ):
         compensate = folder == with_router
-        report = mix(source, open_folder(folder), tmp_path / name, CPU, repair_router=repair)
+        report = stitch(source, open_folder(folder), tmp_path / name, CPU, repair_router=repair)
         states = [layer["router"] for layer in report["layers"]]
         assert states == ["compensated" if compensate else "not compensated"] * 4
         assert len(report["audit"]["differences"]) == (0 if repair else 4)
