@@ -19,6 +19,7 @@ from .options import (
     SourceOption,
     WorkOption,
     emit,
+    refuse_unfinished_runs,
     shared_folder,
 )
 
@@ -54,6 +55,7 @@ def coverage(
     from eval.coverage.measure import compare_coverage, measure_coverage, question_of
     from quantizers.device.devices import choose_device
 
+    refuse_unfinished_runs(one for one in (source, model) if one)
     question = question_of(
         recipe,
         model,

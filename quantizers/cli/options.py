@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,6 +68,38 @@ def default_output(name: str, say: bool = True) -> Path:
     if say:
         print(f"output: {output} (another with --output)", file=sys.stderr, flush=True)
     return output
+
+
+def typed() -> tuple[str, ...]:
+    """The command as the user typed it, however the program was started."""
+    return ("quantize", *sys.argv[1:])
+
+
+def asked(question: str, option: str) -> bool:
+    """Ask the user; `option` is what needs the answer.
+
+    Raises:
+        InputError: there is nobody to ask.
+    """
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:
+        if sys.stdin is not None and sys.stdin.isatty():
+            raise  # Ctrl-C or Ctrl-D
+        print(file=sys.stderr)  # the question has no line end
+        raise InputError(f"{option}: {question} Nobody can be asked without a terminal; add --yes") from None
+
+
+def refuse_unfinished_runs(names: Iterable[str | Path]) -> None:
+    """Refuse checkpoints that are the folder of an unfinished run; a Hub id is none.
+
+    Raises:
+        OutputError: one of them is; the message has the command that finishes it.
+    """
+    from quantizers.output.journal import refuse_unfinished
+
+    for name in names:
+        refuse_unfinished(Path(name))
 
 
 def emit(data: dict[str, Any], as_json: bool, text: str) -> None:

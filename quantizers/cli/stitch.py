@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from .options import GATE_FAILED, DebugOption, DeviceOption, FactsOption, JsonOption, default_output, emit
+from .options import (
+    GATE_FAILED,
+    DebugOption,
+    DeviceOption,
+    FactsOption,
+    JsonOption,
+    default_output,
+    emit,
+    refuse_unfinished_runs,
+    typed,
+)
 
 
 def stitch(
@@ -16,7 +26,11 @@ def stitch(
     experts: Annotated[str, typer.Option(help="a checkpoint with packed experts, made from a BF16 copy of it")],
     output: Annotated[
         Path | None,
-        typer.Option(help="folder for the mixed checkpoint, new or empty; out/<name of --experts>-stitched by default"),
+        typer.Option(
+            "--output",
+            "-o",
+            help="folder for the mixed checkpoint, new or empty; out/<name of --experts>-stitched by default",
+        ),
     ] = None,
     repair_router: Annotated[
         bool,
@@ -37,6 +51,7 @@ def stitch(
     from quantizers.system.interrupts import interruptible
     from stitch.mix.mix import mix, stitch_table
 
+    refuse_unfinished_runs([source, experts])
     if output is None:
         output = default_output(f"{Path(source_name(experts, Path.cwd())).name}-stitched")
     opened, packed = open_checkpoint(source), open_checkpoint(experts)
@@ -50,6 +65,7 @@ def stitch(
             versions=versions(),
             check=check,
             own=facts,
+            command=typed(),
         )
     emit(report, as_json, f"{stitch_table(report, output)}\noutput    {output}")
     if report["audit"]["differences"]:

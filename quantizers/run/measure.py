@@ -75,7 +75,7 @@ def measure(
     Raises:
         CheckpointError: a candidate is a different model, or in a format that cannot be read.
         OutputError: `work` holds another evaluation.
-        QuantizeError: a model's hidden states are not finite, or its perplexity is no number.
+        QuantizeError: a model's hidden states are not finite, or its perplexity is not a number.
     """
     ranks = ranks.at(work / "ranks", check)
     where = str(source.folder / "config.json")
@@ -209,4 +209,6 @@ def _same_evaluation(
     if not path.exists():
         write_json(path, settings)
     elif json.loads(path.read_text()) != json.loads(json.dumps(settings)):
-        raise OutputError(f"{work}: holds an unfinished evaluation of other models or data; empty it, or name another")
+        raise OutputError(
+            f"{work}: holds an unfinished evaluation of other models or data; empty it, or give another --work"
+        )

@@ -242,6 +242,9 @@ def _describe(place: Place, detail: ErrorDetails, lines: dict[Place, int], model
     message = " ".join(detail["msg"].removeprefix("Value error, ").removeprefix("Input ").split())
     if detail["type"] in ("model_type", "dict_type"):
         message = "must be a mapping of keys to values"
+    if detail["type"] == "value_error" and not message.startswith(("must ", "should ")):
+        # A sentence of our own, with its remedy: the value behind it would be read as a part of the remedy.
+        shown, message = "", f"{given!r} {message}" if shown and message.startswith("is not ") else message
     return line, f"{name + ': ' if name else ''}{message}{shown}"
 
 

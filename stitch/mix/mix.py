@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from quantizers.recipe.schema import Experts
 from quantizers.system.atomic import copy_file, write_text
 from quantizers.system.errors import CheckpointError, OutputError
 from quantizers.system.progress import checked, progress
+from quantizers.system.repeated import repeated
 from stitch.audit.checkpoint import verify
 from stitch.audit.folder import folders_left_out
 from stitch.audit.packed_scheme import stored_schemes
@@ -45,6 +46,7 @@ def mix(
     versions: dict[str, str] | None = None,
     check: Callable[[], None] = lambda: None,
     own: Path | None = None,
+    command: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Build the mixed checkpoint, and audit it against its source as `quantize verify` does.
 
@@ -56,6 +58,7 @@ def mix(
         versions: for report.json.
         check: called between steps; may raise to interrupt.
         own: a file with the user's own facts about the family, of which the output then carries a copy.
+        command: what the user typed, to be named where the folder is found unfinished.
 
     Returns:
         The contents of report.json.
@@ -96,6 +99,7 @@ def mix(
         if (work / "moving").exists():
             return move_into_place(work, output)
         journal.refuse_changes(work, settings, output)
+        journal.note_command(work, command, sizes["layers"])
         for layer in journal.damaged_shards(work, journal.done_layers(work, sizes["layers"])):
             journal.layer_file(work, layer).unlink()  # so that it is stitched again
         journal.remove_cut_files(work)
@@ -151,4 +155,4 @@ def stitch_table(report: dict[str, Any], output: Path) -> str:
         f"{audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for byte, "
         f"{len(audit['differences'])} differences"
     )
-    return "\n".join([*lines, *(f"  {line}" for line in audit["differences"][:10])])
+    return "\n".join([*lines, *(f"  {line}" for line in repeated(audit["differences"])[:10])])
