@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quantizers.system.repeated import places
 from quantizers.system.text_table import plain
 
 from .rules import KINDS
@@ -20,22 +21,36 @@ class Finding:
     Attributes:
         severity: `error` if an engine stops, or computes with other weights than those stored.
         engine: the engines that it concerns.
-        where: a tensor, a module or a key of config.json; the first of `count`.
         problem: what is wrong.
         consequence: what these engines then do.
-        count: places with the same mistake.
+        places: tensors, modules or keys of config.json that all have this mistake.
     """
 
     severity: Severity
     engine: str
-    where: str
     problem: str
     consequence: str
-    count: int = 1
+    places: tuple[str, ...]
+
+    @property
+    def where(self) -> str:
+        """The first of the places."""
+        return self.places[0]
+
+    @property
+    def count(self) -> int:
+        """How many places there are."""
+        return len(self.places)
 
     def __str__(self) -> str:
-        more = f" (and {self.count - 1:,} more)" if self.count > 1 else ""
-        return f"{self.severity}: {self.where}{more}: {self.problem}; {self.engine}: {self.consequence}"
+        times = f" ({self.count:,} times)" if self.count > 1 else ""
+        where = places(self.places)
+        return f"{self.severity}: {where}{times}: {self.problem}; {self.engine}: {self.consequence}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For report.json: without the list of places, which may be as long as the model has tensors."""
+        kept = {key: value for key, value in vars(self).items() if key != "places"}
+        return kept | {"where": self.where, "count": self.count}
 
 
 @dataclass(frozen=True)
@@ -61,31 +76,30 @@ class Consumers:
         """For report.json."""
         return {
             "schemes": self.schemes,
-            "findings": [dict(vars(finding)) for finding in self.findings],
+            "findings": [finding.as_dict() for finding in self.findings],
             "tensor_parallel": {str(ranks): text for ranks, text in self.tensor_parallel.items()},
         }
 
 
 class Findings:
-    """Collects mistakes: counts equal ones, and joins engines with the same consequence."""
+    """Collects mistakes: keeps the places of equal ones, and joins engines with the same consequence."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[Severity, str, str, str], tuple[str, int]] = {}
+        self._seen: dict[tuple[Severity, str, str, str], list[str]] = {}
 
     def add(self, severity: Severity, engines: Iterable[str], where: str, problem: str, consequence: str) -> None:
         """Add one mistake, for several engines."""
         for engine in engines:
-            first, count = self._seen.get((severity, engine, problem, consequence), (where, 0))
-            self._seen[severity, engine, problem, consequence] = first, count + 1
+            self._seen.setdefault((severity, engine, problem, consequence), []).append(where)
 
     def all(self) -> list[Finding]:
         """Each mistake once, errors first."""
-        joined: dict[tuple[Severity, str, str, str, int], list[str]] = {}
-        for (severity, engine, problem, consequence), (where, count) in self._seen.items():
-            joined.setdefault((severity, where, problem, consequence, count), []).append(engine)
+        joined: dict[tuple[Severity, str, str, tuple[str, ...]], list[str]] = {}
+        for (severity, engine, problem, consequence), where in self._seen.items():
+            joined.setdefault((severity, problem, consequence, tuple(where)), []).append(engine)
         findings = [
-            Finding(severity, ", ".join(engines), where, problem, consequence, count)
-            for (severity, where, problem, consequence, count), engines in joined.items()
+            Finding(severity, ", ".join(engines), problem, consequence, where)
+            for (severity, problem, consequence, where), engines in joined.items()
         ]
         return sorted(findings, key=lambda finding: finding.severity != "error")
 

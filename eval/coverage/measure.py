@@ -63,7 +63,9 @@ def question_of(
     if recipe is not None:
         parsed, path = read_recipe(recipe)
         if min_routed_tokens is not None or max_uncovered is not None:
-            raise InputError(f"{path}: holds the gates (verify.coverage); leave --min-routed-tokens and the like away")
+            raise InputError(
+                f"{path}: holds the gates (verify.coverage); leave out --min-routed-tokens and --max-uncovered"
+            )
         rule = (parsed.verify and parsed.verify.coverage) or rule
     else:
         given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}
@@ -71,7 +73,7 @@ def question_of(
     if source is not None and (model is not None or recipe is None):
         raise InputError("--source says where a recipe's model lies; give a recipe and no --model with it")
     if compare and data:
-        raise InputError("--compare names both sets; leave --data away")
+        raise InputError("--compare names both sets; leave out --data")
     if model is None and parsed is None:
         raise InputError("give a recipe, or --model with --data")
     sets = [find(name, "calibration") for name in (compare or ([data] if data else []))]

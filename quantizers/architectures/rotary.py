@@ -41,7 +41,7 @@ def rotary_factor(
     if stated != factor:
         raise ArchitectureError(
             f"{where}: rope_parameters.partial_rotary_factor is {reprlib.repr(stated)}, but {facts.rotary_dim_key} "
-            f"means {factor}; one of them is wrong"
+            f"means {factor}; correct one of the two"
         )
     return factor
 

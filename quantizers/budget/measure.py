@@ -113,7 +113,9 @@ class _Walk:
         self.halved = range(0, len(self.probes), HALF_EVERY)
         self.branch_lengths = [min(self.lengths[i], BRANCH_LENGTH) for i in self.probes]
         if done and not self._file(done).exists():
-            raise QuantizeError(f"{self._file(done)}: is gone, and with it what the next layer reads; use --fresh")
+            raise QuantizeError(
+                f"{self._file(done)}: is gone, and with it what the next layer reads; start over with --fresh"
+            )
         self.states = self._rows(done)
         if done == 0:
             table = model.embedding()

@@ -69,7 +69,9 @@ class Checkpoint:
     def require(self, name: str, why: str) -> TensorInfo:
         """The header entry of a tensor that must exist; `why` says in the error what it is."""
         if name not in self.tensors:
-            raise CheckpointError(f"{self.folder}: {name} is missing ({why}); the checkpoint is incomplete")
+            raise CheckpointError(
+                f"{self.folder}: {name} is missing ({why}); the checkpoint is incomplete, download it again"
+            )
         return self.tensors[name]
 
 
@@ -90,7 +92,9 @@ def read_bytes(info: TensorInfo) -> bytearray:
                     raise CheckpointError(f"{info.file}: {info.name}: the file is truncated; download this shard again")
                 got += count
     except OSError as failure:
-        raise CheckpointError(f"{info.file}: {info.name}: cannot be read ({failure.strerror})") from None
+        raise CheckpointError(
+            f"{info.file}: {info.name}: cannot be read ({failure.strerror}); check the disk"
+        ) from None
     return buffer
 
 

@@ -75,7 +75,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         with file.open("rb") as stream:
             start = int.from_bytes(stream.read(8), "little")
             if length < 8 or start > MAX_HEADER or 8 + start > length:
-                raise CheckpointError(f"{file}: the header is cut off or absurd; download this shard again")
+                raise CheckpointError(f"{file}: the header is cut off or corrupt; download this shard again")
             raw = stream.read(start)
     except OSError as failure:
         raise CheckpointError(f"{file}: cannot be read ({failure.strerror}); check the folder") from None

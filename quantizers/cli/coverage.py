@@ -19,6 +19,7 @@ from .options import (
     SourceOption,
     WorkOption,
     emit,
+    refuse_unfinished_runs,
     shared_folder,
 )
 
@@ -61,6 +62,7 @@ def coverage(
     from eval.report.coverage_pictures import comparison_picture, coverage_picture
     from quantizers.device.devices import choose_device
 
+    refuse_unfinished_runs(one for one in (source, model) if one)
     question = question_of(
         recipe,
         model,

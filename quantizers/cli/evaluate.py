@@ -11,7 +11,17 @@ import typer
 
 from quantizers.team.ranks import ALONE, Ranks
 
-from .options import DebugOption, DeviceOption, FactsOption, JsonOption, NoPictureOption, emit, find_set, shared_folder
+from .options import (
+    DebugOption,
+    DeviceOption,
+    FactsOption,
+    JsonOption,
+    NoPictureOption,
+    emit,
+    find_set,
+    refuse_unfinished_runs,
+    shared_folder,
+)
 
 
 def evaluate(
@@ -57,6 +67,7 @@ def evaluate(
     from quantizers.system.interrupts import interruptible
 
     ranks: Ranks = context.obj or ALONE
+    refuse_unfinished_runs([source, *candidate])
     data_set = find_set(data, "held-out")
     opened = ranks.rank_zero_first(lambda: [open_checkpoint(name) for name in (source, *candidate)])
     own = facts or next(filter(None, (carried_facts(one.folder) for one in opened[1:])), None)

@@ -15,6 +15,7 @@ from quantizers.system.interrupts import stoppable
 from quantizers.team.ranks import Ranks, from_environment, join
 
 from . import bench, calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
+from .options import emit
 
 SEVERAL = {"run", "eval", "coverage"}  # commands that work with several processes, started by torchrun
 
@@ -22,24 +23,37 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
+        from quantizers.device.environment import environment
 
-        print(f"quantize {version('moe-quantizers')}")
+        from .tables.version import version_table
+
+        found = environment()
+        emit(found, "--json" in sys.argv, version_table(found))
         raise typer.Exit
 
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version, and end")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="print the versions of this program, Python, torch and CUDA, and the devices found, and end",
+        ),
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", is_eager=True, help="with --version: one JSON object")] = False,
 ) -> None:
     """FP8 mixture-of-experts checkpoints to FP8 attention + INT4 experts, stitched byte for byte and proven."""
+    if as_json:
+        raise InputError("--json stands behind a command, as in `quantize plan RECIPE --json`")
 
 
 def _quiet() -> None:
@@ -83,6 +97,9 @@ def main() -> None:
     except Exception as failure:
         # typer bundles its own click under a private name, so click's errors are recognised by their method.
         if said := getattr(failure, "format_message", None):
+            if type(failure).__name__ == "NoArgsIsHelpError":
+                print(said(), file=sys.stderr)  # the help of a command that was given nothing
+                sys.exit(2)
             _end(ranks, said(), 2)
         if "--debug" in sys.argv:
             traceback.print_exc()

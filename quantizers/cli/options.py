@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,9 +83,7 @@ def run_name(recipe: Path) -> str:
     """
     from quantizers.recipe.portable import source_name
 
-    folder = Path(
-        os.path.abspath(recipe)
-    ).parent  # of the recipe itself, though it may be a link, as in the Hub's cache
+    folder = Path(os.path.abspath(recipe)).parent  # of a link, as in the Hub's cache, and not of what it points to
     if recipe.name != RECIPE or not (folder / REPORT).is_file():
         return recipe.stem
     if Path.cwd().resolve().is_relative_to(folder.resolve()):
@@ -101,6 +99,38 @@ def keep_own_recipe(recipe: Path, output: Path) -> None:
     """
     if Path(os.path.abspath(recipe)).parent.resolve() == output.resolve():
         raise InputError(f"{recipe}: --fresh would discard it with the rest of {output}; give --output another folder")
+
+
+def typed() -> tuple[str, ...]:
+    """The command as the user typed it, however the program was started."""
+    return ("quantize", *sys.argv[1:])
+
+
+def asked(question: str, option: str) -> bool:
+    """Ask the user; `option` is what needs the answer.
+
+    Raises:
+        InputError: there is nobody to ask.
+    """
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:
+        if sys.stdin is not None and sys.stdin.isatty():
+            raise  # Ctrl-C or Ctrl-D
+        print(file=sys.stderr)  # the question has no line end
+        raise InputError(f"{option}: {question} Nobody can be asked without a terminal; add --yes") from None
+
+
+def refuse_unfinished_runs(names: Iterable[str | Path]) -> None:
+    """Refuse checkpoints that are the folder of an unfinished run; a Hub id is none.
+
+    Raises:
+        OutputError: one of them is; the message has the command that finishes it.
+    """
+    from quantizers.output.journal import refuse_unfinished
+
+    for name in names:
+        refuse_unfinished(Path(name))
 
 
 def emit(data: dict[str, Any], as_json: bool, text: str) -> None:

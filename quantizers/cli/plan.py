@@ -32,7 +32,8 @@ def plan(
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor with its action")] = False,
     output: Annotated[
-        Path | None, typer.Option(help="a run's folder: show what it chose, where the recipe has a budget")
+        Path | None,
+        typer.Option("--output", "-o", help="a run's folder: show what it chose, where the recipe has a budget"),
     ] = None,
     hub: Annotated[
         bool, typer.Option("--hub", help="read the headers from the Hub though the model's facts are kept here")

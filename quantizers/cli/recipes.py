@@ -104,7 +104,7 @@ def new(
         _new_facts(model, file, like, as_json)
         return
     if like is not None:
-        raise InputError("--like goes with --facts; leave it away, or add --facts")
+        raise InputError("--like goes with --facts; leave it out, or add --facts")
     path = file or Path(f"{Path(model).name.lower()}-fp8-int4.yaml")
     write_new(new_recipe(model), path)
     emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {path}")

@@ -7,13 +7,16 @@ from typing import Annotated
 
 import typer
 
-from .options import DebugOption, JsonOption, emit
+from .options import DebugOption, JsonOption, emit, refuse_unfinished_runs
 
 
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a finished checkpoint, with its report.json")],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="the page to write; report.html beside report.json by default")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="the page to write; report.html beside report.json by default"
+        ),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -28,6 +31,7 @@ def report(
     from quantizers.system.atomic import write_text
     from quantizers.system.own_files import PAGE, REPORT
 
+    refuse_unfinished_runs([folder])
     target, contents = output or folder / PAGE, read_json(folder / REPORT)
     write_text(page(contents), target)
     if target.resolve() == (folder / PAGE).resolve() and contents.get("seal") == seal_of(contents):

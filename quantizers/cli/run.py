@@ -21,10 +21,12 @@ from .options import (
     JsonOption,
     RecipeArgument,
     SourceOption,
+    asked,
     default_output,
     emit,
     keep_own_recipe,
     run_name,
+    typed,
 )
 
 
@@ -32,10 +34,14 @@ def run(
     *,
     context: typer.Context,
     recipe: RecipeArgument,
+    folder: Annotated[Path | None, typer.Argument(metavar="OUTPUT", help="the same as --output")] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            help="folder for the finished checkpoint, new, empty, or an unfinished run; out/<name of RECIPE> by default"
+            "--output",
+            "-o",
+            help="folder for the finished checkpoint, new, empty, or an unfinished run; out/<name of RECIPE> by "
+            "default",
         ),
     ] = None,
     source: SourceOption = None,
@@ -75,6 +81,9 @@ def run(
     from quantizers.system.byte_size import parse_bytes
 
     ranks: Ranks = context.obj or ALONE
+    if folder is not None and output is not None and folder.absolute() != output.absolute():
+        raise InputError(f"two outputs are given, {folder} and --output {output}; leave one out")
+    output = output or folder
     if output is None:
         output = default_output(run_name(find_recipe(recipe)), say=ranks.leads)
 
@@ -87,8 +96,8 @@ def run(
             from quantizers.output.journal import discard
 
             keep_own_recipe(job.path, output)
-            if output.exists() and not yes and not typer.confirm(f"discard the run in {output}?", err=True):
-                raise InputError(f"{output}: left as it is; give --output another folder")
+            if output.exists() and not yes and not asked(f"discard the run in {output}?", "--fresh"):
+                raise InputError(f"{output}: left as it is; choose another --output")
             discard(output)
         return job
 
@@ -107,7 +116,17 @@ def run(
             file=sys.stderr,
         )
     use_threads(job.sizes, begun_with(work_folder(output)).get("threads"), ranks)
-    options = Options(output, choose_device(device, ranks), limit, paranoid, with_data, states, ignore_stop, ranks)
+    options = Options(
+        output,
+        choose_device(device, ranks),
+        limit,
+        paranoid,
+        with_data,
+        states,
+        ignore_stop,
+        ranks,
+        typed(),
+    )
     if not ranks.leads:
         assist(job, options)
         return

@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from .options import GATE_FAILED, DebugOption, DeviceOption, FactsOption, JsonOption, default_output, emit
+from .options import (
+    GATE_FAILED,
+    DebugOption,
+    DeviceOption,
+    FactsOption,
+    JsonOption,
+    default_output,
+    emit,
+    refuse_unfinished_runs,
+    typed,
+)
 
 
 def stitch(
@@ -17,7 +27,11 @@ def stitch(
     experts: Annotated[str, typer.Option(help="a checkpoint with packed experts, made from a BF16 copy of it")],
     output: Annotated[
         Path | None,
-        typer.Option(help="folder for the mixed checkpoint, new or empty; out/<name of --experts>-stitched by default"),
+        typer.Option(
+            "--output",
+            "-o",
+            help="folder for the mixed checkpoint, new or empty; out/<name of --experts>-stitched by default",
+        ),
     ] = None,
     repair_router: Annotated[
         bool,
@@ -39,6 +53,7 @@ def stitch(
     from quantizers.run.stitched import stitch as stitch_both
     from quantizers.system.interrupts import interruptible
 
+    refuse_unfinished_runs([source, experts])
     if output is None:
         output = default_output(f"{Path(source_name(experts, Path.cwd())).name}-stitched")
     opened, packed = open_checkpoint(source), open_checkpoint(experts)
@@ -51,6 +66,7 @@ def stitch(
             repair_router=repair_router,
             check=check,
             own=facts,
+            command=typed(),
         )
     location = os.path.relpath(opened.folder) if Path(source).expanduser().is_dir() else source  # a Hub id as it is
     emit(report, as_json, stitch_table(report, output, location))

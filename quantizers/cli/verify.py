@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import GATE_FAILED, DebugOption, DeviceOption, FactsOption, JsonOption, emit
+from .options import GATE_FAILED, DebugOption, DeviceOption, FactsOption, JsonOption, emit, refuse_unfinished_runs
 
 
 def verify(
@@ -39,6 +39,7 @@ def verify(
     from quantizers.output.record import carried_facts
     from quantizers.run.verification import source_of, verify_folder
 
+    refuse_unfinished_runs([candidate, *([source] if source else [])])
     verification = verify_folder(candidate, source_of(candidate, source, revision), choose_device(device), facts)
     report = verification.as_dict()
     text, failed = audit_table(report), bool(verification.differences or verification.misread)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.sizes import Sizes
@@ -13,6 +14,7 @@ from quantizers.team.ranks import ALONE, Ranks
 if TYPE_CHECKING:
     import torch
 
+ONE_GPU = "torch finds one GPU; give cuda:0"
 SMALL_LAYER = 20_000_000  # weights in a layer's experts; below this one thread is faster than several
 
 
@@ -32,18 +34,40 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and ranks.several:
         name = f"cuda:{ranks.local}"
+    if problem := _device_problem(name):
+        raise InputError(f"--device {name}: {problem}")
+    device = torch.device(name)
     try:
-        device = torch.device(name)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("not a device that is supported")
         torch.zeros(1, device=device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # the default device for events and streams
     except (RuntimeError, AssertionError) as failure:
-        raise InputError(f"--device {name}: {str(failure).splitlines()[0]}; give cpu, cuda or cuda:N") from None
+        first = str(failure).splitlines()[0]
+        raise InputError(f"--device {name}: {first}; give another device, or look at it with nvidia-smi") from None
     if device.type == "cuda":
         settle_gpu()  # no CUDA library has been used yet
     return device
+
+
+def _device_problem(name: str) -> str:
+    """What is wrong with a device's name on this machine, and the remedy; empty if nothing is."""
+    import torch
+
+    if name == "cpu":
+        return ""
+    form = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if form is None:
+        if name.partition(":")[0].lower() in ("gpu", "nvidia", "rocm", "hip"):
+            return "a GPU, AMD's too, is called cuda or cuda:N here; give one of these, or auto"
+        return "only the CPU and GPUs of NVIDIA and AMD are supported; give cpu, cuda, cuda:N or auto"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is a build for the CPU alone; install one for GPUs, or give cpu"
+    found = torch.cuda.device_count()
+    if not found:
+        return "torch finds no GPU; see whether nvidia-smi lists one and what CUDA_VISIBLE_DEVICES says, or give cpu"
+    if int(form[1] or 0) >= found:
+        return f"torch finds {found} GPUs; give one of cuda:0 to cuda:{found - 1}" if found > 1 else ONE_GPU
+    return ""
 
 
 def use_threads(sizes: Sizes, begun_with: int | None = None, ranks: Ranks = ALONE) -> None:

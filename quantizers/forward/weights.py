@@ -35,7 +35,7 @@ def scale_name(checkpoint: Checkpoint, module: str) -> str:
             return f"{module}.{suffix}"
     raise CheckpointError(
         f"{checkpoint.tensors[f'{module}.weight'].file}: {module}.weight is FP8 but has no weight_scale_inv; "
-        "the checkpoint is incomplete"
+        "the checkpoint is incomplete, download it again"
     )
 
 
@@ -78,7 +78,10 @@ def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> to
         elif stored.is_floating_point() and stored.element_size() > 1:
             weight = stored.float()
         else:
-            raise CheckpointError(f"{info.file}: {info.name}: dtype {info.dtype} is no weight that can be read")
+            raise CheckpointError(
+                f"{info.file}: {info.name}: dtype {info.dtype} is not that of a weight that can be read; give the "
+                "published checkpoint"
+            )
     if not bool(torch.isfinite(weight).all()):
         raise CheckpointError(
             f"{checkpoint.folder}: {module}.weight or its scale holds a NaN or infinity; download its shard again"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantizers.output.journal import WORK
+from quantizers.output.journal import refuse_unfinished
 from quantizers.output.record import seal_of
 from quantizers.run.card import write_with_card
 from quantizers.system.errors import OutputError
@@ -25,8 +25,7 @@ def read_report(folder: Path) -> dict[str, Any]:
     Raises:
         OutputError: the folder is not a finished output of this program.
     """
-    if (folder / WORK).exists():
-        raise OutputError(f"{folder}: the run is unfinished; give `quantize run` again, then publish")
+    refuse_unfinished(folder)
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
         if not isinstance(report, dict) or not {"source", "settings", "gates", "files"} <= set(report):

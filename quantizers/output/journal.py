@@ -1,6 +1,7 @@
 """The journal: the state of an unfinished run, in the folder DIR/.quantize/.
 
     run.json          the fingerprint: every setting that decides bytes
+    begun.json        the command that began it, and how many layers it has
     source.json       SHA-256 of the source's shards, with --paranoid
     schemes/          the measurements for a budget, see budget/measure.py
     choice.json       the schemes chosen within the budget
@@ -26,6 +27,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +42,8 @@ from quantizers.team.ranks import ALONE, Ranks
 WORK = ".quantize"
 OUTSIDE = "outside.json"
 HELD_OUT = "held-out.json"
+BEGUN = "begun.json"
+LIBRARIES = ("torch", "transformers")  # of the machine's part of the fingerprint
 
 
 def work_folder(output: Path) -> Path:
@@ -51,6 +55,38 @@ def unfinished(output: Path) -> bool:
     """Whether an unfinished run is here. The empty work folder that a kill at the very end leaves does not count."""
     work = work_folder(output)
     return (work / "run.json").exists() or (work / "moving").exists()
+
+
+def note_command(work: Path, words: Sequence[str], layers: int) -> None:
+    """Keep the command that goes on with this run: what was typed, without what discards it.
+
+    Args:
+        words: from `quantize` on; empty if it was called in another way.
+    """
+    kept = [word for word in words if word not in ("--fresh", "--yes")]
+    write_json(work / BEGUN, {"words": kept, "folder": str(Path.cwd()), "layers": layers})
+
+
+def refuse_unfinished(folder: Path) -> None:
+    """Refuse a folder whose run was cut off, for all that needs a finished checkpoint.
+
+    Raises:
+        OutputError: it is unfinished; the message has the command that finishes it.
+    """
+    if not unfinished(folder):
+        return
+    work = work_folder(folder)
+    try:
+        begun = json.loads((work / BEGUN).read_text())
+        layers, words, place = int(begun["layers"]), list(begun["words"]), begun["folder"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise OutputError(f"{folder}: unfinished; give the command that began it again, which goes on") from None
+    done = sum(layer_file(work, layer).exists() for layer in range(layers))
+    command = f": `{shlex.join(words)}`" if words else " that began it"
+    where = "" if place == str(Path.cwd()) or not words else f", in {place}"
+    raise OutputError(
+        f"{folder}: unfinished, {done} of {layers} layers are done; finish it with the same command{command}{where}"
+    )
 
 
 def refuse_second_run(output: Path) -> None:
@@ -118,9 +154,23 @@ def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path, name: 
     # last, because it follows from others.
     for key, before, now in sorted(changes, key=lambda one: (not one[0].endswith(".device"), one[0] == "calibration")):
         raise OutputError(
-            f"{output}: holds an unfinished run with another {key} ({_short(before)}, now {_short(now)}); "
-            "restore it, or start over with --fresh"
+            f"{output}: holds an unfinished run with another {key} ({short_value(before)}, now {short_value(now)}); "
+            f"{_remedy(key, before)}, or start over with --fresh"
         )
+
+
+def _remedy(key: str, before: Any) -> str:
+    """How a setting gets the value back that it had when the run began."""
+    last = key.rpartition(".")[2]
+    if not key.startswith("machine.") or before is None:
+        return "restore it"
+    if last == "threads":
+        return f"set OMP_NUM_THREADS={before}"
+    if last == "device":
+        return "give --device cpu" if before == "cpu" else f"go on with the device {before}"
+    if last == "chunk":
+        return "give the --device-memory that it began with"
+    return f"install {last} {before}" if last in LIBRARIES else "restore it"
 
 
 def begun_with(work: Path, name: str = "run.json") -> dict[str, Any]:
@@ -145,7 +195,8 @@ def differences(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any,
         yield place, old, new
 
 
-def _short(value: Any) -> str:
+def short_value(value: Any) -> str:
+    """A value of a setting for a message, cut where it is long."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

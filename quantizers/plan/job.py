@@ -153,7 +153,8 @@ def _with_remedy(model: str) -> Iterator[None]:
         yield
     except (ArchitectureError, CheckpointError) as failure:
         raise type(failure)(
-            f"{failure}; `quantize new {printed(model)} --facts` lists all differences and writes facts to start from"
+            f"{failure}; if this model is meant to be so, `quantize new {printed(model)} --facts` lists all "
+            "differences and writes facts to start from"
         ) from None
 
 

@@ -161,7 +161,10 @@ def split(model: Model, cards: Cards, tensor_parallel: int | None) -> tuple[int,
     """
     if tensor_parallel is not None:
         if tensor_parallel < 1 or cards.count % tensor_parallel:
-            raise InputError(f"--tp {tensor_parallel} does not divide the {cards.count} cards of {cards.name}")
+            factors = " or ".join(str(n) for n in range(1, cards.count + 1) if cards.count % n == 0)
+            raise InputError(
+                f"--tp {tensor_parallel} does not divide the {cards.count} cards of {cards.name}; {factors} do"
+            )
         if problem := tensor_parallel_problem(model, tensor_parallel):
             raise InputError(f"--tp {tensor_parallel}: {problem}; choose another")
         return tensor_parallel, cards.count // tensor_parallel

@@ -132,14 +132,18 @@ def settings_hash(recipe: Recipe, path: Path) -> str:
     Raises:
         CalibrationError: a set or its lock is wrong.
     """
+    return hashlib.sha256(json.dumps(meaning(recipe, path), sort_keys=True).encode()).hexdigest()
+
+
+def meaning(recipe: Recipe, path: Path) -> list[dict[str, Any]]:
+    """What `settings_hash` covers: the portable recipe's settings, and the text of each file beside it, by name."""
     texts = {
         name: text
         for target, called in _named_sets(recipe)
         for name, text in _copies(set_location(called, path), target, lambda _: "data.jsonl").items()
     }
     texts |= facts_copy(facts_location(recipe, path))
-    settings = _with_copies(recipe, path).settings()
-    return hashlib.sha256(json.dumps([settings, texts], sort_keys=True).encode()).hexdigest()
+    return [_with_copies(recipe, path).settings(), texts]
 
 
 def _named_sets(recipe: Recipe) -> list[tuple[str, str]]:

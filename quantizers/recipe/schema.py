@@ -132,9 +132,9 @@ class Experts(Strict):
                 raise ValueError("bounds what a budget chooses; give experts.budget, or remove it")
         elif name == "engine":
             if value != "gram" and given is not None:
-                raise ValueError(f"experts.{given} needs the gram engine; remove one of them")
+                raise ValueError(f"experts.{given} needs the gram engine; remove one of the two keys")
         elif value is not None and given is not None:
-            raise ValueError(f"experts.{given} decides this; remove one of them")
+            raise ValueError(f"experts.{given} decides this; remove one of the two keys")
         return value
 
     @model_serializer(mode="wrap")

@@ -5,16 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.output import journal
 from quantizers.output.folder import finished_report
 from quantizers.output.record import add_files, seal_of, write_record
 from quantizers.plan.job import Job
-from quantizers.recipe.portable import Resolved, resolve_recipe, settings_hash
+from quantizers.recipe.portable import Resolved, meaning, resolve_recipe, settings_hash
+from quantizers.recipe.schema import read_recipe
 from quantizers.system.atomic import copy_file
-from quantizers.system.errors import OutputError
+from quantizers.system.errors import InputError, OutputError
+from quantizers.system.own_files import RECIPE
 
 from .options import Options
+
+SHOWN = 3  # changed settings that a refusal names
 
 
 def already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[str, Any]:
@@ -25,12 +31,16 @@ def already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[s
     """
     output, settings, source = options.output, finished.get("settings"), finished.get("source")
     if not isinstance(settings, dict) or settings.get("hash") != settings_hash(job.recipe, job.path):
-        raise OutputError(f"{output}: holds the finished output of another recipe; choose another --output, or --fresh")
+        changed = _changes(output, job)
+        raise OutputError(
+            f"{output}: holds the finished output of another recipe{f' ({changed})' if changed else ''}; choose "
+            "another --output, or start over with --fresh"
+        )
     assert job.source is not None
     if not isinstance(source, dict) or source.get("digest") != source_digest(job.source):
         raise OutputError(
             f"{output}: holds the finished output of another source than {job.location}; choose another --output, or "
-            "--fresh"
+            "start over with --fresh"
         )
     if options.with_data:
         finished = _add_data(output, finished, resolve_recipe(job.recipe, job.path))
@@ -44,6 +54,29 @@ def of_another_source(job: Job) -> bool:
     """Whether a recipe lies in a finished checkpoint that was made from another source, so that its run differs."""
     made = (finished_report(job.path.parent) or {}).get("source")
     return isinstance(made, dict) and made.get("digest") not in (None, source_digest(job.opened))
+
+
+def _changes(output: Path, job: Job) -> str:
+    """Where a finished output's own recipe differs from this one; empty if its recipe cannot be read."""
+    try:
+        before = meaning(*read_recipe(str(output / RECIPE)))
+    except InputError:
+        return ""
+    now = meaning(job.recipe, job.path)
+    texts = [{name: yaml.safe_load(text) for name, text in side[1].items()} for side in (before, now)]
+    changes = [
+        *journal.differences(before[0], now[0]),
+        *journal.differences(_by_place(texts[0]), _by_place(texts[1])),
+    ]
+    shown = [f"{key}: {journal.short_value(old)}, now {journal.short_value(new)}" for key, old, new in changes[:SHOWN]]
+    return ", ".join([*shown, *([f"and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else [])])
+
+
+def _by_place(value: Any) -> Any:
+    """The value with lists as tables by position, so that a difference in one names its place."""
+    if isinstance(value, list):
+        return {str(place): _by_place(item) for place, item in enumerate(value)}
+    return {key: _by_place(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _add_data(output: Path, finished: dict[str, Any], resolved: Resolved) -> dict[str, Any]:

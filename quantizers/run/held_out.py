@@ -29,13 +29,13 @@ class HeldOut:
         """Figures of the candidate called `name`, see `eval.fidelity.figures.figures`, with `evaluated_on`.
 
         Raises:
-            QuantizeError: a perplexity is no number.
+            QuantizeError: a perplexity is not a number.
         """
         try:
             return figures(measured, self.texts) | {"evaluated_on": self.about}
         except OverflowError as failure:
             raise QuantizeError(
-                f"{name}: its perplexity, or its source's, is no number ({failure}): logits overflow, and "
+                f"{name}: its perplexity, or its source's, is not a number ({failure}): logits overflow, and "
                 "nothing can be compared; without verify.perplexity in its recipe a run ends without these figures"
             ) from None
 

@@ -77,7 +77,7 @@ def measure(
         CheckpointError: a candidate is a different model, in a format that cannot be read, or what the source was
             made from.
         OutputError: `work` holds another evaluation.
-        QuantizeError: a model's hidden states are not finite, or its perplexity is no number.
+        QuantizeError: a model's hidden states are not finite, or its perplexity is not a number.
     """
     for candidate in candidates:
         refuse_swapped(source, candidate, f"give {candidate.name} first, and {source.name} after it")
@@ -212,4 +212,6 @@ def _same_evaluation(
     if not path.exists():
         write_json(path, settings)
     elif json.loads(path.read_text()) != json.loads(json.dumps(settings)):
-        raise OutputError(f"{work}: holds an unfinished evaluation of other models or data; empty it, or name another")
+        raise OutputError(
+            f"{work}: holds an unfinished evaluation of other models or data; empty it, or give another --work"
+        )

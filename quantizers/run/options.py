@@ -25,6 +25,7 @@ class Options:
         states: where calibration states lie: in `memory`, in `files`, or in memory where they fit (`auto`).
         ignore_stop: go on after a layer whose figures are beyond the recipe's `verify.stop`.
         ranks: which of the processes that share the run this one is.
+        command: what the user typed, from `quantize` on, to be named where the run is found unfinished.
     """
 
     output: Path
@@ -35,3 +36,4 @@ class Options:
     states: Literal["auto", "memory", "files"] = "auto"
     ignore_stop: bool = False
     ranks: Ranks = ALONE
+    command: tuple[str, ...] = ()

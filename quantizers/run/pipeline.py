@@ -101,9 +101,8 @@ def assist(job: Job, options: Options) -> None:
             return
         job = replace(job, plan=job.plan.with_schemes([Scheme(**scheme) for scheme in message["schemes"]]))
         for key, first, own in journal.differences(message["machine"], fingerprint(options.device)):
-            raise InputError(
-                f"process {ranks.rank} has another {key} ({own}) than process 0 ({first}); make them equal"
-            )
+            remedy = f"set OMP_NUM_THREADS={first} for all" if key == "threads" else "give all processes the same"
+            raise InputError(f"process {ranks.rank} has {key} {own}, but process 0 has {first}; {remedy}")
         with journal.locked(options.output, ranks):
             held = load_held_out(job)
             context = Context(work, options.device, message["chunk"], check, ranks, message["files"])
@@ -129,6 +128,7 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     limit = options.device_memory or device_limit(device, options.ranks.count)
     memory = device_memory(job.plan, job.sizes, data.lengths[-1], itemsize, limit)
     journal.refuse_changes(work, run_fingerprint(job, data, device, memory.chunk), options.output)
+    journal.note_command(work, options.command, job.sizes["layers"])
     if held:
         refuse_other_texts(work, job.sizes["layers"], held, options.output)
     journal.remove_cut_files(work)

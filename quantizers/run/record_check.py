@@ -44,7 +44,7 @@ def check_record(folder: Path) -> Record:
     except FileNotFoundError:
         orphans = [name for name in (PAGE, RECIPE, CALIBRATION, FACTS) if (folder / name).is_file()]
         if orphans:
-            return Record((f"{REPORT}: is gone, though {orphans[0]} is there; take it from where this was made",), ())
+            return Record((f"{REPORT}: is gone, though {orphans[0]} is there; copy it from where this was made",), ())
         return Record((), (f"no {REPORT}, so what its maker wrote cannot be compared",))
     except (OSError, ValueError, RecursionError) as failure:
         return Record((f"{REPORT}: cannot be read ({type(failure).__name__})",), ())

@@ -6,7 +6,7 @@ says of itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ def stitch(
     repair_router: bool = False,
     check: Callable[[], None] = lambda: None,
     own: Path | None = None,
+    command: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Build the mixed checkpoint, audit it against its source as `quantize verify` does, and report.
 
@@ -57,6 +58,7 @@ def stitch(
         repair_router: multiply the source's router by the ratio of the norms.
         check: called between steps; may raise to interrupt.
         own: a file with the user's own facts about the family, of which the output then carries a copy.
+        command: what the user typed, to be named where the folder is found unfinished.
 
     Returns:
         The contents of report.json.
@@ -83,6 +85,7 @@ def stitch(
         work = journal.work_folder(output)
         if not (work / "moving").exists():
             journal.refuse_changes(work, settings, output)
+            journal.note_command(work, command, mix.sizes["layers"])
             written = write_mix(mix, work, repair_router=repair_router, check=check)
             folder = work / "output"
             for name, text in carried.items():

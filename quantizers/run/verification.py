@@ -53,7 +53,10 @@ class Verification:
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
         found = self.audit.as_dict() | {"differences": self.differences, "notes": list(self.record.notes)}
-        return found | ({"consumers": self.consumers.as_dict()} if self.consumers else {})
+        if self.consumers is None:
+            return found
+        listed = [one.as_dict() | {"places": list(one.places)} for one in self.consumers.findings]
+        return found | {"consumers": self.consumers.as_dict() | {"findings": listed}}
 
 
 def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: Path | None = None) -> Verification:

@@ -64,7 +64,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as failure:
         raise QuantizeError(
-            f"{path}: cannot be written ({failure.strerror or failure}); make room or mend the disk, "
+            f"{path}: cannot be written ({failure.strerror or failure}); make room or check the disk, "
             "then give the same command again"
         ) from None
     except Exception as failure:
@@ -72,5 +72,5 @@ def disk_errors(path: Path) -> Iterator[None]:
         if type(failure).__name__ != "SafetensorError":
             raise
         raise QuantizeError(
-            f"{path}: cannot be written ({failure}); make room or mend the disk, then give the same command again"
+            f"{path}: cannot be written ({failure}); make room or check the disk, then give the same command again"
         ) from None

@@ -90,8 +90,12 @@ def _describe(
     if absent:
         return origin.line, f"{start}missing; add it"
     given = details[0].get("input")
-    shown = f", not {given!r}" if isinstance(given, (str, int, float, bool, type(None))) else ""
-    return origin.line, start + " or ".join(dict.fromkeys(_message(detail) for detail in details)) + shown
+    message = " or ".join(dict.fromkeys(_message(detail) for detail in details))
+    shown = isinstance(given, (str, int, float, bool, type(None)))
+    if all(detail["type"] == "value_error" for detail in details) and not message.startswith(("must ", "should ")):
+        # A sentence of our own, with its remedy: a value after it would be read as a part of the remedy.
+        return origin.line, start + (f"{given!r} {message}" if shown and message.startswith("is not ") else message)
+    return origin.line, start + message + (f", not {given!r}" if shown else "")
 
 
 def _message(detail: ErrorDetails) -> str:

@@ -115,7 +115,7 @@ def test_a_dtype_that_torch_cannot_compute_with() -> None:
         ({"a": "x\0"}, "which is not a plain file name"),
         ({"a": "n" * 5000}, "which is not in the folder; download it"),
         ({"a": "absent.safetensors"}, "names absent.safetensors, which is not in the folder; download it"),
-        ({"a": "config.json"}, "config.json: the header is cut off or absurd"),
+        ({"a": "config.json"}, "config.json: the header is cut off or corrupt"),
         ({"a": SHARDS[0], "b": SHARDS[0], "c": SHARDS[1]}, "b should be in part-1.safetensors, which has no such"),
         ({"a": SHARDS[0], "b": SHARDS[1]}, "c is not in model.safetensors.index.json; index and shards"),
         ({"a": SHARDS[0], "x": SHARDS[0]}, "x should be in part-1.safetensors"),

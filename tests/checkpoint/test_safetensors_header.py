@@ -141,11 +141,11 @@ def entry(dtype: object, shape: object, *offsets: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (b"", "the header is cut off or absurd"),
-        (bytes(7), "the header is cut off or absurd"),
-        (b"\xff" * 8, "the header is cut off or absurd"),
-        ((200_000_000).to_bytes(8, "little") + b"{}", "the header is cut off or absurd"),
-        ((3).to_bytes(8, "little") + b"{}", "the header is cut off or absurd"),
+        (b"", "the header is cut off or corrupt"),
+        (bytes(7), "the header is cut off or corrupt"),
+        (b"\xff" * 8, "the header is cut off or corrupt"),
+        ((200_000_000).to_bytes(8, "little") + b"{}", "the header is cut off or corrupt"),
+        ((3).to_bytes(8, "little") + b"{}", "the header is cut off or corrupt"),
         ((2).to_bytes(8, "little") + b"{]", "the header is not JSON"),
         ((2).to_bytes(8, "little") + b"\xff\xff", "the header is not JSON"),
         (bytes(8), "the header is not JSON"),

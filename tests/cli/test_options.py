@@ -2,17 +2,73 @@
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from commands import quantize
-from conftest import Finished
+from conftest import REPOSITORY, Finished
 
 
-def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_says_what_the_program_runs_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two cards that are made up here, since no test has one."""
+    card = SimpleNamespace(name="a card", total_memory=96 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert quantize(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"quantize {version('moe-quantizers')}\n"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"quantize {version('moe-quantizers')}"
+    assert lines[1] == f"python {platform.python_version()}, torch {torch.__version__}, CUDA 13.0"
+    assert f"transformers {version('transformers')}, compressed-tensors {version('compressed-tensors')}" in lines[2]
+    assert lines[3:5] == ["cuda:0: a card, 96.0 GiB", "cuda:1: a card, 96.0 GiB"]
+    assert lines[5].startswith("cpu: ")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert quantize(monkeypatch, "--json", "--version") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["cuda"], found["rocm"]) == (None, None)
+    assert [one["device"] for one in found["devices"]] == ["cuda:0", "cuda:1", "cpu"]
+    assert quantize(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("CPU build")
+
+
+def test_json_before_a_command_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quantize(monkeypatch, "--json", "recipes") == 2
+    assert capsys.readouterr().err == "quantize: --json stands behind a command, as in `quantize plan RECIPE --json`\n"
+
+
+def test_no_command_shows_the_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quantize(monkeypatch) == 2
+    assert capsys.readouterr().err.startswith("Usage: quantize [OPTIONS] COMMAND")
+
+
+def test_help_needs_no_torch() -> None:
+    """It takes seconds to import; only --version, which says its version, may."""
+    program = "import sys; from quantizers.cli import main; sys.argv[1:] = ['run', '-h']\n"
+    program += "try: main.main()\nfinally: assert 'torch' not in sys.modules"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: quantize run" in done.stdout
+
+
+def test_two_outputs_are_refused(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quantize(monkeypatch, "run", finished.recipe, "a", "-o", "b") == 2
+    assert capsys.readouterr().err == "quantize: two outputs are given, a and --output b; leave one out\n"
+    same = ("run", finished.recipe, finished.folder, "-o", finished.folder)
+    assert quantize(monkeypatch, *same) == 0  # it is finished already
 
 
 @pytest.mark.parametrize(

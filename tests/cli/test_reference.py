@@ -39,6 +39,8 @@ def test_every_command_has_an_example_of_itself(
 ) -> None:
     assert run(monkeypatch, *words.split(), "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
+    assert run(monkeypatch, *words.split(), "-h") == 0
+    assert " ".join(capsys.readouterr().out.split()) == text
     assert f"Example: quantize {words}" in text
 
 

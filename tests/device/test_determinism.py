@@ -40,6 +40,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (WORKSPACE, "NVIDIA_TF32_OVERRIDE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch, "zeros", lambda *_, **named: None)
@@ -113,8 +115,8 @@ def test_a_gpu_that_is_not_there_sets_nothing(gpu: None, monkeypatch: pytest.Mon
         raise RuntimeError("no such device")
 
     monkeypatch.setattr(torch, "zeros", missing)
-    with pytest.raises(InputError, match=r"^--device cuda:99: no such device; give cpu"):
-        devices.choose_device("cuda:99")
+    with pytest.raises(InputError, match=r"^--device cuda:1: no such device; give another device"):
+        devices.choose_device("cuda:1")
     assert not torch.are_deterministic_algorithms_enabled()
 
 

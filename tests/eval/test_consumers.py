@@ -488,7 +488,7 @@ def test_text_and_json() -> None:
     found = checked(changed(lambda s: s.update(format="mixed-precision")))
     text = render(found)
     assert text.splitlines()[0].split("  ")[-1].strip() == KINDS[-1]
-    assert "(and 1 more)" in text
+    assert "(2 times)" in text
     assert "SGLang: stops before it loads a tensor" in text
     assert json.loads(json.dumps(found.as_dict()))["findings"][0]["count"] == 2
 

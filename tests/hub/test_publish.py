@@ -286,9 +286,10 @@ def test_what_is_wrong_with_the_arguments(
 
 def test_what_is_no_finished_output(publish: Publish, folder: Path, tmp_path: Path) -> None:
     (folder / ".quantize").mkdir()
+    (folder / ".quantize" / "run.json").write_text("{}")
     code, _, err = publish(folder, "--repo", REPO)
     assert code == 2
-    assert "the run is unfinished" in err
+    assert f"{folder}: unfinished; give the command that began it again" in err
     code, _, err = publish(tmp_path, "--repo", REPO)
     assert code == 2
     assert "has no report.json of a finished run" in err

@@ -335,7 +335,10 @@ def test_from_the_refusal_to_a_plan(
     assert quantize(monkeypatch, "plan", recipe) == 2
     refusal = capsys.readouterr().err
     assert refusal.count("\n") == 1
-    assert refusal.endswith(f"; `quantize new {model} --facts` lists all differences and writes facts to start from\n")
+    assert refusal.endswith(
+        f"; if this model is meant to be so, `quantize new {model} --facts` lists all differences and writes facts to "
+        "start from\n"
+    )
     assert quantize(monkeypatch, "new", model, "--facts") == 0
     out = capsys.readouterr().out
     for words in ("head_dim: 64", "dtype: BF16", "scale_dtype: BF16", "model.layers.*.self_attn.sinks"):

@@ -237,7 +237,7 @@ def test_facts_that_are_gone_or_changed_are_a_difference(
     assert quantize(monkeypatch, "verify", tmp_path / "copy", "--source", made / "model") == 3
     out = capsys.readouterr().out
     assert said in out
-    assert "1 differences:" in out
+    assert "1 difference:" in out
     words = ("verify", tmp_path / "copy", "--source", made / "model", "--facts", made / "mine.yaml")
     assert quantize(monkeypatch, *words) == 3
     assert said in capsys.readouterr().out

@@ -333,8 +333,8 @@ FILES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "index is not JSON": (lambda case: (case.model / INDEX).write_text("x"), (f"{INDEX}:1: not valid JSON; download",)),
     "truncated": (shard(lambda raw: raw[:-10]), (FIRST, "the file is truncated", "download this shard again")),
     "trailing bytes": (shard(lambda raw: raw + b"1234"), (f"{FIRST}: has 4 bytes after its last tensor; download",)),
-    "empty shard": (shard(lambda raw: b""), (f"{FIRST}: the header is cut off or absurd; download",)),
-    "absurd header": (shard(lambda raw: b"\xff" * 8 + raw[8:]), (f"{FIRST}: the header is cut off or absurd",)),
+    "empty shard": (shard(lambda raw: b""), (f"{FIRST}: the header is cut off or corrupt; download",)),
+    "absurd header": (shard(lambda raw: b"\xff" * 8 + raw[8:]), (f"{FIRST}: the header is cut off or corrupt",)),
     "header is not JSON": (
         shard(lambda raw: raw[:8] + b"x" + raw[9:]),
         (f"{FIRST}: the header is not JSON; download",),

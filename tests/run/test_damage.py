@@ -205,7 +205,7 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
     ),
     "a shard's header that cannot be read": (
         lambda f: (f / SHARD).write_bytes(b"\xff" * 8 + (f / SHARD).read_bytes()[8:]),
-        [f"{SHARD}: changed since the run wrote it (", f"{SHARD}: the header is cut off or absurd"],
+        [f"{SHARD}: changed since the run wrote it (", f"{SHARD}: the header is cut off or corrupt"],
     ),
     "a digest in report.json": (
         in_json("report.json", lambda r: r["audit"]["digests"].update({SHARD: None})),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quantizers.system.repeated import repeated
 from quantizers.system.text_table import plain, size
 
 
@@ -20,7 +21,11 @@ def dry_run_table(plan: dict[str, Any]) -> str:
     if plan["not_sent"]:
         lines += ["", f"not of this run, so not sent: {', '.join(plan['not_sent'])}"]
     if plan["problems"]:
-        lines += ["", f"fails {len(plan['problems'])} checks, forced: {plan['forced']}", *plan["problems"][:10]]
+        lines += [
+            "",
+            f"fails {len(plan['problems'])} checks, forced: {plan['forced']}",
+            *repeated(plan["problems"])[:10],
+        ]
     return "\n".join(lines)
 
 

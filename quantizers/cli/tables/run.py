@@ -8,6 +8,7 @@ from typing import Any
 from eval.fidelity.tables import fidelity_table, past_the_model, positions_table
 from eval.report.schemes import leaning_line, scheme_lines
 from quantizers.system.progress import duration
+from quantizers.system.repeated import repeated
 from quantizers.system.text_table import number, plain, size
 
 
@@ -40,7 +41,7 @@ def run_table(report: dict[str, Any], output: Path, source: str) -> str:
     lines += [
         f"audit     {report['audit']['tensors']:,} source tensors accounted for, "
         f"{report['audit']['kept_tensors']:,} kept byte for byte",
-        *(f"          {line}" for line in report["audit"]["differences"][:10]),
+        *(f"          {line}" for line in repeated(report["audit"]["differences"])[:10]),
         f"coverage  routed tokens per expert: min {coverage['min']:,}, median {coverage['median']:,.0f}; "
         f"{coverage['uncovered']} of {coverage['pairs']:,} below {coverage['min_routed_tokens']}",
         *(f"held out  {line}" for line in past_the_model(report)),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from quantizers.system.repeated import repeated
+
 
 def audit_table(audit: dict[str, Any]) -> str:
     """The part of `quantize verify`'s output that compares the files with the source and report.json."""
@@ -21,6 +23,7 @@ def audit_table(audit: dict[str, Any]) -> str:
         lines.append(f"experts: largest relative weight error {max(audit['weight_error']):.3f}")
     if not audit["differences"]:
         return "\n".join([*lines, "no differences"])
-    return "\n".join(
-        [*lines, f"{len(audit['differences'])} differences:", *(f"  {line}" for line in audit["differences"])]
-    )
+    found = len(audit["differences"])
+    listed = repeated(audit["differences"])
+    heading = f"{found:,} difference{'s' if found > 1 else ''}"
+    return "\n".join([*lines, f"{heading}:", *(f"  {line}" for line in listed)])

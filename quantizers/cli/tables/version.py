@@ -1,0 +1,22 @@
+"""What `quantize --version` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantizers.system.byte_size import gib
+
+
+def version_table(found: dict[str, Any]) -> str:
+    """The program's version first, as scripts expect it; then what it runs on."""
+    versions = dict(found["versions"])
+    own, python, torch = (versions.pop(name) for name in ("moe-quantizers", "python", "torch"))
+    built = [f"{word} {found[key]}" for key, word in (("cuda", "CUDA"), ("rocm", "ROCm")) if found[key]]
+    return "\n".join(
+        [
+            f"quantize {own}",
+            f"python {python}, torch {torch}, {built[0] if built else 'CPU build'}",
+            ", ".join(f"{name} {version}" for name, version in versions.items()),
+            *(f"{one['device']}: {one['name']}, {gib(one['bytes'])}" for one in found["devices"]),
+        ]
+    )

@@ -1,0 +1,240 @@
+"""What a user is told in one line: each message is provoked as it would be typed, and its remedy is tried."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import quantize
+from conftest import Finished
+
+from quantizers.device.devices import choose_device
+from quantizers.output import journal
+from quantizers.run import layer_loop
+from quantizers.system.errors import InputError, QuantizeError
+
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
+    """`said(*words)`: exit code, standard output, and the last line of standard error."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = quantize(monkeypatch, *words)
+        out, err = capsys.readouterr()
+        return code, out, (err.splitlines() or [""])[-1]
+
+    return call
+
+
+@pytest.fixture
+def unfinished(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of four layers that was typed in `tmp_path` and cut off after its second layer."""
+    monkeypatch.chdir(tmp_path)
+    real = layer_loop.write_json
+
+    def cut(path: Path, entry: Any) -> None:
+        real(path, entry)
+        if entry.get("layer") == 1:
+            raise QuantizeError("cut here")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(layer_loop, "write_json", cut)
+        assert quantize(patched, "run", finished.recipe, "--fresh", "--yes", "cut", "--device", "cpu") == 1
+    return Path("cut")
+
+
+def test_an_unfinished_folder_is_said_to_be_one_and_how_to_finish_it(
+    unfinished: Path, finished: Finished, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all that take a finished checkpoint; the command that the line names finishes it."""
+    command = f"quantize run {finished.recipe} {unfinished} --device cpu"
+    line = f"quantize: cut: unfinished, 2 of 4 layers are done; finish it with the same command: `{command}`"
+    for words in (
+        ("verify", unfinished),
+        ("verify", unfinished, "--source", finished.source),
+        ("verify", finished.folder, "--source", unfinished),
+        ("report", unfinished),
+        ("eval", finished.source, unfinished, "--data", finished.held_out),
+        ("eval", unfinished, finished.folder, "--data", finished.held_out),
+        ("coverage", "--model", unfinished, "--data", finished.calibration),
+        ("stitch", "--source", finished.source, "--experts", unfinished),
+        ("publish", unfinished, "--repo", "me/it", "--source", finished.source, "--dry-run"),
+    ):
+        assert said(*words) == (2, "", line), words
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert said("verify", "../cut")[2] == line.replace(" cut: ", " ../cut: ") + f", in {tmp_path}"
+    monkeypatch.chdir(tmp_path)
+    assert said(*shlex.split(command)[1:])[0] == 0
+    assert said("verify", unfinished, "--source", finished.source)[0] == 0
+
+
+def test_an_unfinished_stitch_names_its_command(
+    finished: Finished, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stitch.mix import mix
+
+    def cut(*_: Any, **__: Any) -> None:
+        raise QuantizeError("cut here")
+
+    monkeypatch.chdir(tmp_path)
+    words = ("stitch", "--source", finished.source, "--experts", finished.folder, "-o", "mixed", "--repair-router")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mix, "verify", cut)
+        assert said(*words)[2] == "quantize: cut here"
+    code, _, line = said("report", "mixed")
+    assert code == 2
+    assert line.startswith("quantize: mixed: unfinished, 4 of 4 layers are done; finish it with the same command: ")
+    assert shlex.split(line.partition("`")[2].rstrip("`")) == ["quantize", *map(str, words)]
+
+
+def test_fresh_without_a_terminal_names_yes(
+    unfinished: Path, finished: Finished, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("run", finished.recipe, "-o", unfinished, "--device", "cpu", "--fresh")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    code, _, line = said(*words)
+    assert (code, line) == (
+        2,
+        "quantize: --fresh: discard the run in cut? Nobody can be asked without a terminal; add --yes",
+    )
+    assert journal.unfinished(unfinished)
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))  # an answer through a pipe is one
+    assert said(*words)[0] == 2
+    assert journal.unfinished(unfinished)
+
+
+def test_other_threads_name_the_variable_and_the_number(
+    unfinished: Path, finished: Finished, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", str(begun + 1))
+    code, _, line = said("run", finished.recipe, "-o", unfinished, "--device", "cpu")
+    assert code == 2
+    assert f"OMP_NUM_THREADS is {begun + 1}" in line
+    assert line.endswith(f"unset it, or set OMP_NUM_THREADS={begun}")
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "remedy"),
+    [
+        ("threads", 3, "set OMP_NUM_THREADS=3"),
+        ("device", "cpu", "give --device cpu"),
+        ("device", "a card", "go on with the device a card"),
+        ("chunk", 5, "give the --device-memory that it began with"),
+        ("torch", "2.0", "install torch 2.0"),
+        ("cpu_capability", "AVX2", "restore it"),
+    ],
+)
+def test_another_machine_has_a_remedy_of_its_own(key: str, before: Any, remedy: str, tmp_path: Path) -> None:
+    journal.refuse_changes(tmp_path, {"machine": {key: before}}, tmp_path)
+    with pytest.raises(InputError, match=rf"another machine\.{key} .*; {remedy}, or start over with --fresh$"):
+        journal.refuse_changes(tmp_path, {"machine": {key: "other"}}, tmp_path)
+
+
+def test_a_finished_folder_says_which_setting_differs(
+    finished: Finished, write_recipe: Callable[..., Path], tmp_path: Path, said: Said
+) -> None:
+    other = write_recipe(tmp_path / "bits", bits=8)
+    code, _, line = said("run", other, finished.folder, "--device", "cpu")
+    assert code == 2
+    assert line == (
+        f"quantize: {finished.folder}: holds the finished output of another recipe (experts.bits: 4, now 8); choose "
+        "another --output, or start over with --fresh"
+    )
+    longer = write_recipe(tmp_path / "longer")
+    for file in ("calibration.yaml", "held-out.yaml"):
+        text = (longer.parent / file).read_text()
+        (longer.parent / file).write_text(text.replace("sequence_length: 128", "sequence_length: 96"))
+    assert "(calibration.yaml.sequence_length: 128, now 96, held-out.yaml" in said("run", longer, finished.folder)[2]
+    (shutil.copytree(finished.folder, tmp_path / "copy") / "recipe.yaml").unlink()
+    assert "of another recipe; choose another" in said("run", other, tmp_path / "copy")[2]
+
+
+@pytest.mark.parametrize(
+    ("device", "remedy"),
+    [
+        ("gpu", "a GPU, AMD's too, is called cuda or cuda:N here; give one of these, or auto"),
+        ("rocm:1", "a GPU, AMD's too, is called cuda or cuda:N here; give one of these, or auto"),
+        ("mps", "only the CPU and GPUs of NVIDIA and AMD are supported; give cpu, cuda, cuda:N or auto"),
+        ("xpu:0", "only the CPU and GPUs of NVIDIA and AMD are supported; give cpu, cuda, cuda:N or auto"),
+        ("cuda:x", "only the CPU and GPUs of NVIDIA and AMD are supported; give cpu, cuda, cuda:N or auto"),
+    ],
+)
+def test_a_device_of_another_name(device: str, remedy: str, finished: Finished, said: Said) -> None:
+    assert said("verify", finished.folder, "--source", finished.source, "--device", device) == (
+        2,
+        "",
+        f"quantize: --device {device}: {remedy}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("cuda", "found", "device", "problem"),
+    [
+        (None, 0, "cuda", "is a build for the CPU alone; install one for GPUs, or give cpu"),
+        ("13.0", 0, "cuda:9", "torch finds no GPU; see whether nvidia-smi lists one and what CUDA_VISIBLE_DEVICES"),
+        ("13.0", 1, "cuda:1", "torch finds one GPU; give cuda:0"),
+        ("13.0", 2, "cuda:9", "torch finds 2 GPUs; give one of cuda:0 to cuda:1"),
+    ],
+)
+def test_a_gpu_that_is_not_there(
+    cuda: str | None, found: int, device: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    with pytest.raises(InputError, match=f"^--device {device}: .*{problem}"):
+        choose_device(device)
+
+
+def test_a_finding_of_all_layers_is_one_line_and_a_list_in_json(finished: Finished, tmp_path: Path, said: Said) -> None:
+    """No scheme names the experts any more: every layer's are taken as not quantized, for one cause."""
+    folder = shutil.copytree(finished.folder, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups.pop(next(name for name, group in groups.items() if "experts" in str(group["targets"])))
+    (folder / "config.json").write_text(json.dumps(config))
+    code, out, _ = said("verify", folder, "--source", finished.source)
+    lines = [line for line in out.splitlines() if line.startswith("error: ") and "vLLM" in line]
+    assert code == 3
+    assert len(lines) == 1
+    assert lines[0].startswith("error: layers 0–3, experts 0–15: block_sparse_moe.experts.*.w1, ")
+    assert "(192 times)" in lines[0]
+    code, out, _ = said("verify", folder, "--source", finished.source, "--json")
+    listed = [one for one in json.loads(out)["consumers"]["findings"] if "vLLM" in one["engine"]]
+    assert code == 3
+    assert [(one["count"], len(set(one["places"]))) for one in listed] == [(192, 192)]
+
+
+def test_a_difference_in_all_layers_is_one_line_and_a_list_in_json(
+    finished: Finished, tmp_path: Path, said: Said
+) -> None:
+    """The norms of the source beside experts that were folded into other norms."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(finished.folder, tmp_path / "copy")
+    (folder / "report.json").unlink()
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in tensors:
+            if name.endswith("post_attention_layernorm.weight"):
+                tensors[name] = tensors[name] * 3
+        save_file(tensors, path, metadata={"format": "pt"})
+    code, out, _ = said("verify", folder, "--source", finished.source)
+    assert code == 3
+    assert sum("block_sparse_moe.gate.weight: " in line for line in out.splitlines()) == 1
+    assert "layers 0–3: block_sparse_moe.gate.weight: " in out
+    code, out, _ = said("verify", folder, "--source", finished.source, "--json")
+    listed = [line for line in json.loads(out)["differences"] if ".block_sparse_moe.gate.weight: " in line]
+    assert [line.split(".")[2] for line in listed] == ["0", "1", "2", "3"]
