@@ -157,7 +157,12 @@ def _calibration(report: dict[str, Any]) -> str:
         if calibration["truncated_samples"]
         else ""
     )
-    dropped = f" {len(calibration['dropped'])} samples were dropped." if calibration["dropped"] else ""
+    unusable, left_out = (
+        sum(row["count"] for row in calibration["dropped"] if row.get("left_out", False) is unlisted)
+        for unlisted in (False, True)
+    )
+    dropped = f" {unusable:,} rows were unusable." if unusable else ""
+    dropped += f" {left_out:,} were left out: the set does not list their language." if left_out else ""
     return "\n".join(
         [
             "## Calibration",

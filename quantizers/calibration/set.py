@@ -22,6 +22,7 @@ LOCAL_SUFFIXES = (".jsonl", ".json", ".parquet")
 Kind = Literal["programming", "spoken"]
 KINDS: tuple[Kind, ...] = ("programming", "spoken")
 FAMILY: dict[Kind, str] = {"programming": "code", "spoken": "spoken"}  # the first part of a category such as code/rust
+_KIND_OF_FAMILY: dict[str, Kind] = {family: kind for kind, family in FAMILY.items()}
 Shape = Literal["text", "prompt-answer", "chat", "sharegpt", "code-contests"]
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -41,6 +42,18 @@ def slug(name: str) -> str:
     """A language's name as the second part of a category: `cpp` for `C++`, `bash-shell` for `Bash/Shell`."""
     words = name.lower().replace("++", "pp").replace("#", "sharp")
     return re.sub(r"[^\w]+", "-", words).strip("-")
+
+
+def claimed_language(category: str) -> tuple[Kind, set[str]] | None:
+    """The kind of language that a category claims, and the slugs by which a list may have it.
+
+    `code/C++` claims `cpp`; of `code/rust/async` the second part claims it. None for a category such as `math` or
+    `code`, which claims no language.
+    """
+    family, _, rest = category.partition("/")
+    kind = _KIND_OF_FAMILY.get(family.strip().lower())
+    slugs = {slug(rest), slug(rest.partition("/")[0])} - {""}
+    return (kind, slugs) if kind and slugs else None
 
 
 def seeded(text: str) -> random.Random:
@@ -88,6 +101,16 @@ class Languages(Strict):
     def of(self, kind: Kind) -> tuple[str, ...]:
         """The list of one kind."""
         return self.programming if kind == "programming" else self.spoken
+
+    def named_by(self, category: str) -> str | None:
+        """The listed language that a category names, if any."""
+        kind, slugs = claimed_language(category) or (None, set[str]())
+        return next((name for name in self.of(kind) if slug(name) in slugs), None) if kind else None
+
+    def lacking(self, category: str) -> Kind | None:
+        """The kind whose list does not have the language that a category claims; an empty list lacks nothing."""
+        kind, _ = claimed_language(category) or (None, None)
+        return kind if kind and self.of(kind) and self.named_by(category) is None else None
 
 
 class FromColumn(Strict):
@@ -224,7 +247,19 @@ def read_set(path: Path) -> CalibrationSet:
     Raises:
         CalibrationError: one line `file:line: key: what is wrong (remedy)`.
     """
-    return load(path, CalibrationSet, CalibrationError)
+    calibration = load(path, CalibrationSet, CalibrationError)
+    for index, source in enumerate(calibration.sources):
+        category = source.category
+        if isinstance(category, FromColumn) or placeholders(category):
+            continue
+        if kind := calibration.languages.lacking(category):  # a column's rows are left out instead, see take.py
+            line = parse(path, CalibrationError)[1]["sources", index, "category"]
+            raise CalibrationError(
+                f"{path}:{line}: sources[{index}].category: {category} names a language that languages.{kind} does "
+                "not list; list it, remove the source, or give a category outside of "
+                f"{FAMILY[kind]}/"
+            )
+    return calibration
 
 
 def source_lines(path: Path) -> list[int]:
