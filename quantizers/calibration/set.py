@@ -83,8 +83,12 @@ class Languages(Strict):
     """The languages that prompts assign to samples and the report counts, by their everyday names."""
 
     programming: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Their categories are `code/rust`, `code/cpp` and so on. Rows of a column's category that names another language
+    are left out; an empty list leaves none out."""
     spoken: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    required: bool = False  # if true, a run refuses a set in which a language is missing
+    """The same for spoken languages: `spoken/hindi`."""
+    required: bool = False
+    """Whether a run refuses a set in which a language of the lists has no sample."""
 
     @field_validator("programming", "spoken")
     @classmethod
@@ -117,23 +121,39 @@ class FromColumn(Strict):
     """The category is read from a column of each row."""
 
     column: Annotated[str, Field(min_length=1)]
+    """The column's name."""
 
 
 class DataSource(Strict):
     """One source. A local file is one whose name ends in .jsonl, .json or .parquet."""
 
     dataset: Annotated[str, Field(min_length=1)]
+    """A Hub id, or a file in .jsonl, .json or .parquet, relative to the set."""
     subset: str | None = None
+    """Of a Hub data set: its configuration."""
     split: Annotated[str, Field(min_length=1)] = "train"
+    """Of a Hub data set."""
     revision: str | None = None
-    streaming: bool = False  # read a Hub dataset only as far as needed; a local file is always read whole
+    """Of a Hub data set: a branch, tag or commit; its newest by default. A lock pins all of them."""
+    streaming: bool = False
+    """Read a Hub data set only as far as needed. A local file is always read whole."""
     columns: Annotated[tuple[str, ...], Field(strict=False)]
+    """The columns that the shape reads, in its order."""
     shape: Shape
-    samples: int | Literal["all"]
-    sequence_length: Annotated[int, Field(ge=2)] | None = None  # overrides the set's; larger for long texts
+    """How a row becomes a sample, see [shapes](#shapes)."""
+    samples: Annotated[int, Field(ge=1)] | Literal["all"]
+    """How many samples to take in an order that the seed decides, or `all` in the file's order. With a number, an
+    unusable row is counted and the next one taken; with `all` it is an error."""
+    sequence_length: Annotated[int, Field(ge=2)] | None = None
+    """Instead of the set's; a larger one makes [long texts](#samples-and-their-lengths)."""
     category: str | FromColumn
+    """What the samples are called in every table: `math`, `code/rust`, `code/{programming_language}`, or
+    `{column: NAME}` to read it from each row."""
     prompt: str | None = None
-    order: Annotated[str, Field(min_length=1)] | None = None  # seeds the order of a local file, instead of its name
+    """An instruction put before the text. `{programming_language}` and `{spoken_language}` in it assign a language
+    to each sample in turn."""
+    order: Annotated[str, Field(min_length=1)] | None = None
+    """Seeds the order of a local file's rows, instead of its name. Copies of a set need it."""
 
     @property
     def is_local(self) -> bool:
@@ -196,10 +216,15 @@ class CalibrationSet(Strict):
     """One calibration set file."""
 
     name: Annotated[str, Field(min_length=1)]
-    sequence_length: Annotated[int, Field(ge=2)]  # tokens; longer samples are truncated; a source may override it
+    """What reports and cards call it."""
+    sequence_length: Annotated[int, Field(ge=2)]
+    """Tokens at which a sample is cut."""
     seed: Annotated[int, Field(ge=0)] = 42
+    """Decides which rows are taken, and which language is assigned to which sample."""
     languages: Languages = Languages()
+    """The languages that prompts assign and reports count, by their everyday names."""
     sources: Annotated[tuple[DataSource, ...], Field(strict=False)]
+    """Where the texts come from; at least one."""
 
     @field_validator("sources")
     @classmethod

@@ -83,6 +83,17 @@ def list_sets(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
 
 @calibration.command()
+def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Print the JSON schema of calibration sets, for an editor.
+
+    Example: quantize calibration schema > calibration-set.schema.json
+    """
+    from .schema_reference import set_schema
+
+    print(set_schema(), end="")  # JSON in any case
+
+
+@calibration.command()
 def copy(
     name: Annotated[str, typer.Argument(metavar="NAME", help="as `quantize calibration list` lists it")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="made if it is not there; nothing is overwritten")],

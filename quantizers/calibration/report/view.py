@@ -53,8 +53,9 @@ def _totals(total: dict[str, Any]) -> str:
         f"which lost {total['truncated_tokens']:,} tokens"
     )
     long = f"of these {total['long_samples']:,} long ones, {total['long_tokens']:,} tokens\n"
+    samples = f"{total['samples']:,} sample{'' if total['samples'] == 1 else 's'}"
     return (
-        f"{total['samples']:,} sample{'s' * (total['samples'] != 1)}, {total['tokens']:,} tokens; {cut if total['truncated_samples'] else 'none cut'}"
+        f"{samples}, {total['tokens']:,} tokens; {cut if total['truncated_samples'] else 'none cut'}"
         f"\n{long if total['long_samples'] else ''}"
         f"digest {total['digest']}{''.join(f' ({note})' for note in total['notes'])}"
     )
