@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from quantizers.system.errors import CalibrationError, OutputError
@@ -67,12 +68,22 @@ def copy_set(name: str, folder: Path) -> list[Path]:
     path = shipped("calibration") / f"{name.removesuffix('.yaml')}.yaml"
     if Path(name).name != name or not path.is_file():
         raise CalibrationError(f"{name}: no such set; `quantize calibration list` lists them")
-    beside = path.parent / HELD_OUT
-    wanted = dict.fromkeys(file for each in dict.fromkeys((path, beside)) for file in _files(each))
+    sets = dict.fromkeys(each for each in (path, path.parent / HELD_OUT) if each.is_file())
+    wanted = dict.fromkeys(file for each in sets for file in _files(each))
     contents = {folder / file.relative_to(path.parent): file.read_bytes() for file in wanted}
+    write_together(contents)
+    return list(contents)
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Write files, all or none of them, and overwrite nothing; one that is there with the same bytes stays.
+
+    Raises:
+        OutputError: one is there and differs, or cannot be written.
+    """
     for target, content in contents.items():
         if target.exists() and not (target.is_file() and target.read_bytes() == content):
-            raise OutputError(f"{target}: exists, and is another file; give another folder")
+            raise OutputError(f"{target}: exists, and is another file; give another name or folder")
     written: list[Path] = []
     try:
         for target, content in contents.items():
@@ -83,8 +94,7 @@ def copy_set(name: str, folder: Path) -> list[Path]:
     except OSError as failure:
         for target in written:
             target.unlink(missing_ok=True)
-        raise OutputError(f"{failure.filename}: cannot be written ({failure.strerror}); give another folder") from None
-    return list(contents)
+        raise OutputError(f"{failure.filename}: cannot be written ({failure.strerror}); give another place") from None
 
 
 def _files(path: Path) -> list[Path]:

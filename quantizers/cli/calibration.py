@@ -113,6 +113,30 @@ def copy(
 
 
 @calibration.command()
+def new(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="the set, such as mine.yaml")],
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="your texts: .jsonl, .json or .parquet; without it, example rows beside it"),
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write a commented set for a file of texts: it looks at the rows, and finds shape, columns and languages.
+
+    Example: quantize calibration new mine.yaml --data texts.jsonl
+    """
+    from quantizers.calibration.catalogue import write_together
+    from quantizers.calibration.new_set import new_set
+
+    made = new_set(file, data)
+    write_together(made.contents)
+    lines = [f"wrote {' and '.join(map(str, made.contents))}", *made.notes, f"next: quantize calibration {file}"]
+    files = {"set": str(file), "files": list(map(str, made.contents)), "notes": list(made.notes)}
+    emit(files, as_json, "\n".join(lines))
+
+
+@calibration.command()
 def check(
     *,
     set_: Annotated[
