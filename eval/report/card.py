@@ -129,7 +129,12 @@ def _calibration(report: dict[str, Any]) -> str:
     drawn = calibration.get("drawn")
     at_length = calibration["truncated_samples"] - (drawn["cut"] if drawn else 0)
     cut = f" {at_length:,} samples were cut at {' or '.join(f'{n:,}' for n in lengths)} tokens." if at_length else ""
-    dropped = f" {len(calibration['dropped'])} samples were dropped." if calibration["dropped"] else ""
+    unusable, left_out = (
+        sum(row["count"] for row in calibration["dropped"] if row.get("left_out", False) is unlisted)
+        for unlisted in (False, True)
+    )
+    dropped = f" {unusable:,} rows were unusable." if unusable else ""
+    dropped += f" {left_out:,} were left out: the set does not list their language." if left_out else ""
     return "\n".join(
         [
             "## Calibration",

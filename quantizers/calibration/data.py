@@ -43,12 +43,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class Dropped:
-    """How many rows of one source were unusable for the same reason; `first` is the place of the first one."""
+    """How many rows of one source were skipped for the same reason.
+
+    Attributes:
+        first: the place of the first one.
+        left_out: whether they could be used, but name a language that is not in the set's lists.
+    """
 
     source: str
     reason: str
     count: int
     first: str
+    left_out: bool = False
 
 
 @dataclass(frozen=True)

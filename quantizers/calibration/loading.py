@@ -117,6 +117,9 @@ def _load(
 
     taken = for_each_source(calibration, path, take, workers)
     samples = tuple(sample for result in taken for sample in result.samples)
+    if not samples:  # a source with nothing but unusable rows is an error already
+        first = taken[0].dropped[0]
+        raise CalibrationError(f"{path}: no row is left ({first.first}: {first.reason}); list the languages of some")
     return CalibrationData(
         name=calibration.name,
         sequence_length=calibration.sequence_length,

@@ -22,6 +22,7 @@ LOCAL_SUFFIXES = (".jsonl", ".json", ".parquet")
 Kind = Literal["programming", "spoken"]
 KINDS: tuple[Kind, ...] = ("programming", "spoken")
 FAMILY: dict[Kind, str] = {"programming": "code", "spoken": "spoken"}  # the first part of a category such as code/rust
+_KIND_OF_FAMILY: dict[str, Kind] = {family: kind for kind, family in FAMILY.items()}
 Shape = Literal["text", "prompt-answer", "chat", "sharegpt", "code-contests"]
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -41,6 +42,18 @@ def slug(name: str) -> str:
     """A language's name as the second part of a category: `cpp` for `C++`, `bash-shell` for `Bash/Shell`."""
     words = name.lower().replace("++", "pp").replace("#", "sharp")
     return re.sub(r"[^\w]+", "-", words).strip("-")
+
+
+def claimed_language(category: str) -> tuple[Kind, set[str]] | None:
+    """The kind of language that a category claims, and the slugs by which a list may have it.
+
+    `code/C++` claims `cpp`; of `code/rust/async` the second part claims it. None for a category such as `math` or
+    `code`, which claims no language.
+    """
+    family, _, rest = category.partition("/")
+    kind = _KIND_OF_FAMILY.get(family.strip().lower())
+    slugs = {slug(rest), slug(rest.partition("/")[0])} - {""}
+    return (kind, slugs) if kind and slugs else None
 
 
 def seeded(text: str) -> random.Random:
@@ -70,8 +83,12 @@ class Languages(Strict):
     """The languages that prompts assign to samples and the report counts, by their everyday names."""
 
     programming: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Their categories are `code/rust`, `code/cpp` and so on. Rows of a column's category that names another language
+    are left out; an empty list leaves none out."""
     spoken: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    required: bool = False  # if true, a run refuses a set in which a language is missing
+    """The same for spoken languages: `spoken/hindi`."""
+    required: bool = False
+    """Whether a run refuses a set in which a language of the lists has no sample."""
 
     @field_validator("programming", "spoken")
     @classmethod
@@ -89,28 +106,54 @@ class Languages(Strict):
         """The list of one kind."""
         return self.programming if kind == "programming" else self.spoken
 
+    def named_by(self, category: str) -> str | None:
+        """The listed language that a category names, if any."""
+        kind, slugs = claimed_language(category) or (None, set[str]())
+        return next((name for name in self.of(kind) if slug(name) in slugs), None) if kind else None
+
+    def lacking(self, category: str) -> Kind | None:
+        """The kind whose list does not have the language that a category claims; an empty list lacks nothing."""
+        kind, _ = claimed_language(category) or (None, None)
+        return kind if kind and self.of(kind) and self.named_by(category) is None else None
+
 
 class FromColumn(Strict):
     """The category is read from a column of each row."""
 
     column: Annotated[str, Field(min_length=1)]
+    """The column's name."""
 
 
 class DataSource(Strict):
     """One source. A local file is one whose name ends in .jsonl, .json or .parquet."""
 
     dataset: Annotated[str, Field(min_length=1)]
+    """A Hub id, or a file in .jsonl, .json or .parquet, relative to the set."""
     subset: str | None = None
+    """Of a Hub data set: its configuration."""
     split: Annotated[str, Field(min_length=1)] = "train"
+    """Of a Hub data set."""
     revision: str | None = None
-    streaming: bool = False  # read a Hub dataset only as far as needed; a local file is always read whole
+    """Of a Hub data set: a branch, tag or commit; its newest by default. A lock pins all of them."""
+    streaming: bool = False
+    """Read a Hub data set only as far as needed. A local file is always read whole."""
     columns: Annotated[tuple[str, ...], Field(strict=False)]
+    """The columns that the shape reads, in its order."""
     shape: Shape
-    samples: int | Literal["all"]
-    sequence_length: Annotated[int, Field(ge=2)] | None = None  # overrides the set's; larger for long texts
+    """How a row becomes a sample, see [shapes](#shapes)."""
+    samples: Annotated[int, Field(ge=1)] | Literal["all"]
+    """How many samples to take in an order that the seed decides, or `all` in the file's order. With a number, an
+    unusable row is counted and the next one taken; with `all` it is an error."""
+    sequence_length: Annotated[int, Field(ge=2)] | None = None
+    """Instead of the set's; a larger one makes [long texts](#samples-and-their-lengths)."""
     category: str | FromColumn
+    """What the samples are called in every table: `math`, `code/rust`, `code/{programming_language}`, or
+    `{column: NAME}` to read it from each row."""
     prompt: str | None = None
-    order: Annotated[str, Field(min_length=1)] | None = None  # seeds the order of a local file, instead of its name
+    """An instruction put before the text. `{programming_language}` and `{spoken_language}` in it assign a language
+    to each sample in turn."""
+    order: Annotated[str, Field(min_length=1)] | None = None
+    """Seeds the order of a local file's rows, instead of its name. Copies of a set need it."""
 
     @property
     def is_local(self) -> bool:
@@ -173,10 +216,15 @@ class CalibrationSet(Strict):
     """One calibration set file."""
 
     name: Annotated[str, Field(min_length=1)]
-    sequence_length: Annotated[int, Field(ge=2)]  # tokens; longer samples are truncated; a source may override it
+    """What reports and cards call it."""
+    sequence_length: Annotated[int, Field(ge=2)]
+    """Tokens at which a sample is cut."""
     seed: Annotated[int, Field(ge=0)] = 42
+    """Decides which rows are taken, and which language is assigned to which sample."""
     languages: Languages = Languages()
+    """The languages that prompts assign and reports count, by their everyday names."""
     sources: Annotated[tuple[DataSource, ...], Field(strict=False)]
+    """Where the texts come from; at least one."""
 
     @field_validator("sources")
     @classmethod
@@ -224,7 +272,19 @@ def read_set(path: Path) -> CalibrationSet:
     Raises:
         CalibrationError: one line `file:line: key: what is wrong (remedy)`.
     """
-    return load(path, CalibrationSet, CalibrationError)
+    calibration = load(path, CalibrationSet, CalibrationError)
+    for index, source in enumerate(calibration.sources):
+        category = source.category
+        if isinstance(category, FromColumn) or placeholders(category):
+            continue
+        if kind := calibration.languages.lacking(category):  # a column's rows are left out instead, see take.py
+            line = parse(path, CalibrationError)[1]["sources", index, "category"]
+            raise CalibrationError(
+                f"{path}:{line}: sources[{index}].category: {category} names a language that languages.{kind} does "
+                "not list; list it, remove the source, or give a category outside of "
+                f"{FAMILY[kind]}/"
+            )
+    return calibration
 
 
 def source_lines(path: Path) -> list[int]:

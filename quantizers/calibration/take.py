@@ -1,8 +1,9 @@
 """Take the number of samples that the set asks for from one source.
 
 Rows are tried in the source's order. An unusable row is counted under its reason, and the next row is
-tried instead. Languages are assigned round robin, in an order that the seed decides, over all samples of
-the set that need one.
+tried instead. A row whose own category names a language that the set does not list is left out, and counted
+too: so a language that is taken from a list is no longer calibrated on. Languages are assigned round robin, in
+an order that the seed decides, over all samples of the set that need one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from quantizers.calibration.sources.read import read_rows
 from quantizers.calibration.sources.rows import Row, SourceError
 
 from .data import Dropped, Sample
-from .set import FAMILY, KINDS, CalibrationSet, DataSource, FromColumn, Kind, fill, seeded, slug
+from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, seeded, slug
 from .shapes import Rejected, instruct, read_row
 from .tokens import Renderer
 
@@ -43,7 +44,7 @@ def order_of(calibration: CalibrationSet, index: int) -> str:
 
 @dataclass(frozen=True)
 class Taken:
-    """The samples of one source, and its skipped rows."""
+    """The samples of one source, and its skipped rows: the unusable ones, then those left out."""
 
     samples: list[Sample]
     dropped: list[Dropped]
@@ -82,21 +83,36 @@ class Taker:
         most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
         samples: list[Sample] = []
         rejected: dict[str, list[str]] = {}  # reason -> places
+        left_out: dict[str, list[str]] = {}
         read = 0
         for row in read_rows(source, self.folder, revision, seed):
             if len(samples) == wanted or read == most_rows:
                 break
             read += 1
+            if unlisted := self._unlisted(row, source):
+                left_out.setdefault(unlisted, []).append(row.place)
+                continue
             try:
                 samples.append(self._sample(row, source, languages_at(len(samples)), seed))
             except Rejected as failure:
                 rejected.setdefault(str(failure), []).append(row.place)
             else:
                 self.accepted(source.dataset)
-        dropped = [Dropped(source.dataset, why, len(at), at[0]) for why, at in sorted(rejected.items())]
-        if len(samples) < (read if wanted == "all" else wanted):
+        dropped = [
+            Dropped(source.dataset, why, len(at), at[0], left_out=places is left_out)
+            for places in (rejected, left_out)
+            for why, at in sorted(places.items())
+        ]
+        usable = read - sum(map(len, left_out.values()))
+        if len(samples) < (usable if wanted == "all" else wanted):
             raise _shortfall(source, len(samples), read, dropped)
         return Taken(samples, dropped)
+
+    def _unlisted(self, row: Row, source: DataSource) -> str | None:
+        """Why a row is left out: its own category names a language that the set's list of that kind does not have."""
+        category = row.values.get(source.category.column) if isinstance(source.category, FromColumn) else None
+        kind = self.calibration.languages.lacking(category) if isinstance(category, str) else None
+        return f"{category} is not in languages.{kind}" if kind else None
 
     def _sample(self, row: Row, source: DataSource, dealt: dict[Kind, str], seed: str) -> Sample:
         content = read_row(row.values, source, seed)
@@ -126,12 +142,8 @@ class Taker:
         return lambda position: {kind: names[(first[kind] + position) % len(names)] for kind, names in orders.items()}
 
     def _named_by(self, category: str, dealt: dict[Kind, str]) -> list[str]:
-        return [
-            name
-            for kind in KINDS
-            for name in self.calibration.languages.of(kind)
-            if category == f"{FAMILY[kind]}/{slug(name)}" and name not in dealt.values()
-        ]
+        name = self.calibration.languages.named_by(category)
+        return [name] if name and name not in dealt.values() else []
 
 
 def _category(source: DataSource, row: Row, dealt: dict[Kind, str]) -> str:
@@ -144,8 +156,10 @@ def _category(source: DataSource, row: Row, dealt: dict[Kind, str]) -> str:
 
 
 def _shortfall(source: DataSource, taken: int, read: int, dropped: list[Dropped]) -> SourceError:
-    asked = f"all {read}" if source.samples == "all" else f"the {source.samples}"
+    left_out = sum(item.count for item in dropped if item.left_out)
+    asked = f"all {read - left_out}" if source.samples == "all" else f"the {source.samples}"
     reasons = ", ".join(f"{item.reason} ({item.count}, first at {item.first})" for item in dropped)
     reason = f"{taken} of {asked} samples; {reasons or f'it has only {read} rows'}"
     remedy = f"correct the rows, or ask for at most {taken}" if taken else "correct the rows, columns or shape"
+    remedy = f"list these languages, {remedy}" if left_out else remedy
     return SourceError(source.dataset, reason, remedy)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import nullcontext
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -30,10 +32,13 @@ class Renderer:
     def __init__(self, source: str, revision: str = "main", trust_remote_code: bool = False) -> None:
         from transformers import AutoTokenizer
 
+        from .sources.hub import quiet
+
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                source, revision=revision, trust_remote_code=trust_remote_code
-            )
+            with nullcontext() if Path(source).is_dir() else quiet():
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                    source, revision=revision, trust_remote_code=trust_remote_code
+                )
         except Exception as failure:  # the library does not document what it raises
             problem = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
             raise CalibrationError(

@@ -1,84 +1,257 @@
-"""`quantize calibration`: parse, call, print, exit code."""
+"""`quantize calibration`: parse, call, print, exit code. A word that is no command of the group is a set to check."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from quantizers.system.errors import InputError
 
-from .options import GATE_FAILED, DebugOption, JsonOption, find_set, show_rich
+from .options import GATE_FAILED, DebugOption, JsonOption, emit, find_set, show_rich
+
+if TYPE_CHECKING:
+    from quantizers.recipe.schema import Recipe
 
 
-def calibration(
-    *,
-    words: Annotated[
-        list[str],
-        typer.Argument(metavar="SET | lock SET | diff SET SET", help="a set's file, or the name of a shipped one"),
-    ],
-    tokenizer: Annotated[str | None, typer.Option(help="a model's folder or Hub id; the tiny model by default")] = None,
-    held_out: Annotated[
-        Path | None, typer.Option(help="a set that shares no text with it; held-out.yaml beside it by default")
-    ] = None,
-    show: Annotated[int, typer.Option(min=0, help="print this many rendered samples, evenly spread")] = 0,
-    workers: Annotated[int, typer.Option(min=1, help="sources loaded at the same time")] = 8,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Check what a calibration set holds; exit 3 when a language is missing or texts are duplicates.
+class _SetOrCommand(TyperGroup):
+    """A group in which `calibration SET` means `calibration check SET`."""
 
-    `lock SET` writes the exact version of every source beside the set; `diff SET SET` compares two.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        if args and args[0] not in self.commands and not own.issuperset(args):
+            args = ["check", *args]
+        return super().parse_args(ctx, args)
+
+
+calibration = typer.Typer(rich_markup_mode=None, cls=_SetOrCommand)
+SetArgument = Annotated[str, typer.Argument(metavar="SET", help="a set's file, or the name of a shipped one")]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="a model's folder or Hub id; the recipe's, or else the tiny model, by default")
+]
+RecipeOption = Annotated[
+    str | None, typer.Option(metavar="RECIPE", help="count tokens with the tokenizer of this recipe's source")
+]
+WorkersOption = Annotated[int, typer.Option(min=1, help="sources loaded at the same time")]
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Whose tokenizer counts the tokens, and what is said about that.
+
+    Attributes:
+        arguments: tokenizer, revision and trust_remote_code, as `load_samples` takes them.
+        recipe: the recipe that was given, with its path.
+    """
+
+    arguments: dict[str, Any]
+    about: str
+    recipe: tuple[Recipe, Path] | None
+
+
+@calibration.callback(invoke_without_command=True)
+def calibration_(context: typer.Context, as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Check, list, copy, write, pin and compare calibration sets.
+
+    `quantize calibration SET` checks a set, as `check SET` does; without a word, the shipped sets are listed.
 
     Example: quantize calibration embedded
     """
-    from quantizers.system.shipped import shipped
-
-    verb, *sets = words
-    if verb == "lock" and len(sets) == 1:
-        report, shown = _lock(sets[0], workers)
-    elif verb == "diff" and len(sets) == 2:
-        report, shown = _diff(*sets)
-    elif not sets:
-        model = tokenizer or str(shipped("models") / "tiny-minimax-m2")
-        report, shown = _check(verb, model, held_out, show, workers)
-    else:
-        raise InputError(f"calibration {' '.join(words)}: give SET, `lock SET`, or `diff SET SET`")
-    show_rich(report, as_json, shown)
-    if not report.get("ok", True):
-        raise typer.Exit(GATE_FAILED)
+    if context.invoked_subcommand is None:
+        _list(as_json)
 
 
-def _check(name: str, tokenizer: str, held_out: Path | None, show: int, workers: int) -> tuple[dict[str, Any], Any]:
-    """Load a set, check it, and render `show` of its samples."""
+def _list(as_json: bool) -> None:
+    from quantizers.calibration.catalogue import rows
+    from quantizers.system.text_table import plain
+
+    listed = rows()
+    header = ("name", "samples", "sources", "about")
+    emit({"sets": listed}, as_json, plain(header, [[row[key] for key in header] for row in listed]))
+
+
+@calibration.command(name="list")
+def list_sets(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """List the shipped sets: samples, where their sources are, and what they hold.
+
+    Example: quantize calibration list
+    """
+    _list(as_json)
+
+
+@calibration.command()
+def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Print the JSON schema of calibration sets, for an editor.
+
+    Example: quantize calibration schema > calibration-set.schema.json
+    """
+    from .schema_reference import set_schema
+
+    print(set_schema(), end="")  # JSON in any case
+
+
+@calibration.command()
+def copy(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="as `quantize calibration list` lists it")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="made if it is not there; nothing is overwritten")],
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Copy a shipped set to change it, with its data and with the held-out set that it must share no text with.
+
+    Example: quantize calibration copy embedded my-sets
+    """
+    from quantizers.calibration.catalogue import copy_set
+
+    copies = copy_set(name, folder)
+    said = f"wrote {copies[0]}, and {len(copies) - 1} files that go with it" if copies[1:] else f"wrote {copies[0]}"
+    files = {"set": str(copies[0]), "files": [str(copy) for copy in copies]}
+    emit(files, as_json, f"{said}\nnext: quantize calibration {copies[0]}")
+
+
+@calibration.command()
+def new(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="the set, such as mine.yaml")],
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="your texts: .jsonl, .json or .parquet; without it, example rows beside it"),
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write a commented set for a file of texts: it looks at the rows, and finds shape, columns and languages.
+
+    Example: quantize calibration new mine.yaml --data texts.jsonl
+    """
+    from quantizers.calibration.catalogue import write_together
+    from quantizers.calibration.new_set import new_set
+
+    made = new_set(file, data)
+    write_together(made.contents)
+    lines = [f"wrote {' and '.join(map(str, made.contents))}", *made.notes, f"next: quantize calibration {file}"]
+    files = {"set": str(file), "files": list(map(str, made.contents)), "notes": list(made.notes)}
+    emit(files, as_json, "\n".join(lines))
+
+
+@calibration.command()
+def check(
+    *,
+    set_: Annotated[
+        str | None, typer.Argument(metavar="[SET]", help="a set's file, or the name of a shipped one; the recipe's")
+    ] = None,
+    tokenizer: TokenizerOption = None,
+    recipe: RecipeOption = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option(metavar="SET", help="a set that shares no text with it; held-out.yaml beside it by default"),
+    ] = None,
+    show: Annotated[int, typer.Option(min=0, help="print this many rendered samples, evenly spread")] = 0,
+    source: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="with --show: of the sources whose name contains this")
+    ] = None,
+    category: Annotated[
+        str | None, typer.Option(help="with --show: of this category, or below it: code takes code/rust too")
+    ] = None,
+    workers: WorkersOption = 8,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check what a set holds; exit 3 when a language has no text, or texts are duplicates, held out, or mislabelled.
+
+    The verdict comes first. Warnings, such as many tokens cut, do not change the exit code.
+
+    Example: quantize calibration check embedded --show 2 --category code/rust
+    """
     from rich.console import Console, Group
 
     from quantizers.calibration.report.check import check_set
-    from quantizers.calibration.report.view import loading, render, render_samples, show_samples
+    from quantizers.calibration.report.show import render_samples, show_samples
+    from quantizers.calibration.report.view import loading, render
     from quantizers.calibration.sources.cache import default_cache
 
-    path = find_set(name, "embedded")
+    if not show and (source is not None or category is not None):
+        raise InputError("--source and --category choose what --show prints; add --show N")
+    counting = _counting(tokenizer, recipe)
+    path, other = _sets(set_, held_out, counting.recipe)
+    given = counting.arguments | {"cache": default_cache()}
     with loading(Console(stderr=True)) as progress:
-        report = check_set(path, tokenizer, held_out, workers=workers, progress=progress, cache=default_cache())
-    if not show:
-        return report.as_json(), render(report)
-    shown = show_samples(path, show, tokenizer, cache=default_cache())
-    return report.as_json() | {"samples": [vars(s) for s in shown]}, Group(render(report), render_samples(shown))
+        report = check_set(path, held_out=other, workers=workers, progress=progress, **given)
+    data, shown = report.as_json(), render(report, counting.about)
+    if show:
+        samples = show_samples(path, show, source=source, category=category, **given)
+        data |= {"samples": [vars(sample) for sample in samples]}
+        shown = Group(shown, render_samples(samples))
+    show_rich(data, as_json, shown)
+    if not report.ok:
+        raise typer.Exit(GATE_FAILED)
 
 
-def _lock(name: str, workers: int) -> tuple[dict[str, Any], Any]:
-    """Write a set's lock file, beside the set."""
+@calibration.command()
+def lock(
+    set_: SetArgument, workers: WorkersOption = 8, as_json: JsonOption = False, debug: DebugOption = False
+) -> None:
+    """Write the exact version of every source to a lock beside the set, which runs then use.
+
+    Example: quantize calibration lock my-set.yaml
+    """
     from quantizers.calibration.sources.lock import lock_set
 
-    written = lock_set(find_set(name, "embedded"), workers=workers)
-    return {"lock": str(written)}, f"wrote {written}"
+    written = lock_set(find_set(set_, "embedded"), workers=workers)
+    emit({"lock": str(written)}, as_json, f"wrote {written}")
 
 
-def _diff(before: str, after: str) -> tuple[dict[str, Any], Any]:
-    """Compare two sets."""
+@calibration.command()
+def diff(
+    before: SetArgument,
+    after: SetArgument,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare two sets.
+
+    Example: quantize calibration diff embedded my-set.yaml
+    """
     from quantizers.calibration.report.diff import diff_sets
     from quantizers.calibration.report.view import render_diff
 
     difference = diff_sets(find_set(before, "embedded"), find_set(after, "embedded"))
-    return difference.as_json(), render_diff(difference)
+    show_rich(difference.as_json(), as_json, render_diff(difference))
+
+
+def _counting(tokenizer: str | None, recipe: str | None) -> Counting:
+    """The tokenizer that was named, or the recipe's, or the tiny model's."""
+    from quantizers.recipe.schema import read_recipe, source_location
+    from quantizers.system.shipped import shipped
+
+    named = None if recipe is None else read_recipe(recipe)
+    if tokenizer is not None:
+        return Counting({"tokenizer": tokenizer}, "", named)
+    if named is None:
+        tiny = {"tokenizer": str(shipped("models") / "tiny-minimax-m2")}
+        about = "; a large model's makes fewer tokens of a text (--recipe RECIPE or --tokenizer MODEL counts with it)"
+        return Counting(tiny, about, None)
+    source = named[0].source
+    arguments = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
+    return Counting({"tokenizer": source_location(*named)} | arguments, ", the recipe's source", named)
+
+
+def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | None) -> tuple[Path, Path | None]:
+    """The set to check, and the one that it must share no text with if that is not the one beside it."""
+    from quantizers.recipe.schema import set_location
+
+    if name is None and recipe is None:
+        raise InputError("give a set, such as embedded, or --recipe RECIPE to check the set of a recipe")
+    if name is None and recipe is not None:
+        path = set_location(recipe[0].calibration, recipe[1])
+    else:
+        path = find_set(str(name), "embedded")
+    if held_out is not None:
+        return path, find_set(held_out, "held-out")
+    perplexity = recipe[0].verify.perplexity if recipe and recipe[0].verify else None
+    if recipe is None or perplexity is None:
+        return path, None
+    other = set_location(perplexity.data, recipe[1])
+    return path, None if other.is_file() and other.samefile(path) else other

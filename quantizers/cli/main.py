@@ -72,7 +72,7 @@ app.command()(report.report)
 app.command()(publish.publish)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(recipes.new)
-app.command()(calibration.calibration)
+app.add_typer(calibration.calibration, name="calibration")
 app.add_typer(bench.bench, name="bench")
 
 

@@ -56,6 +56,17 @@ def show(name: NameArgument, as_json: JsonOption = False, debug: DebugOption = F
 
 
 @recipes.command()
+def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Print the JSON schema of recipes, for an editor.
+
+    Example: quantize recipes schema > recipe.schema.json
+    """
+    from .schema_reference import recipe_schema
+
+    print(recipe_schema(), end="")  # JSON in any case
+
+
+@recipes.command()
 def copy(
     name: NameArgument,
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="NAME.yaml here by default")] = None,

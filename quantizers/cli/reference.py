@@ -1,4 +1,7 @@
-"""Generates docs/commands.md and recipes/README.md: `python -m quantizers.cli.reference [--check]`."""
+"""Generates what the docs say of commands, recipes and schemas: `python -m quantizers.cli.reference [--check]`.
+
+These are docs/commands.md, recipes/README.md, the JSON schemas, and marked parts of docs/calibration.md and recipe.md.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from quantizers.recipe.catalogue import catalogue
 from quantizers.system.shipped import shipped
 
 from .main import app
+from .schema_reference import pages
 
 HEAD = """# Commands
 
@@ -110,9 +114,10 @@ def _value(kind: Any, metavar: str | None) -> str:
 
 
 def main() -> None:
-    """Write both files; with --check, only report those that are not up to date."""
+    """Write the files; with --check, only report those that are not up to date."""
     recipes = shipped("recipes")
-    wanted = {recipes.parent / "docs" / "commands.md": reference(), recipes / "README.md": catalogue()}
+    docs = recipes.parent / "docs"
+    wanted = {docs / "commands.md": reference(), recipes / "README.md": catalogue()} | pages(docs)
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv:
         for path in stale:

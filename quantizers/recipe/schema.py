@@ -23,16 +23,17 @@ from .scheme import Scheme
 
 
 class Source(Strict):
-    """The checkpoint to read: a Hub id, or a folder relative to the recipe.
-
-    `facts` names a file with facts of the user's own about its family, relative to the recipe. Without the key the kept
-    ones are taken, and it is no part of the settings.
-    """
+    """The checkpoint to read. `facts` is no part of the settings unless it is given."""
 
     model: Annotated[str, Field(min_length=1)]
+    """A Hub id, or a folder relative to the recipe."""
     revision: str = "main"
+    """Of a Hub id: a branch, tag or commit."""
     trust_remote_code: bool = False
+    """Whether code from the checkpoint may be executed."""
     facts: Annotated[str, Field(min_length=1)] | None = None
+    """A file with your own facts about the model's family, relative to the recipe; `quantize new --facts` writes one.
+    Without it the kept facts are taken."""
 
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -46,15 +47,11 @@ class Calibration(Strict):
     Without `tokens` it means the same as the set's name alone, and the settings say it so.
     """
 
-    set: Annotated[str, Field(min_length=1, description="a shipped set, or a path relative to the recipe")]
-    tokens: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="draw so many tokens, the same number from each category where it has them, in an order that "
-            "the set's seed decides; without the key the whole set is taken",
-        ),
-    ] = None
+    set: Annotated[str, Field(min_length=1)]
+    """The name of a shipped set, or a path relative to the recipe."""
+    tokens: Annotated[int, Field(ge=1)] | None = None
+    """Draw so many tokens: the same number from each category where it has them, in an order that the set's seed
+    decides. Without the key the whole set is taken."""
 
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any] | str:
@@ -71,8 +68,12 @@ class Awq(Strict):
     """
 
     grid: Annotated[int, Field(ge=3, le=200)] = 20
+    """How many candidates the search tries: the identity, and ratios from 0 to 1."""
     duo_scaling: bool = True
+    """Whether a candidate is made from activations and weights, or from activations alone."""
     fold: bool | None = None
+    """Whether a scale is folded into the norm before the experts, and the router compensated for it. Without the key:
+    where that is exact; `true` refuses any other family, `false` keeps norms and routers as they are."""
 
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -91,16 +92,28 @@ class Experts(Strict):
     # These three come first, so that the validators of the keys that they exclude can see them. Keys that the
     # recipe does not give are not part of the settings.
     budget: str | None = None
+    """Size of all shards, such as `125GiB` or `120GB`, instead of `bits` and `group_size`: both are then chosen for
+    each layer from measurements. See [budget](budget.md)."""
     bits_per_weight: Annotated[float, Field(gt=0.0)] | None = None
+    """The same with a mean over the experts, scales included: INT4 in groups of 32 has 4.5."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] | None = None
+    """With a budget: on how many cards an expert is to be split; a group must fit the part of each."""
     bits: Literal[4, 8] = 4
+    """Bits of a weight."""
     group_size: Literal[32, 64, 128] = 32
-    symmetric: Literal[True] = True  # what vLLM's Marlin MoE kernels take without zero points
+    """Weights under one scale: smaller is better, and larger on disk."""
+    symmetric: Literal[True] = True
+    """There are no zero points: vLLM's Marlin MoE kernels take none."""
     engine: Literal["gram", "llmcompressor"] = "gram"
+    """What solves a layer: our own engine, or the library's AWQ as a reference."""
     awq: Awq | Literal[False] = Awq()
+    """AWQ's scale search; `false` leaves it out."""
     routed_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
+    """How much more the tokens count that the router sends to an expert. 0: all tokens count alike; 1: only those."""
     scales: Literal["mse", "minmax"] = "mse"
-    rounding: Literal["gptq", "nearest"] = "gptq"  # gptq: with two refining sweeps, see solve/refine.py
+    """How a group's scale is chosen: by least squares, or from its largest weight."""
+    rounding: Literal["gptq", "nearest"] = "gptq"
+    """How codes are chosen: by GPTQ and two refining sweeps, or to the nearest."""
 
     @property
     def by_budget(self) -> bool:
@@ -147,45 +160,47 @@ class Experts(Strict):
 
 
 class CoverageGate(Strict):
-    """How many tokens of the calibration set the router must send to the experts.
-
-    At most a share `max_uncovered` of the (layer, expert) pairs may get fewer than `min_routed_tokens` tokens. The
-    same share applies to each category in `categories` (`code/rust`, or `code` for all its subcategories), with the
-    minimum number of tokens given there. The normalized entropy of every layer's expert load must be at least
-    `min_entropy`, from 0 (one expert gets all tokens) to 1 (all experts get the same number).
-    """
+    """How many tokens of the calibration set the router must send to the experts: to (layer, expert) pairs."""
 
     min_routed_tokens: Annotated[int, Field(ge=0)] = 1
+    """An expert that gets fewer tokens of the calibration set is uncovered."""
     max_uncovered: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
+    """The share of experts, over all layers, that may be uncovered."""
     categories: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """The same with a minimum for each category: `{code: 10, spoken/hindi: 1}`; `code` holds `code/rust` too."""
     min_entropy: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    """Least entropy of every layer's load, relative to an even one: 1 if all experts get the same."""
 
 
 class PerplexityGate(Strict):
-    """Limits: `max_increase` is relative (0.02 is 2 %), `max_kl` in nats. A figure without a limit is only reported."""
+    """Limits on the held-out set. A figure without a limit is only reported."""
 
     data: str
+    """The held-out set: the name of a shipped one, or a path relative to the recipe."""
     max_increase: Annotated[float, Field(ge=0.0)] | None = None
+    """How much perplexity may rise, relative to the source: 0.02 is 2 %."""
     max_kl: Annotated[float, Field(ge=0.0)] | None = None
+    """The largest mean KL(source || output), in nats."""
 
 
 class Stop(Strict):
-    """Limits that each layer must keep on the held-out set, or the run stops after it with exit code 3.
-
-    `max_hidden_error` is the largest ‖output − source‖ / ‖source‖ of the hidden states that leave a layer,
-    `min_router_agreement` the smallest share of the source's expert choices that the output makes too.
-    """
+    """Limits that each layer must keep on the held-out set, or the run stops after it with exit code 3."""
 
     max_hidden_error: Annotated[float, Field(gt=0.0)] | None = None
+    """The largest ‖output − source‖ / ‖source‖ of the hidden states that leave a layer."""
     min_router_agreement: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """The smallest share of the source's expert choices that the output makes too."""
 
 
 class Verify(Strict):
     """What is measured, and the gates: if one fails, the exit code is 3 instead of 0."""
 
     coverage: CoverageGate | None = None
+    """How many tokens of the calibration set the router must send to each expert."""
     perplexity: PerplexityGate | None = None
+    """How close the output must be to the source on a held-out set."""
     stop: Stop | None = None
+    """When to stop after a layer instead of finishing the output; needs `perplexity`."""
 
     @field_validator("stop")
     @classmethod
@@ -204,12 +219,16 @@ class Recipe(Strict):
     """One recipe file."""
 
     source: Source
-    calibration: Annotated[
-        str | Calibration, Field(description="a set: its name or path, or {set: ..., tokens: 131072} for a part of it")
-    ]
+    """The checkpoint to read."""
+    calibration: str | Calibration
+    """The calibration set: the name of a shipped one, or a path relative to the recipe, see
+    [calibration](calibration.md). Or `{set: NAME, tokens: 131072}` for a part of it."""
     experts: Experts = Experts()
+    """How the routed experts are quantized."""
     keep: Literal["everything-else"] = "everything-else"
+    """What keeps its original bytes: everything but the routed experts."""
     verify: Verify | None = None
+    """What is measured, and the gates: exit code 3 when one fails; the output is finished all the same."""
 
     @property
     def calibration_set(self) -> str:

@@ -233,6 +233,9 @@ def fit(
 
 
 class Strict(BaseModel):
-    """Base of our schemas: frozen, and unknown keys are errors, so that a misspelt option is never ignored."""
+    """Base of our schemas: frozen, and unknown keys are errors, so that a misspelt option is never ignored.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    The text under a field is its description, in the documentation and in the JSON schema.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)

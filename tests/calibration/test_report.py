@@ -14,8 +14,9 @@ from quantizers.calibration.languages import CODES
 from quantizers.calibration.report.check import SetReport, check_set
 from quantizers.calibration.report.diff import diff_sets
 from quantizers.calibration.report.duplicates import find_duplicates
+from quantizers.calibration.report.show import render_samples, show_samples
 from quantizers.calibration.report.spoken import identify
-from quantizers.calibration.report.view import loading, render, render_diff, render_samples, show_samples
+from quantizers.calibration.report.view import loading, render, render_diff
 from quantizers.calibration.set import read_set
 from quantizers.system.errors import CalibrationError
 from quantizers.system.shipped import shipped

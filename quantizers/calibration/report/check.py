@@ -16,13 +16,14 @@ from quantizers.calibration.set import KINDS, CalibrationSet, Kind, read_set
 
 from .duplicates import Duplicate, find_duplicates
 from .spoken import identify
+from .truncation import cut_share, truncation_warnings
 
 HELD_OUT = "held-out.yaml"  # next to a set: the texts that it must not contain
 
 
 @dataclass(frozen=True)
 class CategoryRow:
-    """One row of the table: lengths in tokens; `truncated` samples lost `cut` tokens in total."""
+    """One row of the table: lengths in tokens; `truncated` samples lost `cut` tokens in total, a share `cut_share`."""
 
     category: str
     samples: int
@@ -31,6 +32,7 @@ class CategoryRow:
     maximum: int
     truncated: int
     cut: int
+    cut_share: float
     sources: tuple[str, ...]
 
 
@@ -57,6 +59,7 @@ class SetReport:
     """The result of checking a set.
 
     Attributes:
+        tokenizer: the folder or Hub id of the model whose tokenizer counted the tokens.
         summary: see `CalibrationData.summary`.
         languages: number of samples by language, in the order of the set's lists.
         duplicates: pairs of samples within the set.
@@ -64,6 +67,7 @@ class SetReport:
         shared: pairs of a sample and a sample of the held-out set.
         identified: how many local samples of spoken languages were checked by language identification.
         findings: contradictions of the set's claims, one line each; empty if there are none.
+        warnings: what contradicts nothing but is hardly meant, one line each.
     """
 
     path: str
@@ -78,15 +82,31 @@ class SetReport:
     identified: int
     mismatches: tuple[Mismatch, ...]
     findings: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
         """Whether there are no findings; with findings the command ends with exit code 3."""
         return not self.findings
 
+    @property
+    def verdict(self) -> str:
+        """One line: fine, what contradicts the set by kind and number, and how many warnings there are."""
+        kinds = (
+            (sum(map(len, self.missing.values())), "language without a text", "languages without a text"),
+            (len(self.duplicates), "pair of equal texts", "pairs of equal texts"),
+            (len(self.shared), "text that is also held out", "texts that are also held out"),
+            (len(self.mismatches), "text in another language", "texts in another language"),
+        )
+        wrong = ", ".join(f"{count:,} {one if count == 1 else many}" for count, one, many in kinds if count)
+        warned = f"{len(self.warnings)} warning{'s' if len(self.warnings) > 1 else ''}" if self.warnings else ""
+        if wrong:
+            return f"contradicts what the set claims: {wrong}{f'; and {warned}' if warned else ''}"
+        return f"nothing contradicts the set, but {warned}" if warned else "fine: nothing contradicts the set"
+
     def as_json(self) -> dict[str, Any]:
         """The report as one JSON object."""
-        return asdict(self) | {"ok": self.ok}
+        return asdict(self) | {"ok": self.ok, "verdict": self.verdict}
 
 
 def check_set(
@@ -141,6 +161,7 @@ def check_set(
         identified=identified,
         mismatches=mismatches,
         findings=_findings(missing, duplicates, shared, mismatches),
+        warnings=truncation_warnings(data.samples),
     )
 
 
@@ -160,6 +181,7 @@ def _table(samples: tuple[Sample, ...]) -> tuple[CategoryRow, ...]:
                 maximum=max(lengths),
                 truncated=sum(sample.truncated > 0 for sample in members),
                 cut=sum(sample.truncated for sample in members),
+                cut_share=round(cut_share(members), 4),
                 sources=tuple(dict.fromkeys(sample.source for sample in members)),
             )
         )

@@ -1,70 +1,83 @@
-"""Show calibration sets on a terminal: a report, the difference of two sets, samples as the model reads them."""
+"""Show what is said about calibration sets on a terminal: the report of a check, and the difference of two sets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from quantizers.calibration.loading import Progress, load_samples
+from quantizers.calibration.loading import Progress
 from quantizers.calibration.set import KINDS
-from quantizers.calibration.tokens import Renderer
 
 from .check import SetReport
 from .diff import SetDiff
 
+LINES = 20  # findings that are shown; JSON has all of them
 
-def render(report: SetReport) -> RenderableType:
-    """A report: a table by category, the languages, the dropped rows, and the findings in red."""
+
+def render(report: SetReport, about_tokens: str = "") -> RenderableType:
+    """A report: the verdict, what is wrong and what is warned of, then the table by category and the rest.
+
+    Args:
+        about_tokens: said after the name of the tokenizer.
+    """
     total = report.summary
-    parts: list[RenderableType] = [
-        _categories(report),
-        Text(
-            f"{total['samples']:,} samples, {total['tokens']:,} tokens; {total['truncated_samples']:,} cut at "
-            f"{' or '.join(f'{length:,}' for length in total['lengths'])}, which lost "
-            f"{total['truncated_tokens']:,} tokens\n{_long_texts(total)}"
-            f"digest {total['digest']}{''.join(f' ({note})' for note in total['notes'])}"
-        ),
-    ]
+    style = "red" if not report.ok else "yellow" if report.warnings else "green"
+    parts: list[RenderableType] = [Text(f"{total['name']}: {report.verdict}", style=f"bold {style}")]
+    parts += [Text(finding, style="red") for finding in report.findings[:LINES]]
+    if len(report.findings) > LINES:
+        parts.append(Text(f"and {len(report.findings) - LINES} more; --json lists all of them", style="red"))
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings]
+    parts += [Text(""), _categories(report), Text(_totals(total))]
+    parts.append(Text(f"tokens are counted with the tokenizer of {report.tokenizer}{about_tokens}"))
     for kind in KINDS:
         if report.languages[kind]:
             parts.append(_languages(kind, report.languages[kind]))
-    for dropped in total["dropped"]:
-        line = f"dropped {dropped['count']} of {dropped['source']}: {dropped['reason']} (first {dropped['first']})"
-        parts.append(Text(line, style="yellow"))
+    parts += [Text(_dropped(row), style="yellow") for row in total["dropped"]]
     if report.identified:
         confirmed = report.identified - len(report.mismatches)
         parts.append(Text(f"language identification confirms {confirmed} of {report.identified} spoken texts"))
     parts.append(Text(f"compared with {report.held_out or 'no held-out set'}"))
-    parts += [Text(finding, style="red") for finding in report.findings]
-    parts.append(Text("nothing contradicts the set", style="green") if report.ok else Text(""))
     return Group(*parts)
 
 
-def _long_texts(total: dict[str, Any]) -> str:
-    if not total["long_samples"]:
-        return ""
-    return f"of these {total['long_samples']:,} long ones, {total['long_tokens']:,} tokens\n"
+def _totals(total: dict[str, Any]) -> str:
+    cut = (
+        f"{total['truncated_samples']:,} cut at {' or '.join(f'{length:,}' for length in total['lengths'])}, "
+        f"which lost {total['truncated_tokens']:,} tokens"
+    )
+    long = f"of these {total['long_samples']:,} long ones, {total['long_tokens']:,} tokens\n"
+    samples = f"{total['samples']:,} sample{'' if total['samples'] == 1 else 's'}"
+    return (
+        f"{samples}, {total['tokens']:,} tokens; {cut if total['truncated_samples'] else 'none cut'}"
+        f"\n{long if total['long_samples'] else ''}"
+        f"digest {total['digest']}{''.join(f' ({note})' for note in total['notes'])}"
+    )
+
+
+def _dropped(row: dict[str, Any]) -> str:
+    if row["left_out"]:
+        texts = f"{row['count']:,} text{'s' if row['count'] > 1 else ''}"
+        return f"left out: {row['reason']} ({texts}, first at {row['first']})"
+    return f"dropped {row['count']} of {row['source']}: {row['reason']} (first {row['first']})"
 
 
 def _categories(report: SetReport) -> Table:
     table = Table(title=f"{report.summary['name']} ({report.path})", title_justify="left")
     table.add_column("category")
-    for heading in ("samples", "tokens", "median", "maximum", "cut"):
+    for heading in ("samples", "tokens", "median", "maximum", "cut", "tokens cut"):
         table.add_column(heading, justify="right")
     table.add_column("sources", overflow="fold")
     for row in report.categories:
         figures = (row.samples, row.tokens, row.median, row.maximum, row.truncated)
-        table.add_row(row.category, *(f"{figure:,}" for figure in figures), ", ".join(row.sources))
+        share = f"{row.cut_share:.0%}" if row.cut else ""
+        table.add_row(row.category, *(f"{figure:,}" for figure in figures), share, ", ".join(row.sources))
     return table
 
 
@@ -90,60 +103,6 @@ def render_diff(diff: SetDiff) -> RenderableType:
     lines += [f"  samples of {name}: {before or 0} -> {after or 0}" for name, (before, after) in diff.samples.items()]
     styles = {"+": "green", "-": "red"}
     return Group(*(Text(line, style=styles.get(line[0], "")) for line in lines))
-
-
-@dataclass(frozen=True)
-class Shown:
-    """One sample as the model reads it, special tokens included; `position` counts from 0."""
-
-    position: int
-    category: str
-    place: str
-    tokens: int
-    truncated: int
-    text: str
-
-
-def show_samples(
-    path: Path,
-    count: int,
-    tokenizer: str,
-    *,
-    revision: str = "main",
-    trust_remote_code: bool = False,
-    cache: Path | None = None,
-) -> list[Shown]:
-    """`count` samples of a set at evenly spaced positions.
-
-    Raises:
-        CalibrationError: as `load_samples`.
-    """
-    data = load_samples(
-        path,
-        tokenizer,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        cache=cache,
-        require_languages=False,
-    )
-    decoder = Renderer(tokenizer, revision, trust_remote_code)
-    total = len(data.samples)
-    shown = []
-    for position in sorted({number * total // count for number in range(count)}):
-        sample = data.samples[position]
-        text = decoder.text(sample.tokens)
-        shown.append(Shown(position, sample.category, sample.place, len(sample.tokens), sample.truncated, text))
-    return shown
-
-
-def render_samples(shown: list[Shown]) -> RenderableType:
-    """Samples with a headline each; rich does not interpret their text as markup."""
-    parts: list[RenderableType] = []
-    for sample in shown:
-        cut = f", {sample.truncated} cut" if sample.truncated else ""
-        title = f"{sample.position}: {sample.category}, {sample.place}, {sample.tokens} tokens{cut}"
-        parts += [Rule(Text(title), align="left"), Text(sample.text)]
-    return Group(*parts)
 
 
 @contextmanager

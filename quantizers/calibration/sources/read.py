@@ -28,16 +28,24 @@ def read_rows(source: DataSource, folder: Path, revision: str, seed: str) -> Ite
         SourceError: the source cannot be read, or lacks a column.
     """
     if source.is_local:
-        path = local_file(source, folder)
-        read = _parquet if path.suffix == ".parquet" else _json
-        rows = read(path, source.dataset)
-        if not rows:
-            raise SourceError(str(path), "no rows", "add some")
+        rows = file_rows(local_file(source, folder), source.dataset)
         check_columns(source, {column for row in rows for column in row.values})
         return (rows[index] for index in order(len(rows), source, seed))
     from .hub import hub_rows
 
     return hub_rows(source, revision, seed)
+
+
+def file_rows(path: Path, name: str) -> list[Row]:
+    """The rows of a local file, at least one, in its order; their places start with `name`.
+
+    Raises:
+        SourceError: it cannot be read, or has no rows.
+    """
+    rows = (_parquet if path.suffix == ".parquet" else _json)(path, name)
+    if not rows:
+        raise SourceError(str(path), "no rows", "add some")
+    return rows
 
 
 def _bytes(path: Path) -> bytes:

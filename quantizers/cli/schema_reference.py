@@ -1,0 +1,75 @@
+"""What is made from the schemas: the tables of keys in docs/calibration.md and docs/recipe.md, and the JSON schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from quantizers.calibration.set import CalibrationSet
+from quantizers.calibration.shape_examples import EXAMPLES
+from quantizers.recipe.schema import Recipe
+from quantizers.system.schema_text import json_schema, key_table
+
+BEGIN, END = "<!-- {}: made by python -m quantizers.cli.reference -->\n", "<!-- end of {} -->\n"
+
+FENCE = "````"  # a text may hold a fence of three
+
+
+def recipe_schema() -> str:
+    """The JSON schema of recipes."""
+    return json_schema(Recipe, "Recipe of quantize")
+
+
+def set_schema() -> str:
+    """The JSON schema of calibration sets."""
+    return json_schema(CalibrationSet, "Calibration set of quantize")
+
+
+def shapes() -> str:
+    """Each shape with an example row and what becomes of it."""
+    lines = []
+    for shape, example in EXAMPLES.items():
+        content = example.content(shape)
+        read = [f"{turn['role']}: {_words(turn)}".rstrip() for turn in content.turns] or [content.text]
+        lines += ["", f"### `{shape}`", "", example.about, ""]
+        lines += ["```json", json.dumps(example.row, ensure_ascii=False), "```", ""]
+        lines += [f"With `columns: [{', '.join(example.columns)}]` the model reads:", "", FENCE, *read, FENCE]
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _words(turn: dict[str, object]) -> str:
+    """A turn's content, with its reasoning and its calls as the fields that a chat template reads."""
+    fields = {key: turn[key] for key in ("reasoning_content", "tool_calls") if key in turn}
+    return " ".join(filter(None, (str(turn["content"]), json.dumps(fields, ensure_ascii=False) if fields else "")))
+
+
+# For each page what lies between the markers of a name.
+SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
+    "calibration.md": {"keys": lambda: key_table(CalibrationSet), "shapes": shapes},
+    "recipe.md": {"keys": lambda: key_table(Recipe)},
+}
+SCHEMAS: dict[str, Callable[[], str]] = {
+    "recipe.schema.json": recipe_schema,
+    "calibration-set.schema.json": set_schema,
+}
+
+
+def pages(docs: Path) -> dict[Path, str]:
+    """The text that each page with made sections, and each JSON schema, should have.
+
+    Raises:
+        ValueError: a page lacks the markers of a section.
+    """
+    made = {docs / "schemas" / name: text() for name, text in SCHEMAS.items()}
+    for name, sections in SECTIONS.items():
+        text = (docs / name).read_text(encoding="utf-8")
+        for section, write in sections.items():
+            begin, end = BEGIN.format(section), END.format(section)
+            before, found, rest = text.partition(begin)
+            _, closed, after = rest.partition(end)
+            if not found or not closed:
+                raise ValueError(f"{docs / name}: has no section {section}; write its two markers")
+            text = f"{before}{begin}\n{write()}\n{end}{after}"
+        made[docs / name] = text
+    return made

@@ -1,0 +1,156 @@
+"""Rows in a language that the set does not list: left out where a column says so, refused where the set itself does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from calibration_tokenizer import write_tokenizer
+from commands import quantize
+
+from quantizers.calibration.data import CalibrationData
+from quantizers.calibration.loading import load_samples
+from quantizers.calibration.report.check import check_set
+from quantizers.calibration.set import Languages, read_set
+from quantizers.system.errors import CalibrationError
+from quantizers.system.shipped import shipped
+
+LISTS = Languages(programming=("C++", "Rust", "Bash/Shell"), spoken=("Hindi",))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def write_set(folder: Path, rows: list[tuple[str, str]], *, samples: object = "all", lists: str = "[Rust, C]") -> Path:
+    """A set whose rows (category, text) lie in one file."""
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"category": category, "text": text}) for category, text in rows]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    source = f"{{dataset: a.jsonl, columns: [text], shape: text, samples: {samples}, category: {{column: category}}}}"
+    path = folder / "set.yaml"
+    head = f"name: test\nsequence_length: 99\nlanguages: {{programming: {lists}}}\n"
+    path.write_text(f"{head}sources:\n  - {source}\n")
+    return path
+
+
+def texts(data: CalibrationData) -> list[str]:
+    return [sample.text for sample in data.samples]
+
+
+@pytest.mark.parametrize(
+    ("category", "named", "lacking"),
+    [
+        ("code/rust", "Rust", None),
+        ("code/Rust", "Rust", None),
+        ("Code/c++", "C++", None),
+        ("code/cpp", "C++", None),
+        ("code/Bash/Shell", "Bash/Shell", None),
+        ("code/bash-shell/scripts", "Bash/Shell", None),
+        ("code/rust/async", "Rust", None),
+        ("code/cobol", None, "programming"),
+        ("code/terminal", None, "programming"),
+        ("spoken/german", None, "spoken"),
+        ("code", None, None),
+        ("code/", None, None),
+        ("math", None, None),
+        ("long/german", None, None),
+        ("coder/cobol", None, None),
+    ],
+)
+def test_which_categories_claim_a_language(category: str, named: str | None, lacking: str | None) -> None:
+    assert (LISTS.named_by(category), LISTS.lacking(category)) == (named, lacking)
+
+
+def test_an_empty_list_leaves_nothing_out() -> None:
+    assert Languages(spoken=("Hindi",)).lacking("code/cobol") is None
+    assert Languages(programming=("C",)).lacking("spoken/german") is None
+
+
+def test_rows_of_an_unlisted_language_are_left_out_and_counted(tmp_path: Path, tokenizer: str) -> None:
+    rows = [("code/rust", "one"), ("code/cobol", "two"), ("code/cobol", ""), ("math", "four"), ("code/terminal", "5")]
+    for cache in (tmp_path / "cache", tmp_path / "cache"):  # the second time from the cache
+        data = load_samples(write_set(tmp_path, rows), tokenizer, cache=cache)
+        assert texts(data) == ["one", "four"]
+        assert [(row["reason"], row["count"], row["first"], row["left_out"]) for row in data.summary()["dropped"]] == [
+            ("code/cobol is not in languages.programming", 2, "a.jsonl:2", True),
+            ("code/terminal is not in languages.programming", 1, "a.jsonl:5", True),
+        ]
+
+
+def test_the_next_row_is_taken_in_place_of_one_left_out(tmp_path: Path, tokenizer: str) -> None:
+    rows = [("code/rust" if number % 2 else "code/cobol", f"text {number}") for number in range(20)]
+    data = load_samples(write_set(tmp_path, rows, samples=10), tokenizer)
+    assert sorted(texts(data)) == sorted(f"text {number}" for number in range(1, 20, 2))
+    with pytest.raises(CalibrationError) as failure:
+        load_samples(write_set(tmp_path, rows, samples=11), tokenizer)
+    assert "10 of the 11 samples; code/cobol is not in languages.programming (10, first at" in str(failure.value)
+    assert "list these languages, correct the rows, or ask for at most 10" in str(failure.value)
+
+
+def test_an_unusable_row_of_a_listed_language_still_fails_the_set(tmp_path: Path, tokenizer: str) -> None:
+    rows = [("code/rust", "one"), ("code/cobol", "two"), ("code/rust", "")]
+    with pytest.raises(CalibrationError, match=r"1 of all 2 samples; an empty text \(1, first at a.jsonl:3\)"):
+        load_samples(write_set(tmp_path, rows), tokenizer)
+
+
+def test_a_set_of_which_nothing_is_left_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    with pytest.raises(CalibrationError, match=r"no row is left \(a.jsonl:1: code/cobol is not in languages"):
+        load_samples(write_set(tmp_path, [("code/cobol", "two")]), tokenizer)
+
+
+def test_a_category_written_in_the_set_must_be_listed(tmp_path: Path) -> None:
+    path = write_set(tmp_path, [("code/rust", "one")])
+    path.write_text(path.read_text().replace("{column: category}", "code/cobol"))
+    with pytest.raises(CalibrationError) as failure:
+        read_set(path)
+    assert str(failure.value) == (
+        f"{path}:5: sources[0].category: code/cobol names a language that languages.programming does not list; "
+        "list it, remove the source, or give a category outside of code/"
+    )
+    path.write_text(path.read_text().replace("[Rust, C]", "[Cobol]"))
+    assert read_set(path).sources[0].category == "code/cobol"
+
+
+def without(folder: Path, *languages: str) -> Path:
+    """The embedded set with its data elsewhere, without these languages."""
+    text = (shipped("calibration") / "embedded.yaml").read_text(encoding="utf-8")
+    for language in languages:
+        assert f" {language}," in text
+        text = text.replace(f" {language},", "", 1)
+    text = text.replace("./embedded/", f"{shipped('calibration')}/embedded/")
+    (folder / "mine.yaml").write_text(text, encoding="utf-8")
+    return folder / "mine.yaml"
+
+
+def test_two_languages_taken_from_the_embedded_set_are_gone(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The check agrees with what a run and a coverage would load; every other text stays, in its order."""
+    path, whole = without(tmp_path, "Cobol", "Hindi"), load_samples(shipped("calibration") / "embedded.yaml", tokenizer)
+    gone = {"code/cobol", "spoken/hindi"}
+    data = load_samples(path, tokenizer)
+    assert texts(data) == [sample.text for sample in whole.samples if sample.category not in gone]
+    assert len(whole.samples) - len(data.samples) == 3 + 4
+    report = check_set(path, tokenizer)
+    assert report.summary == data.summary()
+    assert report.ok
+    assert (len(report.languages["programming"]), len(report.languages["spoken"])) == (59, 11)
+    assert not gone & {row.category for row in report.categories}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert quantize(monkeypatch, "calibration", path, "--tokenizer", tokenizer) == 0
+    said = capsys.readouterr().out
+    assert "left out: code/cobol is not in languages.programming (3 texts, first at" in said
+    assert "left out: spoken/hindi is not in languages.spoken (4 texts, first at" in said
+
+
+def test_a_held_out_set_has_lists_of_its_own(tmp_path: Path, tokenizer: str) -> None:
+    """Taking a language from the set leaves the measurement as it is."""
+    path = write_set(tmp_path, [("code/rust", "one two three"), ("code/cobol", "shared words")])
+    other = write_set(tmp_path / "other", [("code/cobol", "shared words")], lists="[Cobol]")
+    report = check_set(path, tokenizer, other)
+    assert report.shared == (), "a text that is left out is not calibrated on, so it is not shared"
+    path.write_text(path.read_text().replace("[Rust, C]", "[Rust, Cobol]"))
+    assert len(check_set(path, tokenizer, other).shared) == 1
