@@ -245,7 +245,7 @@ def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | 
     if name is None and recipe is None:
         raise InputError("give a set, such as embedded, or --recipe RECIPE to check the set of a recipe")
     if name is None and recipe is not None:
-        path = set_location(recipe[0].calibration, recipe[1])
+        path = set_location(recipe[0].calibration_set, recipe[1])
     else:
         path = find_set(str(name), "embedded")
     if held_out is not None:
