@@ -82,7 +82,7 @@ def test_an_unfinished_folder_is_said_to_be_one_and_how_to_finish_it(
 def test_an_unfinished_stitch_names_its_command(
     finished: Finished, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stitch.mix import mix
+    from quantizers.run import stitched
 
     def cut(*_: Any, **__: Any) -> None:
         raise QuantizeError("cut here")
@@ -90,7 +90,7 @@ def test_an_unfinished_stitch_names_its_command(
     monkeypatch.chdir(tmp_path)
     words = ("stitch", "--source", finished.source, "--experts", finished.folder, "-o", "mixed", "--repair-router")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(mix, "verify", cut)
+        patched.setattr(stitched, "verify", cut)
         assert said(*words)[2] == "quantize: cut here"
     code, _, line = said("report", "mixed")
     assert code == 2
