@@ -14,11 +14,13 @@ from quantizers.team.ranks import ALONE, Ranks
 
 from .options import (
     GATE_FAILED,
+    CalibrationOption,
     DebugOption,
     DeviceMemoryOption,
     DeviceOption,
     JsonOption,
     RecipeArgument,
+    SetOption,
     SourceOption,
     default_output,
     emit,
@@ -36,6 +38,8 @@ def run(
         ),
     ] = None,
     source: SourceOption = None,
+    calibration: CalibrationOption = None,
+    settings: SetOption = None,
     device: DeviceOption = "auto",
     fresh: Annotated[
         bool, typer.Option("--fresh", help="discard what the folder holds of an earlier run, after asking")
@@ -68,10 +72,12 @@ def run(
     """
     from quantizers.output.journal import begun_with, refuse_second_run, work_folder
     from quantizers.plan.job import prepare
-    from quantizers.recipe.schema import find_recipe
+    from quantizers.recipe.changes import changes_of
+    from quantizers.recipe.names import find_recipe
     from quantizers.system.byte_size import parse_bytes
 
     ranks: Ranks = context.obj or ALONE
+    changes = changes_of(settings or (), calibration)
     if output is None:
         output = default_output(find_recipe(recipe).stem, say=ranks.leads)
 
@@ -79,7 +85,7 @@ def run(
         """Everything that may refuse, ask the user, or download; rank 0 does it first."""
         if ranks.leads:
             refuse_second_run(output)
-        job = prepare(recipe, source_folder=source)
+        job = prepare(recipe, source_folder=source, changes=changes)
         if fresh and ranks.leads:
             from quantizers.output.journal import discard
 
