@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.plan.job import given_folder
+from quantizers.recipe.changes import Change
 from quantizers.recipe.schema import CoverageGate, facts_location, read_recipe, set_location, source_location
 from quantizers.system.errors import InputError
-from quantizers.system.shipped import find
+from quantizers.system.near_names import did_you_mean
+from quantizers.system.shipped import find, shipped_names
 from quantizers.team.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -49,29 +52,36 @@ def question_of(
     max_uncovered: float | None,
     source: Path | None = None,
     own: Path | None = None,
+    changes: Sequence[Change] = (),
 ) -> Question:
     """Combine the arguments: a recipe, of which `model` and `data` may replace parts, or `model` and `data` alone.
 
     Args:
         source: folder of the recipe's model on this machine.
         own: a file with the user's own facts, instead of the one that the recipe may name for its own model.
+        changes: settings that are given instead of those in the recipe.
 
     Raises:
         InputError: something is missing, or given twice.
     """
     rule, parsed, path = CoverageGate(), None, None
     if recipe is not None:
-        parsed, path = read_recipe(recipe)
+        parsed, path = read_recipe(recipe, changes)
         if min_routed_tokens is not None or max_uncovered is not None:
             raise InputError(
-                f"{path}: holds the gates (verify.coverage); leave out --min-routed-tokens and --max-uncovered"
+                f"{path}: holds the gates; leave out --min-routed-tokens and --max-uncovered, or change it with --set "
+                "verify.coverage.min_routed_tokens=N"
             )
         rule = (parsed.verify and parsed.verify.coverage) or rule
+    elif changes:
+        raise InputError(f"{changes[0].shown}: changes a recipe; give one, or leave it out")
     else:
         given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}
         rule = rule.model_copy(update={key: value for key, value in given.items() if value is not None})
     if source is not None and (model is not None or recipe is None):
         raise InputError("--source says where a recipe's model lies; give a recipe and no --model with it")
+    if (compare or data) and any(change.place[0] == "calibration" for change in changes):
+        raise InputError("--data and --compare name the sets; leave out --calibration and --set calibration")
     if compare and data:
         raise InputError("--compare names both sets; leave out --data")
     if model is None and parsed is None:
@@ -84,7 +94,8 @@ def question_of(
         sets, tokens = [set_location(parsed.calibration_set, path)], parsed.calibration_tokens
     for file in sets:
         if not file.is_file():
-            raise InputError(f"{file}: no such set; give a file, or the name of a shipped set such as embedded")
+            hint = did_you_mean(file.name, shipped_names("calibration"))
+            raise InputError(f"{file}: no such set{hint}; give a file, or the name of a shipped set such as embedded")
     if model is not None or parsed is None or path is None:
         return Question(str(model), "main", False, tuple(sets), rule, str(path or model), own, tokens)
     location = source_location(parsed, path) if source is None else given_folder(source)

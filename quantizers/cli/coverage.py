@@ -11,11 +11,13 @@ from quantizers.team.ranks import ALONE, Ranks
 
 from .options import (
     GATE_FAILED,
+    CalibrationOption,
     DebugOption,
     DeviceOption,
     FactsOption,
     JsonOption,
     NoPictureOption,
+    SetOption,
     SourceOption,
     WorkOption,
     emit,
@@ -31,6 +33,8 @@ def coverage(
         str | None, typer.Argument(metavar="[RECIPE]", help="its source, calibration set and gates are used")
     ] = None,
     source: SourceOption = None,
+    calibration: CalibrationOption = None,
+    settings: SetOption = None,
     facts: FactsOption = None,
     model: Annotated[str | None, typer.Option(help="instead of a recipe: a checkpoint's folder or Hub id")] = None,
     data: Annotated[str | None, typer.Option(metavar="SET", help="instead of a recipe's: a calibration set")] = None,
@@ -61,6 +65,7 @@ def coverage(
     from eval.coverage.tables import coverage_table
     from eval.report.coverage_pictures import comparison_picture, coverage_picture
     from quantizers.device.devices import choose_device
+    from quantizers.recipe.changes import changes_of
 
     refuse_unfinished_runs(one for one in (source, model) if one)
     question = question_of(
@@ -72,6 +77,7 @@ def coverage(
         max_uncovered=max_uncovered,
         source=source,
         own=facts,
+        changes=changes_of(settings or (), calibration),
     )
     ranks: Ranks = context.obj or ALONE
     with shared_folder(work, ranks) as folder:

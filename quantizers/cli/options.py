@@ -23,15 +23,24 @@ GATE_FAILED = 3
 
 def _recipe_names(begun: str) -> list[str]:
     """Shipped recipes whose names start with `begun`, for the shell's completion."""
-    from quantizers.system.shipped import shipped
+    from quantizers.system.shipped import shipped_names
 
-    return [path.stem for path in sorted(shipped("recipes").glob("*.yaml")) if path.stem.startswith(begun)]
+    return [name for name in shipped_names("recipes") if name.startswith(begun)]
+
+
+def _set_names(begun: str) -> list[str]:
+    """Shipped calibration sets whose names start with `begun`, for the shell's completion."""
+    from quantizers.system.shipped import shipped_names
+
+    return [name for name in shipped_names("calibration") if name.startswith(begun)]
 
 
 RecipeArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE", help="a recipe's path, or the name of a shipped one", autocompletion=_recipe_names
+        metavar="RECIPE",
+        help="a recipe's path, the name of a shipped one, or the Hub id of the model that one is shipped for",
+        autocompletion=_recipe_names,
     ),
 ]
 SourceOption = Annotated[
@@ -41,6 +50,24 @@ SourceOption = Annotated[
 FactsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="facts of your own about the model's family, as `quantize new --facts` writes"),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="a key of the recipe with another value, such as experts.group_size=64; null takes it out; may be "
+        "repeated; paths start from the current folder",
+    ),
+]
+CalibrationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration",
+        metavar="SET",
+        help="another calibration set for the recipe: a file, or the name of a shipped one",
+        autocompletion=_set_names,
+    ),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="one JSON object on standard output, all else on standard error")
@@ -157,11 +184,13 @@ def find_set(name: str, such_as: str) -> Path:
     Raises:
         InputError: there is no such set.
     """
-    from quantizers.system.shipped import find
+    from quantizers.system.near_names import did_you_mean
+    from quantizers.system.shipped import find, shipped_names
 
     path = find(name, "calibration")
     if not path.is_file():
-        raise InputError(f"{name}: no such set; give a file, or the name of a shipped set such as {such_as}")
+        hint = did_you_mean(name, shipped_names("calibration"))
+        raise InputError(f"{name}: no such set{hint}; give a file, or the name of a shipped set such as {such_as}")
     return path
 
 

@@ -10,7 +10,17 @@ import typer
 from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError
 
-from .options import DebugOption, DeviceMemoryOption, FactsOption, JsonOption, RecipeArgument, SourceOption, emit
+from .options import (
+    CalibrationOption,
+    DebugOption,
+    DeviceMemoryOption,
+    FactsOption,
+    JsonOption,
+    RecipeArgument,
+    SetOption,
+    SourceOption,
+    emit,
+)
 
 
 def plan(
@@ -20,6 +30,8 @@ def plan(
         list[str] | None, typer.Option(metavar="NxSIZE", help="cards to serve it on, such as 2x96GiB; may be repeated")
     ] = None,
     source: SourceOption = None,
+    calibration: CalibrationOption = None,
+    settings: SetOption = None,
     facts: FactsOption = None,
     context: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="with --vram; the model's longest by default")
@@ -51,10 +63,12 @@ def plan(
     """
     from quantizers.budget.choice import apply_choice
     from quantizers.plan.job import prepare
+    from quantizers.recipe.changes import changes_of
 
     if vram is None and (context is not None or tp is not None or kv != "auto"):
         raise InputError("--context, --kv and --tp go with --vram; say which cards, as --vram 2x96GiB")
-    job = prepare(recipe, offline_facts=True, hub=hub, source_folder=source, own=facts)
+    changes = changes_of(settings or (), calibration)
+    job = prepare(recipe, offline_facts=True, hub=hub, source_folder=source, own=facts, changes=changes)
     job, schemes = apply_choice(job, output)
     where = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
     if vram is not None:

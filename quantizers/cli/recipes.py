@@ -12,7 +12,9 @@ from quantizers.system.errors import InputError
 from .options import GATE_FAILED, DebugOption, JsonOption, emit
 
 recipes = typer.Typer(rich_markup_mode=None)
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="as `quantize recipes` lists it")]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="as `quantize recipes` lists it, or a model's Hub id")
+]
 
 
 @recipes.callback(invoke_without_command=True)
@@ -78,8 +80,9 @@ def copy(
     Example: quantize recipes copy tiny-minimax-m2-fp8-int4 mine.yaml
     """
     from quantizers.recipe.catalogue import copied, write_new
+    from quantizers.recipe.names import shipped_recipe
 
-    path = file or Path(f"{name.removesuffix('.yaml')}.yaml")
+    path = file or Path(shipped_recipe(name).name)
     write_new(copied(name), path)
     emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {path}")
 
@@ -105,17 +108,22 @@ def new(
 
     Example: quantize new MiniMaxAI/MiniMax-M2.1 mine.yaml
     """
+    from quantizers.architectures.families import architecture_for
     from quantizers.checkpoint.four_bits import refuse_four_bits
     from quantizers.checkpoint.reader import CONFIG, read_config
     from quantizers.recipe.catalogue import new_recipe, write_new
 
-    if (Path(model) / CONFIG).is_file():
-        refuse_four_bits(read_config(Path(model)), str(Path(model) / CONFIG))
+    config, where = None, str(Path(model) / CONFIG)
+    if Path(model).is_dir():
+        config = read_config(Path(model))
+        refuse_four_bits(config, where)
     if facts:
         _new_facts(model, file, like, as_json)
         return
     if like is not None:
         raise InputError("--like goes with --facts; leave it out, or add --facts")
+    if config is not None:
+        architecture_for(config, where)  # refuses a model of which no recipe could be run
     path = file or Path(f"{Path(model).name.lower()}-fp8-int4.yaml")
     write_new(new_recipe(model), path)
     emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {path}")

@@ -15,11 +15,13 @@ from quantizers.team.ranks import ALONE, Ranks
 
 from .options import (
     GATE_FAILED,
+    CalibrationOption,
     DebugOption,
     DeviceMemoryOption,
     DeviceOption,
     JsonOption,
     RecipeArgument,
+    SetOption,
     SourceOption,
     asked,
     default_output,
@@ -45,6 +47,8 @@ def run(
         ),
     ] = None,
     source: SourceOption = None,
+    calibration: CalibrationOption = None,
+    settings: SetOption = None,
     device: DeviceOption = "auto",
     fresh: Annotated[
         bool, typer.Option("--fresh", help="discard what the folder holds of an earlier run, after asking")
@@ -77,13 +81,15 @@ def run(
     """
     from quantizers.output.journal import begun_with, refuse_second_run, work_folder
     from quantizers.plan.job import prepare
-    from quantizers.recipe.schema import find_recipe
+    from quantizers.recipe.changes import changes_of
+    from quantizers.recipe.names import find_recipe
     from quantizers.system.byte_size import parse_bytes
 
     ranks: Ranks = context.obj or ALONE
     if folder is not None and output is not None and folder.absolute() != output.absolute():
         raise InputError(f"two outputs are given, {folder} and --output {output}; leave one out")
     output = output or folder
+    changes = changes_of(settings or (), calibration)
     if output is None:
         output = default_output(run_name(find_recipe(recipe)), say=ranks.leads)
 
@@ -91,7 +97,7 @@ def run(
         """Everything that may refuse, ask the user, or download; rank 0 does it first."""
         if ranks.leads:
             refuse_second_run(output)
-        job = prepare(recipe, source_folder=source)
+        job = prepare(recipe, source_folder=source, changes=changes)
         if fresh and ranks.leads:
             from quantizers.output.journal import discard
 

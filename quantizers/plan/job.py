@@ -6,7 +6,7 @@ All of this happens before any long computation starts, so that errors are repor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,11 @@ from quantizers.checkpoint.reader import (
     resolve,
 )
 from quantizers.checkpoint.safetensors_header import Spec, printed
-from quantizers.recipe.schema import Recipe, facts_location, read_recipe, set_location, source_location
+from quantizers.recipe.changes import Change
+from quantizers.recipe.schema import Recipe, facts_location, given_at, read_recipe, set_location, source_location
 from quantizers.system.errors import ArchitectureError, CheckpointError, InputError
-from quantizers.system.strict_yaml import parse
+from quantizers.system.near_names import did_you_mean
+from quantizers.system.shipped import shipped_names
 
 from .allocation import Allocation, allocation
 from .making import expected_tensors, make_plan
@@ -79,6 +81,7 @@ def prepare(
     source_folder: Path | None = None,
     *,
     own: Path | None = None,
+    changes: Sequence[Change] = (),
 ) -> Job:
     """Read a recipe, find and check its source, and make the plan.
 
@@ -89,17 +92,13 @@ def prepare(
             kept for its architecture, or from the headers on the Hub.
         hub: with `offline_facts`, prefer the headers on the Hub to the kept facts.
         own: a file with the user's own facts, instead of the one that the recipe may name.
+        changes: settings that are given instead of those in the recipe.
 
     Raises:
         InputError: one line naming what is wrong and where.
     """
-    recipe, path = read_recipe(name)
-    for set_name in (
-        recipe.calibration_set,
-        recipe.verify and recipe.verify.perplexity and recipe.verify.perplexity.data,
-    ):
-        if set_name and not set_location(set_name, path).is_file():
-            raise InputError(f"{path}: {set_name}: no such calibration set; correct the path")
+    recipe, path = read_recipe(name, changes)
+    _refuse_missing_sets(recipe, path)
     location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)
     own = own or facts_location(recipe, path)
     if offline_facts and (offline := _without_shards(location, recipe.source.revision, hub, own)):
@@ -112,7 +111,7 @@ def prepare(
             specs = specs_apart(specs, facts, sizes, basis)
             plan = make_plan(facts, sizes, specs, recipe.experts, basis, block)
         fp8 = plan.fp8_form(block)
-        return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, fp8, own=own))
+        return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, fp8, own=own), changes)
     _refuse_folders_of_others(location, path)
     folder = resolve(location, recipe.source.revision)
     if not (folder / "config.json").is_file():
@@ -129,7 +128,15 @@ def prepare(
     fp8 = plan.fp8_form(block_size(source))
     basis = f"the headers of {folder}"
     job = Job(recipe, path, facts, sizes, source.config, plan, source, basis, fp8, location=location, own=own)
-    return _within_budget(job)
+    return _within_budget(job, changes)
+
+
+def _refuse_missing_sets(recipe: Recipe, path: Path) -> None:
+    perplexity = recipe.verify and recipe.verify.perplexity
+    for name in (recipe.calibration_set, *([perplexity.data] if perplexity else [])):
+        if not set_location(name, path).is_file():
+            hint = did_you_mean(name, shipped_names("calibration"))
+            raise InputError(f"{path}: {name}: no such calibration set{hint}; correct the path")
 
 
 def _refuse_folders_of_others(location: str, path: Path) -> None:
@@ -141,8 +148,8 @@ def _refuse_folders_of_others(location: str, path: Path) -> None:
     if "/" not in location and not Path(location).is_dir():
         line = parse(path)[1].get(("source", "model"), 1)
         raise CheckpointError(
-            f"{path}:{line}: source.model: {printed(location)} is the name of a folder on the machine where this was "
-            "made; give --source DIR, or correct it to a Hub id (owner/name)"
+            f"{path}:{line}: source.model: {printed(location)} is neither a folder here nor a Hub id (owner/name); give "
+            "--source DIR if it lies elsewhere, or correct it"
         )
 
 
@@ -169,7 +176,7 @@ def given_folder(folder: Path) -> str:
     return str(folder.resolve())
 
 
-def _within_budget(job: Job) -> Job:
+def _within_budget(job: Job, changes: Sequence[Change]) -> Job:
     """Add the allocation to the job of a recipe with a budget; return any other job unchanged.
 
     Raises:
@@ -179,8 +186,8 @@ def _within_budget(job: Job) -> Job:
     if not experts.by_budget:
         return job
     key = "budget" if experts.budget is not None else "bits_per_weight"
-    line = parse(job.path)[1].get(("experts", key), 1)
-    choices = allocation(job.plan, job.sizes, experts, f"{job.path}:{line}: experts.{key}")
+    where = given_at(("experts", key), job.path, changes)
+    choices = allocation(job.plan, job.sizes, experts, where)
     return replace(job, plan=job.plan.with_schemes(choices.best_uniform()), allocation=choices)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantizers.architectures.families import published_models
-from quantizers.system.errors import InputError, OutputError, RecipeError
+from quantizers.system.errors import InputError, OutputError
+from quantizers.system.near_names import did_you_mean
 from quantizers.system.shipped import shipped
 
+from .names import shipped_recipe
 from .schema import Experts, Recipe, read_recipe
 
 HEADER = """# Recipes
@@ -61,13 +63,13 @@ def catalogue() -> str:
 def text_of(name: str) -> str:
     """The text of a shipped recipe.
 
+    Args:
+        name: see `shipped_recipe`.
+
     Raises:
         RecipeError: no recipe has this name.
     """
-    path = shipped("recipes") / f"{name.removesuffix('.yaml')}.yaml"
-    if Path(name).name != name or not path.is_file():
-        raise RecipeError(f"{name}: no such recipe; `quantize recipes` lists them")
-    return path.read_text(encoding="utf-8")
+    return shipped_recipe(name).read_text(encoding="utf-8")
 
 
 def copied(name: str) -> str:
@@ -86,7 +88,10 @@ def new_recipe(model: str) -> str:
     """
     models = published_models()
     if not Path(model).is_dir() and model not in models:
-        raise InputError(f"{model}: no facts for this model; give a checkpoint folder, or one of {', '.join(models)}")
+        hint = did_you_mean(model, models)
+        raise InputError(
+            f"{model}: no facts for this model{hint}; give a checkpoint folder, or one of {', '.join(models)}"
+        )
     source = str(Path(model).resolve()) if Path(model).is_dir() else model
     return f"""\
 # {source}: as published, but for the routed experts, which become INT4.
@@ -95,7 +100,7 @@ source:
   revision: main                       # a branch, tag or commit
   trust_remote_code: false             # nothing from the checkpoint is executed
 calibration: software-engineer         # a shipped set, or a path relative to this file
-# calibration: {set: software-engineer, tokens: 131072}   # as many tokens of it, drawn evenly over its categories
+# calibration: {{set: software-engineer, tokens: 131072}}   # so many tokens of it, drawn evenly over its categories
 experts:
   bits: 4                              # 4 | 8
   group_size: 32                       # weights under one scale: 32 | 64 | 128; smaller is better and larger on disk

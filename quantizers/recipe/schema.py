@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,9 +17,12 @@ from pydantic import (
 
 from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError, RecipeError
+from quantizers.system.schema_faults import Origin, Place, dotted
 from quantizers.system.shipped import find
-from quantizers.system.strict_yaml import Strict, load, parse
+from quantizers.system.strict_yaml import Strict, fit, origins_in, parse
 
+from .changes import Change, changed
+from .names import find_recipe
 from .scheme import Scheme
 
 
@@ -245,32 +249,33 @@ class Recipe(Strict):
         return self.model_dump(mode="json")
 
 
-def find_recipe(name: str) -> Path:
-    """The file of a recipe, from a path or the bare name of a shipped one (`tiny-minimax-m2-fp8-int4`).
-
-    Raises:
-        RecipeError: there is no such file.
-    """
-    path = find(name, "recipes")
-    if not os.path.isfile(path):
-        raise RecipeError(f"{name}: no such recipe; give a file, or a name that `quantize recipes` lists")
-    return path
-
-
-def read_recipe(name: str) -> tuple[Recipe, Path]:
+def read_recipe(name: str, changes: Sequence[Change] = ()) -> tuple[Recipe, Path]:
     """Read and check a recipe.
 
     Args:
         name: see `find_recipe`.
+        changes: settings that are given instead of those in the file.
 
     Returns:
         The recipe and its path; relative paths in the recipe start from that path's folder.
 
     Raises:
-        RecipeError: the recipe is wrong; one line naming file, line and key.
+        RecipeError: the recipe is wrong; a line for each fault, naming file, line and key.
     """
     path = find_recipe(name)
-    return load(path, Recipe, RecipeError), path
+    data, origins = _values(path, changes)
+    return fit(data, origins, Origin(f"{path}:1", 1), Recipe, RecipeError), path
+
+
+def _values(path: Path, changes: Sequence[Change]) -> tuple[dict[str, Any], dict[Place, Origin]]:
+    data, lines = parse(path, RecipeError)
+    return changed(data, origins_in(path, lines), changes)
+
+
+def given_at(place: Place, path: Path, changes: Sequence[Change] = ()) -> str:
+    """Where a key's value comes from, for messages: `recipe.yaml:7: experts.budget`, or the option that gave it."""
+    origin = _values(path, changes)[1].get(place, Origin(f"{path}:1", 1))
+    return origin.shown if origin.key == dotted(place) else f"{origin.shown}: {dotted(place)}"
 
 
 def source_location(recipe: Recipe, path: Path) -> str:
@@ -291,8 +296,8 @@ def facts_location(recipe: Recipe, path: Path) -> Path | None:
         return None
     file = path.parent / os.path.expanduser(recipe.source.facts)
     if not file.is_file():
-        line = parse(path)[1].get(("source", "facts"), 1)
-        raise RecipeError(f"{path}:{line}: source.facts: {recipe.source.facts}: no such file; correct the path")
+        where = given_at(("source", "facts"), path)
+        raise RecipeError(f"{where}: {recipe.source.facts}: no such file; correct the path")
     return file
 
 

@@ -18,6 +18,11 @@ def shipped(folder: str) -> Path:
     return inside if inside.is_dir() else _PACKAGE.parent / folder
 
 
+def shipped_names(folder: str) -> list[str]:
+    """The names of the YAML files in a shipped folder, without suffix, sorted."""
+    return sorted(path.stem for path in shipped(folder).glob("*.yaml"))
+
+
 def find(name: str, folder: str, beside: Path | None = None, suffix: str = ".yaml") -> Path:
     """Find a file by its path, relative to `beside`, or by the bare name of a shipped file.
 

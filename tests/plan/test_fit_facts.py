@@ -383,3 +383,28 @@ def test_of_the_hub_only_headers_are_read(
     monkeypatch.chdir(tmp_path)
     assert quantize(monkeypatch, "new", "Me/My-Model", "--facts") == 0
     assert (tmp_path / "my-model-facts.yaml").read_text().startswith("# Facts about Me/My-Model, made by")
+
+
+def test_a_recipe_for_a_model_without_facts_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, `new` wrote one that every command then refused."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("odd", '{"model_type": "foo_moe", "num_experts": 3}'), ("none", "{}"), ("cut", '{"a": ')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    (tmp_path / "empty").mkdir()
+    for name, said in (
+        ("odd", "odd/config.json: model_type 'foo_moe': no facts for this architecture; give one of minimax_m2, "),
+        ("none", "none/config.json: model_type is missing; give a transformers checkpoint"),
+        ("cut", "cut/config.json:1: not valid JSON; download this file again"),
+        ("empty", "empty/config.json: cannot be read (No such file or directory); check the folder"),
+    ):
+        assert quantize(monkeypatch, "new", name) == 2
+        refusal = capsys.readouterr().err
+        assert refusal.startswith(f"quantize: {said}")
+        assert refusal.count("\n") == 1
+        assert ("--facts --like FAMILY` writes some" in refusal) == (name == "odd")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "empty", "none", "odd"]
+    tiny.write(tmp_path / "known", tiny.config(), {})
+    assert quantize(monkeypatch, "new", "known") == 0

@@ -53,8 +53,8 @@ def test_the_finished_folder_gives_the_same_bytes_again(
 
     assert quantize(monkeypatch, "run", "tiny-INT4/recipe.yaml") == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "quantize: tiny-INT4/recipe.yaml:2: source.model: model is the name of a folder on the machine where this was "
-        "made; give --source DIR, or correct it to a Hub id (owner/name)"
+        "quantize: tiny-INT4/recipe.yaml:2: source.model: model is neither a folder here nor a Hub id (owner/name); "
+        "give --source DIR if it lies elsewhere, or correct it"
     )
     before = hashes(folder)
     assert quantize(monkeypatch, "run", "tiny-INT4/recipe.yaml", "--source", home / "model", *flags) == 0

@@ -1,0 +1,172 @@
+"""Settings that are given with a command instead of in the recipe: `--set key=value` and `--calibration SET`.
+
+They change the recipe before it is checked, so what is hashed and written beside the output is the changed recipe. A
+value is YAML, as it would stand in the file; `null` takes a key out. Paths start from the current folder, as everything
+does that is typed, while those in the file start from the file's.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantizers.system.errors import RecipeError
+from quantizers.system.near_names import did_you_mean
+from quantizers.system.schema_faults import Origin, Place, dotted
+from quantizers.system.shipped import find, shipped_names
+from quantizers.system.strict_yaml import Refused, dump, parse_value
+
+CALIBRATION = ("calibration",)
+SET = ("calibration", "set")
+SETS = (CALIBRATION, SET, ("verify", "perplexity", "data"))
+MODEL = ("source", "model")
+FACTS = ("source", "facts")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key of a recipe with another value.
+
+    Attributes:
+        place: the key.
+        value: None takes the key out.
+        shown: the option that gave it, for messages.
+    """
+
+    place: tuple[str, ...]
+    value: Any
+    shown: str
+
+    @property
+    def origin(self) -> Origin:
+        """For faults of the value; they come before those of the file."""
+        return Origin(self.shown, 0, dotted(self.place))
+
+
+def changes_of(texts: Sequence[str] = (), calibration: str | None = None) -> tuple[Change, ...]:
+    """Read the options.
+
+    Args:
+        texts: of `--set`, such as `experts.group_size=64`.
+        calibration: of `--calibration`, a set's file or the name of a shipped one.
+
+    Raises:
+        RecipeError: a text is not `key=value`, its value is no YAML, a path leads nowhere, or a key is given twice.
+    """
+    changes = [_change(text) for text in texts]
+    if calibration is not None:
+        shown = f"--calibration {calibration}"
+        if whole := next((change for change in changes if change.place == CALIBRATION), None):
+            raise RecipeError(f"{shown}: {whole.shown} names a set too; give one of them")
+        changes.append(Change(SET, _from_here(SET, calibration, shown), shown))
+    given: dict[tuple[str, ...], Change] = {}
+    for change in changes:
+        if change.place in given:
+            raise RecipeError(f"{change.shown}: {given[change.place].shown} gives this key too; give one of them")
+        given[change.place] = change
+    return tuple(changes)
+
+
+def _change(text: str) -> Change:
+    shown = f"--set {text if text.isprintable() else repr(text)}"
+    key, equals, value = text.partition("=")
+    parts = tuple(key.strip().split("."))
+    if not equals or not all(parts):
+        raise RecipeError(f"{shown}: is not key=value; write it as --set experts.group_size=64")
+    if not value.strip():
+        raise RecipeError(f"{shown}: has no value; give one, or null to take the key out of the recipe")
+    try:
+        return Change(parts, _from_here(parts, parse_value(value), shown), shown)
+    except Refused as refused:
+        raise RecipeError(f"{shown}: {refused}") from None
+
+
+def _from_here(place: Place, value: Any, shown: str) -> Any:
+    """A value in which paths that start from the current folder are absolute.
+
+    Raises:
+        RecipeError: a path leads nowhere.
+    """
+    if isinstance(value, dict):
+        return {key: _from_here((*place, key), inner, shown) for key, inner in value.items()}
+    if not isinstance(value, str):
+        return value
+    if place in SETS:
+        path = find(value, "calibration")
+        if not os.path.isfile(path):
+            hint = did_you_mean(value, shipped_names("calibration"))
+            raise RecipeError(f"{shown}: no such set{hint}; give a file, or the name of a shipped set such as embedded")
+        return str(path.absolute())
+    if place in (MODEL, FACTS):
+        path = Path(os.path.expanduser(value))
+        if os.path.exists(path):
+            return str(path.absolute())
+        is_id = place == MODEL and value.count("/") == 1 and not value.startswith((".", "/", "~"))
+        if not is_id:
+            what = "folder; give one that is there, or a Hub id" if place == MODEL else "file; give one that is there"
+            raise RecipeError(f"{shown}: no such {what}")
+    return value
+
+
+def changed(
+    data: Mapping[str, Any], origins: Mapping[Place, Origin], changes: Sequence[Change]
+) -> tuple[dict[str, Any], dict[Place, Origin]]:
+    """A recipe's values with the changes made, in their order, and where each value comes from.
+
+    Raises:
+        RecipeError: a key to be taken out is not there, or a key lies in a value that has none.
+    """
+    result, found = copy.deepcopy(dict(data)), dict(origins)
+    for change in changes:
+        inside = change.place[:1] == CALIBRATION and len(change.place) > 1
+        if inside and isinstance(result.get("calibration"), str):
+            result["calibration"] = {"set": result["calibration"]}  # which means the same as the name alone
+            found[SET] = found[CALIBRATION]
+        if change.value is None:
+            _take_out(change, result, found)
+        else:
+            _put_in(change, result, found)
+    return result, found
+
+
+def _take_out(change: Change, data: dict[str, Any], origins: dict[Place, Origin]) -> None:
+    inner: Any = data
+    for part in change.place[:-1]:
+        inner = inner.get(part) if isinstance(inner, dict) else None
+    if not isinstance(inner, dict) or change.place[-1] not in inner:
+        raise RecipeError(f"{change.shown}: the recipe has no such key; leave it out")
+    del inner[change.place[-1]]
+    _forget(change.place, origins)
+
+
+def _put_in(change: Change, data: dict[str, Any], origins: dict[Place, Origin]) -> None:
+    inner, place = data, change.place
+    for depth, part in enumerate(place[:-1], 1):
+        if inner.get(part) is None:
+            inner[part] = {}
+            origins[place[:depth]] = change.origin
+        if not isinstance(inner[part], dict):
+            before = dump({part: inner[part]}, flow=True).strip().strip("{}")
+            raise RecipeError(
+                f"{change.shown}: the recipe has `{before}`, which holds no keys; give all of them as "
+                f"--set {dotted(place[:depth])}='{{...}}'"
+            )
+        inner = inner[part]
+    _forget(place, origins)
+    inner[place[-1]] = change.value
+    origins.update(dict.fromkeys(_places(change.value, place), change.origin))
+
+
+def _forget(place: Place, origins: dict[Place, Origin]) -> None:
+    for old in [old for old in origins if old[: len(place)] == place]:
+        del origins[old]
+
+
+def _places(value: Any, place: Place) -> list[Place]:
+    """The place of a value, and of everything in it."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place, *(deeper for key, one in inner for deeper in _places(one, (*place, key)))]
