@@ -144,13 +144,13 @@ def _calibration(report: dict[str, Any]) -> str:
             f"languages, {len(calibration['categories'])} categories.{_drawn(drawn)}{cut}{dropped} "
             f"Every expert saw every token; tokens that the router sends to an expert count for {routed:.0%} of it.",
             "",
-            f"![Samples by language and field]({CALIBRATION_PICTURE})",
+            f"![Tokens by language and field]({CALIBRATION_PICTURE})",
             "",
             f"What the router itself sent: at least {coverage['min']:,} tokens to every expert, "
             f"{coverage['median']:,.0f} in the median; {coverage['uncovered']:,} of {coverage['pairs']:,} experts got "
             f"fewer than {coverage['min_routed_tokens']:,}.",
             "",
-            f"![Routed tokens by layer and expert]({COVERAGE_PICTURE})",
+            f"![Routed tokens by layer and expert, relative to an even load]({COVERAGE_PICTURE})",
         ]
     )
 

@@ -43,6 +43,7 @@ def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
     figure = Figure(figsize=(12, 3.6 * len(groups)), dpi=100, layout="constrained")
     figure.suptitle(_heading(calibration, model), fontsize=11)
     panels = figure.subplots(2 * len(groups), 1, squeeze=False, height_ratios=[2, 1] * len(groups))[:, 0]
+    highest = max(row["tokens"] for _, rows in groups for row in rows.values())
     for (title, rows), tokens, cut in zip(groups, panels[::2], panels[1::2], strict=True):
         names = sorted(rows, key=lambda name: (-rows[name]["tokens"], name))
         at = range(len(names))
@@ -51,7 +52,7 @@ def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
         tokens.set_xticks([])
         tokens.set_ylabel("tokens")
         tokens.yaxis.set_major_formatter("{x:,.0f}")
-        tokens.margins(y=0.15)
+        tokens.set_ylim(0, 1.15 * highest)  # one scale for all groups
         tokens.set_title(f"{title} ({len(names)}); above the bars: samples", loc="left", fontsize=10)
         cut.bar(at, [_lost(rows[name]) for name in names], color=SERIES[1], width=0.8)
         cut.set_xticks(at, names, rotation=90, fontsize=8)
@@ -72,7 +73,9 @@ def _lost(row: dict[str, Any]) -> float:
 
 
 def _heading(calibration: dict[str, Any], model: str) -> str:
+    count = calibration["truncated_samples"]
+    cut = f"{count:,} samples were cut, and lost {_lost(calibration):.0%} of the texts' tokens"
     return (
         f"{calibration['name']} for {model}: {calibration['samples']:,} samples, {calibration['tokens']:,} tokens; "
-        f"{calibration['truncated_samples']:,} samples were cut, and lost {_lost(calibration):.0%} of the texts' tokens"
+        f"{cut if count else 'no sample was cut'}"
     )

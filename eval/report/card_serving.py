@@ -11,27 +11,13 @@ from quantizers.system.byte_size import gib
 def serving(report: dict[str, Any]) -> str:
     """The section with the commands, and the memory of a card by arithmetic."""
     about = report["serving"]
-    if "vllm" not in about.get("servers", ["vllm"]):  # reports of older versions have only families that it knows
+    if not knows_vllm(about):
         return (
             "## How to run it\n\nNo release of vLLM that was known when this was made has a model of this family. "
             "transformers loads it, and dequantizes the experts when it does."
         )
-    fitting = [row for row in about["fits"] if row["fits"]]
-    best = min(fitting, key=lambda row: row["tensor_parallel"] * row["pipeline_parallel"], default=None)
-    options = [f"--{option} {value}" for option, value in about["parsers"].items()]
-    if "tool-call-parser" in about["parsers"]:
-        options.insert(0, "--enable-auto-tool-choice")
-    if best and best["tensor_parallel"] > 1:
-        options.insert(0, f"--tensor-parallel-size {best['tensor_parallel']}")
-    if best and best["pipeline_parallel"] > 1:
-        options.insert(0, f"--pipeline-parallel-size {best['pipeline_parallel']}")
-    if best and best["kv"] != "auto":
-        options.append(f"--kv-cache-dtype {best['kv']}")
-    if best:
-        options += [f"--max-model-len {best['context']}", f"--gpu-memory-utilization {best['utilisation']}"]
-    if about["sampling"]:
-        options.append(f"--override-generation-config '{json.dumps(about['sampling'])}'")
-    lines = ["## How to run it", "", "```", " \\\n    ".join(["vllm serve PATH_OR_ID", *options]), "```"]
+    lines = ["## How to run it", "", "```", vllm_command(about, "PATH_OR_ID"), "```"]
+    best = _best(about)
     if about.get("sglang") is not None:
         words = [f"--tp-size {best['tensor_parallel']}"] if best and best["tensor_parallel"] > 1 else []
         words += [f"--{option} {value}" for option, value in about["sglang"].items()]
@@ -57,3 +43,38 @@ def serving(report: dict[str, Any]) -> str:
             "Assumed: " + "; ".join(about["assumptions"]) + ".",
         ]
     return "\n".join(lines)
+
+
+def vllm_command(about: dict[str, Any], place: str) -> str:
+    """The command that serves the output with vLLM, over several lines.
+
+    Args:
+        about: the report's `serving`.
+        place: the checkpoint's folder or Hub id.
+    """
+    best = _best(about)
+    options = [f"--{option} {value}" for option, value in about["parsers"].items()]
+    if "tool-call-parser" in about["parsers"]:
+        options.insert(0, "--enable-auto-tool-choice")
+    if best and best["tensor_parallel"] > 1:
+        options.insert(0, f"--tensor-parallel-size {best['tensor_parallel']}")
+    if best and best["pipeline_parallel"] > 1:
+        options.insert(0, f"--pipeline-parallel-size {best['pipeline_parallel']}")
+    if best and best["kv"] != "auto":
+        options.append(f"--kv-cache-dtype {best['kv']}")
+    if best:
+        options += [f"--max-model-len {best['context']}", f"--gpu-memory-utilization {best['utilisation']}"]
+    if about["sampling"]:
+        options.append(f"--override-generation-config '{json.dumps(about['sampling'])}'")
+    return " \\\n    ".join([f"vllm serve {place}", *options])
+
+
+def knows_vllm(about: dict[str, Any]) -> bool:
+    """Whether a known release of vLLM has a model of this family; reports of older versions have only such families."""
+    return "vllm" in about.get("servers", ["vllm"])
+
+
+def _best(about: dict[str, Any]) -> dict[str, Any] | None:
+    """The way to divide the model that fits on the fewest cards."""
+    fitting = [row for row in about["fits"] if row["fits"]]
+    return min(fitting, key=lambda row: row["tensor_parallel"] * row["pipeline_parallel"], default=None)

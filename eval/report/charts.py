@@ -10,43 +10,62 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from .scale import HIGH, LOW, MARKS, loads, ticks
+
 VIRIDIS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 WIDTH = 860
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 34
-TICKS = 16
+SCALE, LEAST_SCALE, STEPS = 86, 110, 48  # the colour scale's place beside a heat map, its least height, its colours
 
 
-def heat_map(totals: Mapping[int, Sequence[int]], minimum: int) -> str:
-    """A grid of layers by experts, coloured by the logarithm of the tokens; red with a cross below the minimum.
+def heat_map(tokens: Mapping[int, Sequence[int]], minimum: int) -> str:
+    """A grid of layers by experts, coloured by the load, with its scale; red with a cross below the minimum.
 
     Args:
-        totals: for each layer with experts, by its number, the routed tokens of each expert.
+        tokens: for each layer with experts, by its number, the routed tokens of each expert.
         minimum: routed tokens that an expert needs to count as covered.
     """
-    layers, experts = len(totals), len(next(iter(totals.values())))
-    wide = (WIDTH - LEFT - RIGHT) / experts
+    layers, experts = len(tokens), len(next(iter(tokens.values())))
+    right = WIDTH - RIGHT - SCALE
+    wide = (right - LEFT) / experts
     high = max(6.0, min(wide, 24.0))
-    covered_logs = [math.log(n) for row in totals.values() for n in row if n >= max(minimum, 1)]
-    low, top = (min(covered_logs), max(covered_logs)) if covered_logs else (0.0, 1.0)
     marks = []
-    for place, (layer, row) in enumerate(totals.items()):
-        for expert, tokens in enumerate(row):
+    for place, (layer, row) in enumerate(tokens.items()):
+        for expert, (count, load) in enumerate(zip(row, loads(row), strict=True)):
             x, y = LEFT + expert * wide, TOP + place * high
-            tip = f"<title>layer {layer}, expert {expert}: {tokens:,} tokens</title>"
+            tip = f"<title>layer {layer}, expert {expert}: {count:,} tokens, {load:.2f} of even</title>"
             box = f'x="{x:.1f}" y="{y:.1f}" width="{wide + 0.2:.1f}" height="{high + 0.2:.1f}"'
-            if tokens < max(minimum, 1):
+            if count < max(minimum, 1):
                 marks.append(f'<rect class="bare" {box}>{tip}</rect>')
                 cross = f"M{x:.1f} {y:.1f}l{wide:.1f} {high:.1f}m0 {-high:.1f}l{-wide:.1f} {high:.1f}"
                 marks.append(f'<path class="cross" d="{cross}"/>')
             else:
-                share = (math.log(tokens) - low) / (top - low) if top > low else 1.0
-                marks.append(f'<rect fill="{colour(share)}" {box}>{tip}</rect>')
-    bottom = TOP + layers * high
-    expert_labels = "".join(_text(LEFT + (i + 0.5) * wide, bottom + 14, str(i)) for i in ticks(experts))
-    numbers = list(totals)
+                marks.append(f'<rect fill="{colour(along(load))}" {box}>{tip}</rect>')
+    grid = max(layers * high, LEAST_SCALE)
+    bottom = TOP + grid
+    expert_labels = "".join(_text(LEFT + (i + 0.5) * wide, TOP + layers * high + 14, str(i)) for i in ticks(experts))
+    numbers = list(tokens)
     layer_labels = "".join(_text(LEFT - 6, TOP + (i + 0.5) * high + 4, str(numbers[i]), "end") for i in ticks(layers))
-    axes = _text((WIDTH + LEFT) / 2, bottom + 29, "expert") + _text(14, TOP + layers * high / 2, "layer")
-    return _svg(bottom + BOTTOM, "".join(marks) + expert_labels + layer_labels + axes)
+    axes = _text((right + LEFT) / 2, TOP + layers * high + 29, "expert") + _text(14, TOP + layers * high / 2, "layer")
+    labels = expert_labels + layer_labels + axes
+    return _svg(bottom + BOTTOM, "".join(marks) + labels + _scale(right + 24, grid))
+
+
+def _scale(x: float, height: float) -> str:
+    """A bar with the colours from LOW (below) to HIGH, and its marks."""
+    step = height / STEPS
+    bar = (
+        f'<rect fill="{colour((i + 0.5) / STEPS)}" x="{x:.1f}" y="{TOP + height - (i + 1) * step:.2f}" width="12" '
+        f'height="{step + 0.3:.2f}"/>'
+        for i in range(STEPS)
+    )
+    marks = (_text(x + 17, TOP + height * (1 - along(n)) + 4, words, "start") for n, words in MARKS.items())
+    return "".join([*bar, *marks, _text(x - 6, TOP + height + 18, "tokens / even", "start")])
+
+
+def along(load: float) -> float:
+    """Where a load lies on the scale from LOW (0) to HIGH (1); beyond them at its ends."""
+    return min(max(math.log(load / LOW) / math.log(HIGH / LOW), 0.0), 1.0) if load > 0 else 0.0
 
 
 def colour(share: float) -> str:
@@ -57,15 +76,10 @@ def colour(share: float) -> str:
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
-def ticks(count: int) -> range:
-    """At most TICKS of `count` positions, evenly spaced."""
-    return range(0, count, max(1, -(-count // TICKS)))
-
-
 def lines(series: Mapping[str, Sequence[float | None]], unit: str) -> str:
     """A line over the layers for each named series; the y axis starts at 0, and None values are skipped."""
     count = max(len(values) for values in series.values())
-    top = max((v for values in series.values() for v in values if v is not None), default=0.0) or 1.0
+    top = _rounded(max((v for values in series.values() for v in values if v is not None), default=0.0) or 1.0)
     height, width = 220, WIDTH - LEFT - RIGHT
 
     def place(i: int, value: float) -> tuple[float, float]:
@@ -82,8 +96,14 @@ def lines(series: Mapping[str, Sequence[float | None]], unit: str) -> str:
             for i, x, y, v in points
         ]
     layer_labels = "".join(_text(place(i, 0)[0], TOP + height + 15, str(i)) for i in ticks(count))
-    axis_title = _text((WIDTH + LEFT) / 2, TOP + height + 30, f"layer; {unit}")
+    axis_title = _text((WIDTH + LEFT) / 2, TOP + height + 30, f"{unit}, by layer")
     return _svg(TOP + height + BOTTOM, "".join(parts) + layer_labels + axis_title) + _legend(list(series))
+
+
+def _rounded(top: float) -> float:
+    """The next number up whose quarters are short, for the end of an axis."""
+    power = 10.0 ** math.floor(math.log10(top))
+    return next(n * power for n in (1, 2, 4, 6, 8, 10) if n * power >= top * (1 - 1e-9))
 
 
 def _grid(top: float, height: float) -> str:
@@ -127,5 +147,8 @@ def _svg(height: float, inner: str) -> str:
 
 
 def _legend(names: Sequence[str]) -> str:
+    """Names beside their colours; a single line needs none."""
+    if len(names) < 2:
+        return ""
     items = (f'<span><i class="s{i % 6}"></i>{escape(name)}</span>' for i, name in enumerate(names))
     return f'<p class="legend">{"".join(items)}</p>'

@@ -12,8 +12,10 @@ from typing import Any
 from eval.fidelity.tables import by_part, past_the_model, shown_categories
 from quantizers.system.text_table import number, size
 
+from .card_serving import knows_vllm, vllm_command
 from .charts import bars, heat_map, lines
 from .schemes import choice_lines, layer_rows, leaning_line
+from .verdict import verdict
 
 STYLE = """
 :root{color-scheme:light dark;--ink:#1a1d21;--soft:#5c6670;--paper:#fff;--rule:#dfe3e8;--good:#1a7f37;--bad:#c62828;
@@ -31,6 +33,7 @@ svg{width:100%;height:auto;display:block;margin:8px 0}svg text{font-size:11px}.b
 stroke-width:1.2;fill:none}.grid{stroke:var(--rule)}.line{fill:none;stroke-width:2}.bar{fill:var(--s0)}
 .whisker{stroke:var(--ink);fill:none}.legend span{margin-right:18px;white-space:nowrap}.legend i{display:inline-block;
 width:14px;height:4px;margin-right:6px;vertical-align:middle}
+.verdict{border-left:4px solid var(--good);padding-left:12px;margin:14px 0}.verdict.failed{border-color:var(--bad)}
 """ + "".join(
     f".line.s{i}{{stroke:var(--s{i})}}.dot.s{i}{{fill:var(--s{i})}}.legend i.s{i}{{background:var(--s{i})}}"
     for i in range(6)
@@ -53,6 +56,7 @@ def page(report: dict[str, Any]) -> str:
         ("kl", "Fidelity", _fidelity),
         ("audit", "Audit", _audit),
         ("consumers", "Consumers", _consumers),
+        ("serving", "Serve", _serving),
         ("versions", "Versions", _versions),
     )
     body = "".join(
@@ -61,13 +65,18 @@ def page(report: dict[str, Any]) -> str:
         if report.get(key)
     )
     source = report["source"]
+    failed = any(not gate["passed"] for gate in report.get("gates", ()))
+    said = "".join(f"<p>{escape(line)}</p>" for line in verdict(report))
+    box = f"<div class='verdict{' failed' if failed else ''}'>{said}</div>" if said else ""
     notes = "".join(f"<p class='soft'>{escape(note)}</p>" for note in report.get("notes", ()))
+    on = f", calibrated on {escape(report['calibration']['name'])}" if report.get("calibration") else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
         f"<title>{escape(_name(source))}: what was done, and what it did</title><style>{STYLE}</style></head><body>"
         f"<h1>{escape(_name(source))}</h1><p class='soft'>made from <code>{escape(str(source['model']))}</code>, "
-        f"revision {escape(str(source['revision']))}. All numbers are in report.json.</p>{notes}{body}</body></html>\n"
+        f"revision {escape(str(source['revision']))}{on}. All numbers are in report.json.</p>"
+        f"{box}{notes}{body}</body></html>\n"
     )
 
 
@@ -139,7 +148,8 @@ def _coverage(report: dict[str, Any]) -> str:
         f"{coverage['pairs']:,} below {coverage['min_routed_tokens']:,} (red). Entropy of the load at least "
         f"{coverage['min_entropy']:.3f}.</p>"
     )
-    return words + heat_map(totals, coverage["min_routed_tokens"])
+    caption = f"{_name(report['source'])} on {report['calibration']['name']}: routed tokens relative to an even load"
+    return words + f"<p>{escape(caption)}</p>" + heat_map(totals, coverage["min_routed_tokens"])
 
 
 def _search(report: dict[str, Any]) -> str:
@@ -207,16 +217,17 @@ def _fidelity(report: dict[str, Any]) -> str:
         name: (one["kl"]["mean"], tuple(one["interval"]["kl"]) if one["interval"] else None)
         for name, one in charted.items()
     }
-    depth = {
-        "hidden states": report["hidden_error"],
-        "router's other choices": [None if share is None else 1 - share for share in report["router"]["agreement"]],
-    }
+    others = [None if share is None else 1 - share for share in report["router"]["agreement"]]
+    only = ", short texts" if "long" in report else ""
     header = ("category", "samples", "tokens", "perplexity", "change", "KL mean", "KL p99", "top-1")
     return (
-        f"<p>Held-out set {escape(report['evaluated_on']['name'])}: KL(source || this), nats, whole vocabulary.</p>"
-        + bars(kl, "mean KL, nats; whiskers: 95 % bootstrap interval")
-        + f"<p>Where in the depth the deviation grows{', short texts' if 'long' in report else ''}</p>"
-        + lines(depth, "relative error of hidden states; share of other experts")
+        f"<p>{escape(_name(report['source']))} on the held-out set {escape(report['evaluated_on']['name'])}: "
+        "KL(source || this), whole vocabulary.</p>"
+        + bars(kl, "mean KL, nats per token; whiskers: 95 % bootstrap interval over texts, where there are several")
+        + f"<p>Error of the hidden states by depth{only}</p>"
+        + lines({"hidden states": report["hidden_error"]}, "relative error")
+        + f"<p>Experts that the router chooses otherwise than in the source, by depth{only}</p>"
+        + lines({"other experts": others}, "share of the source's choices")
         + _table(header, rows)
         + _positions(report)
         + "".join(f"<p class='soft'>{escape(line)}</p>" for line in past_the_model(report))
@@ -263,6 +274,13 @@ def _consumers(report: dict[str, Any]) -> str:
     verdict = f"<ul>{findings}</ul>" if findings else '<p class="good">Every engine reads it as it is stored.</p>'
     ranks = _table(("tensor parallel", "vLLM"), consumers["tensor_parallel"].items(), long=1)
     return _table(("", *kinds), rows) + verdict + (ranks if consumers["tensor_parallel"] else "")
+
+
+def _serving(report: dict[str, Any]) -> str:
+    about = report["serving"]
+    if not knows_vllm(about):
+        return "<p>No release of vLLM that was known when this was made has a model of this family.</p>"
+    return f"<p>In the folder of this page:</p><pre>{escape(vllm_command(about, '.'))}</pre>"
 
 
 def _versions(report: dict[str, Any]) -> str:

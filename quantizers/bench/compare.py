@@ -187,7 +187,8 @@ def compare_route(
         data: the calibration samples, see `methods.spread`.
 
     Returns:
-        For each route: seconds (the median, and by step), memory, bytes written, and KL.
+        For each route: seconds (the median, and by step), memory, bytes written, and KL; and the model, the set and the
+        number of its tokens.
     """
     source = job.source
     assert source is not None
@@ -238,6 +239,8 @@ def compare_route(
         results[name]["kl"] = figures["kl"]["mean"]
         results[name]["top1"] = figures["top1"]
     return results | {
+        "model": Path(job.location).name,
+        "set": data.name,
         "tokens": sum(len(t) for t in tokens),
         "faster": results["library"]["seconds"] / results["ours"]["seconds"],
         "kl_ratio": results["ours"]["kl"] / results["library"]["kl"],

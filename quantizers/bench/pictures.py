@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-OURS, OTHER = "#0f766e", "#b45309"
-PHASE_COLOURS = {
-    "forced pass": "#0f766e",
-    "changes": "#64748b",
-    "sums": "#5eaaa2",
-    "search": "#b45309",
-    "rounding": "#d9a066",
-    "search + rounding": "#7c2d12",
-}
+from eval.report.pictures import save
+from eval.report.scale import SERIES
+
+OURS, OTHER = SERIES[:2]
+PHASES = ("forced pass", "changes", "sums", "search", "rounding", "search + rounding")
+PHASE_COLOURS = dict(zip(PHASES, SERIES, strict=False))
 
 
 def layer_picture(result: dict[str, Any], path: Path) -> None:
@@ -21,7 +18,7 @@ def layer_picture(result: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     seconds, shares = result["seconds"], result["shares"]
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    figure = Figure(figsize=(7, 3.6), dpi=130, layout="constrained")
     axes = figure.add_subplot()
     names = list(seconds)
     bars = axes.barh(names, [seconds[name] for name in names], color=OURS)
@@ -36,15 +33,21 @@ def layer_picture(result: dict[str, Any], path: Path) -> None:
         f"{result['machine']['device']}",
         fontsize=9,
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def scaling_picture(result: dict[str, Any], path: Path) -> None:
     """A panel for each varied size, with logarithmic axes and the fitted exponents."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6.4), layout="constrained")
+    figure = Figure(figsize=(9, 6.4), dpi=130, layout="constrained")
     panels = figure.subplots(2, 2).flatten()
+    base = ", ".join(f"{name} {value:,}" for name, value in result["base"].items())
+    figure.suptitle(
+        f"random layers of {result['hidden']} x {result['width']}, one size varied, otherwise {base}; "
+        f"{result['machine']['device']}",
+        fontsize=9,
+    )
     for axes, (name, part) in zip(panels, result["varied"].items(), strict=True):
         rows = part["rows"]
         for phase, exponent in part["exponents"].items():
@@ -66,7 +69,7 @@ def scaling_picture(result: dict[str, Any], path: Path) -> None:
         axes.set_ylabel("seconds")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, framealpha=0.6)
-    _save(figure, path)
+    save(figure, path)
 
 
 def compare_picture(result: dict[str, Any], path: Path) -> None:
@@ -78,19 +81,19 @@ def compare_picture(result: dict[str, Any], path: Path) -> None:
         ("one layer, seconds", layer["ours"]["seconds"], layer["library"]["seconds"]),
         ("whole route, seconds", route["ours"]["seconds"], route["library"]["seconds"]),
         ("written, MB", *(sum(route[who]["bytes"].values()) / 1e6 for who in ("ours", "library"))),
-        ("KL, nats", route["ours"]["kl"], route["library"]["kl"]),
+        ("KL, nats per token", route["ours"]["kl"], route["library"]["kl"]),
     ]
-    figure = Figure(figsize=(9, 2.8), layout="constrained")
+    figure = Figure(figsize=(9, 3.2), dpi=130, layout="constrained")
+    sizes = layer["sizes"]
+    figure.suptitle(
+        f"layer: random, {sizes['experts']} experts of {sizes['hidden']} x {sizes['width']}, {layer['tokens']:,} tokens"
+        f"; route: {route['model']} on {route['tokens']:,} tokens of {route['set']}; {result['machine']['device']}",
+        fontsize=8,
+    )
     for axes, (title, ours, library) in zip(figure.subplots(1, 4), figures, strict=True):
         bars = axes.bar(["ours", "llm-compressor"], [ours, library], color=[OURS, OTHER])
         axes.bar_label(bars, [f"{value:.3g}" for value in (ours, library)], fontsize=8)
-        axes.set_title(f"{title} (x {library / ours:.1f})", fontsize=9)
+        axes.set_title(f"{title} (ratio {library / ours:.1f})", fontsize=8)
         axes.margins(y=0.15)
         axes.tick_params(labelsize=8)
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    FigureCanvasAgg(figure).print_figure(path, dpi=130)
+    save(figure, path)

@@ -112,7 +112,7 @@ def prepare(
             plan = make_plan(facts, sizes, specs, recipe.experts, basis, block)
         fp8 = plan.fp8_form(block)
         return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, fp8, own=own), changes)
-    _refuse_folders_of_others(location, path)
+    _refuse_unknown_source(location, given_at(("source", "model"), path, changes))
     folder = resolve(location, recipe.source.revision)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
@@ -139,16 +139,18 @@ def _refuse_missing_sets(recipe: Recipe, path: Path) -> None:
             raise InputError(f"{path}: {name}: no such calibration set{hint}; correct the path")
 
 
-def _refuse_folders_of_others(location: str, path: Path) -> None:
+def _refuse_unknown_source(location: str, where: str) -> None:
     """Refuse a source that is called by a folder's bare name, as in a published recipe, where there is no such folder.
 
+    Args:
+        where: the recipe's line or option that names it.
+
     Raises:
-        CheckpointError: it names the recipe's line.
+        CheckpointError: it is neither a folder nor a Hub id.
     """
     if "/" not in location and not Path(location).is_dir():
-        line = parse(path)[1].get(("source", "model"), 1)
         raise CheckpointError(
-            f"{path}:{line}: source.model: {printed(location)} is neither a folder here nor a Hub id (owner/name); give "
+            f"{where}: {printed(location)} is neither a folder here nor a Hub id (owner/name); give "
             "--source DIR if it lies elsewhere, or correct it"
         )
 

@@ -107,8 +107,8 @@ def test_results_are_drawn_and_printed(measured: dict[str, Any], tmp_path: Path)
     times = {"seconds": 2.0, "cpu_seconds": 2.0, "memory_bytes": 10**6}
     side = times | {"kl": 0.01, "steps": {"solve": 2.0}, "bytes": {"output": 10}}
     layer = {"ours": side, "library": side, "sizes": layer_sizes(4, 128, 64), "tokens": 48}
-    route = {"ours": side, "library": side, "tokens": 48, "kl_ratio": 1.0}
-    result = {"layer": layer, "route": route, "repeats": 1, "machine": {"threads": 1}}
+    route = {"ours": side, "library": side, "tokens": 48, "kl_ratio": 1.0, "model": "tiny", "set": "embedded"}
+    result = {"layer": layer, "route": route, "repeats": 1, "machine": {"threads": 1, "device": "cpu"}}
     assert "bytes written: output 10" in compare_table(result)
     compare_picture(result, tmp_path / "compare.png")
     layer_picture(measured, tmp_path / "layer.png")

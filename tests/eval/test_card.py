@@ -13,7 +13,7 @@ from conftest import Finished
 from huggingface_hub import ModelCard
 
 from eval.report.card import card
-from eval.report.card_pictures import draw
+from eval.report.card_pictures import calibration_figure, draw
 from eval.report.front_matter import front_matter
 from quantizers.calibration.languages import CODES
 from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
@@ -165,6 +165,35 @@ def test_pictures_have_the_same_bytes_twice(report: Report, finished: Finished, 
         assert raw.startswith(b"\x89PNG")
         assert raw == (finished.folder / name).read_bytes()
         assert f"]({name})" in card(report)
+
+
+def test_the_calibration_picture_shows_tokens_and_what_was_cut(published: Report) -> None:
+    """The heights of the bars, against sums over the report's rows; and the set's totals in its heading."""
+    calibration = published["calibration"]
+    rows = {"samples": 3, "tokens": 60, "truncated": 2, "truncated_tokens": 140}
+    whole = {"samples": 1, "tokens": 90, "truncated": 0, "truncated_tokens": 0}
+    fields = {"code/rust": rows, "math": whole}
+    languages = {"programming": {"Rust": rows, "Zig": dict.fromkeys(rows, 0)}, "spoken": {}}
+    totals = {"samples": 4, "tokens": 150, "truncated_samples": 2, "truncated_tokens": 140}
+    figure = calibration_figure(calibration | totals | {"categories": fields, "by_language": languages}, "tiny")
+    heights = [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
+    assert heights == [[60, 0], [0.7, 0], [90], [0]]
+    names = [[label.get_text() for label in axes.get_xticklabels()] for axes in figure.axes]
+    assert names == [[], ["Rust", "Zig"], [], ["math"]]
+    assert [axes.get_ylim()[1] for axes in figure.axes][1::2] == [1, 1], "a share is drawn from 0 to 100 %"
+    heading = figure.get_suptitle()
+    assert "for tiny: 4 samples, 150 tokens; 2 samples were cut, and lost 48% of the texts' tokens" in heading
+    uncut = calibration | totals | {"truncated_samples": 0, "truncated_tokens": 0}
+    assert "no sample was cut" in calibration_figure(uncut, "tiny").get_suptitle()
+
+
+def test_rows_by_language_and_category_agree_with_the_sets_totals(finished: Finished) -> None:
+    calibration = finished.report["calibration"]
+    for kind, counts in calibration["languages"].items():
+        assert {name: row["samples"] for name, row in calibration["by_language"][kind].items()} == counts
+    totals = {"samples": "samples", "tokens": "tokens", "truncated": "truncated_samples"}
+    for key, total in (totals | {"truncated_tokens": "truncated_tokens"}).items():
+        assert sum(row[key] for row in calibration["categories"].values()) == calibration[total]
 
 
 def test_a_family_that_vllm_does_not_know_has_no_command_to_serve_it(published: Report) -> None:

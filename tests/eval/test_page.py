@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from commands import quantize
 from conftest import Finished
 
 from eval.report.card import card
-from eval.report.charts import colour, heat_map
+from eval.report.card_serving import vllm_command
+from eval.report.charts import along, colour, heat_map
 from eval.report.page import page
+from eval.report.scale import MARKS
+from eval.report.verdict import DEFAULT, NEAREST, verdict
 from quantizers.cli.tables.run import run_table
 from quantizers.system.progress import layer_line
 
@@ -54,7 +58,7 @@ def test_the_page_is_whole_and_self_contained(finished: Finished) -> None:
     parser = Nesting()
     parser.feed(text)
     assert parser.open == []
-    wanted = {"gates", "settings", "plan", "coverage", "layers", "kl", "audit", "consumers", "versions"}
+    wanted = {"gates", "settings", "plan", "coverage", "layers", "kl", "audit", "consumers", "serving", "versions"}
     assert set(parser.ids) == wanted
     assert "<script" not in text
     assert "url(" not in text
@@ -105,9 +109,69 @@ def test_smaller_shares_are_one_line_wherever_a_run_is_shown(finished: Finished)
 def test_uncovered_experts_are_marked() -> None:
     text = heat_map({0: [100, 0, 10], 1: [3, 50, 1]}, minimum=2)
     assert text.count('class="bare"') == text.count('class="cross"') == 2
-    assert "<title>layer 0, expert 1: 0 tokens</title>" in text
+    assert "<title>layer 0, expert 1: 0 tokens, 0.00 of even</title>" in text
+    assert "<title>layer 0, expert 2: 10 tokens, 0.27 of even</title>" in text
     assert colour(0) == "#440154"
     assert colour(1) == "#fde725"
+
+
+def test_a_load_has_one_colour_on_every_page() -> None:
+    """Half of an even load looks alike beside whatever else, and in sets of any size; the scale is drawn with it."""
+
+    def fill(tokens: list[int], expert: int) -> str:
+        found = re.search(rf'fill="(#\w+)"[^>]*><title>layer 0, expert {expert}:', heat_map({0: tokens}, 1))
+        assert found is not None
+        return found[1]
+
+    assert fill([50, 100, 100, 150], 0) == fill([5000, 1, 1, 34998], 0) == colour(1 / 3)
+    assert fill([50, 100, 100, 150], 1) == colour(0.5)
+    # Logarithmic from 1/8 to 8: each doubling is a sixth; beyond, the ends.
+    assert [along(2.0**n) for n in range(-4, 5)] == pytest.approx([0, 0, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 1])
+    assert along(0) == 0
+    text = heat_map({0: [1, 2]}, 1)
+    assert all(f">{words}</text>" in text for words in MARKS.values())
+
+
+def test_the_verdict_holds_the_kl_against_the_recipes_limit(finished: Finished) -> None:
+    report: dict[str, Any] = json.loads(json.dumps(finished.report))
+    report["gates"] = [{"name": "audit", "passed": True}, {"name": "kl", "passed": True, "limit": 0.25}]
+    report["kl"]["mean"] = 0.0123
+    gates, kl, scale = verdict(report)
+    assert gates == "All 2 gates passed."
+    assert kl.startswith("KL 0.0123 nats per token on ")
+    assert "within the limit of 0.25 that its recipe sets" in kl
+    assert "measure it with quantize bench methods" in scale
+    report["gates"][1] |= {"passed": False, "limit": 0.01}
+    gates, kl, _ = verdict(report)
+    assert gates == "1 of 2 gates failed: kl."
+    assert "above the limit of 0.01 that its recipe sets" in kl
+    text = page(report | {"gates": [gate | {"value": 0.0, "meaning": "x", "limit": 0} for gate in report["gates"]]})
+    assert "class='verdict failed'" in text
+    assert "1 of 2 gates failed: kl." in text
+    report["gates"].pop()
+    assert "its recipe sets no limit" in verdict(report)[1]
+    del report["kl"]
+    assert verdict(report) == ["The only gate passed."]
+    assert "class='verdict'" in (finished.folder / "report.html").read_text()
+
+
+def test_the_verdicts_scale_is_the_method_table() -> None:
+    """The first and the default row of the tiny MiniMax-M2's table; the next table is another model's."""
+    text = (Path(__file__).parents[2] / "docs" / "method.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^(round to nearest|gram .* \(default\)) +([\d.]+) ", text.partition("### Qwen3-MoE")[0], re.M)
+    assert [(name.split()[0], float(kl)) for name, kl in rows] == [("round", NEAREST), ("gram", DEFAULT)]
+
+
+def test_the_page_serves_as_the_card_does(finished: Finished) -> None:
+    """The same options; and no command for a family that vLLM does not know."""
+    report: dict[str, Any] = json.loads(json.dumps(finished.report))
+    report["serving"] |= {"parsers": {"tool-call-parser": "x<y"}, "sampling": {"top_k": 40}}
+    command = vllm_command(report["serving"], "PATH_OR_ID")
+    assert command in card(report)
+    assert "--enable-auto-tool-choice" in command
+    assert escape(command.replace("PATH_OR_ID", ".")) in page(report)
+    report["serving"]["servers"] = []
+    assert "vllm serve" not in page(report)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
@@ -119,8 +183,8 @@ def test_a_browser_shows_it_without_error_or_request(finished: Finished, tmp_pat
     requests, complaints, picture, dom = look(text, tmp_path / "page")
     assert (requests, complaints) == (0, False)
     assert picture.stat().st_size > 50_000, "an empty page is smaller"
-    assert dom.count("<svg") == 5
-    assert dom.count("<h2>") == 9
+    assert dom.count("<svg") == 6
+    assert dom.count("<h2>") == 10
 
 
 def look(text: str, folder: Path) -> tuple[int, bool, Path, str]:

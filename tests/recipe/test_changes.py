@@ -157,7 +157,7 @@ def test_paths_start_from_the_current_folder(recipe: Path, tmp_path: Path, monke
         (["--set", "keep="], ["--set keep=: has no value; give one, or null to take the key out of the recipe"]),
         (["--set", "keep=!x y"], ["--set keep=!x y: tags (`!name`) are not supported; write the plain value"]),
         (["--set", "keep={a"], ["--set keep={a: not valid YAML: expected ',' or '}', but got '<stream end>'; "]),
-        (["--set", "verify.stop=null"], ["--set verify.stop=null: the recipe has no such key; leave this away"]),
+        (["--set", "verify.stop=null"], ["--set verify.stop=null: the recipe has no such key; leave it out"]),
         (
             ["--set", "experts.awq=false", "--set", "experts.awq.grid=9"],
             [
