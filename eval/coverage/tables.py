@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quantizers.recipe.schema import CoverageGate
-from quantizers.system.text_table import plain
+from quantizers.system.text_table import gate_figures, plain
 
 from .gates import gates, named, summarise
 from .routing import Routed
@@ -106,8 +106,7 @@ def gate_table(found: list[dict[str, Any]]) -> str:
     rows = [
         (
             gate["name"],
-            f"{gate['value']:.4g}",
-            f"{'>=' if gate.get('at_least') else '<='} {gate['limit']:.4g}",
+            *gate_figures(gate),
             "passed" if gate["passed"] else "FAILED",
             gate["meaning"],
         )

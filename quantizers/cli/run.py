@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -139,7 +138,6 @@ def run(
     report = run_job(job, options)
     from quantizers.cli.tables.run import run_table
 
-    location = os.path.relpath(job.location) if Path(job.location).is_dir() else job.location  # or a Hub id
-    emit(report, as_json, run_table(report, output, location))
+    emit(report, as_json, run_table(report, output, job.location, recipe))
     if not all(gate["passed"] for gate in report["gates"]):
         raise typer.Exit(GATE_FAILED)

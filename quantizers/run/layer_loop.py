@@ -81,7 +81,7 @@ def quantize_layers(
         loop = _Loop(job, context, order, texts, stack, compensate_router)
         loop.begin(tokens)
         loop.go_on(entries)
-        with progress("quantizing", layers, len(entries), "layer") as step:
+        with progress("quantizing", layers, len(entries), "layer", trusted=1) as step:
             for visit in stack.enter_context(closing(loop.visits())):
                 with device_memory_errors(visit.number):  # of the audit, which ran beside the visit
                     written = loop.candidate.entry(visit)

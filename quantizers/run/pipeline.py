@@ -51,6 +51,7 @@ from .disk import handed_over, output_bytes
 from .finished import already_done
 from .held_out import HeldOut, held_out
 from .layer_loop import assist_layers, quantize_layers
+from .opening import opening_line
 from .options import Options
 from .proof import prove
 
@@ -128,7 +129,11 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     limit = options.device_memory or device_limit(device, options.ranks.count)
     memory = device_memory(job.plan, job.sizes, data.lengths[-1], itemsize, limit)
     journal.refuse_changes(work, run_fingerprint(job, data, device, memory.chunk), options.output)
-    journal.note_command(work, options.command, job.sizes["layers"])
+    layers = job.sizes["layers"]
+    journal.note_command(work, options.command, layers)
+    counts = sum(len(t) for t in tokens), sum(len(text.tokens) for text in held.texts) if held else 0
+    done = len(journal.done_layers(work, layers))
+    print(opening_line(job, options, resolved.recipe.source.model, counts, done), file=sys.stderr, flush=True)
     if held:
         refuse_other_texts(work, job.sizes["layers"], held, options.output)
     journal.remove_cut_files(work)

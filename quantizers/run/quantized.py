@@ -34,6 +34,7 @@ from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.solve.layer import solve_layer
 from quantizers.solve.solved import Solved
+from quantizers.system.progress import doing
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
 from stitch.write.digests import ShardDigest
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
@@ -95,6 +96,7 @@ class Quantized:
     def prepare(self, visit: Visit, layer: torch.nn.Module) -> None:
         """Observe and solve the layer, and begin to write it. A layer without experts is only written."""
         job, model, context, watch, number = self.job, self.model, self.context, visit.watch, visit.number
+        doing("attention")
         if number in job.sizes.dense:
             attend(model, layer, self.states, self.states, context.check, context.ranks)
             self._begin_writing(visit, None)
@@ -122,6 +124,7 @@ class Quantized:
     def _begin_writing(self, visit: Visit, solved: Solved | None) -> None:
         """Pack a layer, and let it be written; `solved` is None for a layer without experts."""
         job, context, number = self.job, self.context, visit.number
+        doing("packing")
         tensors = layer_tensors(job.plan, number, visit.source, solved)
         self._made = held_tensors(visit.source, tensors, context.work / "output" / job.plan.shard_file(number))
         self._solved = _for_the_journal(solved)
@@ -144,6 +147,7 @@ class Quantized:
         with self.model.layer(visit.number, self._made) as layer:
             self._made = None
             visit.watch.lap("materialise")
+            doing("calibration pass")
             self._finish(visit.number, layer)
             visit.watch.lap("propagate")
             yield layer
@@ -164,6 +168,7 @@ class Quantized:
             QuantizeError: the shard could not be written, or holds other bytes than it was written with.
         """
         assert self._writing is not None
+        doing("audit")
         digest, audit = self._writing.result()
         visit.watch.lap("write")
         return {

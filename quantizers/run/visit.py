@@ -27,7 +27,7 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.allocator import release_free_memory
 from quantizers.forward.lane import Lane
 from quantizers.system.errors import QuantizeError
-from quantizers.system.progress import Step, checked, progress
+from quantizers.system.progress import Step, checked, doing, progress
 from quantizers.team.ranks import ALONE, Ranks
 
 
@@ -107,6 +107,7 @@ def visits(
     with contextlib.closing(held_ahead(source, parts)) as ahead:
         for number in range(done, model.sizes["layers"]):
             check()
+            doing("reading")
             watch = Watch()
             visit = Visit(number, next(ahead), watch)
             watch.lap("read")
@@ -126,6 +127,7 @@ def _pass_through(
     with reference.model.layer(number, visit.source) as layer:
         watch.lap("materialise")
         if texts:
+            doing("held-out texts")
             reference.attend(number, layer)
             for candidate in candidates:
                 if _shares_attention(candidate, number):
@@ -137,11 +139,13 @@ def _pass_through(
     for candidate in candidates:
         with candidate.layer(visit) as layer:
             if texts:
+                doing("held-out texts")
                 if not _shares_attention(candidate, number):
                     candidate.lane.attend(number, layer)
                 candidate.lane.finish(number, layer)
                 watch.lap("candidate")
         if texts and ranks.leads:
+            doing("comparing")
             routed = number not in reference.model.sizes.dense
             visit.compared.append(compare(reference, candidate.lane, texts, routed=routed))
             watch.lap("compare")

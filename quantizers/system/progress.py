@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 Step = Callable[[str], None]
+PATIENCE = 90.0  # seconds without a line before a phase within a step is worth one, where there is no terminal
+WIDEST = len("calibration pass")  # of the phases, so that what stands behind them does not jump
+_watching: list[Step] = []  # what shows the phases of the innermost progress of this process
 
 
 def duration(seconds: float) -> str:
@@ -34,14 +37,26 @@ def checked(step: Step, check: Callable[[], None]) -> Step:
     return both
 
 
+def doing(phase: str) -> None:
+    """Say what the step is at now, such as `rounding`; it costs a comparison where nothing new is said.
+
+    Only the thread that shows the progress may call it.
+    """
+    if _watching:
+        _watching[-1](phase)
+
+
 @contextlib.contextmanager
-def progress(title: str, total: int, done: int = 0, unit: str = "") -> Iterator[Step]:
+def progress(title: str, total: int, done: int = 0, unit: str = "", *, trusted: int = 3) -> Iterator[Step]:
     """Yield a function to call after each of `total` steps with a short note about the step.
+
+    Within a step `doing` says its phases: on a terminal at once, elsewhere in a line where there was none for a while.
 
     Args:
         title: the name of the work.
         done: steps that an earlier run completed; the time estimate ignores them.
         unit: the word for one step, for the plain lines.
+        trusted: steps after which the time of those that are left is estimated, without a terminal.
     """
     if sys.stderr.isatty():
         from rich.console import Console
@@ -61,25 +76,52 @@ def progress(title: str, total: int, done: int = 0, unit: str = "") -> Iterator[
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[phase]}{task.fields[note]}"),
         )
         with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(title, total=total, completed=done, note="")
-            yield lambda note: bar.update(task, advance=1, note=note)
+            task, latest = bar.add_task(title, total=total, completed=done, note="", phase=""), ""
+
+            def show(phase: str) -> None:
+                nonlocal latest
+                if phase != latest:
+                    latest = phase
+                    bar.update(task, phase=f"{phase:<{WIDEST}} ")
+
+            with _shows_phases(show):
+                yield lambda note: bar.update(task, advance=1, note=f"last: {note}" if latest else note)
         return
     started, last, count = time.monotonic(), 0.0, done
+    spoken = started
 
     def line(note: str) -> None:
-        nonlocal last, count
+        nonlocal last, spoken, count
         count += 1
         now = time.monotonic()
         if count < total and now - last < 5.0:
             return  # at most one line every five seconds; the last step always prints
-        last, steps = now, count - done
-        left = f", {duration((now - started) / steps * (total - count))} left" if steps >= 3 and count < total else ""
+        last, spoken, steps = now, now, count - done
+        known = steps >= trusted and count < total
+        left = f", {duration((now - started) / steps * (total - count))} left" if known else ""
         print(f"{title}: {unit}{' ' if unit else ''}{count} of {total}{left}  {note}", file=sys.stderr, flush=True)
 
-    yield line
+    def phase_line(phase: str) -> None:
+        nonlocal spoken
+        now = time.monotonic()
+        if now - spoken >= PATIENCE:
+            spoken = now
+            print(f"{title}: {unit}{' ' if unit else ''}{count + 1} of {total}: {phase}", file=sys.stderr, flush=True)
+
+    with _shows_phases(phase_line):
+        yield line
+
+
+@contextlib.contextmanager
+def _shows_phases(show: Step) -> Iterator[None]:
+    _watching.append(show)
+    try:
+        yield
+    finally:
+        _watching.remove(show)
 
 
 def layer_line(entry: dict[str, Any]) -> str:

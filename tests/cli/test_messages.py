@@ -37,8 +37,10 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.fixture
-def unfinished(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of four layers that was typed in `tmp_path` and cut off after its second layer."""
+def unfinished(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Path:
+    """A run of four layers that was typed in `tmp_path` and cut off after its second layer; `said` is what it said."""
     monkeypatch.chdir(tmp_path)
     real = layer_loop.write_json
 
@@ -50,6 +52,7 @@ def unfinished(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(layer_loop, "write_json", cut)
         assert quantize(patched, "run", finished.recipe, "--fresh", "--yes", "cut", "--device", "cpu") == 1
+    Path("said").write_text(capsys.readouterr().err)
     return Path("cut")
 
 
@@ -77,6 +80,21 @@ def test_an_unfinished_folder_is_said_to_be_one_and_how_to_finish_it(
     monkeypatch.chdir(tmp_path)
     assert said(*shlex.split(command)[1:])[0] == 0
     assert said("verify", unfinished, "--source", finished.source)[0] == 0
+
+
+def test_a_run_begins_with_what_how_big_to_where_and_on_what(
+    unfinished: Path, finished: Finished, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counts are those of the report, which come from another place; a run that goes on says so."""
+    first = Path("said").read_text().splitlines()[0]
+    tokens = finished.report["calibration"]["tokens"]
+    held_out = finished.report["tokens"] + finished.report["samples"]  # the first token of a text is not predicted
+    size = sum(path.stat().st_size for path in finished.source.glob("*.safetensors"))
+    assert first.startswith(f"tiny-minimax-m2 ({size / 1e6:.1f} MB, 4 layers × 16 experts) → cut on cpu, 1 thread; ")
+    assert f"; {tokens:,} calibration and {held_out:,} held-out tokens" in first
+    assert quantize(monkeypatch, "run", finished.recipe, unfinished, "--device", "cpu") == 0
+    said = capsys.readouterr()
+    assert said.err.splitlines()[0] == f"{first}; going on after layer 2 of 4"
 
 
 def test_an_unfinished_stitch_names_its_command(

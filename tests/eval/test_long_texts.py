@@ -283,7 +283,7 @@ def test_both_parts_are_shown_everywhere(finished: Finished, report: dict[str, A
     parts = f"{report['long']['kl']['mean']:.5f}"
     beyond = f"{report['positions'][1]['kl']['mean']:.5f}"
     shown = {
-        "run": run_table(whole, tmp_path, "source"),
+        "run": run_table(whole, tmp_path, "source", "mine.yaml"),
         "eval": eval_table({"candidates": [report | {"model": "x"}], "notes": []}),
         "card": card(whole),
         "page": page(whole),
@@ -295,7 +295,7 @@ def test_both_parts_are_shown_everywhere(finished: Finished, report: dict[str, A
     assert re.search(r"^256 to 1k +2 +88 ", shown["run"], re.MULTILINE)
     assert f"on 2 long ones of at most {LONG}; not on longer contexts" in shown["card"]
     assert f"texts of at most {SHORT} tokens" in shown["card"]
-    before = {"run": run_table(finished.report, tmp_path, "source"), "card": card(finished.report)}
+    before = {"run": run_table(finished.report, tmp_path, "source", "mine.yaml"), "card": card(finished.report)}
     assert not any("256 to 1k" in text for text in before.values())
     assert "long contexts" in before["card"]
     fidelity_picture([("x", report), ("y", report)], "title", tmp_path / "long.png")

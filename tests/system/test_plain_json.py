@@ -75,15 +75,15 @@ def test_tokens_without_bytes_have_no_bits_per_byte(finished: Finished) -> None:
     none = figures(measured(), texts(0, 0))
     for one in (found, none):
         report = finished.report | one | {"evaluated_on": finished.report["evaluated_on"]}
-        shown = [card(report), page(report), run_table(report, Path("out"), "source")]
+        shown = [card(report), page(report), run_table(report, Path("out"), "source", "mine.yaml")]
         assert not [text for text in shown if re.search(r"\b(nan|inf|None)\b", text)]
-    assert "no number" in run_table(report, Path("out"), "source")
+    assert "no number" in run_table(report, Path("out"), "source", "mine.yaml")
 
 
 def test_a_gate_without_a_number_has_failed_and_can_be_shown(finished: Finished) -> None:
     gate = finished.report["gates"][0] | {"value": None, "passed": False}
     report = finished.report | {"gates": [gate]}
-    for text in (card(report), page(report), run_table(report, Path("out"), "source")):
+    for text in (card(report), page(report), run_table(report, Path("out"), "source", "mine.yaml")):
         assert "no number" in text
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,10 @@ from sets import write_set
 from eval.fidelity import score
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward import lane
+from quantizers.plan.job import prepare
 from quantizers.run.measure import measure
+from quantizers.run.options import Options
+from quantizers.run.pipeline import run
 from quantizers.system import progress as shown
 from quantizers.system.errors import Interrupted
 
@@ -132,3 +138,75 @@ def test_bars_come_one_after_the_other(
         ("evaluating", 4, 4),
         ("scoring", 12, 12),
     ]
+
+
+def test_a_phase_has_a_line_only_after_a_while_without_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with shown.progress("quantizing", 2, unit="layer", trusted=1) as step:
+        for phase in ("reading", "search", "rounding"):
+            now[0] += 31
+            shown.doing(phase)  # at 31 s, 62 s and 93 s: only the last one is a line
+        shown.doing("audit")  # at once: no line
+        now[0] += 7
+        step("100 s")
+        now[0] += 89
+        shown.doing("search")
+        now[0] += 1
+        shown.doing("rounding")
+    shown.doing("rounding")  # nothing shows it any more
+    assert capsys.readouterr().err.splitlines() == [
+        "quantizing: layer 1 of 2: rounding",
+        "quantizing: layer 1 of 2, 1 min 40 s left  100 s",
+        "quantizing: layer 2 of 2: rounding",
+    ]
+
+
+def test_a_terminal_shows_the_phase_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each phase is drawn once, however often it is said."""
+    from rich.progress import Progress
+
+    drawn: list[Any] = []
+    real = Progress.update
+
+    def update(self: Any, task: Any, **fields: Any) -> None:
+        drawn.append(fields)
+        real(self, task, **fields)
+
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(Progress, "update", update)
+    with shown.progress("quantizing", 2, unit="layer") as step:
+        for phase in ("search", "search", "rounding", "search"):
+            shown.doing(phase)
+        step("12 s")
+    assert [fields["phase"].strip() for fields in drawn if "phase" in fields] == ["search", "rounding", "search"]
+    assert [fields["note"] for fields in drawn if "note" in fields] == ["last: 12 s"]
+
+
+def test_a_run_says_its_phases_in_their_order(finished: Finished, tmp_path: Path) -> None:
+    """Each layer from reading to audit; sums and rounding are said by the engine itself, chunk by chunk."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shown, "_shows_phases", watch(said))
+        run(prepare(str(finished.recipe)), Options(tmp_path / "output", torch.device("cpu")))
+    assert list(dict.fromkeys(said)) == [
+        "reading", "held-out texts", "attention", "sums", "search", "rounding", "forced pass", "changes", "packing",
+        "calibration pass", "comparing", "audit",
+    ]  # fmt: skip
+    assert said.count("reading") == said.count("audit") == 4
+
+
+def watch(said: list[str]) -> Any:
+    @contextlib.contextmanager
+    def shows(_: Any) -> Iterator[None]:
+        shown._watching.append(said.append)
+        try:
+            yield
+        finally:
+            shown._watching.pop()
+
+    return shows

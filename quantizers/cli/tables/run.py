@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 from eval.fidelity.tables import fidelity_table, past_the_model, positions_table
 from eval.report.schemes import leaning_line, scheme_lines
+from quantizers.recipe.portable import is_hub_id
+from quantizers.system.own_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE, REPORT
 from quantizers.system.progress import duration
 from quantizers.system.repeated import repeated
-from quantizers.system.text_table import number, plain, size
+from quantizers.system.shipped import shipped
+from quantizers.system.short_path import short_path
+from quantizers.system.text_table import gate_figures, plain, size
+
+from .advice import advice
 
 
-def run_table(report: dict[str, Any], output: Path, source: str) -> str:
+def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) -> str:
     """What `quantize run` prints at its end.
 
     Args:
-        source: the source's Hub id, or its folder relative to the current one, for the suggested next commands.
+        source: the source's Hub id, or its folder, for the suggested next commands.
+        recipe: as the user typed it.
     """
     lines = []
     if report.get("already_done"):
@@ -24,8 +32,7 @@ def run_table(report: dict[str, Any], output: Path, source: str) -> str:
     rows = [
         (
             gate["name"],
-            number(gate["value"], ".4g"),
-            f"{'>=' if gate.get('at_least') else '<='} {gate['limit']:.4g}",
+            *gate_figures(gate),
             "passed" if gate["passed"] else "FAILED",
             gate["meaning"],
         )
@@ -56,11 +63,33 @@ def run_table(report: dict[str, Any], output: Path, source: str) -> str:
     fallbacks = sum(len(layer["fallbacks"]) for layer in report["layers"])
     if fallbacks:
         lines.append(f"fallbacks {fallbacks}, listed in report.json under layers")
-    lines += [
-        f"output    {output}",
-        "",
-        f"next: quantize verify {output} --source {source}",
-        f"      quantize eval {source} {output} --data held-out",
-        f"      vllm serve {output}",
+    return "\n".join([*lines, *_where(report, output), "", *_what_next(report, output, source, recipe)]).strip("\n")
+
+
+def _where(report: dict[str, Any], output: Path) -> list[str]:
+    """The output and what is to be looked at in it, each by a path that can be opened."""
+    folder, files = Path(short_path(output)), report["files"]
+    rows = [("report", [PAGE, REPORT]), ("card", [CARD]), ("pictures", [CALIBRATION_PICTURE, COVERAGE_PICTURE])]
+    named = [(word, [str(folder / name) for name in names if name in (*files, REPORT)]) for word, names in rows]
+    return [f"output    {folder}", *(f"{word:<10}{', '.join(paths)}" for word, paths in named if paths)]
+
+
+def _what_next(report: dict[str, Any], output: Path, source: str, recipe: str) -> list[str]:
+    """Commands that go on from here; after a failed gate what to do about it, and not how to serve it."""
+    folder, source = shlex.quote(short_path(output)), shlex.quote(short_path(source))
+    verify = f"quantize verify {folder}" + ("" if _is_found(report, source) else f" --source {source}")
+    commands = [verify, f"quantize eval {source} {folder} --data held-out"]
+    todo = advice(report, shlex.quote(recipe), verify)
+    if not todo and "vllm" in report["serving"]["servers"]:  # a family that vLLM does not know has no such line
+        commands.append(f"vllm serve {folder}")
+    return [
+        *(f"{'' if n else 'to do:':<7}{line}" for n, line in enumerate(todo)),
+        *([""] if todo else []),
+        *(f"{'' if n else 'next:':<6}{line}" for n, line in enumerate(commands)),
     ]
-    return "\n".join(lines).strip("\n")
+
+
+def _is_found(report: dict[str, Any], source: str) -> bool:
+    """Whether `quantize verify` finds the source by its name in the report: on the Hub, or shipped."""
+    model = str(report["source"]["model"])
+    return model == source if is_hub_id(model) else (shipped("models") / model).is_dir()
