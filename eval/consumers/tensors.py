@@ -103,6 +103,8 @@ def misnamed_experts(modules: Mapping[str, Parts], facts: Architecture, sizes: S
 def describe(parts: Parts, shape: tuple[int, ...]) -> str:
     """How a module is stored, worded like `str(ServedScheme)`."""
     scale = parts.get("weight_scale")
+    if "qweight" in parts:
+        return _describe_words(parts, shape)
     if "weight_packed" in parts:
         bits = parts["weight_packed"].shape[-1] * 32 / shape[-1]
         name = f"INT{bits:g}"
@@ -123,6 +125,22 @@ def describe(parts: Parts, shape: tuple[int, ...]) -> str:
     if scale.shape[0] == shape[0]:
         return "FP8 per channel"
     return f"FP8 block {'x'.join(str(_block(n, count)) for n, count in zip(shape, scale.shape, strict=False))}"
+
+
+def words_scheme(layout: str, bits: float, group: int, columns: int) -> str:
+    """Integers in the words of AutoAWQ or GPTQ, of a matrix with so many columns."""
+    return f"{layout.upper()} INT{bits:g} " + (f"group {group}" if 0 < group < columns else "per channel")
+
+
+def _describe_words(parts: Parts, shape: tuple[int, ...]) -> str:
+    """The same of integers whose words are filled along the outputs (AutoAWQ) or the inputs (GPTQ), see
+    checkpoint/integer_words.py.
+    """
+    words, scales = parts["qweight"].shape, parts["scales"].shape if "scales" in parts else ()
+    if len(words) != 2 or len(scales) != 2 or not scales[0]:
+        return f"words {list(words)} with scales {list(scales)}"
+    layout, filled, size = ("awq", words[1], shape[0]) if words[0] == shape[1] else ("gptq", words[0], shape[1])
+    return words_scheme(layout, filled * 32 / size, math.ceil(shape[1] / scales[0]), shape[1])
 
 
 def _block(size: int, count: int) -> int:

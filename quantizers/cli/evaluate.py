@@ -49,8 +49,9 @@ def evaluate(
 
     With several candidates also the difference of each to the first, paired over the texts, with intervals.
 
-    SOURCE and CANDIDATE may be FP8, BF16, an output of this program, or what compressed-tensors calls
-    pack-quantized, int-quantized or float-quantized, made by any tool.
+    SOURCE and CANDIDATE may be FP8, BF16, an output of this program, what compressed-tensors calls pack-quantized,
+    int-quantized or float-quantized, made by any tool, or a checkpoint of AutoAWQ, GPTQ (GPTQModel, AutoGPTQ) or
+    AutoRound.
 
     Example: quantize eval models/tiny-minimax-m2 out/tiny --data held-out
     """

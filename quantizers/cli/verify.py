@@ -29,7 +29,8 @@ def verify(
 
     Reads the files alone: kept bytes by hash, experts, the router's compensation; config.json key by key, index,
     tokenizer and every other side file; report.json, recipe and card; then the rules by which vLLM, SGLang and
-    transformers give each tensor its scheme.
+    transformers give each tensor its scheme. Of a checkpoint of AutoAWQ, GPTQ or AutoRound it says what became of
+    every tensor of the source.
 
     Example: quantize verify out/tiny --source models/tiny-minimax-m2
     """

@@ -14,6 +14,7 @@ from quantizers.system.errors import CheckpointError
 # scales that do not match its norm, or of another expert, is off by 50 % and more.
 CLOSE_ENOUGH = 0.35
 SAME_FACTOR = 2**-6
+INPUT_NORM = "input_layernorm.weight"  # which the attention reads, in every family so far
 
 
 def norm_ratio(before: torch.Tensor, after: torch.Tensor, offset: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.formats import readable
 from quantizers.checkpoint.fused_experts import with_experts_apart
+from quantizers.checkpoint.integer_words_config import has_words
 from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder, read_json
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.making import make_plan
@@ -35,6 +36,7 @@ from stitch.write.digests import ShardDigest, changes, recorded_digests
 from .folder import config_differences, side_file_differences, strays
 from .layer import NOT_COMPENSATED, LayerAudit, audit_kept, audit_layer
 from .packed_scheme import stored_schemes
+from .words import SECTION_FILES, Account, audit_words_layer, comparable
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Audit:
         changed: those of them that changed since the shards were written.
         weight_error: per layer, the largest relative error of an expert's matrix after folding.
         digests_checked: whether digests from when the run wrote the shards were available to compare with.
+        account: of a checkpoint for which there is no plan: what became of the source's tensors, one line each.
     """
 
     tensors: int = 0
@@ -56,6 +59,7 @@ class Audit:
     weight_error: list[float] = field(default_factory=list)
     digests_checked: bool = False
     changed: list[str] = field(default_factory=list)
+    account: list[str] = field(default_factory=list)
 
     def add(self, found: LayerAudit) -> None:
         """Add what was found in a layer, or outside the layers."""
@@ -74,7 +78,7 @@ class Audit:
             "differences": self.differences,
             "weight_error": self.weight_error,
             "digests_checked": self.digests_checked,
-        }
+        } | ({"account": self.account} if self.account else {})
 
 
 def verify(
@@ -121,6 +125,9 @@ def verify(
     try:
         candidate = open_folder(folder)
         renamed = readable(candidate, facts)
+        if has_words(candidate.config):
+            _audit_words(audit, facts, sizes, source, renamed, device, step)
+            return _ordered(audit, folder)
         schemes = declared_schemes(candidate, facts, sizes) or stored_schemes(renamed, facts, sizes)
     except CheckpointError as failure:
         audit.differences.append(str(failure))
@@ -162,6 +169,30 @@ def _plan(
         if same_dtype and norm in candidate.tensors and source.sha256(norm) == candidate.sha256(norm):
             kept.append(layer)
     return plan.with_norms_kept(kept)
+
+
+def _audit_words(
+    audit: Audit,
+    facts: Architecture,
+    sizes: Sizes,
+    source: Checkpoint,
+    candidate: Checkpoint,
+    device: torch.device,
+    step: Callable[[str], None],
+) -> None:
+    """Audit a checkpoint of AutoAWQ, GPTQ or AutoRound, for which there is no plan, see words.py."""
+    account = Account()
+    audit.differences = [line for line in audit.differences if line.partition(":")[0] not in SECTION_FILES]
+    audit.differences += config_differences(comparable(candidate.config), comparable(source.config), ours=False)
+    audit.differences += strays(candidate.folder, {info.file.name for info in candidate.tensors.values()})
+    for layer in (*range(sizes["layers"]), None):
+        found = audit_words_layer(layer, facts, sizes, source, candidate, device=device, account=account)
+        audit.add(found)
+        if layer is not None:
+            step(f"layer {layer}")
+    unknown = [name for name in candidate.tensors if name not in account.read and not facts.is_unread(name)]
+    audit.differences += [f"{name}: no tensor of the source accounts for it" for name in unknown]
+    audit.account = account.lines()
 
 
 def _ordered(audit: Audit, folder: Path) -> Audit:

@@ -1,0 +1,261 @@
+"""Audits a checkpoint of AutoAWQ, GPTQ or AutoRound against the model that it was made from.
+
+There is no plan that such a checkpoint could be held against. So every tensor of the source gets an account of what
+became of it:
+
+    kept       the same bytes
+    converted  the same numbers in another dtype: FP16 of BF16, or of FP8 by way of BF16
+    folded     a norm that was divided by AWQ's scale, a router that was multiplied by it
+    quantized  integers of a format, and how far they are from the source, with AWQ's scales undone
+
+What is none of these is a difference, and so is a tensor that is missing or that nothing accounts for. AWQ's scales are
+undone as far as the checkpoint shows them: norms by their ratio; those between v and o, and up and down, by least
+squares.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.sizes import Sizes
+from quantizers.checkpoint.integer_words import PARTS, words_of
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.forward.smoothing import (
+    CLOSE_ENOUGH,
+    INPUT_NORM,
+    matrix_errors,
+    router_state,
+    row_scale,
+    stored_norm_ratio,
+)
+from quantizers.forward.weights import read_weight
+from quantizers.system.errors import CheckpointError
+
+from .layer import NOT_COMPENSATED, LayerAudit
+
+SCALES = (".weight_scale_inv", ".weight_scale")  # of FP8
+OTHERS = ("torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache")  # which saving a model changes
+SECTION_FILES = ("quantize_config.json", "quant_config.json")  # where these programs write their section a second time
+
+
+@dataclass
+class Account:
+    """What became of the source's tensors.
+
+    Attributes:
+        became: number of tensors by what became of them.
+        error: the largest relative error of a quantized matrix.
+        read: the candidate's tensors that were accounted for.
+    """
+
+    became: Counter[str] = field(default_factory=Counter)
+    error: float = 0.0
+    read: set[str] = field(default_factory=set)
+
+    def lines(self) -> list[str]:
+        """One line for each fate, the most frequent first."""
+        lines = [f"{count:,} {what}" for what, count in self.became.most_common()]
+        return [*lines, f"quantized matrices: at most {self.error:.3f} away from the source's"] if self.error else lines
+
+
+def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without the keys that describe how the model was saved."""
+    return {key: value for key, value in config.items() if key not in OTHERS}
+
+
+def audit_words_layer(
+    layer: int | None,
+    facts: Architecture,
+    sizes: Sizes,
+    source: Checkpoint,
+    candidate: Checkpoint,
+    *,
+    device: torch.device,
+    account: Account,
+) -> LayerAudit:
+    """Account for the tensors of one layer, or for those outside the layers.
+
+    Args:
+        source, candidate: under published names.
+        account: of the whole checkpoint; added to.
+
+    Raises:
+        CheckpointError: the source is broken. A fault of the candidate's is a difference.
+    """
+    audit = LayerAudit()
+    inside = facts.layer(layer, "") if layer is not None else None
+    layers = tuple(facts.layer(number, "") for number in range(sizes["layers"]))
+    folded = _ratios(layer, facts, sizes, source, candidate, audit)
+    for name, info in source.tensors.items():
+        belongs = name.startswith(inside) if inside is not None else not name.startswith(layers)
+        if not belongs or facts.is_unread(name):
+            continue
+        audit.tensors += 1
+        module = name.removesuffix(".weight")
+        if name.endswith(SCALES) and f"{name.rpartition('.')[0]}.weight" in source.tensors:
+            account.became["scales of FP8, taken up by their matrices"] += 1
+            continue
+        if f"{module}.qweight" in candidate.tensors:
+            account.read |= {f"{module}.{part}" for part in (*PARTS, "bias")}
+            account.became[f"quantized to {describe(candidate, module)}"] += 1
+        elif name not in candidate.tensors:
+            audit.differences.append(f"{name}: missing; the source has it")
+        else:
+            account.read.add(name)
+            became = _plain(name, source, candidate, device)
+            if became is None and name in folded:
+                became = folded[name]
+            if became is None:
+                audit.differences.append(f"{name}: {info.dtype} {list(info.shape)} of the source, but other numbers")
+            else:
+                audit.kept += became == "kept byte for byte"
+                account.became[became] += 1
+    if layer is not None:
+        _errors(layer, facts, sizes, source, candidate, device=device, audit=audit, account=account)
+    return audit
+
+
+def describe(candidate: Checkpoint, module: str) -> str:
+    """The format of a module's integers, in words."""
+    words = words_of(candidate)
+    bits, group = words.of(module) or (words.bits, words.group)
+    name = {"awq": "AutoAWQ", "gptq": "GPTQ"}[words.layout]
+    return f"{name} INT{bits} {'per channel' if group == -1 else f'group {group}'}"
+
+
+def _plain(name: str, source: Checkpoint, candidate: Checkpoint, device: torch.device) -> str | None:
+    """What became of a tensor that is stored as numbers; None if they are others than the source's."""
+    before, after = source.tensors[name], candidate.tensors[name]
+    if before.dtype == after.dtype and before.shape == after.shape and source.sha256(name) == candidate.sha256(name):
+        return "kept byte for byte"
+    if before.shape != after.shape or after.dtype not in ("F16", "BF16", "F32"):
+        return None
+    if before.dtype == "F8_E4M3":
+        numbers = read_weight(source, name.removesuffix(".weight"), device).cpu()
+    else:
+        numbers = source.tensor(name).float()
+    found = candidate.tensor(name)
+    ways = (numbers.to(found.dtype), numbers.bfloat16().to(found.dtype))
+    return f"converted to {after.dtype}" if any(torch.equal(way, found) for way in ways) else None
+
+
+def _ratios(
+    layer: int | None, facts: Architecture, sizes: Sizes, source: Checkpoint, candidate: Checkpoint, audit: LayerAudit
+) -> dict[str, str]:
+    """A layer's norms and router that carry a scale of AWQ's; adds a router that lacks it to the differences."""
+    folded: dict[str, str] = {}
+    if layer is None:
+        return folded
+    for short in (facts.norm.tensor, INPUT_NORM):
+        name = facts.layer(layer, short)
+        ratio = _ratio(name, facts, source, candidate, audit)
+        if ratio is not None and bool((ratio != 1).any()):
+            folded[name] = "norms divided by a scale"
+    norm, router = facts.layer(layer, facts.norm.tensor), facts.layer(layer, facts.router.tensor)
+    ratio = _ratio(norm, facts, source, candidate, audit)
+    if layer in sizes.dense or norm not in folded or ratio is None or router not in candidate.tensors:
+        return folded
+    if candidate.tensors[router].shape != source.tensors[router].shape:
+        return folded  # which its account reports
+    state = router_state(source.tensor(router), candidate.tensor(router), ratio)
+    if state == "compensated":
+        folded[router] = "routers multiplied by their norm's scale"
+    elif state == "not compensated":
+        audit.differences.append(
+            f"{router}: {NOT_COMPENSATED} {norm} was divided in {int((ratio != 1).sum())} of {len(ratio)} channels: "
+            "the router chooses other experts than the source's"
+        )
+    return folded
+
+
+def _ratio(
+    name: str, facts: Architecture, source: Checkpoint, candidate: Checkpoint, audit: LayerAudit
+) -> torch.Tensor | None:
+    """What a norm was divided by; None if either checkpoint has no such norm that could be compared."""
+    if name not in source.tensors or name not in candidate.tensors:
+        return None  # the source's absence is the family's; the candidate's is reported by its account
+    try:
+        return stored_norm_ratio(source, candidate, name, facts.norm.offset)
+    except CheckpointError as failure:
+        audit.differences.append(str(failure))
+        return None
+
+
+def _errors(
+    layer: int,
+    facts: Architecture,
+    sizes: Sizes,
+    source: Checkpoint,
+    candidate: Checkpoint,
+    *,
+    device: torch.device,
+    audit: LayerAudit,
+    account: Account,
+) -> None:
+    """Compare a layer's quantized matrices with the source's."""
+    dense = layer in sizes.dense
+    norms = (
+        _ratio(facts.layer(layer, short), facts, source, candidate, audit) for short in (facts.norm.tensor, INPUT_NORM)
+    )
+    smooth, first = (None if ratio is None else ratio.to(device) for ratio in norms)
+    found: dict[str, float] = {}
+    for expert in range(0 if dense else sizes["experts"]):
+        modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
+        if not all(f"{module}.qweight" in candidate.tensors for module in modules):
+            continue
+        both = _both(modules, source, candidate, device, audit)
+        if both is not None and smooth is not None:
+            found |= dict(zip(modules, matrix_errors(*both, smooth), strict=True))
+    experts = max(found.values(), default=None)
+    audit.weight_error = experts
+    for short in facts.linears(dense):
+        module, last = facts.layer(layer, short), short.rpartition(".")[2]
+        if f"{module}.qweight" not in candidate.tensors:
+            continue
+        both = _both([module], source, candidate, device, audit)
+        if both is not None:
+            (wanted,), (weight,) = both
+            ratio = (
+                first
+                if last in ("q_proj", "k_proj", "v_proj")
+                else smooth
+                if last in ("gate_proj", "up_proj")
+                else None
+            )
+            wanted = wanted if ratio is None else wanted * ratio
+            if last in ("v_proj", "up_proj"):
+                wanted = wanted * row_scale(weight, wanted).unsqueeze(1)
+            if last in ("o_proj", "down_proj"):
+                wanted = wanted * row_scale(weight.T, wanted.T)
+            found[module] = float((weight - wanted).norm() / wanted.norm().clamp(min=torch.finfo(torch.float32).tiny))
+    account.error = max(account.error, *found.values(), 0.0)
+    audit.differences += [
+        f"{module}.qweight: {error:.0%} away from the source's matrix; it is another one, or was scaled in a way that "
+        "the norms do not show"
+        for module, error in found.items()
+        if not error < CLOSE_ENOUGH
+    ]
+
+
+def _both(
+    modules: list[str], source: Checkpoint, candidate: Checkpoint, device: torch.device, audit: LayerAudit
+) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    """The source's matrices and the candidate's; None, and a difference, where the candidate's cannot be read."""
+    try:
+        new = [read_weight(candidate, module, device) for module in modules]
+    except CheckpointError as failure:
+        audit.differences.append(str(failure))
+        return None
+    old = [read_weight(source, module, device) for module in modules]
+    wrong = next((module for module, a, b in zip(modules, old, new, strict=True) if a.shape != b.shape), None)
+    if wrong is not None:
+        audit.differences.append(f"{wrong}.qweight: has another shape than the source's matrix")
+        return None
+    return old, new
