@@ -7,14 +7,28 @@ from typing import Any
 
 from quantizers.system.byte_size import gib
 
+NAMELESS = "PATH_OR_ID"  # in the commands of a card, until a repository is known
+
+
+def repository(report: dict[str, Any]) -> str:
+    """What the commands call the output: the repository that it was last published in, or else NAMELESS."""
+    return str(report.get("published", {}).get("repo", NAMELESS))
+
 
 def serving(report: dict[str, Any]) -> str:
     """The section with the commands, and the memory of a card by arithmetic."""
-    about = report["serving"]
+    about, name = report["serving"], repository(report)
+    transformers = [
+        "```python",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{name}", device_map="auto")',
+        "```",
+    ]
     if "vllm" not in about.get("servers", ["vllm"]):  # reports of older versions have only families that it knows
         return (
             "## How to run it\n\nNo release of vLLM that was known when this was made has a model of this family. "
-            "transformers loads it, and dequantizes the experts when it does."
+            "transformers loads it, and dequantizes the experts when it does:\n\n" + "\n".join(transformers)
         )
     fitting = [row for row in about["fits"] if row["fits"]]
     best = min(fitting, key=lambda row: row["tensor_parallel"] * row["pipeline_parallel"], default=None)
@@ -31,13 +45,15 @@ def serving(report: dict[str, Any]) -> str:
         options += [f"--max-model-len {best['context']}", f"--gpu-memory-utilization {best['utilisation']}"]
     if about["sampling"]:
         options.append(f"--override-generation-config '{json.dumps(about['sampling'])}'")
-    lines = ["## How to run it", "", "```", " \\\n    ".join(["vllm serve PATH_OR_ID", *options]), "```"]
+    lines = ["## How to run it", "", "```", " \\\n    ".join([f"vllm serve {name}", *options]), "```"]
     if about.get("sglang") is not None:
         words = [f"--tp-size {best['tensor_parallel']}"] if best and best["tensor_parallel"] > 1 else []
         words += [f"--{option} {value}" for option, value in about["sglang"].items()]
-        command = " \\\n    ".join(["python -m sglang.launch_server --model-path PATH_OR_ID", *words])
+        command = " \\\n    ".join([f"python -m sglang.launch_server --model-path {name}", *words])
         lines += ["", "or with SGLang, whose rules for such a checkpoint were checked as vLLM's were:", ""]
         lines += ["```", command, "```"]
+    lines += ["", "or with transformers, which dequantizes the experts when it loads, so it suits small models:", ""]
+    lines += transformers
     if about["fits"]:
         rows = [
             f"| {row['cards']} | {row['tensor_parallel']} x {row['pipeline_parallel']} | "
