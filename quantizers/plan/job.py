@@ -130,12 +130,17 @@ def prepare(
 
 
 def _refuse_folders_of_others(location: str, path: Path) -> None:
-    """Refuse a source that is called by a folder's bare name, as in a published recipe, where there is no such folder.
+    """Refuse a source that a recipe calls by a folder's bare name, as a published one does, if it is not beside it.
+
+    A folder of that name elsewhere, such as in the current folder, may be another one.
+
+    Args:
+        location: absolute if the folder was found or given.
 
     Raises:
         CheckpointError: it names the recipe's line.
     """
-    if "/" not in location and not Path(location).is_dir():
+    if "/" not in location:
         line = parse(path)[1].get(("source", "model"), 1)
         raise CheckpointError(
             f"{path}:{line}: source.model: {printed(location)} is the name of a folder on the machine where this was "
