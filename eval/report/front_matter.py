@@ -21,7 +21,8 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
     if is_hub_id(base):
         front |= {"base_model": base, "base_model_relation": "quantized"}
     front |= {"pipeline_tag": "text-generation", "library_name": "transformers"}
-    front |= {"license": given["license"]} if given.get("license") else report["source"]["license"]
+    known = report["source"]["license"]  # with the name and link of a licence that the Hub calls `other`
+    front |= known if given.get("license") in (None, known.get("license")) else {"license": given["license"]}
     front["tags"] = [
         "compressed-tensors",
         *(["awq"] if _by_awq(report) else []),
