@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from quantizers.checkpoint.reader import open_folder, side_files
 from quantizers.forward.weights import read_weight
@@ -59,6 +59,9 @@ for target, job in json.loads(sys.argv[2]).items():
 """
 
 
+NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # in compressed-tensors checkpoints
+
+
 def bf16_copy(source: Path, folder: Path) -> Path:
     """The FP8 source dequantized to bfloat16, as people make one before they quantize."""
     checkpoint = open_folder(source)
@@ -75,6 +78,32 @@ def bf16_copy(source: Path, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     for file in side_files(source):
         shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def experts_only(made: Path, copy: Path, folder: Path, *, compensated: bool = False, folded: bool = True) -> Path:
+    """An experts-only checkpoint of a finished output's experts, as llm-compressor would name them.
+
+    Args:
+        made: the finished output.
+        copy: the BF16 copy of its source.
+    """
+    tensors = load_file(copy / "model.safetensors")
+    output = open_folder(made)
+    for name in list(tensors):
+        module, _, matrix = name.removesuffix(".weight").rpartition(".")
+        if ".experts." in name:
+            del tensors[name]
+            for part in ("weight_packed", "weight_scale", "weight_shape"):
+                tensors[f"{module}.{NAMES[matrix]}.{part}"] = output.tensor(f"{module}.{matrix}.{part}")
+        elif folded and (name.endswith("post_attention_layernorm.weight") or (compensated and ".gate." in name)):
+            tensors[name] = output.tensor(name).bfloat16()
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((copy / "config.json").read_text())
+    group = {"targets": ["Linear"], "format": "pack-quantized", "weights": INT4}
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
     return folder
 
 

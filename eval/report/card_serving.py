@@ -7,23 +7,39 @@ from typing import Any
 
 from quantizers.system.byte_size import gib
 
+NAMELESS = "PATH_OR_ID"  # in the commands of a card, until a repository is known
+
+
+def repository(report: dict[str, Any]) -> str:
+    """What the commands call the output: the repository that it was last published in, or else NAMELESS."""
+    return str(report.get("published", {}).get("repo", NAMELESS))
+
 
 def serving(report: dict[str, Any]) -> str:
     """The section with the commands, and the memory of a card by arithmetic."""
-    about = report["serving"]
+    about, name = report["serving"], repository(report)
+    transformers = [
+        "```python",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{name}", device_map="auto")',
+        "```",
+    ]
     if not knows_vllm(about):
         return (
             "## How to run it\n\nNo release of vLLM that was known when this was made has a model of this family. "
-            "transformers loads it, and dequantizes the experts when it does."
+            "transformers loads it, and dequantizes the experts when it does:\n\n" + "\n".join(transformers)
         )
-    lines = ["## How to run it", "", "```", vllm_command(about, "PATH_OR_ID"), "```"]
+    lines = ["## How to run it", "", "```", vllm_command(about, name), "```"]
     best = _best(about)
     if about.get("sglang") is not None:
         words = [f"--tp-size {best['tensor_parallel']}"] if best and best["tensor_parallel"] > 1 else []
         words += [f"--{option} {value}" for option, value in about["sglang"].items()]
-        command = " \\\n    ".join(["python -m sglang.launch_server --model-path PATH_OR_ID", *words])
+        command = " \\\n    ".join([f"python -m sglang.launch_server --model-path {name}", *words])
         lines += ["", "or with SGLang, whose rules for such a checkpoint were checked as vLLM's were:", ""]
         lines += ["```", command, "```"]
+    lines += ["", "or with transformers, which dequantizes the experts when it loads, so it suits small models:", ""]
+    lines += transformers
     if about["fits"]:
         rows = [
             f"| {row['cards']} | {row['tensor_parallel']} x {row['pipeline_parallel']} | "

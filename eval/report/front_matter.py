@@ -12,13 +12,17 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
     """What the Hub indexes a model by.
 
     Args:
-        report: of a run, or of a stitch, of whose calibration nothing is known.
+        report: of a run, or of a stitch, of whose calibration nothing is known. What was given for its publication
+            comes before what is known of the source.
     """
-    calibration = report.get("calibration", {})
+    calibration, given = report.get("calibration", {}), report.get("published", {})
     front: dict[str, Any] = {}
-    if is_hub_id(report["source"]["model"]):
-        front |= {"base_model": report["source"]["model"], "base_model_relation": "quantized"}
-    front |= {"pipeline_tag": "text-generation", "library_name": "transformers"} | report["source"]["license"]
+    base = given.get("base_model") or report["source"]["model"]
+    if is_hub_id(base):
+        front |= {"base_model": base, "base_model_relation": "quantized"}
+    front |= {"pipeline_tag": "text-generation", "library_name": "transformers"}
+    known = report["source"]["license"]  # with the name and link of a licence that the Hub calls `other`
+    front |= known if given.get("license") in (None, known.get("license")) else {"license": given["license"]}
     front["tags"] = [
         "compressed-tensors",
         *(["awq"] if _by_awq(report) else []),

@@ -45,6 +45,11 @@ def local_files(folder: Path, report: dict[str, Any], step: Step = lambda _: Non
     return files
 
 
+def hashed_again(folder: Path, files: list[LocalFile], names: list[str]) -> list[LocalFile]:
+    """The same files, those hashed again that were written since."""
+    return [_hashed(folder / file.name) if file.name in names else file for file in files]
+
+
 def _hashed(path: Path) -> LocalFile:
     size = path.stat().st_size
     sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)

@@ -140,18 +140,21 @@ def _refuse_missing_sets(recipe: Recipe, path: Path) -> None:
 
 
 def _refuse_unknown_source(location: str, where: str) -> None:
-    """Refuse a source that is called by a folder's bare name, as in a published recipe, where there is no such folder.
+    """Refuse a source that a recipe calls by a folder's bare name, as a published one does, if it is not beside it.
+
+    A folder of that name elsewhere, such as in the current folder, may be another one.
 
     Args:
+        location: absolute if the folder was found or given.
         where: the recipe's line or option that names it.
 
     Raises:
         CheckpointError: it is neither a folder nor a Hub id.
     """
-    if "/" not in location and not Path(location).is_dir():
+    if "/" not in location:
         raise CheckpointError(
-            f"{where}: {printed(location)} is neither a folder here nor a Hub id (owner/name); give "
-            "--source DIR if it lies elsewhere, or correct it"
+            f"{where}: {printed(location)} is neither a folder beside the recipe nor a Hub id "
+            "(owner/name); give --source DIR if it lies elsewhere, or correct it"
         )
 
 

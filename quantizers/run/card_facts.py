@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.architecture import Architecture
@@ -14,6 +15,7 @@ from quantizers.checkpoint.reader import Checkpoint, block_size
 from quantizers.plan.job import Job
 from quantizers.plan.plan import Plan
 from quantizers.plan.serving_memory import assumptions, common_fits, parse_cards, serving_model
+from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.schema import set_location
 from quantizers.system.own_files import CARD
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from quantizers.calibration.data import CalibrationData
 
 LICENSE_KEYS = ("license", "license_name", "license_link")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of a model, a data set or a licence on the Hub
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -30,7 +33,7 @@ def add_card_facts(report: dict[str, Any], job: Job, data: CalibrationData) -> N
     """Add to a report: the recipe's file name, the licence, datasets and languages, and how to serve the output."""
     calibration = read_set(set_location(job.recipe.calibration_set, job.path))
     report["settings"]["file"] = job.path.name
-    report["source"]["license"] = license_of(job.facts, job.recipe.source.model, job.opened)
+    report["source"] |= about_source(job.facts, report["source"]["model"], job.opened)
     used = {sample.source for sample in data.samples}
     datasets = [s.dataset for s in calibration.sources if not s.is_local and s.dataset in used]
     report["calibration"]["datasets"] = list(dict.fromkeys(datasets))
@@ -39,16 +42,27 @@ def add_card_facts(report: dict[str, Any], job: Job, data: CalibrationData) -> N
     report["serving"] = serving(job.plan, job.facts, job.sizes, job.opened)
 
 
-def license_of(facts: Architecture, model: str, source: Checkpoint) -> dict[str, str]:
-    """The licence fields of the source's own card, or those kept with the architecture's facts if it has none.
+def about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[str, Any]:
+    """What the card needs to know of the source.
 
     Args:
         model: the source's name, by which it is looked up among the facts' published models.
+
+    Returns:
+        license: the licence fields of the source's own card, or those kept with the architecture's facts.
+        made_from: the models that its own card names as its base, if it is no model of the Hub itself.
     """
     front = source_front_matter(source)
     fields = {key: str(front[key]) for key in LICENSE_KEYS if front.get(key)}
     known = (one.license for one in facts.published if model in one.models)
-    return fields or next(known, fields)
+    base = [] if is_hub_id(model) else hub_names(front.get("base_model"))
+    return {"license": fields or next(known, fields)} | ({"made_from": base} if base else {})
+
+
+def hub_names(value: object) -> list[str]:
+    """The names in a value of a front matter, without paths of the machine where it was written."""
+    values = value if isinstance(value, list) else [value]
+    return [name for name in values if isinstance(name, str) and _NAME.fullmatch(name)]
 
 
 def source_front_matter(source: Checkpoint) -> dict[str, Any]:

@@ -5,7 +5,6 @@ These are its maker's words. They are repeated as such, and nothing is concluded
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import yaml
@@ -13,10 +12,9 @@ import yaml
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.system.own_files import RECIPE
 
-from .card_facts import source_front_matter
+from .card_facts import hub_names, source_front_matter
 
 SAID = ("base_model", "license", "license_name", "datasets")  # keys of a card's front matter
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # a Hub id or a licence; a path of its maker's machine is neither
 
 
 def told_by(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -31,14 +29,9 @@ def told_by(checkpoint: Checkpoint) -> dict[str, Any]:
     config = config if isinstance(config, dict) else {}
     kind = {key: str(config[key]) for key in ("quant_method", "version") if config.get(key)}
     front = source_front_matter(checkpoint)
-    card = {key: names for key in SAID if (names := _names(front.get(key)))}
+    card = {key: names for key in SAID if (names := hub_names(front.get(key)))}
     told = {"format": kind, "modifiers": _modifiers(checkpoint), "card": card}
     return {key: value for key, value in told.items() if value}
-
-
-def _names(value: object) -> list[str]:
-    values = value if isinstance(value, list) else [value]
-    return [name for name in values if isinstance(name, str) and _NAME.fullmatch(name)]
 
 
 def _modifiers(checkpoint: Checkpoint) -> list[str]:

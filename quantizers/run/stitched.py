@@ -33,7 +33,7 @@ from stitch.mix.mix import Mix, belong_together, write_mix
 from stitch.write.digests import ShardDigest
 
 from .card import write_with_card
-from .card_facts import license_of, serving
+from .card_facts import about_source, serving
 from .origin import told_by
 from .proof import own_gates
 
@@ -122,8 +122,8 @@ def _prove(
             "model": settings["source"],
             "revision": source.revision,
             "digest": settings["digests"]["source"],
-            "license": license_of(facts, settings["source"], source),
-        },
+        }
+        | about_source(facts, settings["source"], source),
         "experts": {
             "model": settings["experts"],
             "revision": mix.experts.revision,

@@ -69,10 +69,14 @@ def side_file_differences(folder: Path, source: Path) -> list[str]:
         else:
             if not same:
                 lines.append(f"{file.name}: is not the source's")
-    for file in side_files(folder):
-        if file.name not in names and _is_loaded(file):
-            lines.append(f"{file.name}: the source has no such file, and loaders read it; remove it")
-    return lines
+    return lines + [
+        f"{name}: the source has no such file, and loaders read it; remove it" for name in added(folder, names)
+    ]
+
+
+def added(folder: Path, known: Collection[str]) -> list[str]:
+    """Names of side files that a loader reads or runs, and that are not among the known ones."""
+    return [file.name for file in side_files(folder) if file.name not in known and _is_loaded(file)]
 
 
 def _is_loaded(file: Path) -> bool:

@@ -1,1 +1,4 @@
-"""Writes shards and the config, and takes digests of what is written. Nothing is computed here but packed codes."""
+"""Writes shards and what lies beside them, and takes digests of what is written.
+
+Nothing is computed here but packed codes.
+"""

@@ -99,6 +99,6 @@ def test_a_stitch_without_output_says_where_it_writes(
     assert quantize(monkeypatch, *words) == 0
     said = capsys.readouterr()
     assert said.err.splitlines()[0] == "output: out/output-stitched (another with --output)"
-    assert "output    out/output-stitched: report.json" in said.out
+    assert "\noutput    out/output-stitched: report.json, " in said.out
     assert quantize(monkeypatch, "verify", "out/output-stitched") == 0  # report.json names the shipped source
     assert "no differences" in capsys.readouterr().out

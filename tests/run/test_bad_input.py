@@ -229,7 +229,7 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
         lambda case: shutil.rmtree(case.model),
         (
             "recipe.yaml:",
-            "source.model: model is neither a folder here nor a Hub id (owner/name); give --source",
+            "source.model: model is neither a folder beside the recipe nor a Hub id (owner/name); give --source",
         ),
     ),
     "Hub id without network": (recipe("source: {model: nobody/nothing}\n" + SET), ("nobody/nothing", "download it")),

@@ -10,9 +10,8 @@ import pytest
 import torch
 from commands import quantize
 from conftest import Finished
-from foreign import FORMATS, INT4, bf16_copy, oneshots
+from foreign import FORMATS, INT4, bf16_copy, experts_only, oneshots
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file, save_file
 
 from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.reader import open_folder
@@ -24,7 +23,6 @@ from stitch.audit.checkpoint import verify
 
 SHARD = "model-00001-of-00005.safetensors"
 CPU = torch.device("cpu")
-NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 ROUTER = "model.layers.{}.block_sparse_moe.gate.weight"
 
 
@@ -33,34 +31,11 @@ def copy(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bf16_copy(tiny_model, tmp_path_factory.mktemp("copy") / "bf16")
 
 
-def experts_only(
-    finished: Finished, copy: Path, folder: Path, *, compensated: bool = False, folded: bool = True
-) -> Path:
-    """An experts-only checkpoint of the finished output's experts, as llm-compressor would name them."""
-    tensors = load_file(copy / "model.safetensors")
-    output = open_folder(finished.folder)
-    for name in list(tensors):
-        module, _, matrix = name.removesuffix(".weight").rpartition(".")
-        if ".experts." in name:
-            del tensors[name]
-            for part in ("weight_packed", "weight_scale", "weight_shape"):
-                tensors[f"{module}.{NAMES[matrix]}.{part}"] = output.tensor(f"{module}.{matrix}.{part}")
-        elif folded and (name.endswith("post_attention_layernorm.weight") or (compensated and ".gate." in name)):
-            tensors[name] = output.tensor(name).bfloat16()
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((copy / "config.json").read_text())
-    group = {"targets": ["Linear"], "format": "pack-quantized", "weights": INT4}
-    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
-    return folder
-
-
 def test_the_forgotten_router_is_named_and_repaired(
     finished: Finished, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The repaired checkpoint is the finished output, tensor for tensor and byte for byte."""
-    experts = experts_only(finished, copy, tmp_path / "experts")
+    experts = experts_only(finished.folder, copy, tmp_path / "experts")
     words = ("stitch", "--source", finished.source, "--experts", experts)
     assert quantize(monkeypatch, *words, "--output", tmp_path / "bare") == 3
     out = capsys.readouterr().out
@@ -84,7 +59,7 @@ def test_what_nobody_knows_of_a_stitched_checkpoint_is_said(
     finished: Finished, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its report has the gates and the record of a run's, its card what the experts' maker wrote, and no more."""
-    experts = experts_only(finished, copy, tmp_path / "experts")
+    experts = experts_only(finished.folder, copy, tmp_path / "experts")
     front = ["base_model: /home/somebody/m2", "datasets: [owner/chats, ../private]", "license: mit"]
     (experts / "README.md").write_text("\n".join(["---", *front, "---", "# Somebody's experts"]))
     (experts / "recipe.yaml").write_text(
@@ -120,7 +95,7 @@ def test_what_nobody_knows_of_a_stitched_checkpoint_is_said(
 def test_verify_names_the_router_of_any_published_checkpoint(finished: Finished, copy: Path, tmp_path: Path) -> None:
     """Of a mixed one, and of an experts-only one with bfloat16 routers and other names; first of all differences."""
     for compensated in (False, True):
-        experts = experts_only(finished, copy, tmp_path / str(compensated), compensated=compensated)
+        experts = experts_only(finished.folder, copy, tmp_path / str(compensated), compensated=compensated)
         found = verify(experts, open_folder(finished.source), CPU).differences
         named = [line for line in found if "not compensated" in line]
         assert len(named) == (0 if compensated else 4)
@@ -143,7 +118,7 @@ def test_experts_that_were_not_smoothed(finished: Finished, copy: Path, tmp_path
 
 
 def test_norms_and_experts_that_do_not_belong_together(finished: Finished, copy: Path, tmp_path: Path) -> None:
-    experts = experts_only(finished, copy, tmp_path / "experts", folded=False)
+    experts = experts_only(finished.folder, copy, tmp_path / "experts", folded=False)
     with pytest.raises(CheckpointError, match=r"layer 0: its experts are .*% away from the source's times the ratio"):
         stitch(open_folder(finished.source), open_folder(experts), tmp_path / "output", CPU)
     assert not (tmp_path / "output").exists()

@@ -9,7 +9,7 @@ from quantizers.system.text_table import plain, size
 
 
 def dry_run_table(plan: dict[str, Any]) -> str:
-    """What `--dry-run` prints: every file that would be sent, the files that would not, and failed checks."""
+    """What `--dry-run` prints: every file that would be sent, those that would not, failed checks, and a checklist."""
     rows = [(file["name"], f"{file['size']:,}", file["sha256"]) for file in plan["files"]]
     visibility = {True: "private", False: "public", None: "with your account's default visibility"}[plan["private"]]
     lines = [
@@ -21,11 +21,12 @@ def dry_run_table(plan: dict[str, Any]) -> str:
     if plan["not_sent"]:
         lines += ["", f"not of this run, so not sent: {', '.join(plan['not_sent'])}"]
     if plan["problems"]:
-        lines += [
-            "",
-            f"fails {len(plan['problems'])} checks, forced: {plan['forced']}",
-            *repeated(plan["problems"])[:10],
-        ]
+        forced = f", forced: {plan['forced']}" if plan["forced"] else ""
+        lines += ["", f"fails {len(plan['problems'])} checks{forced}", *repeated(plan["problems"])[:10]]
+    lines += [
+        "",
+        plain(("state", "what", ""), [(point["state"], point["name"], point["words"]) for point in plan["checklist"]]),
+    ]
     return "\n".join(lines)
 
 
