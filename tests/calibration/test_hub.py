@@ -169,7 +169,9 @@ def test_the_whole_software_engineer_set_loads_and_again_offline(
     assert again["digest"] == loaded["digest"]
     assert again["notes"] == ["from the cache; 50 sources could not be reached"]
     assert refused.startswith(f"{SOFTWARE}:")
-    assert "50 of 50 Hub data sets cannot be reached (first: HuggingFaceH4/ultrachat_200k: ConnectError: " in refused
+    assert (
+        "50 of 50 sources on the Hub cannot be reached (first: HuggingFaceH4/ultrachat_200k: ConnectError: " in refused
+    )
     assert "\n" not in refused
 
 
@@ -233,7 +235,7 @@ def test_what_is_out_of_reach_is_one_line_that_hides_nothing(small: Path, offlin
     remedy = (
         "check the network, or take the shipped set embedded, which needs none (with a recipe: --calibration embedded)"
     )
-    line = f"2 of 2 Hub data sets cannot be reached (first: org/plain: {reason}); {remedy}; --debug lists them"
+    line = f"2 of 2 sources on the Hub cannot be reached (first: org/plain: {reason}); {remedy}; --debug lists them"
     assert said["error"] == f"{small}:4: {line}"
     assert said["notes"] == [f"{small}:4: org/plain: {reason}", f"{small}:5: org/streamed: {reason}"]
 
@@ -261,7 +263,7 @@ def test_a_data_set_out_of_reach_does_not_hide_a_wrong_name(
     assert told[0] == (
         f"{small}:6: org/none: no such dataset on the Hub; correct the id, or `hf auth login` if it is private"
     )
-    assert told[1].startswith(f"{small}:4: 1 of 3 Hub data sets cannot be reached (org/plain: ")
+    assert told[1].startswith(f"{small}:4: 1 of 3 sources on the Hub cannot be reached (org/plain: ")
     assert "--debug" not in told[1]
     assert len(told) == 2
 

@@ -20,7 +20,7 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     [
         ("quantize ver", ["verify"]),
         ("quantize run tiny", ["tiny-minimax-m2-fp8-int4"]),
-        ("quantize run minimax-m2.1", ["minimax-m2.1-fp8-int4"]),
+        ("quantize run minimax-m2.1", ["minimax-m2.1-fp8-int4", "minimax-m2.1-fp8-int4-131k"]),
         ("quantize run x --dev", ["--device", "--device-memory"]),
     ],
 )
