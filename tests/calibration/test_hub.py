@@ -21,8 +21,11 @@ import pytest
 from calibration_tokenizer import write_tokenizer
 from hub_datasets import hub_datasets
 from hub_stand_in import HubStandIn
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from quantizers.calibration.set import read_set
+from quantizers.calibration.sources.hub import explained
+from quantizers.calibration.sources.rows import Unreachable
 from quantizers.system.shipped import shipped
 
 SETS = shipped("calibration")
@@ -226,6 +229,14 @@ def test_a_lock_holds_the_revision(small: Path, hub: HubStandIn, machine: Machin
     hub.datasets["org/streamed"] = {"train.jsonl": rows("changed")}
     refused = other_machine.load(small, cache=False)["error"]
     assert f"org/streamed: no revision {commits[1]}; correct the source's revision, or lock" in refused
+
+
+def test_a_hub_that_was_switched_off_is_called_so() -> None:
+    """The library's own sentence is as long as the rest of the line."""
+    source = read_set(SOFTWARE).sources[0]
+    with pytest.raises(Unreachable) as refused, explained(source):
+        raise OfflineModeIsEnabled("Cannot reach https://huggingface.co: offline mode is enabled. To disable it, ...")
+    assert refused.value.reason == "HF_HUB_OFFLINE is set"
 
 
 def test_what_is_out_of_reach_is_one_line_that_hides_nothing(small: Path, offline: Machine) -> None:
