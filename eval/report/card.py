@@ -116,8 +116,8 @@ def _drawn(drawn: dict[str, Any] | None) -> str:
     if drawn["asked"] >= drawn["tokens"]:
         return f" That is the whole set; the recipe would have drawn {drawn['asked']:,} tokens."
     return (
-        f" {drawn['asked']:,} tokens were drawn evenly over the categories of the set's {whole}; {drawn['cut']:,} "
-        "samples were cut because their category's share was used up."
+        f" {drawn['asked']:,} tokens were drawn evenly over the categories of the set's {whole}; "
+        f"samples cut where their category's share ended: {drawn['cut']:,}."
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from eval.fidelity.tables import by_part, past_the_model, shown_categories
 from quantizers.system.text_table import number, size
 
-from .card_serving import knows_vllm, vllm_command
+from .card_serving import NAMELESS, knows_vllm, repository, vllm_command
 from .charts import bars, heat_map, lines
 from .schemes import choice_lines, layer_rows, leaning_line
 from .verdict import verdict
@@ -280,6 +280,9 @@ def _serving(report: dict[str, Any]) -> str:
     about = report["serving"]
     if not knows_vllm(about):
         return "<p>No release of vLLM that was known when this was made has a model of this family.</p>"
+    name = repository(report)
+    if name != NAMELESS:
+        return f"<pre>{escape(vllm_command(about, name))}</pre>"
     return f"<p>In the folder of this page:</p><pre>{escape(vllm_command(about, '.'))}</pre>"
 
 

@@ -85,7 +85,7 @@ def _describe(
     name = dotted(place)
     start = f"{origin.shown}: {name}: " if name and name != origin.key else f"{origin.shown}: "
     if details[0]["type"] == "extra_forbidden":
-        hint = did_you_mean(str(place[-1]), all_keys(model)) or "; remove it"
+        hint = did_you_mean(str(place[-1]), all_keys(model), most=1) or "; remove it"
         return origin.line, f"{start}unknown key{hint}"
     if absent:
         return origin.line, f"{start}missing; add it"

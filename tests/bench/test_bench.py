@@ -167,7 +167,7 @@ def test_a_router_written_in_float32_is_measured_unrounded(tmp_path: Path, monke
 
 def test_both_routes_go_through_a_whole_model(small_job: Job) -> None:
     assert small_job.source is not None
-    data = samples(set_location(small_job.recipe.calibration, small_job.path), small_job.source.folder)
+    data = samples(set_location(small_job.recipe.calibration_set, small_job.path), small_job.source.folder)
     result = compare_route(small_job, data, 1, CPU)
     assert result["ours"]["kl"] > 0
     assert result["kl_ratio"] == result["ours"]["kl"] / result["library"]["kl"]

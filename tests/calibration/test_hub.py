@@ -21,8 +21,11 @@ import pytest
 from calibration_tokenizer import write_tokenizer
 from hub_datasets import hub_datasets
 from hub_stand_in import HubStandIn
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from quantizers.calibration.set import read_set
+from quantizers.calibration.sources.hub import explained
+from quantizers.calibration.sources.rows import Unreachable
 from quantizers.system.shipped import shipped
 
 SETS = shipped("calibration")
@@ -169,7 +172,9 @@ def test_the_whole_software_engineer_set_loads_and_again_offline(
     assert again["digest"] == loaded["digest"]
     assert again["notes"] == ["from the cache; 50 sources could not be reached"]
     assert refused.startswith(f"{SOFTWARE}:")
-    assert "50 of 50 Hub data sets cannot be reached (first: HuggingFaceH4/ultrachat_200k: ConnectError: " in refused
+    assert (
+        "50 of 50 sources on the Hub cannot be reached (first: HuggingFaceH4/ultrachat_200k: ConnectError: " in refused
+    )
     assert "\n" not in refused
 
 
@@ -226,6 +231,14 @@ def test_a_lock_holds_the_revision(small: Path, hub: HubStandIn, machine: Machin
     assert f"org/streamed: no revision {commits[1]}; correct the source's revision, or lock" in refused
 
 
+def test_a_hub_that_was_switched_off_is_called_so() -> None:
+    """The library's own sentence is as long as the rest of the line."""
+    source = read_set(SOFTWARE).sources[0]
+    with pytest.raises(Unreachable) as refused, explained(source):
+        raise OfflineModeIsEnabled("Cannot reach https://huggingface.co: offline mode is enabled. To disable it, ...")
+    assert refused.value.reason == "HF_HUB_OFFLINE is set"
+
+
 def test_what_is_out_of_reach_is_one_line_that_hides_nothing(small: Path, offline: Machine) -> None:
     """The exception's notes, which a traceback shows, have each of them; what else is wrong keeps its own line."""
     said = offline.load(small, cache=False)
@@ -233,7 +246,7 @@ def test_what_is_out_of_reach_is_one_line_that_hides_nothing(small: Path, offlin
     remedy = (
         "check the network, or take the shipped set embedded, which needs none (with a recipe: --calibration embedded)"
     )
-    line = f"2 of 2 Hub data sets cannot be reached (first: org/plain: {reason}); {remedy}; --debug lists them"
+    line = f"2 of 2 sources on the Hub cannot be reached (first: org/plain: {reason}); {remedy}; --debug lists them"
     assert said["error"] == f"{small}:4: {line}"
     assert said["notes"] == [f"{small}:4: org/plain: {reason}", f"{small}:5: org/streamed: {reason}"]
 
@@ -261,7 +274,7 @@ def test_a_data_set_out_of_reach_does_not_hide_a_wrong_name(
     assert told[0] == (
         f"{small}:6: org/none: no such dataset on the Hub; correct the id, or `hf auth login` if it is private"
     )
-    assert told[1].startswith(f"{small}:4: 1 of 3 Hub data sets cannot be reached (org/plain: ")
+    assert told[1].startswith(f"{small}:4: 1 of 3 sources on the Hub cannot be reached (org/plain: ")
     assert "--debug" not in told[1]
     assert len(told) == 2
 

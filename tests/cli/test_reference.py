@@ -66,7 +66,8 @@ def test_a_copied_recipe_means_the_same(name: str, tmp_path: Path) -> None:
     theirs, their_path = read_recipe(name)
     assert mine.experts == theirs.experts
     assert source_location(mine, path) == source_location(theirs, their_path)
-    assert set_location(mine.calibration, path).samefile(set_location(theirs.calibration, their_path))
+    assert set_location(mine.calibration_set, path).samefile(set_location(theirs.calibration_set, their_path))
+    assert mine.calibration_tokens == theirs.calibration_tokens
 
 
 def test_a_new_recipe_means_what_the_shipped_one_does(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_new_recipe_means_what_the_shipped_one_does(tmp_path: Path) -> None:
     theirs, _ = read_recipe("minimax-m2.1-fp8-int4")
     assert new.experts == theirs.experts
     assert new.source == theirs.source
-    assert set_location(new.calibration, path) == shipped("calibration") / "software-engineer.yaml"
+    assert set_location(new.calibration_set, path) == shipped("calibration") / "software-engineer.yaml"
 
 
 def test_what_is_not_known() -> None:

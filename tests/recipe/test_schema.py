@@ -159,7 +159,7 @@ def test_shipped_recipes_are_found_by_name_and_name_shipped_sets(path: Path, mon
     monkeypatch.chdir(tmp_path)
     recipe, found = read_recipe(path.stem)
     assert found == path
-    assert set_location(recipe.calibration, path).is_file()
+    assert set_location(recipe.calibration_set, path).is_file()
     assert recipe.verify is not None
     assert recipe.verify.perplexity is not None
     assert set_location(recipe.verify.perplexity.data, path).is_file()

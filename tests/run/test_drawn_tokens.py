@@ -45,8 +45,8 @@ def test_a_run_is_calibrated_on_what_is_drawn(tmp_path: Path, capsys: pytest.Cap
     total = sum(len(sample.tokens) for sample in whole.samples)
     assert report["calibration"]["drawn"] == {"asked": TOKENS, "samples": 6, "tokens": total, "cut": 1}
     assert (
-        f"{TOKENS} tokens were drawn evenly over the categories of the set's 6 samples with {total:,} tokens; 1 "
-        "samples were cut because"
+        f"{TOKENS} tokens were drawn evenly over the categories of the set's 6 samples with {total:,} tokens; samples "
+        "cut where their category's share ended: 1."
     ) in (output / "README.md").read_text()
     assert f"calibration, {TOKENS} tokens drawn from it (digest" in (output / "report.html").read_text()
     published = yaml.safe_load((output / "recipe.yaml").read_text())

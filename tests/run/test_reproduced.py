@@ -63,8 +63,8 @@ def test_the_finished_folder_gives_the_same_bytes_again(
     assert data_of(folder, SHIPPED).is_file()
     assert quantize(monkeypatch, "run", "tiny-INT4/recipe.yaml") == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "quantize: tiny-INT4/recipe.yaml:2: source.model: model is neither a folder beside the recipe nor a Hub id (owner/name); "
-        "give --source DIR if it lies elsewhere, or correct it"
+        "quantize: tiny-INT4/recipe.yaml:2: source.model: model is neither a folder beside the recipe nor a Hub id "
+        "(owner/name); give --source DIR if it lies elsewhere, or correct it"
     )
     if not with_data:
         data_of(folder, SHIPPED).unlink()

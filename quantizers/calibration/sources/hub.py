@@ -116,7 +116,8 @@ def _explanation(failure: Exception, source: DataSource) -> SourceError:
             "check the network, or take the shipped set embedded, which needs none (with a recipe: "
             "--calibration embedded)"
         )
-        return Unreachable(name, _short(failure), remedy)
+        offline = isinstance(failure, errors.OfflineModeIsEnabled)
+        return Unreachable(name, "HF_HUB_OFFLINE is set" if offline else _short(failure), remedy)
     reason = f"cannot be loaded ({_short(failure)})"
     return SourceError(name, reason, "correct the source's subset, split or revision")
 

@@ -22,7 +22,7 @@ def for_each_source(
 
     Raises:
         CalibrationError: one line for each reason, naming the set's file and line and every source that failed so; and
-            one line for all data sets that the Hub could not be asked about. A note of the exception, which a traceback
+            one line for all sources on the Hub that cannot be reached. A note of the exception, which a traceback
             shows, has a line for each of them.
     """
 
@@ -55,11 +55,11 @@ def for_each_source(
 
 
 def _out_of_reach(failures: list[tuple[int, Unreachable]], asked: int, path: Path, lines: list[int]) -> str:
-    """One line for all data sets out of reach: most often there is no network, which one of them says as well as 50."""
+    """One line for all sources out of reach: most often there is no network, which one of them says as well as 50."""
     index, first = failures[0]
     more, others = ("first: ", "; --debug lists them") if len(failures) > 1 else ("", "")
     return (
-        f"{path}:{lines[index]}: {len(failures)} of {asked} Hub data sets cannot be reached "
+        f"{path}:{lines[index]}: {len(failures)} of {asked} sources on the Hub cannot be reached "
         f"({more}{first.subject}: {first.reason}); {first.remedy}{others}"
     )
 

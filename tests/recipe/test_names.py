@@ -1,0 +1,117 @@
+"""How a recipe is called: by file, by name, by a model's Hub id; and what is suggested for a name that is near."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import quantize
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantizers.recipe.names import find_recipe, shipped_recipe
+from quantizers.system.errors import RecipeError
+from quantizers.system.near_names import did_you_mean
+from quantizers.system.shipped import shipped, shipped_names
+
+LISTED = "give a file, or a name that `quantize recipes` lists"
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("tiny-minimax-m2-fp8-int4", "tiny-minimax-m2-fp8-int4"),
+        ("MiniMaxAI/MiniMax-M2", "minimax-m2-fp8-int4"),
+        ("minimaxai/minimax-m2.5", "minimax-m2.5-fp8-int4"),  # the Hub knows no upper case either
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b-instruct-int4"),
+    ],
+)
+def test_a_model_with_one_recipe_stands_for_it(name: str, recipe: str) -> None:
+    assert find_recipe(name) == shipped_recipe(name) == shipped("recipes") / f"{recipe}.yaml"
+
+
+@pytest.mark.parametrize("find", [find_recipe, shipped_recipe])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "MiniMaxAI/MiniMax-M2.1",
+            "2 recipes are shipped for this model; name one: minimax-m2.1-fp8-int4, minimax-m2.1-fp8-int4-131k",
+        ),
+        (
+            "minimax-m2.1",
+            "no such recipe (did you mean minimax-m2.1-fp8-int4 or minimax-m2.1-fp8-int4-131k?); " + LISTED,
+        ),
+        ("minimax-m21-fp8-int4", "no such recipe (did you mean minimax-m2.1-fp8-int4?); " + LISTED),
+        ("MiniMaxAI/MiniMax-M27", "no such recipe (did you mean MiniMaxAI/MiniMax-M2.7?); " + LISTED),
+        ("nothing at all", "no such recipe; " + LISTED),
+        (
+            "Qwen/Qwen3-30B-A3B-FP8",
+            "no recipe is shipped for this model; `quantize new Qwen/Qwen3-30B-A3B-FP8` writes one",
+        ),
+    ],
+)
+def test_what_is_said_of_any_other_name(find: object, name: str, said: str) -> None:
+    assert callable(find)
+    with pytest.raises(RecipeError) as refused:
+        find(name)
+    assert str(refused.value) == f"{name}: {said}"
+
+
+def test_a_model_s_folder_is_no_recipe(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The remedy that the line names works."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(tiny_model)
+    assert quantize(monkeypatch, "plan", "model") == 2
+    assert capsys.readouterr().err == (
+        "quantize: model: is a model's folder, no recipe; `quantize new model` writes a recipe for it\n"
+    )
+    assert quantize(monkeypatch, "new", "model") == 0
+    written = json.loads(json.dumps(capsys.readouterr().out)).split("; ")[0].removeprefix("wrote ")
+    assert quantize(monkeypatch, "plan", written) == 0
+
+
+def test_copy_names_the_file_after_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert quantize(monkeypatch, "recipes", "copy", "MiniMaxAI/MiniMax-M2") == 0
+    assert (tmp_path / "minimax-m2-fp8-int4.yaml").is_file()
+    assert quantize(monkeypatch, "recipes", "show", "minimax-m2-fp8") == 2
+    assert "(did you mean minimax-m2-fp8-int4?)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("coverage", "--model", "x", "--data", "embeded"),
+        ("calibration", "embeded"),
+        ("eval", "x", "y", "--data", "embeded"),
+        ("plan", "tiny-minimax-m2-fp8-int4", "--calibration", "embeded"),
+        ("plan", "r.yaml"),
+    ],
+)
+def test_a_set_s_name_that_is_near_is_suggested(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text("source: {model: a/b}\ncalibration: embeded\n")
+    assert quantize(monkeypatch, *words) == 2
+    assert "embeded: no such " in (said := capsys.readouterr().err)
+    assert "(did you mean embedded?); " in said
+
+
+@given(st.text(), st.lists(st.text()))
+def test_a_suggestion_is_of_the_names(name: str, known: list[str]) -> None:
+    hint = did_you_mean(name, known)
+    assert not hint or any(one in hint for one in known)
+
+
+def test_shipped_names_are_those_of_the_files() -> None:
+    assert shipped_names("recipes") == sorted(
+        path.stem for path in shipped("recipes").iterdir() if path.suffix == ".yaml"
+    )
+    assert set(shipped_names("calibration")) == {"creative-writing", "embedded", "held-out", "software-engineer"}
