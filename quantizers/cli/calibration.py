@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from quantizers.system.errors import InputError
+from quantizers.system.errors import CalibrationError, InputError
 
 from .options import GATE_FAILED, DebugOption, JsonOption, emit, find_set, show_rich
 
 if TYPE_CHECKING:
+    from quantizers.calibration.report.texts_diff import TextsDiff
     from quantizers.recipe.schema import Recipe
 
 
@@ -207,18 +208,55 @@ def lock(
 def diff(
     before: SetArgument,
     after: SetArgument,
+    *,
+    tokenizer: TokenizerOption = None,
+    recipe: RecipeOption = None,
+    files_only: Annotated[bool, typer.Option("--yaml", help="compare the YAML files alone, and load nothing")] = False,
+    workers: WorkersOption = 8,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare two sets.
+    """Compare two sets: what their files say, and which texts and how many tokens the second wins and loses.
 
     Example: quantize calibration diff embedded my-set.yaml
     """
     from quantizers.calibration.report.diff import diff_sets
     from quantizers.calibration.report.view import render_diff
 
-    difference = diff_sets(find_set(before, "embedded"), find_set(after, "embedded"))
-    show_rich(difference.as_json(), as_json, render_diff(difference))
+    paths = find_set(before, "embedded"), find_set(after, "embedded")
+    difference, texts, note = diff_sets(*paths), None, ""
+    if not files_only:
+        texts, note = _texts_diff(*paths, _counting(tokenizer, recipe), workers)
+    data = difference.as_json() | {"texts": texts and texts.as_json(), "note": note}
+    show_rich(data, as_json, render_diff(difference, texts, note))
+
+
+def _texts_diff(before: Path, after: Path, counting: Counting, workers: int) -> tuple[TextsDiff | None, str]:
+    """What the loaded sets have; or None and why, if data sets on the Hub cannot be loaded."""
+    from rich.console import Console
+
+    from quantizers.calibration.loading import load_samples
+    from quantizers.calibration.report.texts_diff import diff_texts
+    from quantizers.calibration.report.view import loading
+    from quantizers.calibration.set import read_set
+    from quantizers.calibration.sources.cache import default_cache
+
+    arguments: dict[str, Any] = dict(counting.arguments)
+    tokenizer = arguments.pop("tokenizer")
+    loaded = []
+    for path in (before, after):
+        try:
+            with loading(Console(stderr=True)) as progress:
+                given = arguments | {"workers": workers, "progress": progress, "cache": default_cache()}
+                loaded.append(load_samples(path, tokenizer, require_languages=False, **given))
+        except CalibrationError:
+            hub = sum(not source.is_local for source in read_set(path).sources)
+            if not hub:
+                raise
+            count = "a data set" if hub == 1 else f"{hub} data sets"
+            why = f"{path} reads {count} on the Hub and cannot be loaded now (`quantize calibration {path}` says why)"
+            return None, f"texts and tokens are not compared: {why}"
+    return diff_texts(loaded[0], loaded[1], tokenizer), ""
 
 
 def _counting(tokenizer: str | None, recipe: str | None) -> Counting:
