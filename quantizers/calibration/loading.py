@@ -119,7 +119,7 @@ def _load(
     samples = tuple(sample for result in taken for sample in result.samples)
     if not samples:  # a source with nothing but unusable rows is an error already
         first = taken[0].dropped[0]
-        raise CalibrationError(f"{path}: no row is left ({first.first}: {first.reason}); list the languages of some")
+        raise CalibrationError(f"{path}: no row is left ({first.first}: {first.reason}); list their languages")
     return CalibrationData(
         name=calibration.name,
         sequence_length=calibration.sequence_length,

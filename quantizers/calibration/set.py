@@ -153,7 +153,8 @@ class DataSource(Strict):
     """An instruction put before the text. `{programming_language}` and `{spoken_language}` in it assign a language
     to each sample in turn."""
     order: Annotated[str, Field(min_length=1)] | None = None
-    """Seeds the order of a local file's rows, instead of its name. Copies of a set need it."""
+    """Seeds the order of a local file's rows, instead of its name: a copy whose data has another name keeps its
+    samples."""
 
     @property
     def is_local(self) -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from quantizers.system.errors import InputError
+from quantizers.system.errors import CalibrationError, InputError
 
+from .counting import Counting, RecipeOption, TokenizerOption, counting_of
 from .options import GATE_FAILED, DebugOption, JsonOption, emit, find_set, show_rich
 
 if TYPE_CHECKING:
+    from quantizers.calibration.report.texts_diff import TextsDiff
     from quantizers.recipe.schema import Recipe
 
 
@@ -29,27 +30,7 @@ class _SetOrCommand(TyperGroup):
 
 calibration = typer.Typer(rich_markup_mode=None, cls=_SetOrCommand)
 SetArgument = Annotated[str, typer.Argument(metavar="SET", help="a set's file, or the name of a shipped one")]
-TokenizerOption = Annotated[
-    str | None, typer.Option(help="a model's folder or Hub id; the recipe's, or else the tiny model, by default")
-]
-RecipeOption = Annotated[
-    str | None, typer.Option(metavar="RECIPE", help="count tokens with the tokenizer of this recipe's source")
-]
 WorkersOption = Annotated[int, typer.Option(min=1, help="sources loaded at the same time")]
-
-
-@dataclass(frozen=True)
-class Counting:
-    """Whose tokenizer counts the tokens, and what is said about that.
-
-    Attributes:
-        arguments: tokenizer, revision and trust_remote_code, as `load_samples` takes them.
-        recipe: the recipe that was given, with its path.
-    """
-
-    arguments: dict[str, Any]
-    about: str
-    recipe: tuple[Recipe, Path] | None
 
 
 @calibration.callback(invoke_without_command=True)
@@ -73,6 +54,64 @@ def _list(as_json: bool) -> None:
     emit({"sets": listed}, as_json, plain(header, [[row[key] for key in header] for row in listed]))
 
 
+@calibration.command()
+def check(
+    *,
+    set_: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SET]", help="a set's file, or the name of a shipped one; the set of --recipe by default"
+        ),
+    ] = None,
+    tokenizer: TokenizerOption = None,
+    recipe: RecipeOption = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SET", help="a set that shares no text with it; by default the recipe's, or held-out.yaml beside it"
+        ),
+    ] = None,
+    show: Annotated[int, typer.Option(min=0, help="print this many rendered samples, evenly spread")] = 0,
+    source: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="with --show: of the sources whose name contains this")
+    ] = None,
+    category: Annotated[
+        str | None, typer.Option(help="with --show: of this category, or below it: code takes code/rust too")
+    ] = None,
+    workers: WorkersOption = 8,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check what a set holds; exit 3 when a language has no text, or texts are duplicates, held out, or mislabelled.
+
+    The verdict comes first. Warnings, such as many tokens cut, do not change the exit code.
+
+    Example: quantize calibration check embedded --show 2 --category code/rust
+    """
+    from rich.console import Console, Group
+
+    from quantizers.calibration.report.check import check_set
+    from quantizers.calibration.report.show import render_samples, show_samples
+    from quantizers.calibration.report.view import loading, render
+    from quantizers.calibration.sources.cache import default_cache
+
+    if not show and (source is not None or category is not None):
+        raise InputError("--source and --category choose what --show prints; add --show N")
+    counting = counting_of(tokenizer, recipe)
+    path, other = _sets(set_, held_out, counting.recipe)
+    given = counting.arguments | {"cache": default_cache()}
+    with loading(Console(stderr=True)) as progress:
+        report = check_set(path, held_out=other, workers=workers, progress=progress, **given)
+    data, shown = report.as_json(), render(report, counting.about)
+    if show:
+        samples = show_samples(path, show, source=source, category=category, **given)
+        data |= {"samples": [vars(sample) for sample in samples]}
+        shown = Group(shown, render_samples(samples))
+    show_rich(data, as_json, shown)
+    if not report.ok:
+        raise typer.Exit(GATE_FAILED)
+
+
 @calibration.command(name="list")
 def list_sets(as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """List the shipped sets: samples, where their sources are, and what they hold.
@@ -80,17 +119,6 @@ def list_sets(as_json: JsonOption = False, debug: DebugOption = False) -> None:
     Example: quantize calibration list
     """
     _list(as_json)
-
-
-@calibration.command()
-def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """Print the JSON schema of calibration sets, for an editor.
-
-    Example: quantize calibration schema > calibration-set.schema.json
-    """
-    from .schema_reference import set_schema
-
-    print(set_schema(), end="")  # JSON in any case
 
 
 @calibration.command()
@@ -137,59 +165,6 @@ def new(
 
 
 @calibration.command()
-def check(
-    *,
-    set_: Annotated[
-        str | None, typer.Argument(metavar="[SET]", help="a set's file, or the name of a shipped one; the recipe's")
-    ] = None,
-    tokenizer: TokenizerOption = None,
-    recipe: RecipeOption = None,
-    held_out: Annotated[
-        str | None,
-        typer.Option(metavar="SET", help="a set that shares no text with it; held-out.yaml beside it by default"),
-    ] = None,
-    show: Annotated[int, typer.Option(min=0, help="print this many rendered samples, evenly spread")] = 0,
-    source: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="with --show: of the sources whose name contains this")
-    ] = None,
-    category: Annotated[
-        str | None, typer.Option(help="with --show: of this category, or below it: code takes code/rust too")
-    ] = None,
-    workers: WorkersOption = 8,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Check what a set holds; exit 3 when a language has no text, or texts are duplicates, held out, or mislabelled.
-
-    The verdict comes first. Warnings, such as many tokens cut, do not change the exit code.
-
-    Example: quantize calibration check embedded --show 2 --category code/rust
-    """
-    from rich.console import Console, Group
-
-    from quantizers.calibration.report.check import check_set
-    from quantizers.calibration.report.show import render_samples, show_samples
-    from quantizers.calibration.report.view import loading, render
-    from quantizers.calibration.sources.cache import default_cache
-
-    if not show and (source is not None or category is not None):
-        raise InputError("--source and --category choose what --show prints; add --show N")
-    counting = _counting(tokenizer, recipe)
-    path, other = _sets(set_, held_out, counting.recipe)
-    given = counting.arguments | {"cache": default_cache()}
-    with loading(Console(stderr=True)) as progress:
-        report = check_set(path, held_out=other, workers=workers, progress=progress, **given)
-    data, shown = report.as_json(), render(report, counting.about)
-    if show:
-        samples = show_samples(path, show, source=source, category=category, **given)
-        data |= {"samples": [vars(sample) for sample in samples]}
-        shown = Group(shown, render_samples(samples))
-    show_rich(data, as_json, shown)
-    if not report.ok:
-        raise typer.Exit(GATE_FAILED)
-
-
-@calibration.command()
 def lock(
     set_: SetArgument, workers: WorkersOption = 8, as_json: JsonOption = False, debug: DebugOption = False
 ) -> None:
@@ -207,35 +182,66 @@ def lock(
 def diff(
     before: SetArgument,
     after: SetArgument,
+    *,
+    tokenizer: TokenizerOption = None,
+    recipe: RecipeOption = None,
+    files_only: Annotated[bool, typer.Option("--yaml", help="compare the YAML files alone, and load nothing")] = False,
+    workers: WorkersOption = 8,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare two sets.
+    """Compare two sets: what their files say, and which texts and how many tokens the second wins and loses.
 
     Example: quantize calibration diff embedded my-set.yaml
     """
     from quantizers.calibration.report.diff import diff_sets
     from quantizers.calibration.report.view import render_diff
 
-    difference = diff_sets(find_set(before, "embedded"), find_set(after, "embedded"))
-    show_rich(difference.as_json(), as_json, render_diff(difference))
+    paths = find_set(before, "embedded"), find_set(after, "embedded")
+    difference, texts, note = diff_sets(*paths), None, ""
+    if not files_only:
+        texts, note = _texts_diff(*paths, counting_of(tokenizer, recipe), workers)
+    data = difference.as_json() | {"texts": texts and texts.as_json(), "note": note}
+    show_rich(data, as_json, render_diff(difference, texts, note))
 
 
-def _counting(tokenizer: str | None, recipe: str | None) -> Counting:
-    """The tokenizer that was named, or the recipe's, or the tiny model's."""
-    from quantizers.recipe.schema import read_recipe, source_location
-    from quantizers.system.shipped import shipped
+@calibration.command()
+def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Print the JSON schema of calibration sets, for an editor.
 
-    named = None if recipe is None else read_recipe(recipe)
-    if tokenizer is not None:
-        return Counting({"tokenizer": tokenizer}, "", named)
-    if named is None:
-        tiny = {"tokenizer": str(shipped("models") / "tiny-minimax-m2")}
-        about = "; a large model's makes fewer tokens of a text (--recipe RECIPE or --tokenizer MODEL counts with it)"
-        return Counting(tiny, about, None)
-    source = named[0].source
-    arguments = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
-    return Counting({"tokenizer": source_location(*named)} | arguments, ", the recipe's source", named)
+    Example: quantize calibration schema > calibration-set.schema.json
+    """
+    from .schema_reference import set_schema
+
+    print(set_schema(), end="")  # JSON in any case
+
+
+def _texts_diff(before: Path, after: Path, counting: Counting, workers: int) -> tuple[TextsDiff | None, str]:
+    """What the loaded sets have; or None and why, if data sets on the Hub cannot be loaded."""
+    from rich.console import Console
+
+    from quantizers.calibration.loading import load_samples
+    from quantizers.calibration.report.texts_diff import diff_texts
+    from quantizers.calibration.report.view import loading
+    from quantizers.calibration.set import read_set
+    from quantizers.calibration.sources.cache import default_cache
+
+    arguments: dict[str, Any] = dict(counting.arguments)
+    tokenizer = arguments.pop("tokenizer")
+    loaded = []
+    for path in (before, after):
+        try:
+            with loading(Console(stderr=True)) as progress:
+                given = arguments | {"workers": workers, "progress": progress, "cache": default_cache()}
+                loaded.append(load_samples(path, tokenizer, require_languages=False, **given))
+        except CalibrationError:
+            hub = sum(not source.is_local for source in read_set(path).sources)
+            if not hub:
+                raise
+            count = "a data set" if hub == 1 else f"{hub} data sets"
+            why = f"{path} reads {count} on the Hub and cannot be loaded now (`quantize calibration {path}` says why)"
+            return None, f"texts and tokens are not compared: {why}"
+    return diff_texts(loaded[0], loaded[1], tokenizer), ""
 
 
 def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | None) -> tuple[Path, Path | None]:

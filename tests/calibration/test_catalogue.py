@@ -11,6 +11,7 @@ from calibration_tokenizer import write_tokenizer
 from commands import quantize
 
 from quantizers.calibration.catalogue import copy_set, rows, write_together
+from quantizers.calibration.data import CalibrationData
 from quantizers.calibration.loading import load_samples
 from quantizers.calibration.new_set import new_set
 from quantizers.calibration.report.check import check_set
@@ -33,16 +34,21 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
+@pytest.fixture(scope="module")
+def embedded(tokenizer: str) -> CalibrationData:
+    return load_samples(SETS / "embedded.yaml", tokenizer)
+
+
 def test_the_list_says_what_the_sets_hold(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tokenizer: str
+    embedded: CalibrationData,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert quantize(monkeypatch, "calibration", "list", "--json") == 0
     listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)["sets"]}
     assert set(listed) == {path.stem for path in SETS.glob("*.yaml")}
     assert (listed["software-engineer"]["samples"], listed["software-engineer"]["sources"]) == ("590", "50 on the Hub")
-    for name in ("embedded", "held-out"):
-        assert int(listed[name]["samples"]) == len(load_samples(SETS / f"{name}.yaml", tokenizer).samples)
-        assert "local" in listed[name]["sources"]
+    assert (listed["embedded"]["samples"], listed["embedded"]["sources"]) == (str(len(embedded.samples)), "3 local")
     assert all(row["about"] for row in rows())
     for words in ((), ("list",)):
         assert quantize(monkeypatch, "calibration", *words) == 0
@@ -50,7 +56,11 @@ def test_the_list_says_what_the_sets_hold(
 
 
 def test_a_copy_gives_the_same_samples_and_knows_its_held_out_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tokenizer: str
+    tmp_path: Path,
+    embedded: CalibrationData,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tokenizer: str,
 ) -> None:
     folder = tmp_path / "deep" / "down"
     assert quantize(monkeypatch, "calibration", "copy", "embedded", folder) == 0
@@ -59,7 +69,7 @@ def test_a_copy_gives_the_same_samples_and_knows_its_held_out_set(
         f"next: quantize calibration {folder}/embedded.yaml",
     ]
     report = check_set(folder / "embedded.yaml", tokenizer)
-    assert report.summary["digest"] == load_samples(SETS / "embedded.yaml", tokenizer).digest
+    assert report.summary["digest"] == embedded.digest
     assert report.held_out == str(folder / "held-out.yaml")
     assert report.ok
 
@@ -130,7 +140,7 @@ def test_a_new_set_passes_as_it_is_written(
 
 @pytest.mark.parametrize("name", ["code", "spoken", "chat"])
 def test_a_new_set_for_the_shipped_data_reads_it_as_the_shipped_set_does(
-    name: str, tmp_path: Path, tokenizer: str
+    name: str, tmp_path: Path, tokenizer: str, embedded: CalibrationData
 ) -> None:
     data = tmp_path / f"{name}.jsonl"
     data.write_bytes((SETS / "embedded" / f"{name}.jsonl").read_bytes())
@@ -139,7 +149,7 @@ def test_a_new_set_for_the_shipped_data_reads_it_as_the_shipped_set_does(
     write_together(made.contents)
     assert made.notes == ()
     ours = load_samples(path, tokenizer)
-    theirs = [s for s in load_samples(SETS / "embedded.yaml", tokenizer).samples if s.source.endswith(f"/{name}.jsonl")]
+    theirs = [s for s in embedded.samples if s.source.endswith(f"/{name}.jsonl")]
     assert [(s.text, s.category, s.languages) for s in ours.samples] == [
         (s.text, s.category, s.languages) for s in theirs
     ]

@@ -132,22 +132,31 @@ def test_a_recipe_brings_its_set_and_its_held_out_set(
     assert words(monkeypatch, capsys, mine, "--recipe", recipe)[0] == 3
 
 
-def test_shown_samples_can_be_chosen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shown_samples_can_be_chosen(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [(category, f"{category} {n}") for n in range(6) for category in ("code/rust", "code/c", "math")]
+    path = write_set(tmp_path, rows)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"category": "code", "text": "another"}))
+    body = json.loads(path.read_text())
+    path.write_text(json.dumps(body | {"sources": [*body["sources"], body["sources"][0] | {"dataset": "b.jsonl"}]}))
+
     def shown(*given: object) -> list[dict[str, Any]]:
-        assert quantize(monkeypatch, "calibration", "embedded", "--json", *given) == 0
+        assert quantize(monkeypatch, "calibration", path, "--json", "--tokenizer", tokenizer, *given) == 0
         return list(json.loads(capsys.readouterr().out)["samples"])
 
-    rust = shown("--show", 9, "--category", "code/rust")
-    assert [row["category"] for row in rust] == ["code/rust"] * 3
-    assert {row["category"].partition("/")[0] for row in shown("--show", 9, "--category", "code")} == {"code"}
-    assert {row["place"].partition(":")[0] for row in shown("--show", 4, "--source", "chat")} == {
-        "./embedded/chat.jsonl"
-    }
-    assert len(shown("--show", 9, "--source", "chat", "--category", "math")) == 5
-    assert quantize(monkeypatch, "calibration", "embedded", "--category", "code") == 2
+    assert [row["text"] for row in shown("--show", 9, "--category", "math")] == [f"math {n}" for n in range(6)]
+    assert [row["position"] for row in shown("--show", 3, "--category", "code/c")] == [1, 7, 13]
+    assert len(shown("--show", 99, "--category", "code")) == 6 + 6 + 1
+    assert [row["text"] for row in shown("--show", 9, "--source", "b.json")] == ["another"]
+    assert len(shown("--show", 99, "--source", "a.jsonl", "--category", "code")) == 12
+    assert quantize(monkeypatch, "calibration", path, "--category", "code") == 2
     assert "add --show N" in capsys.readouterr().err
-    assert quantize(monkeypatch, "calibration", "embedded", "--show", 1, "--category", "cod") == 2
-    assert "embedded: no sample of cod; it has advice, business, chat, code, " in capsys.readouterr().err
+    words = ("calibration", path, "--show", 1, "--category", "cod", "--source", "a.jsonl", "--tokenizer", tokenizer)
+    assert quantize(monkeypatch, *words) == 2
+    assert "mine: no sample of source a.jsonl and cod; it has code, math, from a.jsonl, b.jsonl" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

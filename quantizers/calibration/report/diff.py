@@ -1,4 +1,4 @@
-"""The differences between two calibration sets, from their YAML files alone."""
+"""The differences between two calibration sets, from their YAML files alone; see texts_diff.py for their texts."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ from quantizers.calibration.set import KINDS
 
 from .check import SetReport
 from .diff import SetDiff
+from .texts_diff import TextsDiff
 
-LINES = 20  # findings that are shown; JSON has all of them
+LINES = 20  # findings, or texts, that are shown; JSON has all of them
 
 
 def render(report: SetReport, about_tokens: str = "") -> RenderableType:
@@ -89,10 +90,13 @@ def _languages(kind: str, counts: dict[str, int]) -> Text:
     return line
 
 
-def render_diff(diff: SetDiff) -> RenderableType:
-    """A difference as lines: `+` for what was added, `-` for what was removed."""
-    if not diff:
-        return Text("no difference")
+def render_diff(diff: SetDiff, texts: TextsDiff | None = None, note: str = "") -> RenderableType:
+    """A difference as lines, `+` for what was added, `-` for what was removed, and as a table by category.
+
+    Args:
+        texts: what the loaded sets have; None if they were not loaded.
+        note: why they were not.
+    """
     lines = [f"{key}: {before} -> {after}" for key, (before, after) in diff.settings.items()]
     for kind, (added, removed) in diff.languages.items():
         lines += [f"+ {kind} {name}" for name in added] + [f"- {kind} {name}" for name in removed]
@@ -100,9 +104,44 @@ def render_diff(diff: SetDiff) -> RenderableType:
     lines += [f"- {name}: {samples} samples" for name, samples in diff.removed.items()]
     for name, changes in diff.changed.items():
         lines += [f"  {name}: {key}: {before} -> {after}" for key, (before, after) in changes.items()]
-    lines += [f"  samples of {name}: {before or 0} -> {after or 0}" for name, (before, after) in diff.samples.items()]
-    styles = {"+": "green", "-": "red"}
-    return Group(*(Text(line, style=styles.get(line[0], "")) for line in lines))
+    if texts is None:  # otherwise the table has the numbers that were really taken
+        lines += [f"  samples of {name}: {old or 0} -> {new or 0}" for name, (old, new) in diff.samples.items()]
+    if not diff:
+        lines = ["no difference" if texts is None else "no difference between the files"]
+    parts: list[RenderableType] = [_signed(line) for line in lines]
+    if texts is not None:
+        parts += _texts(texts)
+    return Group(*parts, *([Text(note, style="yellow")] if note else []))
+
+
+def _texts(texts: TextsDiff) -> list[RenderableType]:
+    """Texts and tokens before and after: of the set, of each category that changed, and the texts themselves."""
+    total = (
+        f"texts: {_change(texts.texts)} ({len(texts.gained):,} gained, {len(texts.lost):,} lost); "
+        f"tokens: {_change(texts.tokens)}, counted with the tokenizer of {texts.tokenizer}"
+    )
+    parts: list[RenderableType] = [Text(total if texts else f"the same texts; {total}")]
+    if texts.categories:
+        table = Table("category")
+        table.add_column("texts", justify="right")
+        table.add_column("tokens", justify="right")
+        for name, changes in texts.categories.items():
+            table.add_row(name, _change(changes["texts"]), _change(changes["tokens"]))
+        parts.append(table)
+    for sign, members in (("+", texts.gained), ("-", texts.lost)):
+        parts += [_signed(f"{sign} {text.place} ({text.category}, {text.tokens:,} tokens)") for text in members[:LINES]]
+        if len(members) > LINES:
+            parts.append(_signed(f"{sign} and {len(members) - LINES:,} more; --json lists all of them"))
+    return parts
+
+
+def _signed(line: str) -> Text:
+    return Text(line, style={"+": "green", "-": "red"}.get(line[0], ""))
+
+
+def _change(change: tuple[int, int]) -> str:
+    before, after = change
+    return f"{before:,}" if before == after else f"{before:,} -> {after:,}"
 
 
 @contextmanager
