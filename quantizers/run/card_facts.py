@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from quantizers.calibration.data import language_counts
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import Checkpoint
+from quantizers.plan.cards import parse_cards
 from quantizers.plan.job import Job
-from quantizers.plan.serving_memory import assumptions, common_fits, parse_cards, serving_model
+from quantizers.plan.serving_memory import assumptions, common_fits, serving_model
 from quantizers.recipe.schema import set_location
 from quantizers.system.own_files import CARD
 
