@@ -27,7 +27,8 @@ def plan(
     *,
     recipe: RecipeArgument,
     vram: Annotated[
-        list[str] | None, typer.Option(metavar="NxSIZE", help="cards to serve it on, such as 2x96GiB; may be repeated")
+        list[str] | None,
+        typer.Option(metavar="NxCARD", help="cards to serve it on, such as 2x96GiB or 2xH100; may be repeated"),
     ] = None,
     source: SourceOption = None,
     calibration: CalibrationOption = None,
@@ -73,13 +74,20 @@ def plan(
     where = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
     if vram is not None:
         from quantizers.cli.tables.plan import fit_table
-        from quantizers.plan.serving_memory import assumptions, fit, kv_bytes_per_token, parse_cards, serving_model
+        from quantizers.plan.cards import parse_cards
+        from quantizers.plan.remedies import remedies
+        from quantizers.plan.serving_memory import assumptions, fit, kv_bytes_per_token, serving_model
 
         model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
         cards = [parse_cards(text) for text in vram]
-        rows = [fit(model, one, context, kv, tp).as_dict() for one in cards]
+        asked = [(one, fit(model, one, context, kv, tp)) for one in cards]
+        rows = [
+            found.as_dict() | {"to_fit": [remedy.as_dict() for remedy in ways]}
+            for (_, found), ways in zip(asked, remedies(job, model, asked, tp), strict=True)
+        ]
         result = where | {
             "fits": rows,
+            "longest": model.longest,
             "kv_bytes_per_token": kv_bytes_per_token(model, kv),
             "assumptions": assumptions(cards),
         }

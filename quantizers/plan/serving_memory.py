@@ -10,7 +10,6 @@ a measurement (https://huggingface.co/mratsim/MiniMax-M2.1-FP8-INT4-AWQ).
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -18,12 +17,11 @@ from typing import Any, Literal
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.fp8 import Fp8
-from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError
 
+from .cards import GIB, Cards, parse_cards
 from .plan import Plan
 
-GIB = 2**30
 UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver and CUDA graphs
 RUNTIME = 2 * GIB  # per card: CUDA context, kernels, NCCL buffers, fragmentation
 LARGE_CARD = 70 * GIB  # from this size vLLM prefills 8,192 tokens at a time, below it 2,048
@@ -32,15 +30,6 @@ KV_BLOCK = 16  # tokens per block of the KV cache
 KvType = Literal["auto", "fp8"]
 KV_BYTES: dict[KvType, int] = {"auto": 2, "fp8": 1}
 COMMON = ("1x24GiB", "2x24GiB", "1x48GiB", "4x24GiB", "2x48GiB", "1x96GiB", "8x24GiB", "4x48GiB", "2x96GiB", "4x80GiB")
-
-
-@dataclass(frozen=True)
-class Cards:
-    """`count` equal cards of `bytes` each; `name` is the user's text, such as 2x96GiB."""
-
-    name: str
-    count: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -102,18 +91,6 @@ class Fit:
     def as_dict(self) -> dict[str, Any]:
         """For JSON and report.json."""
         return asdict(self)
-
-
-def parse_cards(text: str) -> Cards:
-    """Parse `2x96GiB`, or `96GiB` for one card.
-
-    Raises:
-        InputError: the text has neither form.
-    """
-    match = re.fullmatch(r"(?:(\d+)\s*[xX×]\s*)?(.+)", text.strip())
-    if match is None or match[1] == "0":
-        raise InputError(f"--vram {text!r}: write the number of cards and the memory of each, as 2x96GiB")
-    return Cards(text.strip(), int(match[1] or 1), parse_bytes(match[2], "--vram"))
 
 
 def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], fp8: Fp8 | None) -> Model:

@@ -12,9 +12,10 @@ from quantizers.calibration.data import language_counts
 from quantizers.calibration.set import read_set
 from quantizers.calibration.tally import by_language
 from quantizers.checkpoint.reader import Checkpoint, block_size
+from quantizers.plan.cards import parse_cards
 from quantizers.plan.job import Job
 from quantizers.plan.plan import Plan
-from quantizers.plan.serving_memory import assumptions, common_fits, parse_cards, serving_model
+from quantizers.plan.serving_memory import assumptions, common_fits, serving_model
 from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.schema import set_location
 from quantizers.system.own_files import CARD

@@ -28,7 +28,7 @@ def opening_line(job: Job, options: Options, model: str, counts: tuple[int, int]
     tokens, held_out = counts
     layers, dense = job.sizes["layers"], len(job.sizes.dense)
     source = sum(action.spec.bytes for action in job.plan.actions)
-    routed = f"{layers - dense} of {layers} layers" if dense else f"{layers} layers"
+    routed = f"{layers - dense} of {layers} layers" if dense else f"{layers} layer{'s' if layers > 1 else ''}"
     texts = f" and {held_out:,} held-out" if held_out else ""
     going_on = f"; going on after layer {done} of {layers}" if done else ""
     return (

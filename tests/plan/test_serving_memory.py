@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from quantizers.cli import main as cli
-from quantizers.plan.job import Job
+from quantizers.plan.cards import STATED, Cards, parse_cards
+from quantizers.plan.job import Job, prepare
+from quantizers.plan.remedies import remedies
 from quantizers.plan.serving_memory import (
     RUNTIME,
     UTILISATION,
@@ -16,10 +23,10 @@ from quantizers.plan.serving_memory import (
     common_fits,
     fit,
     kv_bytes_per_token,
-    parse_cards,
     serving_model,
     tensor_parallel_problem,
 )
+from quantizers.recipe.scheme import Scheme
 from quantizers.system.byte_size import gib, parse_bytes
 from quantizers.system.errors import InputError
 
@@ -125,7 +132,8 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *w
     return ended.value.code, *capsys.readouterr()
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], published_job: Job) -> None:
+    monkeypatch.setattr("quantizers.plan.job.prepare", lambda *_, **__: published_job)
     words = ("minimax-m2.1-fp8-int4", "--vram", "2x96GiB", "--vram", "4x24GiB", "--context", "196608")
     code, out, err = said(monkeypatch, capsys, *words)
     assert (code, err) == (0, "")
@@ -157,3 +165,120 @@ def test_what_is_refused(
     code, out, err = said(monkeypatch, capsys, "minimax-m2.1-fp8-int4", *words)
     assert (code, out) == (2, "")
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "least", "most"),
+    [
+        ("2xH100", 2, 79, 80),
+        ("4x4090", 4, 23.5, 24),
+        ("8xH200", 8, 139, 141),
+        ("A100", 1, 79, 80),
+        ("a100-40", 1, 39, 40),
+        ("RTX-PRO-6000", 1, 94, 96),
+        ("2 x RTX 6000 Ada", 2, 48, 48),
+        ("B200", 1, 178, 180),
+        ("nvidia L40S", 1, 44, 48),
+        ("MI300X", 1, 191, 192),
+        ("H20", 1, 96, 96),
+        ("24GB", 1, 22.3, 22.4),
+    ],
+)
+def test_cards_by_name(text: str, count: int, least: float, most: float) -> None:
+    """Never more than the vendor states, and not much less; a size is still a size."""
+    cards = parse_cards(text)
+    assert (cards.name, cards.count) == (text, count)
+    assert least <= cards.bytes / GIB <= most
+
+
+@pytest.mark.parametrize(("text", "meant"), [("2xH10O", "H100"), ("rtx4090ti", "RTX-4090"), ("MI300", "MI300X")])
+def test_an_unknown_card_lists_the_known_ones(text: str, meant: str) -> None:
+    with pytest.raises(InputError) as refused:
+        parse_cards(text)
+    assert f"(did you mean {meant}?)" in str(refused.value)
+    assert all(name in str(refused.value) for name in STATED)
+
+
+SMALL = ("2xH100", "4x4090", "8x4090", "1x96GiB", "2x94GiB", "2xRTX 6000 Ada", "3x48GiB")
+
+
+def test_what_would_make_it_fit_fits(model: Model, published_job: Job) -> None:
+    """Each remedy is given to the estimate as its words say it, with nothing else changed."""
+    said = set()
+    asked = [(cards, fit(model, cards)) for cards in map(parse_cards, SMALL)]
+    for (cards, before), ways in zip(asked, remedies(published_job, model, asked), strict=True):
+        assert not before.fits
+        assert ways
+        for way in ways:
+            if fewer_bits := re.fullmatch(r"experts.bits: (\d) with group_size: (\d+) in the recipe", way.say):
+                plan = published_job.plan.with_schemes([Scheme(*map(int, fewer_bits.groups()))] * 62)
+                job = published_job
+                small = serving_model(plan, job.facts, job.sizes, job.config, job.fp8)
+                assert fit(small, cards) == way.fit
+                assert way.fit.fits
+                said.add("experts")
+                continue
+            words = shlex.split(way.say)
+            said.add(words[0])
+            options = dict(zip(words[::2], words[1::2], strict=True))
+            other = parse_cards(options.get("--vram", cards.name))
+            context = int(options.get("--context", WHOLE))
+            assert fit(model, other, context, options.get("--kv", "auto")).fits, way.say
+            assert fit(model, other, context, options.get("--kv", "auto")) == way.fit
+            if "--vram" in options:
+                assert other.bytes == cards.bytes
+                fewer = [other.of(count) for count in range(cards.count, other.count)]
+                assert not any(fit(model, one, context, options.get("--kv", "auto")).fits for one in fewer), way.say
+    assert said == {"--context", "--kv", "--vram", "experts"}
+
+
+def test_fewer_bits_are_a_remedy_where_they_are_enough(tmp_path: Path, write_recipe: Callable[..., Path]) -> None:
+    """Where the same plan with fewer bits fits; with a budget its own key is named, and planning with it fits."""
+    for key, experts in (
+        ("bits", {"bits": 8, "group_size": 32}),
+        ("bits_per_weight", {"bits": None, "group_size": None, "bits_per_weight": 8.5}),
+        ("budget", {"bits": None, "group_size": None, "budget": "4MB"}),
+    ):
+        given = {name: value for name, value in experts.items() if value is not None}
+        recipe = write_recipe(tmp_path / key)
+        body = yaml.safe_load(recipe.read_text())
+        body["experts"] = given
+        recipe.write_text(yaml.safe_dump(body))
+        job = prepare(str(recipe))
+        large = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
+        cards = Cards("1x1GiB", 1, int((RUNTIME + 24 * MIB) / UTILISATION))
+        room = fit(large, cards, 16)
+        cards = Cards("1x1GiB", 1, int((room.weights + room.activations + RUNTIME + room.kv_cache - 1) / UTILISATION))
+        asked = fit(large, cards, 16)
+        assert not asked.fits
+        (ways,) = remedies(job, large, [(cards, asked)])
+        way = next(way for way in ways if way.say.startswith(f"experts.{key}: "))
+        assert way.fit.fits
+        assert way.fit.weights < asked.weights
+        value = way.say.removesuffix(" in the recipe").removeprefix("experts.")
+        changes = dict(part.split(": ") for part in value.split(" with "))
+        body["experts"] = {name: yaml.safe_load(text) for name, text in changes.items()}
+        recipe.write_text(yaml.safe_dump(body))
+        again = prepare(str(recipe))
+        smaller = serving_model(again.plan, again.facts, again.sizes, again.config, again.fp8)
+        assert fit(smaller, cards, 16).fits, way.say
+
+
+@pytest.mark.slow
+def test_the_command_says_what_would_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], published_job: Job
+) -> None:
+    """What it says is typed again, and fits."""
+    monkeypatch.setattr("quantizers.plan.job.prepare", lambda *_, **__: published_job)
+    words = ("minimax-m2.1-fp8-int4", "--vram", "2xH100", "--vram", "8xH200")
+    code, out, _ = said(monkeypatch, capsys, *words)
+    assert code == 0
+    assert "8xH200 fits with up to 196,608 tokens of context, the model's longest" in out
+    line = next(line for line in out.splitlines() if line.startswith("2xH100, to fit: "))
+    ways = line.removeprefix("2xH100, to fit: ").split("; or ")
+    assert len(ways) == 3
+    # The estimate of each is tried above; a command takes seconds, so only the last is typed.
+    code, out, _ = said(monkeypatch, capsys, words[0], *shlex.split(ways[-1]), "--json")
+    assert [row["fits"] for row in json.loads(out)["fits"]] == [True]
+    code, out, _ = said(monkeypatch, capsys, *words, "--json")
+    assert [one["say"] for one in json.loads(out)["fits"][0]["to_fit"]] == ways

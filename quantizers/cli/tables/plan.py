@@ -137,7 +137,19 @@ def fit_table(result: dict[str, Any]) -> str:
             plain(header, rows),
             *unserved(result),
             "",
+            *(_fit_line(row, result["longest"]) for row in result["fits"]),
+            "",
             "assumed:",
             *(f"  {line}" for line in result["assumptions"]),
         ]
     )
+
+
+def _fit_line(row: dict[str, Any], limit: int) -> str:
+    """Under the table, for each set of cards: the longest context, or what would make it fit."""
+    if row["fits"]:
+        end = ", the model's longest" if row["longest"] == limit else ""
+        return f"{row['cards']} fits with up to {row['longest']:,} tokens of context{end}"
+    if not row["to_fit"]:
+        return f"{row['cards']}: no shorter context, no fewer bits and no number of such cards would make it fit"
+    return f"{row['cards']}, to fit: {'; or '.join(remedy['say'] for remedy in row['to_fit'])}"
