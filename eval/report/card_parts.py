@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.recipe.portable import is_hub_id
-from quantizers.system.text_table import number
+from quantizers.system.text_table import gate_figures
 
 from .front_matter import expert_bits, has_fp8_attention
 
@@ -75,11 +75,11 @@ def audit(report: dict[str, Any]) -> str:
     equal = "all equal" if found["kept_bytes_equal"] else "**not all equal**"
     verdict = "no difference" if not found["differences"] else f"**{len(found['differences'])} differences**"
     bar = "\\|"
-    gates = [
-        f"| {gate['name']} | {gate['meaning'].replace('|', bar)} | {number(gate['value'], '.4g')} | "
-        f"{gate['limit']:.4g} | {'passed' if gate['passed'] else '**failed**'} |"
-        for gate in report["gates"]
-    ]
+    gates = []
+    for gate in report["gates"]:
+        value, limit = gate_figures(gate)
+        passed = "passed" if gate["passed"] else "**failed**"
+        gates.append(f"| {gate['name']} | {gate['meaning'].replace('|', bar)} | {value} | {limit} | {passed} |")
     hashes = [f"| `{file}` | `{digest['sha256']}` |" for file, digest in sorted(found["digests"].items())]
     return "\n".join(
         [

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from eval.fidelity.tables import by_part, past_the_model, shown_categories
-from quantizers.system.text_table import number, size
+from quantizers.system.text_table import gate_figures, size
 
 from .card_serving import NAMELESS, knows_vllm, repository, vllm_command
 from .charts import bars, heat_map, lines
@@ -101,9 +101,10 @@ def _gates(report: dict[str, Any]) -> str:
     rows = []
     for gate in report["gates"]:
         verdict = '<td class="good">passed</td>' if gate["passed"] else '<td class="bad">FAILED</td>'
-        limit = f"{'≥' if gate.get('at_least') else '≤'} {gate['limit']:.4g}"
+        value, limit = gate_figures(gate)
+        limit = limit.replace("<=", "≤").replace(">=", "≥")
         rows.append(
-            f"<tr><td>{escape(gate['name'])}</td><td>{number(gate['value'], '.4g')}</td><td>{limit}</td>{verdict}"
+            f"<tr><td>{escape(gate['name'])}</td><td>{value}</td><td>{limit}</td>{verdict}"
             f'<td class="long">{escape(gate["meaning"])}</td></tr>'
         )
     return f'<div class="scroll"><table>{"".join(rows)}</table></div>'

@@ -13,7 +13,7 @@ from quantizers.output.record import carried_facts, seal_of
 from quantizers.run.record_check import check_record
 from quantizers.system.errors import OutputError
 from quantizers.system.own_files import CARD, REPORT
-from quantizers.system.text_table import number
+from quantizers.system.text_table import gate_figures
 from stitch.audit.folder import added, strays
 from stitch.write.digests import changes, recorded_digests
 
@@ -147,7 +147,7 @@ def _each_once(lines: list[str]) -> list[str]:
 def _failed(report: dict[str, Any], checked_again: tuple[str, ...]) -> list[str]:
     """A line for each gate that failed, except for those that were checked again."""
     return [
-        f"gate {gate['name']} failed: {number(gate['value'], '.4g')}, limit {gate['limit']:.4g} ({gate['meaning']})"
+        "gate {} failed: {}, limit {} ({})".format(gate["name"], *gate_figures(gate), gate["meaning"])
         for gate in report["gates"]
         if not gate["passed"] and gate["name"] not in checked_again
     ]
