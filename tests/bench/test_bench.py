@@ -140,6 +140,7 @@ def test_rows_that_would_repeat_another_are_left_out(small_job: Job) -> None:
     assert not any(word in name for name in names for word in ("left out", "not folded", "F32"))
 
 
+@pytest.mark.slow
 def test_a_router_written_in_float32_is_measured_unrounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = prepare(str(families.write_job(tmp_path, "qwen3_moe")))
     base, facts = job.recipe.experts, job.facts

@@ -374,6 +374,7 @@ def test_transformers_with_each_layers_own_scheme(done: Any, monkeypatch: pytest
             assert torch.equal(getattr(layer.mlp.experts, name), exact[f"mlp.experts.{name}"].bfloat16())
 
 
+@pytest.mark.slow
 def test_eight_bits_where_the_budget_allows_them(tmp_path: Path, budgeted: Callable[..., Path]) -> None:
     job = prepare(str(budgeted(tmp_path, bits_per_weight=5.5)))
     report = run(job, Options(tmp_path / "output", CPU))

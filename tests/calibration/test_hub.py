@@ -208,6 +208,7 @@ def test_the_embedded_set_is_the_same_in_three_processes(
     assert len({summary["digest"] for summary in summaries}) == 1
 
 
+@pytest.mark.slow
 def test_a_moved_revision_is_loaded_anew(small: Path, hub: HubStandIn, machine: Machine) -> None:
     before = machine.load(small)
     hub.datasets["org/plain"] = {"train.jsonl": rows("changed")}

@@ -104,7 +104,7 @@ def test_every_yaml_example_is_valid(page: str, text: str, tmp_path: Path) -> No
     path = tmp_path / "example.yaml"
     path.write_text(text, encoding="utf-8")
     values, _ = parse(path)
-    model, least = (Recipe, RECIPE) if page == "recipe.md" else (CalibrationSet, SET)
+    model, least = (Recipe, RECIPE) if page == "recipe.md" or "calibration" in values else (CalibrationSet, SET)
     path.write_text(json.dumps(least | values), encoding="utf-8")
     load(path, model)
     validator("recipe.schema.json" if model is Recipe else "calibration-set.schema.json").validate(least | values)

@@ -103,6 +103,7 @@ def test_a_good_output_has_no_findings(bits: Any, group: Any) -> None:
         assert found.schemes[engine] == expected | dict.fromkeys((ROUTER, HEAD, EMBEDDINGS), "plain")
 
 
+@pytest.mark.slow
 def test_the_published_sizes_have_no_findings_and_divide_by_eight() -> None:
     published = published_config("MiniMaxAI/MiniMax-M2.1")
     assert published is not None

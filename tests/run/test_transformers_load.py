@@ -204,6 +204,7 @@ def test_weights_as_transformers_dequantizes_them(
         assert torch.equal(module.weight, codes.to(dtype) * spread)
 
 
+@pytest.mark.slow
 def test_greedy_generation(finished: Finished, streamed: LayeredModel) -> None:
     """Ten tokens; with exact weights they are those that the streamed model finds without a cache."""
     from transformers import AutoTokenizer

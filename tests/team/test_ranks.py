@@ -267,6 +267,8 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert choose_device("cpu", Ranks(1, 2, 1)).type == "cpu"
     monkeypatch.setattr(determinism, "settle_gpu", lambda: None)  # it would hold for all tests after this one
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch, "zeros", lambda *_, **named: named["device"])
     assert choose_device("auto", Ranks(2, 4, 2)) == torch.device("cuda:2")
@@ -343,6 +345,7 @@ def own_lines(log: Path) -> list[str]:
     return [line for line in log.read_text().splitlines() if line.startswith("quantize: ")]
 
 
+@pytest.mark.slow
 def test_the_bytes_of_one_process_whoever_is_killed(tmp_path: Path) -> None:
     """Two, four (of which one has no sequence); three with rank 0 or 2 killed, then one or two to go on."""
     recipe = write_job(tmp_path, layers=3, samples=3)
