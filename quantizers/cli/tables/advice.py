@@ -45,7 +45,7 @@ def closer(experts: dict[str, Any]) -> list[str]:
         return [f"a larger experts.{key}", "more calibration tokens"]
     steps = [
         ("experts.rounding: gptq", experts.get("rounding") == "nearest"),
-        ("experts.awq: true", experts.get("awq") is False),
+        ("experts.awq: {grid: 20}", experts.get("awq") is False),
         ("experts.group_size: 32", experts.get("group_size", 0) > 32),
         ("more calibration tokens", True),
         ("experts.budget, which gives some layers 8 bits", experts.get("bits") == 4),
