@@ -1,0 +1,57 @@
+"""Every command line that a page shows is one that the program takes: its command, arguments and options are there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+import pytest
+import typer
+from conftest import REPOSITORY
+
+from quantizers.cli.main import app
+
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def lines() -> list[tuple[str, list[str]]]:
+    """Page and words of every command line in a block of code; long lines are joined, comments left out."""
+    found = []
+    for page in PAGES:
+        blocks = re.findall(r"^```\w*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+        for line in "".join(blocks).replace("\\\n", " ").splitlines():
+            start = re.search(r"(?:^|&& \S*)(?:next: )?quantize (?!.*\[OPTIONS\])", line)
+            if start and "[" not in line:  # not the usage of docs/commands.md
+                typed = re.split(r" [>|] ", line[start.end() :])[0]
+                found.append((page.name, shlex.split(typed, comments=True)))
+    return found
+
+
+LINES = lines()
+
+
+def silenced(command: Any, taken: list[dict[str, Any]]) -> Any:
+    """The command, and those in it, with a function that only notes what it is called with."""
+    command.callback = lambda **given: taken.append(given)
+    for inner in getattr(command, "commands", {}).values():
+        silenced(inner, taken)
+    return command
+
+
+def test_there_are_examples_on_every_page_of_use() -> None:
+    assert len(LINES) > 60
+    assert {"README.md", "calibration.md", "recipe.md", "publish.md", "commands.md"} <= {page for page, _ in LINES}
+
+
+@pytest.mark.parametrize(("page", "words"), LINES, ids=[f"{page}: {' '.join(words)}" for page, words in LINES])
+def test_a_documented_command_is_taken(page: str, words: list[str]) -> None:
+    taken: list[dict[str, Any]] = []
+    silenced(typer.main.get_command(app), taken).main(words, prog_name="quantize", standalone_mode=False)
+    assert taken
+
+
+def test_a_command_that_does_not_exist_would_be_noticed() -> None:
+    for words in (["run"], ["run", "x", "--outputs", "y"], ["publishes", "x"], ["calibration", "copy", "embedded"]):
+        with pytest.raises(Exception, match=r"Missing|No such"):
+            silenced(typer.main.get_command(app), []).main(words, prog_name="quantize", standalone_mode=False)
