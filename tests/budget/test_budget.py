@@ -399,7 +399,7 @@ def hashes(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "calls"),
     [
-        ("scheme_errors", 2),  # in the middle of a layer
+        pytest.param("scheme_errors", 2, marks=pytest.mark.slow),  # in the middle of a layer
         pytest.param("scheme_errors", 0, marks=pytest.mark.slow),
         pytest.param("write_json", 1, marks=pytest.mark.slow),  # before a layer's entry
         pytest.param("write_json", 4, marks=pytest.mark.slow),  # before the last one of all

@@ -218,6 +218,7 @@ def test_a_moved_revision_is_loaded_anew(small: Path, hub: HubStandIn, machine: 
     assert after["versions"] == [hub.commit("org/plain"), before["versions"][1]]
 
 
+@pytest.mark.slow
 def test_a_lock_holds_the_revision(small: Path, hub: HubStandIn, machine: Machine, other_machine: Machine) -> None:
     locked = machine.load(small, lock=True)
     commits = [hub.commit("org/plain"), hub.commit("org/streamed")]

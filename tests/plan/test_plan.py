@@ -169,6 +169,7 @@ def test_facts_are_kept_for_every_version(version: str, published: tuple[Archite
     assert sizes_of(*kept, "kept") == published[1]
 
 
+@pytest.mark.slow
 def test_the_shipped_plan_works_without_network(
     plan: Plan,
     published: tuple[Architecture, Sizes, dict[str, Spec]],

@@ -35,8 +35,8 @@ REPO = "me/tiny"
     "experts",
     [
         {"bits": 4, "group_size": 32, "rounding": "nearest"},
-        {"bits": 8, "group_size": 64, "rounding": "nearest", "scales": "minmax"},
-        {"bits": 4, "group_size": 64, "awq": False, "rounding": "nearest"},
+        pytest.param({"bits": 8, "group_size": 64, "rounding": "nearest", "scales": "minmax"}, marks=pytest.mark.slow),
+        pytest.param({"bits": 4, "group_size": 64, "awq": False, "rounding": "nearest"}, marks=pytest.mark.slow),
     ],
 )
 def test_planned_and_written_sizes_are_equal(
@@ -167,6 +167,7 @@ def plan_in_a_process(hub: ModelHub, home: Path, *words: object) -> subprocess.C
     )
 
 
+@pytest.mark.slow
 def test_headers_from_the_hub_without_shards(tmp_path: Path) -> None:
     model = tiny.make(tmp_path / "model", num_hidden_layers=3)
     (tmp_path / "set.yaml").write_text(

@@ -132,6 +132,7 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *w
     return ended.value.code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], published_job: Job) -> None:
     monkeypatch.setattr("quantizers.plan.job.prepare", lambda *_, **__: published_job)
     words = ("minimax-m2.1-fp8-int4", "--vram", "2x96GiB", "--vram", "4x24GiB", "--context", "196608")

@@ -146,6 +146,7 @@ def test_fallbacks_are_in_the_order_of_experts_however_they_were_solved() -> Non
     assert _by_expert(lines) == ["rows left out", "expert 2: b", "expert 2: a", "expert 10: a", "expert 10: b"]
 
 
+@pytest.mark.slow
 def test_a_run_within_a_bound_gives_the_same_bytes(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,7 +145,7 @@ def test_a_disk_that_fills_while_the_run_works(
 
 
 @pytest.mark.parametrize("name", ["os.fsync", "os.posix_fallocate", "stitch.write.shard.save_file"])
-@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_writes_that_find_no_room(
     unbroken: Path, tmp_path: Path, quantize: Callable[..., tuple[int, str]], name: str, at: int
 ) -> None:

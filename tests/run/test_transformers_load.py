@@ -133,6 +133,7 @@ def test_every_key_is_there_and_none_is_left_over(finished: Finished) -> None:
         assert module.quantization_scheme.input_activations.group_size == 128
 
 
+@pytest.mark.slow
 def test_what_transformers_computes_and_why_it_differs(
     finished: Finished, streamed: LayeredModel, texts: list[Tensor], expected: list[Tensor]
 ) -> None:

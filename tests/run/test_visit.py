@@ -185,7 +185,7 @@ def test_a_kept_byte_that_changed_in_memory_is_found_at_once(small: tuple[Path, 
             run(job_of(small), Options(tmp_path / "output", CPU))
 
 
-@pytest.mark.parametrize("tensor", [KEPT, PACKED])
+@pytest.mark.parametrize("tensor", [KEPT, pytest.param(PACKED, marks=pytest.mark.slow)])
 def test_a_byte_flipped_between_layer_and_end_is_found_and_the_layer_made_again(
     tensor: str, small: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,8 +213,8 @@ def test_a_byte_flipped_between_layer_and_end_is_found_and_the_layer_made_again(
     ("damage", "said"),
     [
         (lambda file: flip(file, PACKED), "has other bytes than were written"),
-        (lambda file: file.unlink(), "cannot be read"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "were written"),
+        pytest.param(lambda file: file.unlink(), "cannot be read", marks=pytest.mark.slow),
+        pytest.param(lambda file: file.write_bytes(file.read_bytes()[:-1]), "were written", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_goes_on_makes_a_damaged_shard_again(

@@ -321,6 +321,7 @@ def test_an_evaluation_by_several(finished: Finished, tmp_path: Path) -> None:
     assert work(ALONE, "cut") == wanted
 
 
+@pytest.mark.slow
 def test_long_texts_by_several(finished: Finished, tmp_path: Path) -> None:
     """They have rows and figures of their own, which are those of one process too."""
     source, candidate, data = open_folder(finished.source), open_folder(finished.folder), write_set(tmp_path)
@@ -333,6 +334,7 @@ def test_long_texts_by_several(finished: Finished, tmp_path: Path) -> None:
     assert others == [[], []]
 
 
+@pytest.mark.slow
 def test_coverage_by_several(finished: Finished, tmp_path: Path) -> None:
     question = Question(str(finished.source), "main", False, (finished.calibration,), CoverageGate(), "")
     wanted = measure_coverage(question, CPU, tmp_path)
