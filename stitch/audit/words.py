@@ -92,7 +92,8 @@ def audit_words_layer(
     audit = LayerAudit()
     inside = facts.layer(layer, "") if layer is not None else None
     layers = tuple(facts.layer(number, "") for number in range(sizes["layers"]))
-    folded = _ratios(layer, facts, sizes, source, candidate, audit)
+    ratios = {} if layer is None else _ratios(layer, facts, source, candidate, audit)
+    folded = {} if layer is None else _folded(layer, facts, sizes, source, candidate, ratios=ratios, audit=audit)
     for name, info in source.tensors.items():
         belongs = name.startswith(inside) if inside is not None else not name.startswith(layers)
         if not belongs or facts.is_unread(name):
@@ -118,7 +119,8 @@ def audit_words_layer(
                 audit.kept += became == "kept byte for byte"
                 account.became[became] += 1
     if layer is not None:
-        _errors(layer, facts, sizes, source, candidate, device=device, audit=audit, account=account)
+        found = _errors(layer, facts, sizes, source, candidate, device=device, ratios=ratios, audit=audit)
+        account.error = max(account.error, *found.values(), 0.0)
     return audit
 
 
@@ -147,20 +149,47 @@ def _plain(name: str, source: Checkpoint, candidate: Checkpoint, device: torch.d
 
 
 def _ratios(
-    layer: int | None, facts: Architecture, sizes: Sizes, source: Checkpoint, candidate: Checkpoint, audit: LayerAudit
-) -> dict[str, str]:
-    """A layer's norms and router that carry a scale of AWQ's; adds a router that lacks it to the differences."""
-    folded: dict[str, str] = {}
-    if layer is None:
-        return folded
+    layer: int, facts: Architecture, source: Checkpoint, candidate: Checkpoint, audit: LayerAudit
+) -> dict[str, torch.Tensor]:
+    """What each of a layer's two norms was divided by, by the norm's name in the layer.
+
+    One that cannot be compared is not among them; why is added to the differences, but for one that is missing: the
+    source's absence is the family's, and the candidate's is reported by its account.
+    """
+    found: dict[str, torch.Tensor] = {}
     for short in (facts.norm.tensor, INPUT_NORM):
         name = facts.layer(layer, short)
-        ratio = _ratio(name, facts, source, candidate, audit)
-        if ratio is not None and bool((ratio != 1).any()):
-            folded[name] = "norms divided by a scale"
+        if name not in source.tensors or name not in candidate.tensors:
+            continue
+        try:
+            ratio = stored_norm_ratio(source, candidate, name, facts.norm.offset)
+        except CheckpointError as failure:
+            audit.differences.append(str(failure))
+        else:
+            found[short] = ratio
+    return found
+
+
+def _folded(
+    layer: int,
+    facts: Architecture,
+    sizes: Sizes,
+    source: Checkpoint,
+    candidate: Checkpoint,
+    *,
+    ratios: Mapping[str, torch.Tensor],
+    audit: LayerAudit,
+) -> dict[str, str]:
+    """A layer's norms and router that carry a scale of AWQ's; adds a router that lacks it to the differences.
+
+    Args:
+        ratios: see `_ratios`.
+    """
+    divided = {short: ratio for short, ratio in ratios.items() if bool((ratio != 1).any())}
+    folded = {facts.layer(layer, short): "norms divided by a scale" for short in divided}
+    ratio = divided.get(facts.norm.tensor)
     norm, router = facts.layer(layer, facts.norm.tensor), facts.layer(layer, facts.router.tensor)
-    ratio = _ratio(norm, facts, source, candidate, audit)
-    if layer in sizes.dense or norm not in folded or ratio is None or router not in candidate.tensors:
+    if layer in sizes.dense or ratio is None or router not in candidate.tensors:
         return folded
     if candidate.tensors[router].shape != source.tensors[router].shape:
         return folded  # which its account reports
@@ -175,19 +204,6 @@ def _ratios(
     return folded
 
 
-def _ratio(
-    name: str, facts: Architecture, source: Checkpoint, candidate: Checkpoint, audit: LayerAudit
-) -> torch.Tensor | None:
-    """What a norm was divided by; None if either checkpoint has no such norm that could be compared."""
-    if name not in source.tensors or name not in candidate.tensors:
-        return None  # the source's absence is the family's; the candidate's is reported by its account
-    try:
-        return stored_norm_ratio(source, candidate, name, facts.norm.offset)
-    except CheckpointError as failure:
-        audit.differences.append(str(failure))
-        return None
-
-
 def _errors(
     layer: int,
     facts: Architecture,
@@ -196,15 +212,19 @@ def _errors(
     candidate: Checkpoint,
     *,
     device: torch.device,
+    ratios: Mapping[str, torch.Tensor],
     audit: LayerAudit,
-    account: Account,
-) -> None:
-    """Compare a layer's quantized matrices with the source's."""
+) -> dict[str, float]:
+    """The relative error of each of a layer's quantized matrices; adds those that are too far to the differences.
+
+    Args:
+        ratios: see `_ratios`.
+    """
     dense = layer in sizes.dense
-    norms = (
-        _ratio(facts.layer(layer, short), facts, source, candidate, audit) for short in (facts.norm.tensor, INPUT_NORM)
-    )
-    smooth, first = (None if ratio is None else ratio.to(device) for ratio in norms)
+    on_device = {short: ratio.to(device) for short, ratio in ratios.items()}
+    smooth, first = on_device.get(facts.norm.tensor), on_device.get(INPUT_NORM)
+    # AWQ's scale on the inputs of a linear layer, by the last part of its name.
+    scaled = dict.fromkeys(("q_proj", "k_proj", "v_proj"), first) | dict.fromkeys(("gate_proj", "up_proj"), smooth)
     found: dict[str, float] = {}
     for expert in range(0 if dense else sizes["experts"]):
         modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
@@ -213,8 +233,7 @@ def _errors(
         both = _both(modules, source, candidate, device, audit)
         if both is not None and smooth is not None:
             found |= dict(zip(modules, matrix_errors(*both, smooth), strict=True))
-    experts = max(found.values(), default=None)
-    audit.weight_error = experts
+    audit.weight_error = max(found.values(), default=None)
     for short in facts.linears(dense):
         module, last = facts.layer(layer, short), short.rpartition(".")[2]
         if f"{module}.qweight" not in candidate.tensors:
@@ -222,26 +241,20 @@ def _errors(
         both = _both([module], source, candidate, device, audit)
         if both is not None:
             (wanted,), (weight,) = both
-            ratio = (
-                first
-                if last in ("q_proj", "k_proj", "v_proj")
-                else smooth
-                if last in ("gate_proj", "up_proj")
-                else None
-            )
+            ratio = scaled.get(last)
             wanted = wanted if ratio is None else wanted * ratio
             if last in ("v_proj", "up_proj"):
                 wanted = wanted * row_scale(weight, wanted).unsqueeze(1)
             if last in ("o_proj", "down_proj"):
                 wanted = wanted * row_scale(weight.T, wanted.T)
             found[module] = float((weight - wanted).norm() / wanted.norm().clamp(min=torch.finfo(torch.float32).tiny))
-    account.error = max(account.error, *found.values(), 0.0)
     audit.differences += [
         f"{module}.qweight: {error:.0%} away from the source's matrix; it is another one, or was scaled in a way that "
         "the norms do not show"
         for module, error in found.items()
         if not error < CLOSE_ENOUGH
     ]
+    return found
 
 
 def _both(

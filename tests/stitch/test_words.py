@@ -145,3 +145,4 @@ def test_what_contradicts_the_source_is_a_difference(
     assert code == 3
     assert said in report["differences"][0]
     assert len(report["differences"]) <= 2
+    assert len(set(report["differences"])) == len(report["differences"])
