@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calibration_tokenizer import write_tokenizer
 from commands import quantize
 
 from quantizers.calibration.catalogue import copy_set, rows, write_together
@@ -23,15 +22,7 @@ from quantizers.system.shipped import shipped
 
 SETS = shipped("calibration")
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from calibration_tokenizer import write_tokenizer
 from commands import quantize
 
 from quantizers.calibration.data import Sample
@@ -17,15 +16,7 @@ from quantizers.system.shipped import shipped
 
 RECIPE = "tiny-minimax-m2-fp8-int4"
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def write_set(folder: Path, rows: list[tuple[str, str]], **head: Any) -> Path:

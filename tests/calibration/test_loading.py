@@ -23,11 +23,6 @@ from quantizers.system.shipped import shipped
 SETS = shipped("calibration")
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
 def jsonl(path: Path, rows: list[Any]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 

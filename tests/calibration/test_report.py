@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from calibration_tokenizer import write_tokenizer
 from rich.console import Console, RenderableType
 
 from quantizers.calibration.languages import CODES
@@ -23,11 +22,6 @@ from quantizers.system.shipped import shipped
 
 SETS = shipped("calibration")
 HEAD = "name: test\nsequence_length: 40\nlanguages: {programming: [C, D], spoken: [Hindi, German]}\nsources:\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calibration_tokenizer import write_tokenizer
 from commands import quantize
 
 from quantizers.calibration.loading import load_samples
@@ -16,15 +15,7 @@ from quantizers.calibration.report.texts_diff import diff_texts
 from quantizers.calibration.set import DataSource
 from quantizers.calibration.sources.rows import Unreachable
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def write_set(folder: Path, name: str, rows: list[tuple[str, str]], **head: Any) -> Path:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from calibration_tokenizer import write_tokenizer
 from commands import quantize
 from rich.console import Console
 
@@ -23,11 +22,6 @@ from quantizers.system.errors import CalibrationError
 from quantizers.system.shipped import shipped
 
 LISTS = Languages(programming=("C++", "Rust", "Bash/Shell"), spoken=("Hindi",))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 def write_set(folder: Path, rows: list[tuple[str, str]], *, samples: object = "all", lists: str = "[Rust, C]") -> Path:

@@ -173,7 +173,7 @@ def test_a_card_without_licence_and_base_model_is_warned_about_or_completed(
     assert not {"license", "base_model"} & ModelCard((folder / "README.md").read_text()).data.to_dict().keys()
 
     terminal = io.StringIO("mit\n\n")
-    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)
     code, _, err = publish(folder, "--repo", REPO)
     assert code == 0
