@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 
 from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError
+from quantizers.system.near_names import did_you_mean
 
 GIB = 2**30
 
@@ -55,8 +55,7 @@ def parse_cards(text: str) -> Cards:
     if re.match(r"[a-z]|\d+$|\d{4}", match[2], re.IGNORECASE) and (name := _known(match[2])):
         return Cards(text.strip(), count, int(SEEN.get(name, STATED[name]) * GIB))
     if re.match(r"[a-z]", match[2], re.IGNORECASE) or re.fullmatch(r"\d{4}\s*\w*", match[2]):
-        close = difflib.get_close_matches(_spelled(match[2]), STATED, n=1)
-        meant = f" (did you mean {close[0]}?)" if close else ""
+        meant = did_you_mean(_spelled(match[2]), STATED)
         raise InputError(
             f"--vram {text!r}: no card {match[2]} is known{meant}; give the memory of each, as {count}x96GiB, or one "
             f"of {', '.join(sorted(STATED))}"

@@ -13,6 +13,7 @@ from quantizers.calibration.data import CalibrationData, Sample, language_counts
 from quantizers.calibration.languages import CODES
 from quantizers.calibration.loading import Progress, load_samples
 from quantizers.calibration.set import KINDS, CalibrationSet, Kind, read_set
+from quantizers.calibration.tally import row_of
 
 from .duplicates import Duplicate, find_duplicates
 from .spoken import identify
@@ -171,16 +172,16 @@ def _table(samples: tuple[Sample, ...]) -> tuple[CategoryRow, ...]:
         groups[sample.category].append(sample)
     rows = []
     for category, members in sorted(groups.items()):
-        lengths = [len(sample.tokens) for sample in members]
+        lengths, row = [len(sample.tokens) for sample in members], row_of(members)
         rows.append(
             CategoryRow(
                 category=category,
-                samples=len(members),
-                tokens=sum(lengths),
+                samples=row["samples"],
+                tokens=row["tokens"],
                 median=int(median(lengths)),
                 maximum=max(lengths),
-                truncated=sum(sample.truncated > 0 for sample in members),
-                cut=sum(sample.truncated for sample in members),
+                truncated=row["truncated"],
+                cut=row["truncated_tokens"],
                 cut_share=round(cut_share(members), 4),
                 sources=tuple(dict.fromkeys(sample.source for sample in members)),
             )

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from eval.coverage.tables import gate_table
 from eval.fidelity.tables import fidelity_table, past_the_model, positions_table
 from eval.report.schemes import leaning_line, scheme_lines
 from quantizers.recipe.portable import is_hub_id
@@ -14,7 +15,7 @@ from quantizers.system.progress import duration
 from quantizers.system.repeated import repeated
 from quantizers.system.shipped import shipped
 from quantizers.system.short_path import short_path
-from quantizers.system.text_table import gate_figures, plain, size
+from quantizers.system.text_table import size
 
 from .advice import advice
 
@@ -29,16 +30,7 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) ->
     lines = []
     if report.get("already_done"):
         lines.append(f"{output} was finished before; nothing was touched")
-    rows = [
-        (
-            gate["name"],
-            *gate_figures(gate),
-            "passed" if gate["passed"] else "FAILED",
-            gate["meaning"],
-        )
-        for gate in report["gates"]
-    ]
-    lines += ["", plain(("gate", "value", "limit", "", "what it is"), rows), ""]
+    lines += ["", gate_table(report["gates"]), ""]
     if "kl" in report:
         lines += [fidelity_table([("output", report)]), ""]
         if len(report.get("positions", ())) > 1:
