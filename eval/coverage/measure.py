@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantizers.plan.job import given_folder
 from quantizers.recipe.changes import Change
-from quantizers.recipe.schema import CoverageGate, facts_location, read_recipe, set_location, source_location
+from quantizers.recipe.locations import facts_location, set_location, source_location
+from quantizers.recipe.schema import CoverageGate, read_recipe
 from quantizers.system.errors import InputError
 from quantizers.system.near_names import did_you_mean
 from quantizers.system.shipped import find, shipped_names

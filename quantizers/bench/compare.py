@@ -36,7 +36,8 @@ from quantizers.forward.states import Rows
 from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
-from quantizers.recipe.schema import Experts, set_location
+from quantizers.recipe.locations import set_location
+from quantizers.recipe.schema import Experts
 from quantizers.run.layer_loop import quantize_layers
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble

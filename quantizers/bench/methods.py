@@ -26,7 +26,8 @@ from quantizers.output.context import Context
 from quantizers.plan.folding import folds
 from quantizers.plan.job import Job
 from quantizers.plan.making import make_plan
-from quantizers.recipe.schema import Awq, Experts, set_location
+from quantizers.recipe.locations import set_location
+from quantizers.recipe.schema import Awq, Experts
 from quantizers.run.layer_loop import quantize_layers
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble

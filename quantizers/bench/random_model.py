@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import all_published, architecture_for, published_models
 from quantizers.architectures.sizes import sizes_of
-from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder, torch_dtype
+from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.checkpoint.tensor_bytes import torch_dtype
 from quantizers.plan.making import expected_tensors
 from quantizers.plan.plan import METADATA
 from quantizers.system.errors import InputError

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from quantizers.architectures.architecture import Architecture
 
-from .reader import Checkpoint, as_bytes, as_tensor, dtype_name, read_bytes
+from .reader import Checkpoint
 from .safetensors_header import TensorInfo
+from .tensor_bytes import as_bytes, as_tensor, dtype_name, read_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -246,7 +246,7 @@ def _texts_diff(before: Path, after: Path, counting: Counting, workers: int) -> 
 
 def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | None) -> tuple[Path, Path | None]:
     """The set to check, and the one that it must share no text with if that is not the one beside it."""
-    from quantizers.recipe.schema import set_location
+    from quantizers.recipe.locations import set_location
 
     if name is None and recipe is None:
         raise InputError("give a set, such as embedded, or --recipe RECIPE to check the set of a recipe")

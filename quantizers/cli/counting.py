@@ -35,7 +35,8 @@ class Counting:
 
 def counting_of(tokenizer: str | None, recipe: str | None) -> Counting:
     """The tokenizer that was named, or the recipe's, or the tiny model's."""
-    from quantizers.recipe.schema import read_recipe, source_location
+    from quantizers.recipe.locations import source_location
+    from quantizers.recipe.schema import read_recipe
     from quantizers.system.shipped import shipped
 
     named = None if recipe is None else read_recipe(recipe)

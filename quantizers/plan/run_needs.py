@@ -21,7 +21,7 @@ from typing import Any
 
 from quantizers.architectures.sizes import Sizes
 from quantizers.calibration.set import DataSource
-from quantizers.recipe.schema import set_location
+from quantizers.recipe.locations import set_location
 
 from .job import Job
 from .plan import Plan

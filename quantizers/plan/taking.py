@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.checkpoint.fp8 import ROWS, Fp8, scale_of
-from quantizers.checkpoint.reader import DTYPES
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.checkpoint.tensor_bytes import DTYPES
 from quantizers.system.errors import ArchitectureError, CheckpointError
 
 Remaining = dict[str, Spec]

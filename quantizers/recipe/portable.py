@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from quantizers.system.own_files import CALIBRATION, FACTS, HELD_OUT, LOCK, RECIPE
 from quantizers.system.strict_yaml import dump, parse
 
-from .schema import Calibration, Recipe, facts_location, set_location
+from .locations import facts_location, set_location
+from .schema import Calibration, Recipe
 
 if TYPE_CHECKING:
     from quantizers.calibration.set import CalibrationSet, DataSource

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +17,6 @@ from pydantic import (
 from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError, RecipeError
 from quantizers.system.schema_faults import Origin, Place, dotted
-from quantizers.system.shipped import find
 from quantizers.system.strict_yaml import Strict, fit, origins_in, parse
 
 from .changes import Change, changed
@@ -276,31 +274,3 @@ def given_at(place: Place, path: Path, changes: Sequence[Change] = ()) -> str:
     """Where a key's value comes from, for messages: `recipe.yaml:7: experts.budget`, or the option that gave it."""
     origin = _values(path, changes)[1].get(place, Origin(f"{path}:1", 1))
     return origin.shown if origin.key == dotted(place) else f"{origin.shown}: {dotted(place)}"
-
-
-def source_location(recipe: Recipe, path: Path) -> str:
-    """The source's folder if the recipe names an existing one, else the Hub id as written."""
-    folder = Path(os.path.expanduser(recipe.source.model))
-    if not folder.is_absolute():
-        folder = path.parent / folder
-    return str(folder.resolve()) if os.path.isdir(folder) else recipe.source.model
-
-
-def facts_location(recipe: Recipe, path: Path) -> Path | None:
-    """The file with the user's own facts that a recipe names, relative to the recipe; None if it names none.
-
-    Raises:
-        RecipeError: there is no such file.
-    """
-    if recipe.source.facts is None:
-        return None
-    file = path.parent / os.path.expanduser(recipe.source.facts)
-    if not file.is_file():
-        where = given_at(("source", "facts"), path)
-        raise RecipeError(f"{where}: {recipe.source.facts}: no such file; correct the path")
-    return file
-
-
-def set_location(recipe_value: str, path: Path) -> Path:
-    """The path of a calibration set that a recipe names: relative to the recipe, or a shipped set."""
-    return find(recipe_value, "calibration", beside=path.parent)

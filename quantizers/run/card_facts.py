@@ -16,8 +16,8 @@ from quantizers.plan.cards import parse_cards
 from quantizers.plan.job import Job
 from quantizers.plan.plan import Plan
 from quantizers.plan.serving_memory import assumptions, common_fits, serving_model
+from quantizers.recipe.locations import set_location
 from quantizers.recipe.portable import is_hub_id
-from quantizers.recipe.schema import set_location
 from quantizers.system.own_files import CARD
 
 from .card import read_front_matter

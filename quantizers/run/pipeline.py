@@ -34,8 +34,8 @@ from quantizers.output.record import describe_files, text_sha256
 from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import device_memory
 from quantizers.plan.states import calibration_bytes, held_out_bytes
+from quantizers.recipe.locations import set_location
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
-from quantizers.recipe.schema import set_location
 from quantizers.recipe.scheme import Scheme
 from quantizers.system.atomic import copy_file, sync_folder, write_text
 from quantizers.system.errors import InputError, OutputError

@@ -19,7 +19,8 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.reader import Checkpoint, torch_dtype
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.tensor_bytes import torch_dtype
 from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state, stored_norm_ratio
 from quantizers.forward.weights import read_weight
 from quantizers.output import journal

@@ -10,7 +10,8 @@ from types import MappingProxyType
 import torch
 from safetensors.torch import save_file
 
-from quantizers.checkpoint.reader import Checkpoint, torch_dtype
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.tensor_bytes import torch_dtype
 from quantizers.plan.plan import KEPT, METADATA, Plan
 from quantizers.solve.solved import Solved
 from quantizers.system.atomic import disk_errors, sync_folder

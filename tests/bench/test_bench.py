@@ -24,7 +24,7 @@ from quantizers.cli.tables.bench import compare_table, layer_table, methods_tabl
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.making import expected_tensors
-from quantizers.recipe.schema import set_location
+from quantizers.recipe.locations import set_location
 from quantizers.system.errors import InputError
 
 CPU = torch.device("cpu")

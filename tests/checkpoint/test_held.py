@@ -17,7 +17,8 @@ from tiny import make
 from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint import held as module
 from quantizers.checkpoint.held import Held, held_ahead, held_tensors, hold, layer_names
-from quantizers.checkpoint.reader import DTYPES, Checkpoint, open_folder
+from quantizers.checkpoint.reader import Checkpoint, open_folder
+from quantizers.checkpoint.tensor_bytes import DTYPES
 from quantizers.system.errors import CheckpointError
 
 

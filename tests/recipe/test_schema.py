@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from quantizers.recipe.schema import Awq, Recipe, read_recipe, set_location, source_location
+from quantizers.recipe.locations import set_location, source_location
+from quantizers.recipe.schema import Awq, Recipe, read_recipe
 from quantizers.system.errors import RecipeError
 from quantizers.system.shipped import find, shipped
 

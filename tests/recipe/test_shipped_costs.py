@@ -13,7 +13,8 @@ from quantizers.plan.job import Job, prepare
 from quantizers.plan.run_needs import estimate_run
 from quantizers.plan.summary import summary
 from quantizers.recipe.changes import changes_of
-from quantizers.recipe.schema import read_recipe, set_location
+from quantizers.recipe.locations import set_location
+from quantizers.recipe.schema import read_recipe
 from quantizers.system.progress import duration
 from quantizers.system.shipped import shipped, shipped_names
 
