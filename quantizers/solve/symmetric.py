@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
+from quantizers.device.kind import accelerated
+
 SMALLEST = 128  # columns: below that a matmul wastes more than it saves
 BLOCKS = 8
 
@@ -27,7 +29,7 @@ def gram(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """aᵀ b with float32 accumulation and result, for (…, T, M) and (…, T, N) of one dtype."""
     if a.dtype == torch.float32:
         return a.mT @ b
-    if a.is_cuda:
+    if accelerated(a.device):
         batched = torch.bmm(a.mT.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32) if a.dim() > 2 else None
         return torch.mm(a.mT, b, out_dtype=torch.float32) if batched is None else batched
     return a.float().mT @ b.float()
