@@ -8,6 +8,8 @@ import torch
 
 from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.recorded import Recorded
+from quantizers.forward.recorded import recorded as seen
+from quantizers.solve.gram_engine import Weights
 from quantizers.solve.solved import Solved
 
 EXPERTS, HIDDEN, WIDTH, GROUP = 5, 96, 64, 32
@@ -33,8 +35,17 @@ class Layer:
             scores = torch.sigmoid(x @ self.router.mT)
             scores[:, -1] = -1
             weight, index = scores.topk(chosen, dim=-1)
-            out.append(Recorded(x, index, weight / weight.sum(-1, keepdim=True)))
+            out.append(seen(x, index, weight / weight.sum(-1, keepdim=True)))
         return out
+
+    def weights(self) -> Weights:
+        """The experts' matrices as the engine asks for them."""
+        return sliced(self.gate_up, self.down)
+
+
+def sliced(gate_up: torch.Tensor, down: torch.Tensor) -> Weights:
+    """Copies of some experts' matrices, from those of all."""
+    return lambda first, last: (gate_up[first:last].clone(), down[first:last].clone())
 
 
 def make_layer(

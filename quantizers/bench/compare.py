@@ -27,12 +27,14 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.data import CalibrationData
 from quantizers.calibration.samples import samples
 from quantizers.calibration.texts import token_tensors
+from quantizers.checkpoint.held import hold, layer_names
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.device.devices import forward_dtype, machine, versions
 from quantizers.forward.halves import observe
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import RecordedRows, recorded_rows
 from quantizers.forward.states import Rows
+from quantizers.forward.weights import ExpertWeights
 from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
@@ -42,6 +44,7 @@ from quantizers.run.layer_loop import quantize_layers
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble
 from quantizers.solve.layer import solve_layer
+from quantizers.system.residents import Residents
 
 from .library_route import folder_bytes, library_route
 from .random_model import published, resized, write_random
@@ -89,11 +92,17 @@ def compare_layer(
         count = max(1, tokens // length)
         states = [torch.randn(length, sizes["hidden"], generator=generator).to(dtype) for _ in range(count)]
         norm = checkpoint.tensor(facts.layer(0, facts.norm.tensor))
+        held = hold(checkpoint, layer_names(checkpoint, facts, 0)).to(device)
 
         def solve(settings: Experts) -> None:
-            with model.layer(0) as layer:
+            with model.layer(0, experts=settings.engine != "gram") as layer:
                 recorded = observed(model, layer, states)[1]
-                solve_layer(model, layer, norm, recorded, settings, chunk=sizes["experts"], entering=states)
+                weights = ExpertWeights(held, facts, model.sizes, 0, device, dtype)
+                residents = Residents.all_of(sizes["experts"])
+                solve_layer(
+                    model, layer, norm, recorded, settings,
+                    weights=weights.unit, residents=residents, entering=states,
+                )  # fmt: skip
 
         with torch.no_grad():
             _warm_up(model, solve, states)
@@ -204,7 +213,8 @@ def compare_route(
         def ours(place: Path) -> None:
             for name in ("layers", "output"):
                 (place / name).mkdir(parents=True)
-            quantize_layers(own, data, tokens, Context(place, device, job.sizes["experts"], states_in_files=True))
+            residents = Residents.all_of(job.sizes["experts"])
+            quantize_layers(own, data, tokens, Context(place, device, residents, inputs="files", states="files"))
             layers_done = time.perf_counter()
             assemble(own, place / "output")
             entries = journal.done_layers(place, job.sizes["layers"])

@@ -21,11 +21,13 @@ from quantizers.checkpoint.held import held_tensors, hold, layer_names
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.device.devices import device_limit, forward_dtype, machine
+from quantizers.device.kind import accelerated
 from quantizers.device.timing import Clock, listening
 from quantizers.forward.halves import finish, observe
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import RecordedRows, recorded_rows
 from quantizers.forward.states import Rows
+from quantizers.forward.weights import ExpertWeights
 from quantizers.plan.making import make_plan
 from quantizers.plan.solve_memory import device_memory
 from quantizers.recipe.schema import Experts
@@ -33,6 +35,7 @@ from quantizers.solve.awq import row_step
 from quantizers.solve.layer import solve_layer
 from quantizers.solve.symmetric import blocks
 from quantizers.system.progress import peak_memory
+from quantizers.system.residents import Residents
 from stitch.audit.layer import LayerAudit, audit_layer
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
@@ -86,7 +89,7 @@ def measure_layer(
         source = write_random(folder / "model", small, device)
         specs = {key: Spec(info.dtype, info.shape) for key, info in source.tensors.items()}
         plan = make_plan(facts, size, specs, settings, "random", BLOCK)
-        memory = device_memory(plan, size, length, dtype.itemsize, limit or device_limit(device))
+        memory = device_memory(plan, size, length, accelerated(device), limit or device_limit(device))
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         model = LayeredModel(source, facts, size, device, dtype)
@@ -94,13 +97,16 @@ def measure_layer(
         host["read"], source_bytes = _read_cold(source)
         held, host["hold"] = _timed(device, lambda: hold(source, layer_names(source, facts, 0)))
         with clock.block("dequantize"):
-            context = model.layer(0, held)
+            there = held.to(device)
+            weights = ExpertWeights(there, facts, size, 0, device, dtype)
+            context = model.layer(0, there, experts=False)
             layer = context.__enter__()
         with clock.block("observe"):
             observe(model, layer, states, recorded)
         norm = held.tensor(facts.layer(0, facts.norm.tensor))
         with listening(device) as inside:
-            solved = solve_layer(model, layer, norm, recorded, settings, chunk=memory.chunk)
+            residents = Residents(memory.resident, memory.unit, memory.smallest)
+            solved = solve_layer(model, layer, norm, recorded, settings, weights=weights.unit, residents=residents)
         context.__exit__(None, None, None)
         packed, host["pack"] = _timed(device, lambda: layer_tensors(plan, 0, held, solved))
         shard = folder / "shard.safetensors"
@@ -125,7 +131,8 @@ def measure_layer(
         "like": like,
         "sizes": dict(size),
         "tokens": total,
-        "chunk": memory.chunk,
+        "unit": memory.unit,
+        "resident": memory.resident,
         "seconds": measured,
         "rates": rates,
         "shares": shares(measured, size, total, settings, rates=rates, source_bytes=source_bytes, written=written),

@@ -32,6 +32,7 @@ from quantizers.run.layer_loop import quantize_layers
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble
 from quantizers.system.errors import InputError
+from quantizers.system.residents import Residents
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def compare_methods(
                 place = Path(folder) / f"{number}-{repeat}"
                 for name in ("layers", "output"):
                     (place / name).mkdir(parents=True)
-                context = Context(place, device, job.sizes["experts"])
+                context = Context(place, device, Residents.all_of(job.sizes["experts"]))
                 quantize_layers(changed, data, tokens, context, compensate_router=method.compensate_router)
                 counted = ("solve",) if method.experts.engine == "llmcompressor" else ("observe", "solve")
                 entries = journal.done_layers(place, job.sizes["layers"])

@@ -21,14 +21,18 @@ from quantizers.checkpoint.held import held_tensors, hold, layer_names
 from quantizers.checkpoint.reader import CONFIG
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.device.devices import forward_dtype, machine
+from quantizers.device.kind import accelerated
 from quantizers.device.timing import listening
 from quantizers.forward.halves import finish
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import Recorded
+from quantizers.forward.recorded import recorded
+from quantizers.forward.weights import ExpertWeights
 from quantizers.plan.making import make_plan
+from quantizers.plan.units import unit_of_experts
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.gram_engine import solve
 from quantizers.solve.layer import solve_layer
+from quantizers.system.residents import Residents
 from stitch.write.shard import layer_tensors
 
 from .compare import layer_sizes, observed
@@ -90,20 +94,21 @@ def _run(at: dict[str, int], hidden: int, width: int, device: torch.device, *, w
     norm[:4] *= 8
     router, dtype = 0.2 * normal(at["experts"], hidden), forward_dtype(device)
     length = min(LENGTH, at["tokens"])
-    recorded = []
+    blocks = []
     for _ in range(at["tokens"] // length):
         x = normal(length, hidden) * norm.float()
         # Always two experts per token, so that the cost of a token does not depend on the number of experts.
         weight, chosen = torch.sigmoid(x @ router.mT).topk(2, dim=-1)
         weight /= weight.sum(-1, keepdim=True)
-        recorded.append(Recorded(x.to(device, dtype), chosen.to(device), weight.to(device)))
+        blocks.append(recorded(x.to(device, dtype), chosen.to(device), weight.to(device)))
     gate_up = (normal(at["experts"], 2 * width, hidden) * hidden**-0.5).to(device, dtype)
     down = (normal(at["experts"], hidden, width) * width**-0.5).to(device, dtype)
     with torch.no_grad(), listening(device) as clock:
         solve(
-            recorded, gate_up, down,
+            blocks, lambda first, last: (gate_up[first:last].clone(), down[first:last].clone()),
             norm=norm.to(device), router=router.to(device), activation=torch.nn.functional.silu,
-            settings=settings, chunk=at["experts"],
+            settings=settings, unit=unit_of_experts(accelerated(device), hidden, width),
+            residents=Residents.all_of(at["experts"]),
         )  # fmt: skip
     seconds = clock.seconds()
     return seconds | {"search + rounding": seconds["search"] + seconds["rounding"]}
@@ -126,11 +131,13 @@ def _model_seconds(sizes: dict[str, int], tokens: int, settings: Experts, device
         ]
         started = time.perf_counter()
         for number in range(size["layers"]):
-            held = hold(source, layer_names(source, facts, number))
-            with model.layer(number, held) as layer:
-                residual, recorded = observed(model, layer, states)
+            held = hold(source, layer_names(source, facts, number)).to(device)
+            with model.layer(number, held, experts=False) as layer:
+                residual, seen = observed(model, layer, states)
                 norm = held.tensor(facts.layer(number, facts.norm.tensor))
-                solved = solve_layer(model, layer, norm, recorded, settings, chunk=size["experts"])
+                weights = ExpertWeights(held, facts, size, number, device, dtype)
+                residents = Residents.all_of(size["experts"])
+                solved = solve_layer(model, layer, norm, seen, settings, weights=weights.unit, residents=residents)
             made = held_tensors(held, layer_tensors(plan, number, held, solved), Path(folder))
             with model.layer(number, made) as layer:
                 finish(model, layer, residual, f"layer {number}")

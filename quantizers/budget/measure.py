@@ -45,11 +45,13 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.checkpoint.held import Held, held_ahead, hold, layer_names
 from quantizers.device.allocator import release_free_memory, use_one_arena
 from quantizers.device.devices import forward_dtype
+from quantizers.device.kind import accelerated
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import recorded_rows
 from quantizers.forward.states import Rows
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
+from quantizers.plan.units import rows_of_block, unit_of_experts
 from quantizers.system.atomic import write_json
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.progress import Step, progress
@@ -93,7 +95,7 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor], context: Context) 
     with progress("measuring", layers, done, "layer") as step, contextlib.closing(ahead):
         for number in range(done, layers):
             check()
-            walk.layer(number, next(ahead), context.chunk, check, step)
+            walk.layer(number, next(ahead), check, step)
     write_json(work / FOLDER / "kl.json", walk.divergences(check))
     _remove(work)
     entries = read_measurements(work, layers)
@@ -148,7 +150,7 @@ class _Walk:
         lengths = [*self.lengths, *self.branch_lengths, *branch * layer]
         return Rows(self._file(layer), lengths, self.job.sizes["hidden"], self.model.dtype)
 
-    def layer(self, number: int, source: Held, chunk: int, check: Callable[[], None], step: Step) -> None:
+    def layer(self, number: int, source: Held, check: Callable[[], None], step: Step) -> None:
         """Measure a layer, take the source and all branches through it, and start its own branch.
 
         Args:
@@ -161,17 +163,16 @@ class _Walk:
                 residual = model.attend(layer, self.states[i])
                 following[i] = residual
                 if i < len(self.lengths):
-                    seen = model.route(layer, residual)
-                    self.recorded.x[i], self.recorded.chosen[i] = seen.x, seen.chosen
-                    self.recorded.weight[i] = seen.weight
+                    self.recorded.put(self.recorded.sequence(i), model.route(layer, residual))
                 check()
             experts: Any = layer.get_submodule(facts.modules.experts)
             norm = (
                 source.tensor(facts.layer(number, facts.norm.tensor)).to(model.device) if self.job.plan.folds else None
             )
-            count = min(MEASURED_EXPERTS, self.job.sizes["experts"])
+            sizes, accelerator = self.job.sizes, accelerated(model.device)
+            count = min(MEASURED_EXPERTS, sizes["experts"])
             found = scheme_errors(
-                self.recorded.sequences(model.device, check),
+                self.recorded.blocks(model.device, rows_of_block(accelerator), check),
                 experts.gate_up_proj.data,
                 experts.down_proj.data,
                 norm=norm,
@@ -180,8 +181,8 @@ class _Walk:
                 settings=self.job.recipe.experts,
                 schemes=self.schemes,
                 experts=count,
-                chunk=min(chunk, count),
-                compared=self.probes,
+                unit=unit_of_experts(accelerator, sizes["hidden"], sizes["width"]),
+                compared=[self.recorded.at(self.recorded.sequence(i), model.device) for i in self.probes],
             )
             power, compared = 0.0, set(self.probes)
             for i in range(len(self.states)):

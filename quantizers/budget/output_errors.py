@@ -11,19 +11,20 @@ the tokens that the router sent to an expert pass through it as it is and as it 
 which makes layers comparable; errors of different experts on one token are taken as independent. The same with
 only one matrix rounded says which matrix matters.
 
-Legend: E experts, c experts of a chunk, H hidden, I expert width.
+Legend: E experts, c experts of a unit, H hidden, I expert width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.forward.codes import dequantize
-from quantizers.forward.recorded import Recorded, route_counts
+from quantizers.forward.recorded import Recorded
+from quantizers.plan.units import units_of
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import Scheme
 from quantizers.solve.awq import (
@@ -36,9 +37,10 @@ from quantizers.solve.awq import (
     scale_losses,
     weight_means,
 )
-from quantizers.solve.expert_sums import Activation, WidthSums, input_grams, width_sums
+from quantizers.solve.expert_sums import Activation, WidthSums, width_sums
+from quantizers.solve.input_sums import InputSums, blended_gram, sweep
 from quantizers.solve.rounding import minmax_scales, mse_scales, nearest
-from quantizers.solve.token_weights import InputSums, batches, blend, input_sums, routed_rows
+from quantizers.solve.token_weights import Table, survey
 
 Weights = Mapping[Matrix, torch.Tensor]  # gate and up (c, I, H), down (c, H, I), float32, in the source's basis
 ALL_THREE = "all"
@@ -59,7 +61,7 @@ class SchemeErrors:
 
 
 def scheme_errors(
-    recorded: Sequence[Recorded],
+    blocks: Sequence[Recorded],
     gate_up: torch.Tensor,
     down: torch.Tensor,
     *,
@@ -69,42 +71,43 @@ def scheme_errors(
     settings: Experts,
     schemes: Sequence[Scheme],
     experts: int,
-    chunk: int,
-    compared: Sequence[int],
+    unit: int,
+    compared: Sequence[Recorded],
 ) -> SchemeErrors:
     """Measure the first `experts` experts of a layer. Their order is arbitrary, so they are a fair sample of all.
 
     Args:
-        recorded: what the MoE block saw, see `gram_engine.solve`.
+        blocks: what the MoE block saw, see `gram_engine.solve`.
         gate_up, down: (E, 2I, H) and (E, H, I), all experts, in the dtype of the forward pass.
         norm, offset: see `gram_engine.solve`.
         schemes: the candidates.
-        chunk: experts worked on at a time.
-        compared: numbers of the sequences on which outputs are compared; the sums are of all.
+        unit: experts worked on at a time.
+        compared: the sequences on which outputs are compared; the sums are of all.
     """
     all_experts, _, hidden = gate_up.shape
-    chunks = [(first, min(first + chunk, experts)) for first in range(0, experts, chunk)]
-    inputs = input_sums(recorded)
-    blended = blend(recorded, all_experts, settings.routed_weight, full_share_at=hidden)
-    together = batches(recorded, all_experts)
-    counts = torch.stack([route_counts(recorded[i].chosen, all_experts).amax() for i in compared])
-    largest = [int(n) for n in counts.tolist()]
+    units = units_of(experts, unit)
+    found = survey(blocks, all_experts, settings.routed_weight, full_share_at=hidden)
+    tables = survey(compared, all_experts, settings.routed_weight, full_share_at=hidden).tables
+    inputs, routed = sweep(blocks, found, units[:1], hidden, with_all=True)
+    assert inputs is not None
     settings_of = {s: settings.model_copy(update={"bits": s.bits, "group_size": s.group_size}) for s in schemes}
-    pieces = [gate_up[a:b] for a, b in chunks]
+    pieces = [gate_up[a:b] for a, b in units]
     smooth = {s: _smooth(pieces, inputs, norm, offset, own) for s, own in settings_of.items()}
     lost = {scheme: dict.fromkeys((ALL_THREE, *MATRICES), 0.0) for scheme in schemes}
     coarsest = []
-    for first, last in chunks:
-        input_gram = input_grams(recorded, together, blended, inputs.gram, first, last)
-        sums = width_sums(recorded, together, gate_up[first:last], activation=activation, blended=blended, first=first)
+    for own_unit in units:
+        first, last = own_unit
+        if own_unit not in routed:
+            routed = sweep(blocks, found, [own_unit], hidden, with_all=False)[1]
+        input_gram = blended_gram(routed.pop(own_unit), inputs.gram, found.blended, own_unit)
+        sums = width_sums(blocks, found, gate_up[first:last], activation=activation, unit=own_unit)
         gate, up = gate_up[first:last].float().chunk(2, dim=1)
         source: Weights = {"gate": gate, "up": up, "down": down[first:last].float()}
         for scheme, own in settings_of.items():
             stored = _as_stored(source, smooth[scheme], input_gram, sums, own)
             variants = {ALL_THREE: stored} | {m: {**source, m: stored[m]} for m in MATRICES}
-            tokens = ((recorded[i], n) for i, n in zip(compared, largest, strict=True))
-            found = _output_errors(tokens, source, variants, activation, first)
-            for name, value in found.items():
+            errors = _output_errors(compared, tables, source, variants, activation, first)
+            for name, value in errors.items():
                 lost[scheme][name] += value
             if scheme == schemes[0]:
                 both = torch.cat([stored["gate"], stored["up"]], dim=1), stored["down"]
@@ -166,27 +169,24 @@ def _rounded(weight: torch.Tensor, importance: torch.Tensor, own: Experts) -> tu
 
 
 def _output_errors(
-    sequences: Iterable[tuple[Recorded, int]],
+    sequences: Sequence[Recorded],
+    tables: Sequence[Table],
     source: Weights,
     variants: Mapping[str, Weights],
     activation: Activation,
     first: int,
 ) -> dict[str, float]:
-    """Σ r² ‖error of an expert's output‖² over the tokens routed to this chunk's experts, for each variant.
-
-    Args:
-        sequences: each with the largest number of its tokens that one expert gets.
-    """
+    """Σ r² ‖error of an expert's output‖² over the tokens routed to this unit's experts, for each variant."""
     last = first + len(source["down"])
     lost = {name: torch.zeros((), dtype=torch.float64, device=source["down"].device) for name in variants}
-    for sequence, largest in sequences:
-        if not largest:
+    for sequence, table in zip(sequences, tables, strict=True):
+        if not table.most(first, last):
             continue
-        rows, squared = routed_rows(sequence, first, last, largest)
+        rows, weight = table.routed(first, last)
         x = sequence.x[rows].float()  # (c, largest, H)
         wanted = _forward(x, source, activation)
         for name, weights in variants.items():
-            error = (_forward(x, weights, activation) - wanted).square().sum(-1) * squared
+            error = (_forward(x, weights, activation) - wanted).square().sum(-1) * weight.square()
             lost[name] += torch.where(torch.isfinite(error), error, torch.zeros_like(error)).double().sum()
     return {name: float(value) for name, value in lost.items()}
 

@@ -77,7 +77,7 @@ DeviceMemoryOption = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="use no more of the device than this, e.g. 20GiB; experts are then solved in smaller chunks",
+        help="use no more of the device than this, e.g. 20GiB; it takes longer then, and gives the same bytes",
     ),
 ]
 NoPictureOption = Annotated[bool, typer.Option("--no-picture", help="draw nothing")]

@@ -94,13 +94,13 @@ def plan(
         emit(result, as_json, fit_table(result))
         return
     from quantizers.cli.tables.plan import plan_table, tensors_table
-    from quantizers.plan.run_needs import chunk_on_gpu, estimate_run
+    from quantizers.plan.run_needs import estimate_run, memory_on_gpu
     from quantizers.plan.summary import listing, summary
 
     numbers = summary(job.plan, job.sizes) | ({"schemes": schemes} if schemes else {})
     numbers |= where | {"needs": estimate_run(job, int(str(numbers["output_bytes"]))).as_dict()}
     if device_memory:
-        numbers |= {"device_memory": chunk_on_gpu(job, parse_bytes(device_memory, "--device-memory")).as_dict()}
+        numbers |= {"device_memory": memory_on_gpu(job, parse_bytes(device_memory, "--device-memory")).as_dict()}
     if tensors:
         numbers |= {"tensors": listing(job.plan)}
     emit(numbers, as_json, tensors_table(numbers) if tensors else plan_table(numbers))

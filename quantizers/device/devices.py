@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.sizes import Sizes
 from quantizers.system.errors import InputError, OutputError
+from quantizers.system.host_memory import available
 from quantizers.team.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -108,16 +109,16 @@ def forward_dtype(device: torch.device) -> torch.dtype:
 
 
 def device_limit(device: torch.device, processes: int = 1) -> int:
-    """Default bound on a device's memory in bytes: 85 % of it, on a CPU divided by the number of processes.
+    """Default bound on a device's memory in bytes: 90 % of what is free there now.
 
-    This is a share of all memory, not of what is free now: on a GPU the number of experts solved at a time
-    decides bits, and a resumed run must get the same number.
+    On a CPU it is half, divided by the number of processes, since hidden states and the layers that are read and
+    written take their share of the same memory.
     """
     import torch
 
     if device.type == "cuda":
-        return int(0.85 * torch.cuda.get_device_properties(device).total_memory)
-    return int(0.85 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / processes)
+        return int(0.9 * torch.cuda.mem_get_info(device)[0])
+    return int(0.5 * available() / processes)
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:

@@ -60,9 +60,7 @@ def observe(
     attend(model, layer, states, states, check, ranks)
     blocks = states.blocks()
     for i in ranks.round_robin(len(blocks)):
-        seen = model.route(layer, states.flat[blocks[i]])
-        for rows, values in ((recorded.x, seen.x), (recorded.chosen, seen.chosen), (recorded.weight, seen.weight)):
-            rows.flat[blocks[i]].copy_(values)
+        recorded.put(blocks[i], model.route(layer, states.flat[blocks[i]]))
         check()
     ranks.barrier()
 

@@ -26,7 +26,7 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.system.errors import CheckpointError
 
 from .fitting import class_of, load_layer, require_plain_experts
-from .recorded import Recorded
+from .recorded import Recorded, recorded
 from .weights import layer_weights, read_weight
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class _Recorder(torch.nn.Module):
         self.seen: Recorded | None = None
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        self.seen = Recorded(hidden, chosen, weight.float())
+        self.seen = recorded(hidden, chosen, weight)
         return torch.zeros_like(hidden)
 
 

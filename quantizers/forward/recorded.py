@@ -1,33 +1,57 @@
 """The recorded input of one layer's MoE block, and the experts to which the router sent each token.
 
-Legend: T tokens of one sequence, H hidden, E experts, K experts chosen per token.
+Legend: T rows (tokens), H hidden, E experts, K experts chosen per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from quantizers.architectures.sizes import Sizes
+from quantizers.device.kind import accelerated
 
 from .states import Rows
+
+LARGEST = 1e16  # squares of this, times ten million tokens, are still finite in float32
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The input and routing of one sequence at a layer's MoE block.
+    """The input and routing of some rows at a layer's MoE block, as `recorded` makes it.
 
     Attributes:
-        x: (T, H), the block's input.
-        chosen: (T, K) int64, the experts that the router chose.
-        weight: (T, K) float32, their routing weights.
+        x: (T, H), the block's input; zeros in rows that are not usable.
+        chosen: (T, K) int32 or int64, the experts that the router chose.
+        weight: (T, K) float32, their routing weights; zeros in rows that are not usable.
+        usable: (T,) bool; False where the input or a routing weight is not finite, or so large that its square is not.
     """
 
     x: torch.Tensor
     chosen: torch.Tensor
     weight: torch.Tensor
+    usable: torch.Tensor
+
+
+def recorded(x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> Recorded:
+    """What a router gave for x (T, H), with the rows blanked that no sum can use; the arguments are left as they are.
+
+    Every row is looked at here, once, so that nobody has to do it again in each pass over the rows.
+    """
+    weight = weight.float()
+    usable = usable_rows(x) & usable_rows(weight)
+    # To look first is quicker where looking is free; a GPU would have to be waited for.
+    if accelerated(x.device) or not bool(usable.all()):
+        unusable = ~usable.unsqueeze(-1)
+        x, weight = x.masked_fill(unusable, 0), weight.masked_fill(unusable, 0)
+    return Recorded(x, chosen, weight, usable)
+
+
+def usable_rows(rows: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """(…) bool: where the values of (…, C) along `dim` are finite, and their squares can be added up in float32."""
+    return (rows.amax(dim) < LARGEST) & (rows.amin(dim) > -LARGEST)  # False for NaN and infinity; no |rows| in between
 
 
 @dataclass(frozen=True)
@@ -35,20 +59,39 @@ class RecordedRows:
     """The same of all sequences.
 
     Attributes:
-        x, chosen, weight: as in `Recorded`, but chosen is int32.
+        x, chosen, weight, usable: as in `Recorded`, but chosen is int32, and usable has one column.
     """
 
     x: Rows
     chosen: Rows
     weight: Rows
+    usable: Rows
 
-    def sequences(self, device: torch.device, check: Callable[[], None] = lambda: None) -> Sequence[Recorded]:
-        """The sequences as an engine reads them, moved to the device one at a time; `check` is called at each."""
-        return _OnDevice(self, device, check)
+    def put(self, rows: slice, seen: Recorded) -> None:
+        """Keep what was recorded of these rows, counted through all sequences."""
+        for field in fields(seen):
+            flat = getattr(self, field.name).flat[rows]
+            flat.copy_(getattr(seen, field.name).view_as(flat))
+
+    def at(self, rows: slice, device: torch.device) -> Recorded:
+        """These rows on a device: views where they lie there already."""
+        x, chosen, weight, usable = (
+            part.flat[rows].to(device) for part in (self.x, self.chosen, self.weight, self.usable)
+        )
+        return Recorded(x, chosen, weight, usable.squeeze(-1))
+
+    def sequence(self, number: int) -> slice:
+        """The rows of one sequence."""
+        return slice(self.x.offsets[number], self.x.offsets[number + 1])
+
+    def blocks(self, device: torch.device, length: int, check: Callable[[], None] = lambda: None) -> Sequence[Recorded]:
+        """All rows in their order, `length` at a time, moved to the device when asked for; `check` is called then."""
+        rows = [slice(start, start + length) for start in range(0, len(self.x.flat), length)]
+        return _Blocks(self, rows, device, check)
 
     def remove(self) -> None:
         """Remove the files, if there are any."""
-        for rows in (self.x, self.chosen, self.weight):
+        for rows in (self.x, self.chosen, self.weight, self.usable):
             rows.remove()
 
 
@@ -63,26 +106,26 @@ def recorded_rows(make: Callable[[str, int, torch.dtype], Rows], sizes: Sizes, d
         make("x", sizes["hidden"], dtype),
         make("chosen", sizes["chosen"], torch.int32),
         make("weight", sizes["chosen"], torch.float32),
+        make("usable", 1, torch.bool),
     )
 
 
-class _OnDevice(Sequence[Recorded]):
-    def __init__(self, rows: RecordedRows, device: torch.device, check: Callable[[], None]) -> None:
-        self.rows, self.device, self.check = rows, device, check
+class _Blocks(Sequence[Recorded]):
+    def __init__(
+        self, rows: RecordedRows, slices: Sequence[slice], device: torch.device, check: Callable[[], None]
+    ) -> None:
+        self.rows, self.slices, self.device, self.check = rows, slices, device, check
 
     def __len__(self) -> int:
-        return len(self.rows.x)
+        return len(self.slices)
 
     def __getitem__(self, index: int) -> Recorded:  # type: ignore[override]  # no slices
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         self.check()
-        rows, device = self.rows, self.device
-        return Recorded(rows.x[index].to(device), rows.chosen[index].long().to(device), rows.weight[index].to(device))
+        return self.rows.at(self.slices[index], self.device)  # IndexError ends an iteration
 
 
 def route_counts(chosen: torch.Tensor, experts: int) -> torch.Tensor:
-    """(E,) int64: number of tokens routed to each expert, from the chosen experts (T, K)."""
+    """(E,) int64: number of tokens routed to each expert, from the chosen experts (T, K) int64."""
     return torch.zeros(experts, dtype=torch.int64, device=chosen.device).scatter_add_(
         0, chosen.flatten(), torch.ones_like(chosen.flatten())
     )

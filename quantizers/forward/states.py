@@ -1,4 +1,4 @@
-"""Hidden states of many sequences, in memory or in one memory-mapped file.
+"""Hidden states of many sequences: on the device, in memory, or in one memory-mapped file.
 
 They lie one after the other, each (T, width). In a file, the page cache holds the parts in use; the process itself
 allocates no memory for them, however many tokens there are, and other processes can map the same file.
@@ -25,12 +25,20 @@ class Rows(Sequence[torch.Tensor]):
         lengths: T_i of each sequence.
         width: number of columns.
         dtype: dtype of the elements.
+        device: where they lie if not in a file.
 
     Attributes:
         flat: (Σ T_i, width), all rows.
     """
 
-    def __init__(self, path: Path | None, lengths: Sequence[int], width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        lengths: Sequence[int],
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         self.path, self.lengths, self.width = path, list(lengths), width
         self.offsets = [0]
         for length in lengths:
@@ -38,7 +46,7 @@ class Rows(Sequence[torch.Tensor]):
         count = self.offsets[-1] * width
         self._size = count * dtype.itemsize
         if path is None or not count:  # an empty file cannot be mapped
-            self.flat = torch.empty(count, dtype=dtype).view(-1, width)
+            self.flat = torch.empty(count, dtype=dtype, device=device).view(-1, width)
             return
         if not path.exists():
             _allocate(path, self._size)

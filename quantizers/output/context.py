@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from quantizers.system.residents import Residents
 from quantizers.team.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     import torch
+
+Place = Literal["device", "memory", "files"]
 
 
 @dataclass(frozen=True)
@@ -20,15 +23,17 @@ class Context:
     Attributes:
         work: the folder of the unfinished run, inside the output folder.
         device: where layers are computed.
-        chunk: experts solved at a time.
+        residents: units of experts whose sums are held at a time.
         check: called between steps; may raise to interrupt.
         ranks: which process this is, of how many.
-        states_in_files: whether calibration states lie in files, and not in memory.
+        inputs: where the inputs of the experts lie.
+        states: where the calibration states between the layers lie.
     """
 
     work: Path
     device: torch.device
-    chunk: int
+    residents: Residents
     check: Callable[[], None] = lambda: None
     ranks: Ranks = ALONE
-    states_in_files: bool = False
+    inputs: Place = "memory"
+    states: Place = "memory"

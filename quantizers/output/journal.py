@@ -168,8 +168,6 @@ def _remedy(key: str, before: Any) -> str:
         return f"set OMP_NUM_THREADS={before}"
     if last == "device":
         return "give --device cpu" if before == "cpu" else f"go on with the device {before}"
-    if last == "chunk":
-        return "give the --device-memory that it began with"
     return f"install {last} {before}" if last in LIBRARIES else "restore it"
 
 

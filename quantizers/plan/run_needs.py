@@ -50,7 +50,8 @@ class Estimate:
             they do not fit.
         host: host memory for two layers of the source, one of the output, what lies outside the layers, and the program
             itself.
-        memory: device memory, by kind of device: with one expert solved at a time, and with all at once.
+        memory: device memory, by kind of device: with the sums of one unit of experts at a time, and with all that is
+            worth holding.
         operations: multiplications and additions of the layers and the proof.
         seconds: by kind of device: `layers`, `proof`, and `all` for their sum.
         drawn: whether `tokens` are those of the recipe's calibration.tokens.
@@ -96,12 +97,9 @@ def estimate(
     layer_output = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
     outside = sum(action.spec.bytes for action in plan.of_layer(None))
     memory = {}
-    for name, itemsize in ITEMSIZES.items():
-        all_at_once = device_memory(plan, sizes, longest, itemsize, None)
-        one_at_a_time = max(
-            all_at_once.layer + all_at_once.fixed, all_at_once.peak - (all_at_once.chunk - 1) * all_at_once.expert
-        )
-        memory[name] = (one_at_a_time, all_at_once.peak)
+    for name in ITEMSIZES:
+        whole = device_memory(plan, sizes, longest, name == "GPU", None, tokens)
+        memory[name] = (whole.smallest, whole.peak)
     states = None
     if tokens is not None:
         states = {name: calibration_bytes(sizes, tokens, itemsize) for name, itemsize in ITEMSIZES.items()}
@@ -161,7 +159,8 @@ def assumptions(drawn: bool = False) -> list[str]:
         f"on a CPU; {HASH_RATE / 1e9:.1f} GB/s hashed",
         "layers: with held-out texts through source and output and the audit of each shard; proof: logits and one last "
         "reading of the shards; measuring for a budget comes on top",
-        "memory: with one expert solved at a time, and with all at once; auditing a shard comes on top",
+        "memory: with the sums of one unit of experts at a time, and with those of all, and on a GPU with the hidden "
+        "states as well; auditing a shard comes on top",
     ]
 
 
@@ -191,16 +190,18 @@ def _most_tokens(path: Path) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-def chunk_on_gpu(job: Job, limit: int) -> DeviceMemory:
-    """The memory of a run on a GPU and the number of experts solved at a time, within `limit` bytes.
+def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
+    """What a run on a GPU holds there within `limit` bytes.
 
     Raises:
-        InputError: the limit is too small even for one expert at a time.
+        InputError: the limit is too small even for one unit of experts at a time.
     """
     from quantizers.calibration.set import read_set
 
-    longest = read_set(set_location(job.recipe.calibration_set, job.path)).lengths[-1]
-    return device_memory(job.plan, job.sizes, longest, 2, limit)
+    path = set_location(job.recipe.calibration_set, job.path)
+    most, asked = _most_tokens(path), job.recipe.calibration_tokens
+    known = [count for count in (most, asked) if count is not None]
+    return device_memory(job.plan, job.sizes, read_set(path).lengths[-1], True, limit, min(known, default=None))
 
 
 def _most_samples(source: DataSource, folder: Path) -> int | None:

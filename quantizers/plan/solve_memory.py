@@ -1,13 +1,19 @@
-"""Device memory: how many experts of a layer can be solved at a time within a limit.
+"""Device memory: what lies there while a layer is worked on, and how much of it at a time within a limit.
 
-Legend: E experts, c experts of a chunk, H hidden, I expert width, T tokens of the longest sequence,
+Legend: E experts, U experts of a unit (units.py), H hidden, I expert width, T tokens of the longest sequence,
 K experts chosen per token, b bytes of an element of the forward pass (2 on an accelerator, 4 on a CPU).
 
-    peak = the layer + its codes + max(one sequence's attention, one block of rows through router and experts,
-                                       sums of x + c · bytes of one expert)
+A visit has four phases, of which the largest is the peak. On an accelerator the source's layer, as it is stored, lies
+there throughout.
 
-The bytes of one expert are derived from expert_sums.py, gram_engine.py, rounding.py and refine.py in solve/:
-they count the arrays that are live at each one's peak. tests/plan/test_solve_memory.py measures them.
+    forward    the layer in the dtype of the forward pass, and one sequence's attention or a block of rows at experts
+    solve      all but its experts, the codes, the sums of x, those of the resident units, and one unit being solved
+    pack       the codes, and what is written, twice: in pieces, and in one piece to be copied
+    propagate  as forward, with what was written
+
+In order of what they save, free memory holds the inputs of the experts, the states between the layers, and the sums of
+x of as many units as fit. None of this decides a byte of the output. The bytes of a unit are derived from the files in
+solve/: they count the arrays that are live at each one's peak. tests/plan/test_solve_memory.py measures them.
 """
 
 from __future__ import annotations
@@ -21,67 +27,127 @@ from quantizers.system.byte_size import gib
 from quantizers.system.errors import InputError
 
 from .plan import Plan
+from .states import between_bytes, recorded_bytes
+from .units import rows_of_block, unit_of_experts, units_of
 
 FLOAT = 4
 ROW_BLOCK = 4096  # rows that go through router and experts together, whatever sequences they belong to
-BATCH_TOKENS = 1024  # tokens: short sequences are batched up to this number
-# Arrays live at the peak of each phase, see `_expert_bytes`.
-SUMS_FINISHED = 6  # (H, H): the routed sums, their blend in float64, the result
+# Arrays live at the peak of each phase, see `_unit_bytes`.
 ROUNDING_SQUARE = 8  # (C, C): Gram matrix: original, folded, damped, permuted, its factor, and the solver's copies
 ROUNDING_MATRIX = 7  # (R, C): scaled, codes, steps, errors, and the candidates of a search
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on the device.
+    """Bytes on the device, and what is held there.
 
     Attributes:
-        layer: weights of the largest layer in the dtype of the forward pass.
-        fixed: codes, and the largest of a sequence's attention, a block's rows at the experts, and the sums of x.
-        expert: bytes for each expert of a chunk.
-        chunk: number of experts solved at a time.
+        unit: experts of a unit.
+        units: of a layer.
+        resident: units whose sums of x are held at a time.
+        inputs, states: whether the inputs of the experts, and the states between the layers, lie on the device
+            throughout; never on a CPU, where they lie in host memory or in files anyway.
+        layer: the source's largest layer as it is stored; 0 on a CPU, where it lies in host memory anyway.
+        forward: the largest layer in the dtype of the forward pass.
+        one_unit: bytes for solving one unit.
+        smallest: the total at its peak with one unit at a time and nothing else held.
         peak: the total at its peak.
     """
 
+    unit: int
+    units: int
+    resident: int
+    inputs: bool
+    states: bool
     layer: int
-    fixed: int
-    expert: int
-    chunk: int
+    forward: int
+    one_unit: int
+    smallest: int
     peak: int
+
+    @property
+    def sweeps(self) -> int:
+        """How often the inputs are read for the sums of x."""
+        return math.ceil(self.units / self.resident)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return asdict(self) | {"sweeps": self.sweeps}
 
 
-def device_memory(plan: Plan, sizes: Sizes, longest: int, itemsize: int, limit: int | None) -> DeviceMemory:
-    """Choose the number of experts in a chunk.
+def device_memory(
+    plan: Plan, sizes: Sizes, longest: int, accelerator: bool, limit: int | None, tokens: int | None = None
+) -> DeviceMemory:
+    """What is held on a device within a limit.
 
     Args:
         longest: T, tokens of the longest sequence.
-        itemsize: b, bytes of an element of the forward pass.
-        limit: bytes that may be used; None for no limit and all experts at once.
+        accelerator: see `device.kind`.
+        limit: bytes that may be used; None for no limit.
+        tokens: of the calibration set; None if that is not known, and then they stay in host memory.
 
     Raises:
-        InputError: the limit is too small even for one expert at a time.
+        InputError: the limit is too small even for one unit of experts at a time.
     """
-    experts, hidden, width = sizes["experts"], sizes["hidden"], sizes["width"]
-    layer = max(_layer_bytes(plan, number, itemsize) for number in range(plan.layers))
-    codes = 3 * experts * width * hidden
-    attention = longest * itemsize * (8 * hidden + 4 * (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"])
-    routed = ROW_BLOCK * itemsize * (sizes["chosen"] * (2 * hidden + 3 * width) + 8 * hidden)
-    input_sums = 2 * FLOAT * hidden**2 + 4 * longest * hidden * FLOAT
-    fixed = max(2 * codes, codes + max(attention, routed, input_sums))
-    expert = _expert_bytes(sizes, longest, itemsize)
-    chunk = experts if limit is None else min(experts, (limit - layer - codes - input_sums) // expert)
-    peak = layer + max(fixed, codes + input_sums + max(chunk, 1) * expert)
-    if limit is not None and (chunk < 1 or peak > limit):
-        smallest = layer + max(fixed, codes + input_sums + expert)
-        raise InputError(
-            f"{gib(limit)} of device memory is too little: a layer takes {gib(layer)}, {gib(smallest)} with one "
-            f"expert solved at a time; give --device-memory {math.ceil(smallest / 2**20)}MiB, or shorter sequences"
-        )
-    return DeviceMemory(layer, fixed, expert, chunk, peak)
+    itemsize = 2 if accelerator else FLOAT
+    unit = unit_of_experts(accelerator, sizes["hidden"], sizes["width"])
+    units = len(units_of(sizes["experts"], unit))
+    phases = _Phases(plan, sizes, longest, itemsize, unit, rows_of_block(accelerator), accelerator)
+    inputs = states = 0
+    resident, smallest = units, phases.peak(1)
+    if accelerator and tokens is not None:
+        inputs, states = recorded_bytes(sizes, tokens, itemsize), between_bytes(sizes, tokens, itemsize)
+    if limit is not None:
+        if smallest > limit:
+            raise InputError(
+                f"{gib(limit)} of device memory is too little: a layer takes {gib(phases.layer + phases.forward)}, "
+                f"{gib(smallest)} with one unit of {unit} experts at a time; give --device-memory "
+                f"{math.ceil(smallest / 2**20)}MiB, or shorter sequences"
+            )
+        inputs = inputs if smallest + inputs <= limit else 0
+        states = states if smallest + inputs + states <= limit else 0
+        resident = max(1, min(units, (limit - inputs - states - phases.solve(0)) // phases.routed))
+    return DeviceMemory(
+        unit,
+        units,
+        resident,
+        bool(inputs),
+        bool(states),
+        phases.layer,
+        phases.forward,
+        phases.one_unit,
+        smallest,
+        phases.peak(resident) + inputs + states,
+    )
+
+
+class _Phases:
+    """Bytes of each phase of a visit, without the rows of the calibration set."""
+
+    def __init__(
+        self, plan: Plan, sizes: Sizes, longest: int, itemsize: int, unit: int, rows: int, accelerator: bool
+    ) -> None:
+        experts, hidden, width = sizes["experts"], sizes["hidden"], sizes["width"]
+        numbers = range(plan.layers)
+        self.layer = max(sum(a.spec.bytes for a in plan.of_layer(n)) for n in numbers) if accelerator else 0
+        self.forward = max(_layer_bytes(plan, number, itemsize) for number in numbers)
+        self._rest = max(self.forward - itemsize * 3 * experts * width * hidden, 0)  # of the layer without its experts
+        self._written = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
+        self._codes = 3 * experts * width * hidden
+        attention = longest * itemsize * (8 * hidden + 4 * (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"])
+        routed = ROW_BLOCK * itemsize * (sizes["chosen"] * (2 * hidden + 3 * width) + 8 * hidden)
+        self._activations = max(attention, routed)
+        self._inputs = 2 * FLOAT * hidden**2 + 2 * rows * hidden * itemsize  # their sums, and one block of them
+        self.routed = unit * FLOAT * hidden**2
+        self.one_unit = unit * _expert_bytes(sizes, rows, itemsize)
+
+    def solve(self, resident: int) -> int:
+        return self.layer + self._rest + self._codes + self._inputs + resident * self.routed + self.one_unit
+
+    def peak(self, resident: int) -> int:
+        pack = self.layer + self._rest + self._codes + 2 * self._written
+        propagate = self.layer + self._written + self.forward + self._activations
+        return max(self.solve(resident), pack, propagate)
 
 
 def _layer_bytes(plan: Plan, number: int, itemsize: int) -> int:
@@ -89,19 +155,24 @@ def _layer_bytes(plan: Plan, number: int, itemsize: int) -> int:
     return sum(math.prod(a.spec.shape) * (FLOAT if a.kind == "compensate" else itemsize) for a in weights)
 
 
-def _expert_bytes(sizes: Sizes, longest: int, itemsize: int) -> int:
+def _expert_bytes(sizes: Sizes, rows: int, itemsize: int) -> int:
+    """Of one expert while its unit is solved, without its routed sums.
+
+    Args:
+        rows: of a block.
+    """
     hidden, width, chosen = sizes["hidden"], sizes["width"], sizes["chosen"]
-    square, narrow = FLOAT * hidden**2, FLOAT * width**2  # input_gram, width_gram
+    square, narrow = FLOAT * hidden**2, FLOAT * width**2  # the Gram matrices of x and of h
     gate_up, down = FLOAT * 2 * width * hidden, FLOAT * width * hidden
-    longest = max(longest, BATCH_TOKENS)
-    small = longest * (9 * chosen + 40)  # routing weights and row indices
-    # Routed rows (all rows in the worst case) with their weights, one batch at a time; then the blend.
-    inputs = max(square + longest * itemsize * 4 * hidden + small, SUMS_FINISHED * square)
-    # The weights in float32, rounded and as served; gate, up and h of a batch, or of its routed rows.
-    batch = longest * itemsize * max(6 * width, 2 * hidden + 5 * width) + small
-    serving = 3 * gate_up + down + square + 2 * narrow + batch
-    # The weights in float32 and as passed on, both Gram matrices, and then one matrix being rounded.
-    held = 2 * (gate_up + down) + square + narrow
+    stored = itemsize * 3 * width * hidden  # the weights as they are served
+    small = rows * (9 * chosen + 40)  # routing weights and row indices
+    # Routed rows, all rows in the worst case, one block at a time.
+    inputs = rows * itemsize * 2 * hidden + square // 4 + small
+    # The weights in float32, rounded and as served; gate, up and h of a block, and the same of its routed rows.
+    batch = rows * itemsize * max(4 * width, 2 * hidden + 6 * width) + small
+    serving = stored + 3 * gate_up + down + 2 * narrow + batch
+    # The weights in float32 and as passed on, and then one matrix being rounded.
+    held = stored + 2 * (gate_up + down) + narrow
     rounding = max(
         ROUNDING_SQUARE * square + ROUNDING_MATRIX * gate_up, ROUNDING_SQUARE * narrow + ROUNDING_MATRIX * down
     )

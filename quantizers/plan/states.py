@@ -5,14 +5,23 @@ from __future__ import annotations
 from quantizers.architectures.sizes import Sizes
 
 
-def calibration_bytes(sizes: Sizes, tokens: int, itemsize: int, rows: int = 2) -> int:
-    """Of the calibration set: what goes through the layer, and what its experts are called with.
+def between_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
+    """Of the calibration set: what goes from layer to layer.
 
     Args:
         itemsize: bytes of one element of a hidden state.
-        rows: hidden states of each token; measuring for a budget keeps one more.
     """
-    return tokens * (rows * itemsize * sizes["hidden"] + 8 * sizes["chosen"])
+    return tokens * itemsize * sizes["hidden"]
+
+
+def recorded_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
+    """Of the calibration set: what a layer's experts are called with, see `forward.recorded.RecordedRows`."""
+    return tokens * (itemsize * sizes["hidden"] + 8 * sizes["chosen"] + 1)
+
+
+def calibration_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
+    """Of the calibration set: both."""
+    return between_bytes(sizes, tokens, itemsize) + recorded_bytes(sizes, tokens, itemsize)
 
 
 def held_out_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:

@@ -203,8 +203,9 @@ class _Loop:
 
     def _make_again(self, number: int, entries: Sequence[dict[str, Any]]) -> None:
         source, ranks = self.job.opened, self.context.ranks
-        visit = Visit(number, hold(source, layer_names(source, self.job.facts, number)))
-        with self.model.layer(number, visit.source) as layer:
+        held = hold(source, layer_names(source, self.job.facts, number))
+        visit = Visit(number, held, held.to(self.model.device))
+        with self.model.layer(number, visit.there, experts=False) as layer:
             self.candidate.prepare(visit, layer)
         with self.candidate.layer(visit):
             pass

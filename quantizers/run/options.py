@@ -18,11 +18,12 @@ class Options:
     Attributes:
         output: the folder to write.
         device: where layers are computed.
-        device_memory: bytes that may be used there, which decides how many experts are solved at a time;
-            None for all that the device has.
+        device_memory: bytes that may be used there, which decides how much is held there, and no byte of the output;
+            None for what is free.
         paranoid: record the source's hashes; when the run resumes, compare them.
         with_data: copy the calibration sets' local data files into the output folder.
-        states: where calibration states lie: in `memory`, in `files`, or in memory where they fit (`auto`).
+        states: where calibration states lie: in `memory`, in `files`, or on the device or in memory where they fit
+            (`auto`).
         ignore_stop: go on after a layer whose figures are beyond the recipe's `verify.stop`.
         ranks: which of the processes that share the run this one is.
         command: what the user typed, from `quantize` on, to be named where the run is found unfinished.

@@ -7,7 +7,6 @@ place at the very end.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import time
@@ -27,22 +26,24 @@ from quantizers.calibration.samples import samples
 from quantizers.calibration.texts import token_tensors
 from quantizers.checkpoint.source_files import check_hashes, source_stats
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype
+from quantizers.device.kind import accelerated
 from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.output.folder import check_room, finished_report, move_into_place, refuse_strangers
 from quantizers.output.record import describe_files, text_sha256
 from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import device_memory
-from quantizers.plan.states import calibration_bytes, held_out_bytes
+from quantizers.plan.states import between_bytes, calibration_bytes, held_out_bytes
+from quantizers.plan.units import work_units
 from quantizers.recipe.locations import set_location
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
 from quantizers.recipe.scheme import Scheme
 from quantizers.system.atomic import copy_file, sync_folder, write_text
 from quantizers.system.errors import InputError, OutputError
-from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
 from quantizers.system.own_files import CARD, PAGE
 from quantizers.system.progress import checked, peak_memory, progress
+from quantizers.system.residents import Residents
 from quantizers.team.rendezvous import RESUME
 from stitch.write.beside import write_beside
 
@@ -53,10 +54,10 @@ from .held_out import HeldOut, held_out
 from .layer_loop import assist_layers, quantize_layers
 from .opening import opening_line
 from .options import Options
+from .places import places
 from .proof import prove
 
-METHOD = 4  # increased whenever the same settings would give different bytes
-SHARE_FOR_STATES = 0.5  # of the memory that is free: calibration states that need more lie in files
+METHOD = 5  # increased whenever the same settings would give different bytes
 
 
 def run(job: Job, options: Options) -> dict[str, Any]:
@@ -106,7 +107,8 @@ def assist(job: Job, options: Options) -> None:
             raise InputError(f"process {ranks.rank} has {key} {own}, but process 0 has {first}; {remedy}")
         with journal.locked(options.output, ranks):
             held = load_held_out(job)
-            context = Context(work, options.device, message["chunk"], check, ranks, message["files"])
+            residents = Residents(**message["residents"])
+            context = Context(work, options.device, residents, check, ranks, "files", "files")
             assist_layers(job, context, held.texts if held else ())
 
 
@@ -125,10 +127,11 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
         check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
     tokens = token_tensors(data, job.sizes["vocabulary"])
     held = load_held_out(job)  # before anything slow: a faulty set fails now
-    itemsize = forward_dtype(device).itemsize
+    itemsize, rows = forward_dtype(device).itemsize, sum(len(t) for t in tokens)
     limit = options.device_memory or device_limit(device, options.ranks.count)
-    memory = device_memory(job.plan, job.sizes, data.lengths[-1], itemsize, limit)
-    journal.refuse_changes(work, run_fingerprint(job, data, device, memory.chunk), options.output)
+    held_there = 0 if options.ranks.several or options.states != "auto" else rows  # what may lie on the device
+    memory = device_memory(job.plan, job.sizes, data.lengths[-1], accelerated(device), limit, held_there)
+    journal.refuse_changes(work, run_fingerprint(job, data, device), options.output)
     layers = job.sizes["layers"]
     journal.note_command(work, options.command, layers)
     counts = sum(len(t) for t in tokens), sum(len(text.tokens) for text in held.texts) if held else 0
@@ -144,28 +147,30 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     for folder in ("layers", "output"):
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
-    ranks, between, rows = options.ranks.at(work / "ranks", check), 0, sum(len(t) for t in tokens)
+    ranks, between = options.ranks.at(work / "ranks", check), 0
     if ranks.several:
         between = handed_over(job)
-        if device.type != "cpu" and (chunks := math.ceil(job.sizes["experts"] / memory.chunk)) < ranks.count:
+        if memory.units < ranks.count:
             print(
-                f"{chunks} chunks of experts for {ranks.count} processes, so some have none to solve; "
-                "a smaller --device-memory makes more, from the beginning of a run on",
+                f"{memory.units} units of {memory.unit} experts for {ranks.count} processes: some have none to solve",
                 file=sys.stderr,
             )
-    states = calibration_bytes(job.sizes, rows, itemsize)
-    in_files = states_in_files(states, options)
-    context = Context(work, device, memory.chunk, check, ranks, in_files)
+    inputs, states, in_files = places(job.sizes, memory, rows, itemsize, options)
+    residents = Residents(memory.resident, memory.unit, memory.smallest)
+    context = Context(work, device, residents, check, ranks, inputs, states)
     texts = held.texts if held else []
     needed = output_bytes(job, resolved.data.values() if options.with_data else ()) + between
-    needed += held_out_bytes(job.sizes, sum(len(text.tokens) for text in texts), itemsize) + (states if in_files else 0)
+    needed += held_out_bytes(job.sizes, sum(len(text.tokens) for text in texts), itemsize) + in_files
     if job.allocation:
         branches = branch_rows([len(t) for t in tokens], job.sizes["layers"])
-        check_room(work, needed + calibration_bytes(job.sizes, rows + branches, itemsize, rows=3))
+        walked = calibration_bytes(job.sizes, rows + branches, itemsize) + between_bytes(
+            job.sizes, rows + branches, itemsize
+        )
+        check_room(work, needed + walked)
         job = choose_schemes(job, tokens, context, options.output)
     check_room(work, needed)
     schemes = [asdict(scheme) for scheme in job.plan.schemes]
-    together = {"schemes": schemes, "chunk": memory.chunk, "files": in_files}
+    together = {"schemes": schemes, "residents": residents.as_dict()}
     ranks.broadcast("run", {"machine": fingerprint(device)} | together)
     verify = job.recipe.verify
     stop = verify.stop if verify and not options.ignore_stop else None
@@ -220,14 +225,7 @@ def find_damage(work: Path, layers: int, output: Path, check: Callable[[], None]
     return list(damaged)
 
 
-def states_in_files(states: int, options: Options) -> bool:
-    """Whether calibration states of so many bytes go to files: several processes can only share files."""
-    if options.ranks.several or options.states == "files":
-        return True
-    return options.states == "auto" and states > SHARE_FOR_STATES * available()
-
-
-def run_fingerprint(job: Job, data: CalibrationData, device: torch.device, chunk: int) -> dict[str, Any]:
+def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[str, Any]:
     """Every setting that the output's bytes depend on; gates and logging are not among them."""
     facts = {name: text_sha256(text) for name, text in facts_copy(job.own).items()}
     drawn = {"calibration.tokens": data.drawn.asked} if data.drawn else {}
@@ -240,7 +238,8 @@ def run_fingerprint(job: Job, data: CalibrationData, device: torch.device, chunk
             "source": source_stats(job.opened),
             "source_config": job.config,
             "calibration": data.digest,
-            "machine": fingerprint(device) | ({"chunk": chunk} if device.type != "cpu" else {}),
+            "machine": fingerprint(device),
+            "units": work_units(accelerated(device), job.sizes),
         }
     )
 

@@ -19,6 +19,7 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from quantizers.forward.lane import Lane, embed
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import recorded_rows, route_counts
 from quantizers.forward.states import Rows
-from quantizers.output.context import Context
+from quantizers.forward.weights import ExpertWeights
+from quantizers.output.context import Context, Place
 from quantizers.plan.job import Job
 from quantizers.solve.layer import solve_layer
 from quantizers.solve.solved import Solved
@@ -77,12 +79,13 @@ class Quantized:
         self.job, self.model, self.lane, self.context = job, model, lane, context
         self._writer, self._compensate_router = writer, compensate_router
 
-        def rows(name: str, width: int, dtype: torch.dtype) -> Rows:
-            path = context.work / f"{name}.bin" if context.states_in_files else None
-            return context.ranks.rank_zero_first(lambda: Rows(path, lengths, width, dtype))
+        def rows(place: Place, name: str, width: int, dtype: torch.dtype) -> Rows:
+            path = context.work / f"{name}.bin" if place == "files" else None
+            device = model.device if place == "device" else None
+            return context.ranks.rank_zero_first(lambda: Rows(path, lengths, width, dtype, device))
 
-        self.states = rows("states", job.sizes["hidden"], model.dtype)
-        self.recorded = recorded_rows(rows, job.sizes, model.dtype)
+        self.states = rows(context.states, "states", job.sizes["hidden"], model.dtype)
+        self.recorded = recorded_rows(partial(rows, context.inputs), job.sizes, model.dtype)
         self._made: Held | None = None
         self._writing: Future[Written] | None = None
         self._solved: dict[str, Any] = {}
@@ -102,21 +105,26 @@ class Quantized:
             self._begin_writing(visit, None)
             return
         settings = job.plan.settings(number)
-        entering = [states.clone() for states in self.states] if settings.engine == "llmcompressor" else []
+        library = settings.engine == "llmcompressor"
+        entering = [states.clone() for states in self.states] if library else []
         observe(model, layer, self.states, self.recorded, context.check, context.ranks)
         watch.lap("observe")
-        solved = solve_layer(
-            model,
-            layer,
-            visit.source.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None,
-            self.recorded,
-            settings,
-            chunk=context.chunk,
-            entering=entering,
-            check=context.check,
-            compensate_router=self._compensate_router,
-            ranks=context.ranks,
-        )
+        weights = ExpertWeights(visit.there, job.facts, job.sizes, number, model.device, model.dtype)
+        with model.layer(number, visit.there) if library else contextlib.nullcontext(layer) as whole:
+            solved = solve_layer(
+                model,
+                whole,
+                visit.there.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None,
+                self.recorded,
+                settings,
+                weights=weights.unit,
+                residents=context.residents,
+                entering=entering,
+                check=context.check,
+                compensate_router=self._compensate_router,
+                ranks=context.ranks,
+            )
+        weights.require_finite()
         del entering
         watch.lap("solve")
         self._begin_writing(visit, solved)
@@ -192,9 +200,10 @@ class Quantized:
             return []
         names = sorted({sample.category for sample in data.samples})
         counts = torch.zeros(len(names), self.job.sizes["experts"], dtype=torch.int64)
+        chosen = self.recorded.chosen.flat.cpu()
         for i, sample in enumerate(data.samples):
-            chosen = self.recorded.chosen[i].long()
-            counts[names.index(sample.category)] += route_counts(chosen, counts.shape[1])
+            own = chosen[self.recorded.sequence(i)].long()
+            counts[names.index(sample.category)] += route_counts(own, counts.shape[1])
         rows: list[list[int]] = counts.tolist()
         return rows
 

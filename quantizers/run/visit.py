@@ -52,12 +52,14 @@ class Visit:
     Attributes:
         number: of the layer.
         source: its tensors, as read from the source.
+        there: the same tensors on the device; on a CPU the same memory.
         watch: seconds by phase.
         compared: for each candidate what `compare` found; empty without texts, and in all ranks except 0.
     """
 
     number: int
     source: Held
+    there: Held
     watch: Watch = field(default_factory=Watch)
     compared: list[dict[str, Any]] = field(default_factory=list)
 
@@ -69,7 +71,7 @@ class Candidate(Protocol):
     keeps_attention: bool  # whether all before the norm is the source's own
 
     def prepare(self, visit: Visit, layer: torch.nn.Module) -> None:
-        """Called while `layer` holds the source's weights, which are to be left as they are."""
+        """Called while `layer` holds the source's weights but those of its experts; they are to be left as they are."""
 
     def layer(self, visit: Visit) -> AbstractContextManager[torch.nn.Module]:
         """The layer with the candidate's weights, within the block."""
@@ -102,6 +104,7 @@ def visits(
         QuantizeError: an output is not finite, or the device's memory is full.
     """
     model = reference.model
+    model = reference.model
     lanes = [reference, *(candidate.lane for candidate in candidates)]
     parts = [layer_names(source, model.facts, number) for number in range(done, model.sizes["layers"])]
     with contextlib.closing(held_ahead(source, parts)) as ahead:
@@ -109,14 +112,17 @@ def visits(
             check()
             doing("reading")
             watch = Watch()
-            visit = Visit(number, next(ahead), watch)
+            source = next(ahead)
             watch.lap("read")
             with device_memory_errors(number):
+                visit = Visit(number, source, source.to(model.device), watch)
                 _pass_through(visit, reference, candidates, texts, ranks)
+            del source
             yield visit
             for lane in lanes:
                 lane.forget(number)
-            visit.source = visit.source.only(())  # who asked may still hold the visit, while the next bytes are read
+            # Who asked may still hold the visit, while the next bytes are read.
+            visit.source = visit.there = visit.source.only(())
             release_free_memory()
 
 
@@ -124,7 +130,8 @@ def _pass_through(
     visit: Visit, reference: Lane, candidates: Sequence[Candidate], texts: Sequence[Text], ranks: Ranks
 ) -> None:
     number, watch = visit.number, visit.watch
-    with reference.model.layer(number, visit.source) as layer:
+    # Its experts are needed for texts alone: whoever makes a layer from them reads them unit by unit, as stored.
+    with reference.model.layer(number, visit.there, experts=bool(texts)) as layer:
         watch.lap("materialise")
         if texts:
             doing("held-out texts")
@@ -133,6 +140,7 @@ def _pass_through(
                 if _shares_attention(candidate, number):
                     candidate.lane.attend_as(reference, number)
             reference.finish(number, layer)
+            reference.model.release_experts(layer)
             watch.lap("reference")
         for candidate in candidates:
             candidate.prepare(visit, layer)
@@ -163,7 +171,8 @@ def device_memory_errors(number: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise QuantizeError(
-            f"layer {number}: the device's memory is full; give the same command again with a smaller --device-memory"
+            f"layer {number}: the device's memory is full; give the same command again with a smaller --device-memory, "
+            "and the run goes on"
         ) from None
 
 

@@ -15,6 +15,7 @@ import torch
 
 from quantizers.forward.codes import code_range, grouped
 
+DAMPING = 0.01  # of Gram matrices, as a share of their mean diagonal
 MSE_FACTORS = tuple(1.05 - 0.02 * k for k in range(20))
 BLOCK = 64  # GPTQ columns handled before the rest of the matrix is updated with one matmul
 
@@ -122,7 +123,13 @@ def inverse_factor(gram: torch.Tensor, damping: float) -> tuple[torch.Tensor, to
 
 
 def gptq(
-    weight: torch.Tensor, gram: torch.Tensor, scale: torch.Tensor, bits: int, damping: float = 0.01
+    weight: torch.Tensor,
+    gram: torch.Tensor,
+    scale: torch.Tensor,
+    bits: int,
+    damping: float = 0.01,
+    *,
+    careful: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round column by column, each column's error spread over those not yet rounded.
 

@@ -1,7 +1,6 @@
-"""How much each token counts for each expert.
+"""How much each token counts for each expert, and where the tokens lie that the router sends to it.
 
-Legend: T tokens of one sequence, H hidden, E experts, c experts of a chunk, K experts chosen per token;
-x (T, H) is what the MoE block reads.
+Legend: T rows of one block, E experts, c experts of a unit, K experts chosen per token.
 
 Every expert sees every token (a router sends some experts too few to know their inputs by), and the
 tokens the router really sends count more. Of two ways of counting tokens, each of total weight 1,
@@ -14,18 +13,13 @@ Because routing is known before the experts run, the blend is one weighted sum: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
+from quantizers.device.fetch import on_host
 from quantizers.forward.recorded import Recorded, route_counts
-from quantizers.plan.solve_memory import BATCH_TOKENS
-
-from .symmetric import gram
-
-LARGEST = 1e16  # squares of this, times ten million tokens, are still finite in float32
 
 
 @dataclass(frozen=True)
@@ -46,163 +40,117 @@ class Blend:
     tokens: int
     full_share_at: int
 
+    def factors(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(c,) float32 each: what r² of a routed token, and what any token, is multiplied by in the blend."""
+        share = self.share[first:last]
+        mass = self.routed_mass[first:last].clamp(min=torch.finfo(torch.float64).tiny)
+        return (share / mass).float(), (1 - share) / self.tokens
+
 
 @dataclass(frozen=True)
-class InputSums:
-    """Sums of x over all tokens, float32.
+class Table:
+    """The routed rows of one block, expert by expert; rows whose routing weight is zero are left out.
 
     Attributes:
-        gram: Σ x xᵀ (H, H).
-        mean: mean |x| (H,).
-        tokens: rows that went into the sums.
-        dropped: rows left out because they were not finite, or so large that their squares are not.
+        rows: (T·K,) int32, numbers of rows; those of expert e begin at `starts[e]`, in their order.
+        weight: (T·K,) float32, their routing weights.
+        starts, counts: (E,) int64.
+        known: the counts on the host, so that a gather of padded rows needs no synchronisation.
     """
 
-    gram: torch.Tensor
-    mean: torch.Tensor
-    tokens: int
-    dropped: int
+    rows: torch.Tensor
+    weight: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    known: list[int]
 
-    def fallbacks(self) -> list[str]:
-        """A line for the report where rows were left out."""
-        return [f"{self.dropped} rows of the block's input left out: not finite, or too large"] if self.dropped else []
+    def most(self, first: int, last: int) -> int:
+        """The largest number of rows that one of these experts gets."""
+        return max(self.known[first:last])
 
+    def routed(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of experts first … last - 1, padded to the largest number that one of them gets.
 
-def usable(rows: torch.Tensor) -> torch.Tensor:
-    """(…, T) bool: the rows of (…, T, C) whose squares can be added up in float32."""
-    return rows.abs().amax(-1) < LARGEST  # False for NaN and infinity
-
-
-def blank(rows: torch.Tensor, good: torch.Tensor) -> torch.Tensor:
-    """Set the rows of (…, T, C) that are not `good` (…, T) to zero, in place."""
-    # To look first is quicker where looking is free; a GPU would have to be waited for.
-    if rows.is_cuda or not bool(good.all()):
-        rows.masked_fill_(~good.unsqueeze(-1), 0)
-    return rows
-
-
-def input_sums(sequences: Iterable[Recorded]) -> InputSums:
-    """Gather `InputSums`, one sequence a matmul, in order."""
-    total: torch.Tensor | None = None
-    size = count = torch.zeros(0)
-    rows = 0
-    for sequence in sequences:
-        good = usable(sequence.x)
-        x = torch.where(good.unsqueeze(-1), sequence.x, torch.zeros_like(sequence.x))
-        part, magnitude = gram(x, x), x.float().abs().sum(0)
-        rows += x.shape[0]
-        if total is None:
-            total, size, count = part, magnitude, good.sum()
-        else:
-            total, size, count = total.add_(part), size.add_(magnitude), count + good.sum()
-    assert total is not None, "a calibration set has at least one sequence"
-    tokens = int(count)
-    return InputSums(total, size / max(tokens, 1), tokens, rows - tokens)
+        Returns:
+            Row numbers (c, m) int64 and routing weights (c, m) float32, both 0 where padded.
+        """
+        places = torch.arange(self.most(first, last), device=self.rows.device)
+        padded = places >= self.counts[first:last, None]
+        at = (self.starts[first:last, None] + places).masked_fill_(padded, 0)
+        return self.rows[at].long().masked_fill_(padded, 0), self.weight[at].masked_fill_(padded, 0)
 
 
-def blend(sequences: Iterable[Recorded], experts: int, routed_weight: float, full_share_at: int) -> Blend:
-    """Count the routed tokens, rows that are not `usable` left out, and derive each expert's share.
+@dataclass(frozen=True)
+class Survey:
+    """What one sweep over a layer's routing finds.
+
+    Attributes:
+        tables: of each block.
+        blended: how tokens count.
+        rows: number of all rows, usable or not.
+    """
+
+    tables: list[Table]
+    blended: Blend
+    rows: int
+
+    def routed(self) -> int:
+        """Tokens that an expert gets on average."""
+        return sum(sum(table.known) for table in self.tables) // len(self.blended.share)
+
+
+def survey(blocks: Iterable[Recorded], experts: int, routed_weight: float, full_share_at: int) -> Survey:
+    """Count the routed tokens, make each block's table, and derive each expert's share; one synchronisation.
 
     Args:
         routed_weight: the recipe's a, 0 to 1.
         full_share_at: n0. The hidden size is used: with fewer tokens than columns the routed Gram
             matrix is singular.
     """
-    counts: torch.Tensor | None = None
-    mass = torch.zeros(0)
-    tokens = torch.zeros(0)
-    for sequence in sequences:
-        good = usable(sequence.x)
-        kept = good.unsqueeze(-1).expand_as(sequence.chosen)
-        part = torch.zeros(experts, dtype=torch.int64, device=kept.device).scatter_add_(
-            0, sequence.chosen.flatten(), kept.flatten().long()
-        )
-        # scatter_add_, as above, is for whole numbers only: a GPU adds in the order in which its threads come. A token
-        # chooses an expert at most once, so here every number has a place of its own, and a sum has a fixed order.
-        table = torch.zeros(len(good), experts, dtype=torch.float64, device=kept.device)
-        squares = table.scatter_(1, sequence.chosen, sequence.weight.double().square() * kept).sum(0)
-        seen = good.sum()
-        if counts is None:
-            counts, mass, tokens = part, squares, seen
-        else:
-            counts, mass, tokens = counts + part, mass + squares, tokens + seen
-    assert counts is not None, "a calibration set has at least one sequence"
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    numbers: list[torch.Tensor] = []
+    mass: torch.Tensor | None = None
+    rows = 0
+    for block in blocks:
+        chosen, usable = block.chosen.long(), block.usable.unsqueeze(-1)
+        # Whatever is left out goes to an expert after the last. A sort that is stable leaves rows in their order.
+        known = torch.where(usable, chosen, experts)
+        listed = torch.where(block.weight != 0, known, experts).flatten()
+        order = listed.argsort(stable=True)
+        parts.append(((order // chosen.shape[1]).int(), block.weight.flatten()[order]))
+        counted = (route_counts(index, experts + 1)[:experts] for index in (listed, known))
+        numbers.append(torch.cat([*counted, block.usable.sum().view(1)]))
+        # scatter_add_, as in route_counts, is for whole numbers only: a GPU adds in the order in which its threads
+        # come. A token chooses an expert at most once, so here every number has a place of its own.
+        table = torch.zeros(len(chosen), experts, dtype=torch.float64, device=chosen.device)
+        squares = table.scatter_(1, chosen, block.weight.double().square()).sum(0)
+        mass = squares if mass is None else mass + squares
+        rows += len(chosen)
+    assert mass is not None, "a calibration set has at least one sequence"
+    together = torch.stack(numbers)  # (blocks, 2E + 1)
+    listed, counts = together[:, :experts], together[:, experts : 2 * experts].sum(0)
     share = routed_weight * torch.clamp(counts / full_share_at, max=1.0)
-    return Blend(
-        counts, mass, torch.where(mass > 0, share, torch.zeros_like(share)).float(), int(tokens), full_share_at
-    )
+    share = torch.where(mass > torch.finfo(torch.float32).tiny, share, torch.zeros_like(share)).float()
+    found = on_host(together)
+    starts = listed.cumsum(1) - listed
+    tables = [
+        Table(*part, start, count, row)
+        for part, start, count, row in zip(parts, starts, listed, found[:, :experts].tolist(), strict=True)
+    ]
+    return Survey(tables, Blend(counts, mass, share, int(found[:, -1].sum()), full_share_at), rows)
 
 
-def squared_weights(sequence: Recorded, first: int, last: int) -> torch.Tensor:
-    """(c, T) float32: the square of each token's routing weight for experts first … last - 1, 0 where not chosen."""
+def squared_weights(block: Recorded, first: int, last: int) -> torch.Tensor:
+    """(c, T) float32: the square of each row's routing weight for experts first … last - 1, 0 where not chosen."""
     chunk = last - first
-    ours = (sequence.chosen >= first) & (sequence.chosen < last)
-    column = torch.where(ours, sequence.chosen - first, chunk)  # the last column takes all others, and is dropped
+    ours = (block.chosen >= first) & (block.chosen < last)
+    column = torch.where(ours, block.chosen - first, chunk).long()  # the last takes all others, and is dropped
     table = torch.zeros(len(column), chunk + 1, device=column.device)
-    return table.scatter_(1, column, sequence.weight.square())[:, :chunk].T.contiguous()
+    return table.scatter_(1, column, block.weight.square())[:, :chunk].T.contiguous()
 
 
-def token_weights(sequence: Recorded, blended: Blend, first: int, last: int) -> torch.Tensor:
-    """(c, T) float32: what each token of the sequence counts for experts first … last - 1."""
-    share = blended.share[first:last, None]
-    mass = blended.routed_mass[first:last, None].clamp(min=torch.finfo(torch.float64).tiny)
-    squared = squared_weights(sequence, first, last)
-    return (share * (squared.double() / mass).float()) + (1 - share) / blended.tokens
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sequences first … last - 1, which are worked on together: of a short one an expert gets few tokens.
-
-    Attributes:
-        routed: their tokens that an expert gets on average.
-        most: the largest number of them that one expert gets, known on the host, so that a gather of
-            padded rows needs no synchronisation. Of all experts, so that shapes do not depend on chunks.
-    """
-
-    first: int
-    last: int
-    routed: int
-    most: int
-
-
-def batches(sequences: Iterable[Recorded], experts: int) -> list[Batch]:
-    """Neighbouring sequences joined as long as they have at most `BATCH_TOKENS` tokens; one synchronisation for all."""
-    bounds, tokens, parts = [0], 0, list[torch.Tensor]()
-    for number, sequence in enumerate(sequences):
-        counts = route_counts(sequence.chosen, experts)
-        if tokens and tokens + len(sequence.chosen) <= BATCH_TOKENS:
-            parts[-1] += counts
-            tokens += len(sequence.chosen)
-            bounds[-1] = number + 1
-        else:
-            parts.append(counts)
-            tokens = len(sequence.chosen)
-            bounds.append(number + 1)
-    rows = torch.stack(parts).tolist()
-    return [Batch(*ends, sum(row) // experts, max(row)) for ends, row in zip(pairwise(bounds), rows, strict=True)]
-
-
-def joined(sequences: Sequence[Recorded], batch: Batch) -> Recorded:
-    """A batch's sequences, one after the other."""
-    parts = [sequences[number] for number in range(batch.first, batch.last)]
-    if len(parts) == 1:
-        return parts[0]
-    return Recorded(*(torch.cat(columns) for columns in zip(*((p.x, p.chosen, p.weight) for p in parts), strict=True)))
-
-
-def routed_rows(sequence: Recorded, first: int, last: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens routed to experts first … last - 1, padded to `most` rows an expert.
-
-    Returns:
-        Token numbers (c, most) int64 and squared routing weights (c, most) float32, both 0 where padded.
-        Tokens whose weight is 0 are left out: they add nothing.
-    """
-    squared = squared_weights(sequence, first, last)  # (c, T)
-    so_far = (squared > 0).cumsum(-1)
-    # An expert's n-th token is the one at which its running count reaches n; past the last where it has fewer.
-    wanted = torch.arange(1, min(most, squared.shape[1]) + 1, device=squared.device)
-    rows = torch.searchsorted(so_far, wanted.repeat(len(squared), 1))
-    padded = rows == squared.shape[1]
-    rows.masked_fill_(padded, 0)
-    return rows, squared.gather(1, rows).masked_fill_(padded, 0)
+def token_weights(block: Recorded, blended: Blend, first: int, last: int) -> torch.Tensor:
+    """(c, T) float32: what each row counts for experts first … last - 1; 0 for those that are not usable."""
+    routed, every = blended.factors(first, last)
+    weights = squared_weights(block, first, last).mul_(routed.unsqueeze(-1)).add_(every.unsqueeze(-1))
+    return weights.mul_(block.usable)

@@ -25,7 +25,7 @@ from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
 from quantizers.forward.codes import dequantize
-from quantizers.forward.recorded import Recorded
+from quantizers.forward.recorded import recorded as seen_by
 from quantizers.forward.weights import layer_weights, read_weight
 from quantizers.output import journal
 from quantizers.output.context import Context
@@ -37,9 +37,10 @@ from quantizers.run import pipeline
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.run.stitched import stitch
-from quantizers.solve import expert_chunk, gram_engine
+from quantizers.solve import expert_unit, gram_engine
 from quantizers.solve.rounding import minmax_scales, rounded
 from quantizers.system.errors import InputError, OutputError, QuantizeError
+from quantizers.system.residents import Residents
 from quantizers.team.ranks import Ranks
 from stitch.audit.checkpoint import verify
 
@@ -93,7 +94,7 @@ def test_errors_are_those_of_the_experts_outputs() -> None:
     recorded = []
     for tokens in (7, 5):
         chosen = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)])
-        recorded.append(Recorded(torch.randn(tokens, hidden), chosen, torch.rand(tokens, 2)))
+        recorded.append(seen_by(torch.randn(tokens, hidden), chosen, torch.rand(tokens, 2)))
     plain = Experts(awq=False, scales="minmax", routed_weight=0.5)
     schemes = [Scheme(4, 32), Scheme(8, 32)]
 
@@ -103,7 +104,7 @@ def test_errors_are_those_of_the_experts_outputs() -> None:
     for compared in ([0, 1], [1]):
         found = scheme_errors(
             recorded, gate_up, down, norm=torch.ones(hidden), activation=torch.nn.functional.silu, settings=plain,
-            schemes=schemes, experts=3, chunk=2, compared=compared,
+            schemes=schemes, experts=3, unit=2, compared=[recorded[i] for i in compared],
         )  # fmt: skip
         for scheme in schemes:
             expected = dict.fromkeys(("all", "gate", "up", "down"), 0.0)
@@ -135,7 +136,7 @@ def test_what_is_predicted_from_is_what_the_run_stores(
     layer = make_layer(3)
     settings = Experts(group_size=32, bits=bits, awq=Awq(grid=8), scales=scales, rounding="nearest")
     of_s = list[Tensor]()
-    real, search = output_errors.divided, expert_chunk._width_scale
+    real, search = output_errors.divided, expert_unit._width_scale
 
     def predicted(scale: Tensor, codes: Tensor, s: Tensor) -> Tensor:
         of_s.append(s)
@@ -147,12 +148,13 @@ def test_what_is_predicted_from_is_what_the_run_stores(
         return of_s[0], totals
 
     monkeypatch.setattr(output_errors, "divided", predicted)
-    monkeypatch.setattr(expert_chunk, "_width_scale", found)
-    common: Any = {"norm": layer.norm, "activation": torch.nn.functional.silu, "settings": settings, "chunk": 8}
+    monkeypatch.setattr(expert_unit, "_width_scale", found)
+    common: Any = {"norm": layer.norm, "activation": torch.nn.functional.silu, "settings": settings, "unit": 8}
+    seen = layer.recorded()
     guess = scheme_errors(
-        layer.recorded(), layer.gate_up, layer.down, schemes=[Scheme(bits, 32)], experts=5, compared=[0], **common
+        seen, layer.gate_up, layer.down, schemes=[Scheme(bits, 32)], experts=5, compared=seen[:1], **common
     )
-    solved = gram_engine.solve(layer.recorded(), layer.gate_up, layer.down, router=layer.router, **common)
+    solved = gram_engine.solve(seen, layer.weights(), router=layer.router, residents=Residents.all_of(5), **common)
     assert bool((solved.smooth != 1).any())
     s = of_s[0]
     assert bool((s != 1).any())

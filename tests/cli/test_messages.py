@@ -149,7 +149,6 @@ def test_other_threads_name_the_variable_and_the_number(
         ("threads", 3, "set OMP_NUM_THREADS=3"),
         ("device", "cpu", "give --device cpu"),
         ("device", "a card", "go on with the device a card"),
-        ("chunk", 5, "give the --device-memory that it began with"),
         ("torch", "2.0", "install torch 2.0"),
         ("cpu_capability", "AVX2", "restore it"),
     ],

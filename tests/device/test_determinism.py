@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_layer import GROUP, make_layer
+from one_layer import GROUP, make_layer, sliced
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.fidelity.score import score_text
@@ -21,12 +21,14 @@ from quantizers.budget.output_errors import scheme_errors
 from quantizers.cli import main as cli
 from quantizers.device import devices
 from quantizers.device.determinism import WORKSPACE, ordered
-from quantizers.forward.recorded import Recorded
+from quantizers.forward.recorded import Recorded, usable_rows
+from quantizers.forward.recorded import recorded as seen_by
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.recipe.scheme import Scheme
 from quantizers.solve.gram_engine import solve
-from quantizers.solve.token_weights import blend, routed_rows, squared_weights
+from quantizers.solve.token_weights import squared_weights, survey
 from quantizers.system.errors import InputError, QuantizeError
+from quantizers.system.residents import Residents
 
 MEMORY: Any = torch.utils.deterministic  # a module to which torch adds a property, unseen by type checkers
 
@@ -194,14 +196,14 @@ def recorded(seed: int, lengths: tuple[int, ...], experts: int, chosen: int) -> 
         x[::7] = torch.inf
         weight = 10 ** (6 * torch.rand(length, chosen, generator=generator) - 3)
         chosen_by = torch.rand(length, experts, generator=generator).topk(chosen).indices
-        sequences.append(Recorded(x, chosen_by, weight))
+        sequences.append(seen_by(x, chosen_by, weight))
     return sequences
 
 
 def test_the_routing_mass_is_the_exact_sum() -> None:
     """Against math.fsum of Python's numbers, expert by expert; and counts, which are whole."""
     sequences = recorded(0, (1, 50, 333), 6, 2)
-    found = blend(sequences, 6, 0.9, 8)
+    found = survey(sequences, 6, 0.9, 8).blended
     for expert in range(6):
         squares = [
             weight * weight
@@ -215,22 +217,23 @@ def test_the_routing_mass_is_the_exact_sum() -> None:
         assert len(squares) > 20
         assert int(found.routed_tokens[expert]) == len(squares)
         assert float(found.routed_mass[expert]) == pytest.approx(math.fsum(squares), rel=1e-15)
-    assert found.tokens == sum(int(torch.isfinite(s.x).all(-1).sum()) for s in sequences)
+    assert found.tokens == sum(int(s.usable.sum()) for s in sequences) == 384 - 1 - 8 - 48
 
 
-@pytest.mark.parametrize("most", [1, 3, 400])
-def test_routed_rows_one_by_one(most: int) -> None:
-    """Each expert's tokens in their order, at most so many, then zeros; tokens of weight 0 left out."""
+def test_routed_rows_one_by_one() -> None:
+    """Each expert's tokens in their order, then zeros; tokens of weight 0 left out."""
     (sequence,) = recorded(1, (60,), 6, 2)
+    assert not bool(usable_rows(torch.full((1, 3), torch.inf)))
     sequence.weight[10:20] = 0
     squared = squared_weights(sequence, 1, 5)
-    rows, weights = routed_rows(sequence, 1, 5, most)
-    width = min(most, 60)
+    table = survey([sequence], 6, 0.9, 8).tables[0]
+    rows, weights = table.routed(1, 5)
     for expert in range(1, 5):
-        mine = [t for t in range(60) if expert in sequence.chosen[t].tolist() and squared[expert - 1, t] > 0][:width]
-        padding = [0] * (width - len(mine))
+        mine = [t for t in range(60) if expert in sequence.chosen[t].tolist() and squared[expert - 1, t] > 0]
+        padding = [0] * (table.most(1, 5) - len(mine))
         assert rows[expert - 1].tolist() == mine + padding
-        assert weights[expert - 1].tolist() == [float(squared[expert - 1, t]) for t in mine] + padding
+        found = weights[expert - 1].square().tolist()
+        assert found == [float(squared[expert - 1, t]) for t in mine] + padding
 
 
 class InOrder(TorchDispatchMode):
@@ -294,19 +297,20 @@ def test_the_watch_lets_whole_numbers_pass() -> None:
 def test_a_layer_is_solved_without_operations_that_have_no_order(rounding: Any, dtype: torch.dtype) -> None:
     """Search, rounding, and what a budget is measured by."""
     layer = make_layer(5, tokens=200)
-    seen = [Recorded(r.x.to(dtype), r.chosen, r.weight) for r in layer.recorded()]
+    seen = [seen_by(r.x.to(dtype), r.chosen, r.weight) for r in layer.recorded()]
     gate_up, down = layer.gate_up.to(dtype), layer.down.to(dtype)
     settings = Experts(group_size=GROUP, awq=Awq(grid=4), rounding=rounding)
     choices = max(1024, *(len(r.x) for r in seen)) * seen[0].chosen.shape[1]  # of sequences joined
     with InOrder(choices) as watch:
         solve(
-            seen, gate_up, down,
-            norm=layer.norm, router=layer.router, activation=silu, settings=settings, chunk=2,
+            seen, sliced(gate_up, down),
+            norm=layer.norm, router=layer.router, activation=silu, settings=settings, unit=2,
+            residents=Residents(2, 2, 0),
         )  # fmt: skip
         scheme_errors(
             seen, gate_up, down,
-            norm=layer.norm, activation=silu, settings=settings, schemes=[Scheme(4, GROUP)], experts=3, chunk=2,
-            compared=[0],
+            norm=layer.norm, activation=silu, settings=settings, schemes=[Scheme(4, GROUP)], experts=3, unit=2,
+            compared=seen[:1],
         )  # fmt: skip
     assert {"scatter_add", "cumsum", "sum", "bmm"} <= watch.seen, "the watch saw the work"
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import Finished
-from one_layer import GROUP, make_layer
+from one_layer import GROUP, make_layer, sliced
 
 from quantizers.architectures.matrices import MATRICES
-from quantizers.forward.recorded import Recorded
+from quantizers.forward.recorded import Recorded, recorded
 from quantizers.plan.job import prepare
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.run import layer_loop, measure, pipeline
@@ -20,7 +20,9 @@ from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.solve.expert_sums import width_sums
 from quantizers.solve.gram_engine import solve
-from quantizers.solve.token_weights import batches, blend, input_sums
+from quantizers.solve.input_sums import sweep
+from quantizers.solve.token_weights import survey
+from quantizers.system.residents import Residents
 
 silu = torch.nn.functional.silu
 BFLOAT16 = torch.bfloat16
@@ -30,25 +32,25 @@ def rounded_layer() -> Any:
     """A layer whose weights and recorded inputs bfloat16 holds exactly, so that only the arithmetic differs."""
     layer = make_layer(5, tokens=200)
     layer.gate_up, layer.down = layer.gate_up.bfloat16().float(), layer.down.bfloat16().float()
-    recorded = [Recorded(r.x.bfloat16().float(), r.chosen, r.weight) for r in layer.recorded()]
-    return layer, recorded
+    return layer, [recorded(r.x.bfloat16().float(), r.chosen, r.weight) for r in layer.recorded()]
 
 
-def in_bfloat16(recorded: list[Recorded]) -> list[Recorded]:
-    return [Recorded(r.x.bfloat16(), r.chosen, r.weight) for r in recorded]
+def in_bfloat16(blocks: list[Recorded]) -> list[Recorded]:
+    return [recorded(r.x.bfloat16(), r.chosen, r.weight) for r in blocks]
 
 
 def test_sums_of_bfloat16_inputs_are_float32_sums() -> None:
     """Oracle: float64. Σ x xᵀ of all tokens to float32's rounding; Σ h hᵀ to bfloat16's rounding of h itself."""
-    layer, recorded = rounded_layer()
-    half = in_bfloat16(recorded)
-    x = torch.cat([r.x for r in recorded]).double()
-    sums = input_sums(half)
+    layer, blocks = rounded_layer()
+    half = in_bfloat16(blocks)
+    x = torch.cat([r.x for r in blocks]).double()
+    found = survey(half, 5, 0.0, 96)
+    sums, _ = sweep(half, found, [], x.shape[1], with_all=True)
+    assert sums is not None
     length = (x.square().sum(0)).sqrt()
     assert sums.gram.dtype == torch.float32
     assert ((sums.gram.double() - x.mT @ x).abs() <= 1e-6 * length[:, None] * length).all()
-    blended = blend(half, 5, 0.0, 96)
-    got = width_sums(half, batches(half, 5), layer.gate_up.bfloat16(), activation=silu, blended=blended, first=0)
+    got = width_sums(half, found, layer.gate_up.bfloat16(), activation=silu, unit=(0, 5))
     assert got.gram.dtype == torch.float32
     gate, up = (x @ layer.gate_up.double().mT).chunk(2, dim=-1)
     h = silu(gate) * up
@@ -62,11 +64,12 @@ def test_sums_of_bfloat16_inputs_are_float32_sums() -> None:
 @pytest.mark.parametrize("rounding", ["gptq", "nearest"])
 def test_a_layer_solved_in_bfloat16_is_as_good(rounding: Any) -> None:
     """Errors on the calibration inputs within 5 % of those of float32: an expert may get the scale next to its own."""
-    layer, recorded = rounded_layer()
+    layer, blocks = rounded_layer()
     settings = Experts(group_size=GROUP, awq=Awq(grid=8), rounding=rounding)
-    options: Any = {"norm": layer.norm, "router": layer.router, "activation": silu, "settings": settings, "chunk": 5}
-    whole = solve(recorded, layer.gate_up, layer.down, **options)
-    half = solve(in_bfloat16(recorded), layer.gate_up.bfloat16(), layer.down.bfloat16(), **options)
+    options: Any = {"norm": layer.norm, "router": layer.router, "activation": silu, "settings": settings, "unit": 5}
+    options["residents"] = Residents(1, 5, 0)
+    whole = solve(blocks, layer.weights(), **options)
+    half = solve(in_bfloat16(blocks), sliced(layer.gate_up.bfloat16(), layer.down.bfloat16()), **options)
     for name in ("gate_up_rounding", "down_rounding", "norm_search_after", "down_search_after"):
         assert half.error[name] == pytest.approx(whole.error[name], rel=0.05)
     for matrix in MATRICES:

@@ -34,7 +34,8 @@ from quantizers.plan.job import Job, prepare
 from quantizers.plan.plan import file_size, index_json
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
-from quantizers.solve.token_weights import input_sums
+from quantizers.solve.input_sums import sweep
+from quantizers.solve.token_weights import survey
 from stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
@@ -162,10 +163,13 @@ def test_the_sums_are_those_of_a_hook_on_the_whole_model(made: Made, whole: Any,
     recorded = recorded_rows(lambda _, width, dtype: Rows(None, lengths, width, dtype), streamed.sizes, torch.float32)
     with streamed.layer(number) as layer:
         observe(streamed, layer, states, recorded)
-    sums = input_sums(recorded.sequences(CPU))
+    blocks = recorded.blocks(CPU, 100)
+    found = survey(blocks, streamed.sizes["experts"], 0.0, streamed.sizes["hidden"])
+    sums, _ = sweep(blocks, found, [], streamed.sizes["hidden"], with_all=True)
+    assert sums is not None
     x = torch.cat(seen)
     wanted = x.mT @ x
-    assert sums.tokens == len(x)
+    assert found.blended.tokens == len(x)
     assert float((sums.gram.double() - wanted).norm() / wanted.norm()) < 1e-6
     assert torch.allclose(sums.mean.double(), x.abs().mean(0), rtol=1e-5)
     assert torch.equal(torch.bincount(recorded.chosen.flat.flatten()), torch.bincount(torch.cat(chosen)))

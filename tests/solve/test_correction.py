@@ -7,12 +7,12 @@ import torch
 from torch.nn.functional import silu
 
 from quantizers.forward.codes import dequantize
-from quantizers.forward.recorded import Recorded
+from quantizers.forward.recorded import Recorded, recorded
 from quantizers.solve import expert_sums
 from quantizers.solve.correction import corrected
 from quantizers.solve.expert_sums import WidthSums, width_sums
 from quantizers.solve.rounding import minmax_scales, nearest
-from quantizers.solve.token_weights import batches, blend
+from quantizers.solve.token_weights import survey
 
 EXPERTS, HIDDEN, WIDTH = 3, 64, 32
 Case = tuple[list[Recorded], torch.Tensor, torch.Tensor]
@@ -29,17 +29,15 @@ def case(seed: int, lengths: tuple[int, ...] = (30, 60)) -> Case:
     for length in lengths:
         chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(length)])
         weight = torch.rand(length, 2, generator=generator)
-        sequences.append(Recorded(normal(length, HIDDEN), chosen, weight / weight.sum(-1, keepdim=True)))
+        sequences.append(recorded(normal(length, HIDDEN), chosen, weight / weight.sum(-1, keepdim=True)))
     source = normal(EXPERTS, 2 * WIDTH, HIDDEN) / 8
     scale = minmax_scales(source, 32, 4)
     return sequences, source, dequantize(nearest(source, scale, 4), scale)
 
 
 def sums_of(sequences: list[Recorded], source: torch.Tensor, served: torch.Tensor, share: float) -> WidthSums:
-    blended = blend(sequences, EXPERTS, share, HIDDEN)
-    return width_sums(
-        sequences, batches(sequences, EXPERTS), served, activation=silu, blended=blended, first=0, source=source
-    )
+    found = survey(sequences, EXPERTS, share, HIDDEN)
+    return width_sums(sequences, found, served, activation=silu, unit=(0, EXPERTS), source=source)
 
 
 def slow(
@@ -78,24 +76,21 @@ def test_the_sums_are_those_of_the_tokens(share: float) -> None:
         close(sums.changes[e], (d * routed[:, None]).T @ h)
 
 
-def test_one_chunk_or_several_is_the_same() -> None:
+def test_one_unit_or_several_is_the_same() -> None:
     sequences, source, served = case(2)
-    blended, together = blend(sequences, EXPERTS, 0.9, HIDDEN), batches(sequences, EXPERTS)
-    whole = width_sums(sequences, together, served, activation=silu, blended=blended, first=0, source=source)
+    found = survey(sequences, EXPERTS, 0.9, HIDDEN)
+    whole = sums_of(sequences, source, served, 0.9)
     assert whole.changes is not None
     for e in range(EXPERTS):
         part = slice(e, e + 1)
-        one = width_sums(
-            sequences, together, served[part], activation=silu, blended=blended, first=e, source=source[part]
-        )
+        one = width_sums(sequences, found, served[part], activation=silu, unit=(e, e + 1), source=source[part])
         assert one.changes is not None
         assert torch.equal(one.gram[0], whole.gram[e])
         assert torch.equal(one.changes[0], whole.changes[e])
 
 
-def test_of_many_tokens_every_nth_batch_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its mean stands for all: the sums of the batches that were read, with their own total weight."""
-    monkeypatch.setattr("quantizers.solve.token_weights.BATCH_TOKENS", 1)  # each sequence is a batch
+def test_of_many_tokens_every_nth_block_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mean stands for all: the sums of the blocks that were read, with their own total weight."""
     monkeypatch.setattr(expert_sums, "ROUTED_PER_COLUMN", 1)
     sequences, source, served = case(5, (40, 44, 48, 52))  # 122 routed tokens an expert, 32 are enough: every third
     sums = sums_of(sequences, source, served, 0.9)

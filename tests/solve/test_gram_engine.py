@@ -11,27 +11,29 @@ from one_layer import EXPERTS, GROUP, HIDDEN, WIDTH, Layer, assert_same, make_la
 from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import Recorded
+from quantizers.forward.recorded import recorded as seen
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve import expert_chunk, token_weights
+from quantizers.solve import expert_unit
 from quantizers.solve.awq import grid_scales, weight_means
 from quantizers.solve.correction import corrected
 from quantizers.solve.gram_engine import solve
 from quantizers.solve.refine import refine
 from quantizers.solve.rounding import damped, gptq, mse_scales
 from quantizers.solve.solved import Leaning, Solved
+from quantizers.system.residents import Residents
 
 
-def solve_layer(layer: Layer, *, chunk: int = 8, **options: Any) -> Solved:
+def solve_layer(layer: Layer, *, unit: int = 8, resident: int = 8, **options: Any) -> Solved:
     settings = Experts(**({"group_size": GROUP, "awq": Awq(grid=8)} | options))
     return solve(
         layer.recorded(),
-        layer.gate_up,
-        layer.down,
+        layer.weights(),
         norm=layer.norm,
         router=layer.router,
         activation=silu,
         settings=settings,
-        chunk=chunk,
+        unit=unit,
+        residents=Residents(resident, unit, 0),
     )
 
 
@@ -146,11 +148,11 @@ def test_without_awq_nothing_is_folded() -> None:
 @CHOICES
 @AWQ
 def test_experts_at_a_time_do_not_change_a_code(awq: Any, bits: int, scales: str, rounding: str) -> None:
-    """One, three and all at once: the same bits, and the same errors up to the order of adding."""
+    """One, three and all at once: on a CPU the same bits, and the same errors up to the order of adding."""
     layer = make_layer(1)
-    whole = solve_layer(layer, chunk=EXPERTS, awq=awq, bits=bits, scales=scales, rounding=rounding)
-    for chunk in (1, 3):
-        part = solve_layer(layer, chunk=chunk, awq=awq, bits=bits, scales=scales, rounding=rounding)
+    whole = solve_layer(layer, unit=EXPERTS, awq=awq, bits=bits, scales=scales, rounding=rounding)
+    for unit in (1, 3):
+        part = solve_layer(layer, unit=unit, awq=awq, bits=bits, scales=scales, rounding=rounding)
         assert_same(part, whole)
         assert part.error == pytest.approx(whole.error, rel=1e-5)
         assert sorted(part.fallbacks) == sorted(whole.fallbacks)
@@ -311,7 +313,7 @@ def test_the_scale_to_w2_costs_w3_nothing_with_8_bits(
     Stored scales that are divided by s and rounded to bfloat16 a second time cost 4 to 33 % here.
     """
     found: list[torch.Tensor] = []
-    real = expert_chunk._width_scale
+    real = expert_unit._width_scale
     lost = {}
     for scaled in (False, True):
 
@@ -320,7 +322,7 @@ def test_the_scale_to_w2_costs_w3_nothing_with_8_bits(
             found.append(s if scaled else torch.ones_like(s))
             return (found[-1], *rest)
 
-        monkeypatch.setattr(expert_chunk, "_width_scale", search)
+        monkeypatch.setattr(expert_unit, "_width_scale", search)
         inputs, own = 0.0, 0.0
         for seed in (13, 14):
             layer = make_layer(seed, experts=8, tokens=200, hidden=256, width=128)
@@ -345,15 +347,14 @@ def test_with_8_bits_a_part_of_a_large_set_is_searched_and_all_of_it_solved_from
 ) -> None:
     """Every second batch of a set with 32 tokens for each column of w2; the sums that w2 is rounded by are of all."""
     layer = make_layer(15, tokens=17 * WIDTH)
-    layer.normed = [n[: 8 * WIDTH] for n in (layer.normed * 2)[:4]]
-    monkeypatch.setattr(token_weights, "BATCH_TOKENS", 8 * WIDTH)
-    seen, real = list[int](), expert_chunk._width_scale
+    layer.normed = [n[: 8 * WIDTH] for n in (layer.normed * 2)[:4]]  # four blocks
+    seen, real = list[int](), expert_unit._width_scale
 
     def search(down: torch.Tensor, sums: Any, settings: Experts) -> Any:
         seen.extend(sums.seen.tolist())
         return real(down, sums, settings)
 
-    monkeypatch.setattr(expert_chunk, "_width_scale", search)
+    monkeypatch.setattr(expert_unit, "_width_scale", search)
     solved = solve_layer(layer, bits=8)
     assert seen == [2 * 8 * WIDTH] * EXPERTS
     assert solved.error["expert_tokens"] == 4 * 8 * WIDTH
@@ -395,8 +396,8 @@ def test_a_smaller_share_of_routed_tokens_is_counted_and_no_fallback() -> None:
         recorded.chosen[0, 0] = 4
     settings = Experts(group_size=GROUP, awq=False, routed_weight=0.8)
     solved = solve(
-        some, layer.gate_up, layer.down, norm=layer.norm, router=layer.router, activation=silu,
-        settings=settings, chunk=8,
+        some, layer.weights(), norm=layer.norm, router=layer.router, activation=silu,
+        settings=settings, unit=8, residents=Residents(1, 8, 0),
     )  # fmt: skip
     assert solved.fallbacks == []
     assert solved.leaning is not None
@@ -457,17 +458,20 @@ def test_a_token_that_is_not_finite_is_left_out() -> None:
     """Codes and scales of everything stay what they are without that token, up to a few ties; one line says so."""
     layer = make_layer(10)
     recorded = layer.recorded()
-    poisoned = [Recorded(r.x.clone(), r.chosen, r.weight) for r in recorded]
-    poisoned[1].x[4] = float("nan")
+    poisoned = list(recorded)
+    x = recorded[1].x.clone()
+    x[4] = float("nan")
+    poisoned[1] = seen(x, recorded[1].chosen, recorded[1].weight)
     keep = [i for i in range(len(recorded[1].x)) if i != 4]
-    without = [recorded[0], Recorded(*(t[keep] for t in (recorded[1].x, recorded[1].chosen, recorded[1].weight)))]
+    without = [recorded[0], seen(*(t[keep] for t in (recorded[1].x, recorded[1].chosen, recorded[1].weight)))]
     without.append(recorded[2])
-    rest: Any = {"norm": layer.norm, "router": layer.router, "activation": silu, "chunk": EXPERTS}
+    rest: Any = {"norm": layer.norm, "router": layer.router, "activation": silu, "unit": EXPERTS}
+    rest["residents"] = Residents(1, EXPERTS, 0)
     rest["settings"] = Experts(
         group_size=GROUP, awq=Awq(grid=8), routed_weight=0.0, rounding="nearest", scales="minmax"
     )
-    solved = solve(poisoned, layer.gate_up, layer.down, **rest)
-    wanted = solve(without, layer.gate_up, layer.down, **rest)
+    solved = solve(poisoned, layer.weights(), **rest)
+    wanted = solve(without, layer.weights(), **rest)
     assert torch.equal(solved.norm, wanted.norm)
     for matrix in MATRICES:
         assert float((solved.codes[matrix] == wanted.codes[matrix]).float().mean()) > 0.9995
@@ -492,18 +496,18 @@ def test_any_sequence_class_will_do_and_it_is_read_in_order() -> None:
             if not 0 <= index < len(stored):
                 raise IndexError(index)
             read.append(index)
-            return Recorded(stored[index].x.clone(), stored[index].chosen.clone(), stored[index].weight.clone())
+            return seen(stored[index].x.clone(), stored[index].chosen.clone(), stored[index].weight.clone())
 
     settings = Experts(group_size=GROUP, awq=Awq(grid=8))
     lazy = solve(
         Lazy(),
-        layer.gate_up,
-        layer.down,
+        layer.weights(),
         norm=layer.norm,
         router=layer.router,
         activation=silu,
         settings=settings,
-        chunk=8,
+        unit=8,
+        residents=Residents(8, 8, 0),
     )
     assert_same(lazy, solve_layer(layer))
     assert read == [0, 1, 2] * (len(read) // 3)

@@ -17,9 +17,12 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import Recorded, route_counts
-from quantizers.solve.expert_sums import input_grams, width_sums
+from quantizers.forward.recorded import recorded as seen_by
+from quantizers.plan.units import units_of
+from quantizers.solve.expert_sums import width_sums
+from quantizers.solve.input_sums import InputSums, blended_gram, sweep
 from quantizers.solve.symmetric import gram
-from quantizers.solve.token_weights import Blend, batches, blend, input_sums, routed_rows, token_weights
+from quantizers.solve.token_weights import Blend, Survey, survey, token_weights
 
 FEW = settings(max_examples=15, deadline=None, database=None, derandomize=True)
 EXPERTS, HIDDEN, WIDTH = 4, 128, 64
@@ -94,16 +97,30 @@ def all_sums(
 ) -> Sums:
     """The sums of all experts, `chunk` at a time (all at once when None)."""
     experts = gate_up.shape[0]
-    blended = blend(recorded, experts, routed_weight, full_share_at)
-    inputs, together = input_sums(recorded), batches(recorded, experts)
+    found = survey(recorded, experts, routed_weight, full_share_at)
+    units = units_of(experts, chunk or experts)
+    inputs, routed = sweep(recorded, found, units, gate_up.shape[-1], with_all=True)
+    assert inputs is not None
     parts = []
-    for first in range(0, experts, chunk or experts):
-        last = min(first + (chunk or experts), experts)
-        grams = input_grams(recorded, together, blended, inputs.gram, first, last)
-        sums = width_sums(recorded, together, gate_up[first:last], activation=silu, blended=blended, first=first)
+    for unit in units:
+        grams = blended_gram(routed[unit], inputs.gram, found.blended, unit)
+        sums = width_sums(recorded, found, gate_up[slice(*unit)], activation=silu, unit=unit)
         assert sums.changes is None
         parts.append((grams, sums.gram, sums.mean, sums.seen, sums.dropped))
     return Sums(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def inputs_of(recorded: Sequence[Recorded]) -> tuple[InputSums, Survey]:
+    """The sums of x alone."""
+    found = survey(recorded, EXPERTS, 0.0, HIDDEN)
+    inputs, routed = sweep(recorded, found, [], HIDDEN, with_all=True)
+    assert inputs is not None
+    assert not routed
+    return inputs, found
+
+
+def blend(recorded: Sequence[Recorded], experts: int, routed_weight: float, full_share_at: int) -> Blend:
+    return survey(recorded, experts, routed_weight, full_share_at).blended
 
 
 Read = Callable[[torch.Tensor, int], torch.Tensor]
@@ -165,17 +182,17 @@ def test_record_is_what_transformers_calls_its_experts_with(observed: Observed) 
 def test_input_sums_are_float64_sums(observed: Observed) -> None:
     """Oracle: all tokens in one float64 matrix; 1e-6 relative."""
     x = torch.cat([sequence.x for sequence in observed.recorded]).double()
-    sums = input_sums(observed.recorded)
+    sums, found = inputs_of(observed.recorded)
     assert sums.gram.dtype == sums.mean.dtype == torch.float32
-    assert (sums.tokens, sums.dropped, sums.fallbacks()) == (sum(LENGTHS), 0, [])
+    assert found.rows == found.blended.tokens == sum(LENGTHS)
     assert_grams_close(sums.gram, x.mT @ x)
     torch.testing.assert_close(sums.mean.double(), x.abs().mean(0), rtol=1e-6, atol=0)
 
 
-def test_input_sums_take_any_iterable_and_change_nothing(observed: Observed) -> None:
-    """A generator read once gives the same bits, and the recorded inputs stay as they were."""
+def test_input_sums_change_nothing(observed: Observed) -> None:
+    """Twice the same bits, and the recorded inputs stay as they were."""
     before = [sequence.x.clone() for sequence in observed.recorded]
-    first, second = input_sums(observed.recorded), input_sums(s for s in observed.recorded)
+    first, second = inputs_of(observed.recorded)[0], inputs_of(observed.recorded)[0]
     assert torch.equal(first.gram, second.gram)
     assert torch.equal(first.mean, second.mean)
     assert all(torch.equal(a, s.x) for a, s in zip(before, observed.recorded, strict=True))
@@ -184,13 +201,14 @@ def test_input_sums_take_any_iterable_and_change_nothing(observed: Observed) -> 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 3e38])
 def test_input_rows_that_are_not_finite_are_left_out_and_counted(observed: Observed, poison: float) -> None:
     """Oracle: float64 sums of the other rows."""
-    recorded = [Recorded(s.x.clone(), s.chosen, s.weight) for s in observed.recorded]
-    recorded[0].x[5, 3] = recorded[2].x[0, 0] = poison
-    sums = input_sums(recorded)
-    x = torch.cat([s.x for s in recorded])
+    read = [s.x.clone() for s in observed.recorded]
+    read[0][5, 3] = read[2][0, 0] = poison
+    recorded = [seen_by(x, s.chosen, s.weight) for x, s in zip(read, observed.recorded, strict=True)]
+    sums, found = inputs_of(recorded)
+    x = torch.cat(read)
     good = torch.ones(len(x), dtype=torch.bool)
     good[[5, LENGTHS[0] + LENGTHS[1]]] = False
-    assert (sums.tokens, sums.dropped, len(sums.fallbacks())) == (sum(LENGTHS) - 2, 2, 1)
+    assert (found.blended.tokens, found.rows) == (sum(LENGTHS) - 2, sum(LENGTHS))
     assert_grams_close(sums.gram, x[good].double().mT @ x[good].double())
     torch.testing.assert_close(sums.mean.double(), x[good].double().abs().mean(0), rtol=1e-6, atol=0)
 
@@ -264,7 +282,7 @@ def random_routing(seed: int, experts: int, chosen: int, lengths: Sequence[int],
         weight = torch.rand(length, chosen, generator=generator)
         weight[:, 0] *= torch.rand(length, generator=generator) > 0.1
         x = torch.randn(length, hidden, generator=generator)
-        recorded.append(Recorded(x, scores.topk(chosen, dim=-1).indices, weight))
+        recorded.append(seen_by(x, scores.topk(chosen, dim=-1).indices, weight))
     return recorded
 
 
@@ -317,7 +335,7 @@ def test_the_weights_of_all_tokens_add_up_to_one(seed: int, experts: int, length
 def test_an_expert_without_routed_tokens_is_solved_from_all_tokens() -> None:
     """Share 0, and exactly the sums of a plain all-token calibration; so where all its routing weights are zero."""
     recorded = random_routing(3, 4, 2, [20, 9], 8)
-    recorded = [Recorded(s.x, s.chosen, s.weight.where(s.chosen != 1, torch.zeros(()))) for s in recorded]
+    recorded = [seen_by(s.x, s.chosen, s.weight.where(s.chosen != 1, torch.zeros(()))) for s in recorded]
     gate_up = torch.randn(4, 10, 8, generator=torch.Generator().manual_seed(3))
     blended = blend(recorded, 4, 0.9, 4)
     assert int(blended.routed_tokens[3]) == 0
@@ -341,7 +359,7 @@ def test_rows_of_h_that_are_not_finite_are_left_out_and_counted(observed: Observ
         x = sequence.x.clone()
         x[:, 7] = 0
         x[::4, 7] = 1
-        recorded.append(Recorded(x, sequence.chosen, sequence.weight))
+        recorded.append(seen_by(x, sequence.chosen, sequence.weight))
     gate_up[2, :, 7] = poison
     # 0 · ∞ is NaN, so that every row of h is.
     bad = sum(len(range(0, n, 4)) if poison == 1e30 else n for n in LENGTHS)
@@ -366,26 +384,33 @@ def test_rows_of_h_that_are_not_finite_are_left_out_and_counted(observed: Observ
 
 def test_left_out_input_rows_leave_the_blended_input_sums_a_weighted_mean(observed: Observed) -> None:
     """A Gram matrix of constant inputs stays what it is however many rows are left out: total weight 1."""
-    recorded = [Recorded(torch.ones_like(s.x), s.chosen, s.weight) for s in observed.recorded]
-    recorded[2].x[:30, 0] = float("nan")
+    constant = [torch.ones_like(s.x) for s in observed.recorded]
+    constant[2][:30, 0] = float("nan")
+    recorded = [seen_by(x, s.chosen, s.weight) for x, s in zip(constant, observed.recorded, strict=True)]
     for routed_weight in (0.0, 0.9):
         sums = all_sums(recorded, observed.gate_up, routed_weight=routed_weight, full_share_at=1)
         torch.testing.assert_close(sums.input_gram, torch.ones_like(sums.input_gram), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("most", [1, 3, 50])
-def test_routed_rows_are_the_routed_tokens_in_order_and_padding_weighs_nothing(most: int) -> None:
-    """Oracle: nonzero() of the choices."""
-    recorded = random_routing(5, 5, 2, [11], 4)[0]
-    recorded = Recorded(recorded.x, recorded.chosen, recorded.weight + 0.1)
-    rows, squared = routed_rows(recorded, 1, 5, most)
-    assert rows.shape == squared.shape == (4, min(most, 11))
-    for i, expert in enumerate(range(1, 5)):
-        token, slot = (recorded.chosen == expert).nonzero(as_tuple=True)
-        kept = min(len(token), most)
-        assert rows[i, :kept].tolist() == token[:kept].tolist()
-        torch.testing.assert_close(squared[i, :kept], recorded.weight[token, slot].square()[:kept])
-        assert (squared[i, kept:] == 0).all()
+@pytest.mark.parametrize("unit", [(0, 5), (1, 5), (2, 3), (4, 5)])
+def test_routed_rows_are_the_routed_tokens_in_order_and_padding_weighs_nothing(unit: tuple[int, int]) -> None:
+    """Oracle: nonzero() of the choices whose weight is not zero. The last expert gets no token at all."""
+    recorded = random_routing(5, 5, 2, [31], 4)[0]
+    x = recorded.x.clone()
+    x[7] = torch.inf
+    recorded = seen_by(x, recorded.chosen, recorded.weight)
+    table = survey([recorded], 5, 0.9, 4).tables[0]
+    kept = [((recorded.chosen == e) & (recorded.weight != 0)).nonzero(as_tuple=True) for e in range(5)]
+    assert table.known == [len(tokens) for tokens, _ in kept]
+    assert (recorded.weight == 0).sum() > 2  # those of row 7, and others
+    rows, weight = table.routed(*unit)
+    most = max(len(tokens) for tokens, _ in kept[slice(*unit)])
+    assert rows.shape == weight.shape == (unit[1] - unit[0], most)
+    assert table.most(*unit) == most
+    for i, expert in enumerate(range(*unit)):
+        tokens, slots = kept[expert]
+        assert rows[i].tolist() == tokens.tolist() + [0] * (most - len(tokens))
+        assert weight[i].tolist() == recorded.weight[tokens, slots].tolist() + [0] * (most - len(tokens))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -401,7 +426,7 @@ def test_gram_accumulates_in_float32(dtype: torch.dtype) -> None:
 
 def test_blend_of_several_sequences_is_the_blend_of_one_long_one(observed: Observed) -> None:
     """Counts, masses and shares do not depend on how tokens are cut into sequences."""
-    whole = Recorded(*(torch.cat([getattr(s, n) for s in observed.recorded]) for n in ("x", "chosen", "weight")))
+    whole = seen_by(*(torch.cat([getattr(s, n) for s in observed.recorded]) for n in ("x", "chosen", "weight")))
     many: Blend = blend(observed.recorded, EXPERTS, 0.9, HIDDEN)
     one: Blend = blend([whole], EXPERTS, 0.9, HIDDEN)
     assert torch.equal(many.routed_tokens, one.routed_tokens)

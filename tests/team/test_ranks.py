@@ -36,6 +36,7 @@ from quantizers.run.pipeline import run
 from quantizers.solve.gram_engine import solve
 from quantizers.solve.solved import Solved
 from quantizers.system.errors import InputError, Interrupted, OutputError, PeerFailed, QuantizeError
+from quantizers.system.residents import Residents
 from quantizers.team.ranks import ALONE, Ranks, from_environment, join
 from quantizers.team.rendezvous import Rendezvous
 
@@ -117,17 +118,17 @@ def test_rank_0_goes_first_and_tells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, EXPERTS + 2])
-@pytest.mark.parametrize("chunk", [1, 2])
+@pytest.mark.parametrize("unit", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"awq": False, "rounding": "nearest", "scales": "minmax"}])
-def test_a_layer_solved_by_several(count: int, chunk: int, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any], tmp_path: Path) -> None:
     """Every rank gets what one process gets, bit for bit, the report's numbers and lines included."""
     layer = make_layer(3)
     settings = Experts(**({"group_size": GROUP, "awq": Awq(grid=8)} | options))
 
     def work(ranks: Ranks) -> Solved:
         return solve(
-            layer.recorded(), layer.gate_up, layer.down, norm=layer.norm, router=layer.router, activation=silu,
-            settings=settings, chunk=chunk, ranks=ranks,
+            layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, activation=silu,
+            settings=settings, unit=unit, residents=Residents(2, unit, 0), ranks=ranks,
         )  # fmt: skip
 
     wanted = work(ALONE)

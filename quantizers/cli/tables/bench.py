@@ -57,7 +57,8 @@ def layer_table(result: dict[str, Any]) -> str:
             plain(("phase", "seconds", "of all", "of peak"), rows),
             "",
             f"{sizes['experts']} experts of {sizes['hidden']} x {sizes['width']}, {result['tokens']:,} tokens, "
-            f"{result['chunk']} experts at a time on {result['machine']['device']}",
+            f"units of {result['unit']} experts, the sums of {result['resident']} at a time, on "
+            f"{result['machine']['device']}",
             f"peak: matmul {rates['matmul'] / 1e12:.2f}e12 operations a second, in float32 "
             f"{rates['matmul_float32'] / 1e12:.2f}e12; copy {rates['copy'] / 1e9:.1f} GB/s",
             f"memory {size(result['peak_memory_bytes'])}; read {size(result['source_bytes'])}, written "

@@ -87,12 +87,14 @@ def _time(seconds: dict[str, float]) -> str:
 
 
 def memory_line(numbers: dict[str, Any]) -> str:
-    """How many experts a run on a GPU solves at a time with --device-memory, and the memory that takes."""
+    """What a run on a GPU holds there with --device-memory, and the memory that takes."""
     memory = numbers["device_memory"]
+    held = {(False, False): "", (True, False): ", the inputs of the experts", (True, True): ", all hidden states"}
     return (
-        f"--device-memory: {memory['chunk']} of {numbers['experts_per_layer']} experts at a time, "
-        f"{gib(memory['peak'])} at most: a layer {gib(memory['layer'])}, each expert of the chunk "
-        f"{gib(memory['expert'])}"
+        f"--device-memory: {gib(memory['peak'])} at most: a layer {gib(memory['layer'])} as it is stored, "
+        f"{gib(memory['forward'])} as it is computed{held[memory['inputs'], memory['states']]}, the sums of "
+        f"{memory['resident']} of {memory['units']} units of {memory['unit']} experts (read in {memory['sweeps']} "
+        f"sweep{'s' if memory['sweeps'] > 1 else ''}), and {gib(memory['one_unit'])} for solving one"
     )
 
 

@@ -1,4 +1,4 @@
-"""One chunk of experts: from the sums of their inputs to codes and scales.
+"""One unit of experts: from the sums of their inputs to codes and scales.
 
 w1 and w3 are rounded first. What the rounded ones then give w2 is what w2's sums are gathered from; w2 is corrected
 for the difference (correction.py), a scale s per expert between w3 and w2 is searched, and w2 is rounded.
@@ -11,7 +11,7 @@ as it is stored. Median KL of INT8 in groups of 32, calibrated on each fifth of 
 the search leaves w2 12 to 25 % more error. (Setting w3's codes again after the division repairs only half of the harm,
 because the group scales were fitted to the codes.)
 
-Legend: c experts of the chunk, H hidden, I expert width, R rows, C columns, P grid points.
+Legend: c experts of the unit, H hidden, I expert width, R rows, C columns, P grid points.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from quantizers.device.timing import phase
 from quantizers.forward.codes import dequantize
 from quantizers.recipe.schema import Awq, Experts
 
-from .awq import divided, divided_first, fold_gram, grid_scales, scale_losses, weight_means
+from .awq import divided, divided_first, grid_scales, scale_losses, weight_means
 from .correction import corrected
 from .expert_sums import WidthSums
 from .refine import refine
-from .rounding import damped, gptq, minmax_scales, mse_scales, nearest
+from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest
 from .symmetric import quadratic_loss
 
-DAMPING = 0.01  # of Gram matrices, as a share of their mean diagonal
 SWEEPS = 2  # of refine.py after GPTQ; a third would lower the loss by less than 1 %
 
 
 @dataclass
-class SolvedChunk:
-    """The solved experts of one chunk, or all of them: codes and scales as in `Solved`, and numbers about them.
+class SolvedUnit:
+    """The solved experts of one unit, or all of them: codes and scales as in `Solved`, and numbers about them.
 
     Attributes:
         damping: per group of matrices that share a factorization, (c,), see `rounding.gptq`.
         totals: of each expert (c,), losses (`…_lost`) and what they are relative to (`…_whole`), the w2
-            search's objective before and after, and rows `seen` and `dropped`, see `WidthSums`.
+            search's objective before and after, rows `seen` and `dropped`, see `WidthSums`, and groups that are all
+            zero (`…_zero`).
     """
 
     codes: dict[Matrix, torch.Tensor]
@@ -53,21 +53,24 @@ class SolvedChunk:
     totals: dict[str, torch.Tensor]
 
 
-def solve_chunk(
+def solve_unit(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     input_gram: torch.Tensor,
     of_source: Callable[[], WidthSums],
     of_rounded: Callable[[torch.Tensor, bool], WidthSums],
     settings: Experts,
-) -> SolvedChunk:
-    """Scale and round the experts of one chunk.
+    *,
+    careful: bool = True,
+) -> SolvedUnit:
+    """Scale and round the experts of one unit.
 
     Args:
         gate_up, down: (c, 2I, H) and (c, H, I) in float32; gate_up multiplied by the norm's scale. Changed.
         input_gram: (c, H, H) float32, of what that reads.
         of_source: gives the sums of w2's inputs as the source's w1 and w3 produce them.
         of_rounded: from rounded w1 and w3 (c, 2I, H) to the sums of w2's inputs, with `changes` if asked for.
+        careful: whether a factorization that fails is noticed and tried again, see `rounding.gptq`.
     """
     # What w2's columns are multiplied by, w3's rows are divided by: s (c, I).
     rows, searched = torch.ones_like(gate_up[:, :, :1]), dict[str, torch.Tensor]()
@@ -79,7 +82,7 @@ def solve_chunk(
         gate_up.div_(rows)
     # gate and up read the same inputs, so they share one factorization.
     with phase("rounding"):
-        codes, scales, first_damping, totals = _round(gate_up, input_gram, settings, "gate_up", rows)
+        codes, scales, first_damping, totals = _round(gate_up, input_gram, settings, "gate_up", rows, careful=careful)
     sums = of_rounded(dequantize(codes, scales).mul_(rows), settings.rounding == "gptq")
     if sums.changes is not None:
         with phase("rounding"):
@@ -92,10 +95,11 @@ def solve_chunk(
         up_scales = divided(up_scales, up_codes, s)
     width_gram = sums.gram
     if settings.awq:
-        down, width_gram = down * s.unsqueeze(1), fold_gram(width_gram, s)
+        down.mul_(s.unsqueeze(1))
+        width_gram.div_(s.unsqueeze(-1) * s.unsqueeze(-2))  # see awq.fold_gram
     with phase("rounding"):
-        down_codes, down_scales, damping, lost = _round(down, width_gram, settings, "down")
-    return SolvedChunk(
+        down_codes, down_scales, damping, lost = _round(down, width_gram, settings, "down", careful=careful)
+    return SolvedUnit(
         {"gate": gate_codes, "up": up_codes, "down": down_codes},
         {"gate": gate_scales, "up": up_scales, "down": down_scales},
         first_damping | damping,
@@ -119,7 +123,13 @@ def _width_scale(
 
 
 def _round(
-    weight: torch.Tensor, gram: torch.Tensor, settings: Experts, name: str, rows: torch.Tensor | None = None
+    weight: torch.Tensor,
+    gram: torch.Tensor,
+    settings: Experts,
+    name: str,
+    rows: torch.Tensor | None = None,
+    *,
+    careful: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Gram matrix (c, C, C).
 
@@ -127,7 +137,7 @@ def _round(
         rows: (c, R, 1), what the rows were divided by; losses are those of the rows as they were.
 
     Returns:
-        Codes, scales, and under `name` what `SolvedChunk` keeps as damping and as totals.
+        Codes, scales, and under `name` what `SolvedUnit` keeps as damping and as totals.
     """
     damping: dict[str, torch.Tensor] = {}
     if settings.scales == "mse":
@@ -135,7 +145,7 @@ def _round(
     else:
         scale = minmax_scales(weight, settings.group_size, settings.bits)
     if settings.rounding == "gptq":
-        codes, used = gptq(weight, gram, scale, settings.bits, DAMPING)
+        codes, used = gptq(weight, gram, scale, settings.bits, DAMPING, careful=careful)
         damping[name] = used
         solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
         refined = codes, scale

@@ -1,0 +1,54 @@
+"""The fixed units of work: how many experts are solved together, and how many rows are read at a time.
+
+torch does not promise the same bits for a matmul of another shape. So whatever reaches the output is computed in
+units that follow from the kind of device and the layer's shape alone. Free memory decides how many units are held at
+a time, the number of processes who solves which of them: both decide speed, never a byte.
+
+    accelerator  the largest power of two up to 16 whose arrays, 6 square matrices of float32 for each expert, stay
+                 under 6 GiB: large batches fill it, and a larger card gains nothing by still larger ones
+    CPU          up to 8 experts, as many as have their weights in 6 MiB of float32: they are to stay in its cache
+
+Legend: E experts, U experts of a unit, H hidden, I expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+LARGEST_UNIT, UNIT_BYTES, SQUARES = 16, 6 * 2**30, 6
+CPU_EXPERTS, CPU_CACHE_BYTES = 8, 6 * 2**20
+FLOAT = 4
+ACCELERATOR_ROWS, CPU_ROWS = 8192, 4096
+
+
+def unit_of_experts(accelerator: bool, hidden: int, width: int) -> int:
+    """U, how many experts are solved together, at least 1.
+
+    Args:
+        accelerator: see `kind.accelerated`.
+        hidden, width: H and I, the sizes of an expert's matrices.
+    """
+    if not accelerator:
+        return min(CPU_EXPERTS, max(1, CPU_CACHE_BYTES // (3 * FLOAT * hidden * width)))
+    unit = LARGEST_UNIT
+    while unit > 1 and unit * SQUARES * FLOAT * max(hidden, width) ** 2 >= UNIT_BYTES:
+        unit //= 2
+    return unit
+
+
+def units_of(experts: int, unit: int) -> list[tuple[int, int]]:
+    """First and last (exclusive) expert of every unit; the last one may have fewer."""
+    return [(first, min(first + unit, experts)) for first in range(0, experts, unit)]
+
+
+def rows_of_block(accelerator: bool) -> int:
+    """Rows that are read at a time, whatever sequences they belong to: a long one is cut, short ones are joined."""
+    return ACCELERATOR_ROWS if accelerator else CPU_ROWS
+
+
+def work_units(accelerator: bool, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Both, for the fingerprint of a run."""
+    return {
+        "experts": unit_of_experts(accelerator, sizes["hidden"], sizes["width"]),
+        "rows": rows_of_block(accelerator),
+    }

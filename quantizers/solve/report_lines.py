@@ -1,0 +1,86 @@
+"""What a solved layer says of itself in the report: errors, and a line for every expert that fell back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.recipe.schema import Experts
+
+from .rounding import DAMPING
+from .solved import Leaning
+from .token_weights import Blend, Survey
+
+SEARCHED = ("norm_search_before", "norm_search_after")
+
+Numbers = Mapping[str, torch.Tensor]  # `SolvedUnit.totals`, `damping.…` and SEARCHED, float64 on the CPU
+
+
+def errors_of(numbers: Numbers, tokens: int) -> dict[str, float]:
+    """Means and ratios over all experts, added in their order whatever units they were solved in."""
+    errors = {name: float(numbers[name]) / max(tokens, 1) for name in SEARCHED if name in numbers}
+    errors["expert_tokens"] = float(numbers["seen"].min())
+    experts = len(numbers["seen"])
+    sums = {key: float(value.sum()) for key, value in numbers.items() if not key.startswith("damping.")}
+    errors |= {key: value / experts for key, value in sums.items() if key.startswith("down_search")}
+    for name in ("gate_up", "down"):
+        whole = sums[f"{name}_whole"]
+        errors[f"{name}_rounding"] = math.sqrt(sums[f"{name}_lost"] / whole) if whole > 0 else 0.0
+    return errors
+
+
+def leaning(blended: Blend) -> Leaning:
+    """How far the experts lean on tokens that were not routed to them."""
+    fewer = int((blended.routed_tokens < blended.full_share_at).sum())
+    return Leaning(blended.full_share_at, fewer, float(blended.share.min()))
+
+
+def zero_groups(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """(c,) int64: how many groups of each matrix (c, R, C) are all zero: they have no scale, and are given 1."""
+    return (~torch.stack([one.reshape(-1, group).any(-1) for one in weight])).sum(1)
+
+
+def zero_lines(zero: Mapping[Matrix, Sequence[float]], groups: Mapping[Matrix, int]) -> list[str]:
+    """A line for every expert's matrix with such groups.
+
+    Args:
+        zero: of each matrix, for each expert, their number.
+        groups: of each matrix, the number of all groups of an expert.
+    """
+    return [
+        f"expert {expert}: {matrix}: {count:.0f} of {groups[matrix]} groups are all zero, scale 1"
+        for matrix in MATRICES
+        for expert, count in enumerate(zero[matrix])
+        if count
+    ]
+
+
+def fallbacks(numbers: Numbers, found: Survey, settings: Experts, groups: Mapping[Matrix, int]) -> list[str]:
+    """One line for every expert that did not get what the recipe asks for; a smaller share is part of the method.
+
+    Args:
+        groups: see `zero_lines`.
+    """
+    blended, lines = found.blended, []
+    if left := found.rows - blended.tokens:
+        lines.append(f"{left} rows of the block's input left out: not finite, or too large")
+    columns = (numbers["seen"], numbers["dropped"], blended.routed_tokens, blended.share)
+    for expert, (rows, left_out, count, share) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        name = f"expert {expert}"
+        if left_out:
+            lines.append(
+                f"{name}: {left_out:.0f} of {rows + left_out:.0f} rows not finite or too large, left out of the sums"
+            )
+        if settings.routed_weight and not share:
+            lines.append(f"{name}: {count} routed tokens, so all tokens count alike for it")
+    for key, damping in numbers.items():
+        matrix = key.removeprefix("damping.")
+        for expert, used in enumerate(damping.tolist() if matrix != key else ()):
+            if math.isinf(used):
+                lines.append(f"expert {expert}: {matrix}: rounded to nearest, because its Gram matrix is not usable")
+            elif used > 1.5 * DAMPING:
+                lines.append(f"expert {expert}: {matrix}: damping raised to {used:g}")
+    return lines + zero_lines({matrix: numbers[f"{matrix}_zero"].tolist() for matrix in MATRICES}, groups)
