@@ -13,29 +13,29 @@ Legend: E experts, c experts of a unit, H hidden, I expert width, G Gram matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from quantizers.architectures.matrices import MATRICES
-from quantizers.device.allocator import release_free_memory
 from quantizers.device.fetch import fetched
 from quantizers.device.kind import accelerated
 from quantizers.device.timing import phase
 from quantizers.forward.recorded import Recorded
 from quantizers.plan.units import units_of
-from quantizers.recipe.schema import Awq, Experts
+from quantizers.recipe.schema import Experts
 from quantizers.system.residents import Residents
 from quantizers.team.ranks import ALONE, Ranks
 
-from .awq import fold_norm, grid_scales, row_step, scale_losses, weight_means
+from .awq import fold_norm
 from .expert_sums import Activation, WidthSums, width_sums
 from .expert_unit import SolvedUnit, solve_unit
-from .input_sums import InputSums, Unit, blended_gram, sweep
+from .held_sums import HeldSums
+from .input_sums import Unit, blended_gram
+from .norm_search import norm_scale
 from .report_lines import errors_of, fallbacks, leaning, zero_groups
 from .solved import Solved
-from .token_weights import Survey, survey
+from .token_weights import survey
 
 SEARCH_TOKENS = 16  # with 8 bits, tokens for each column of w2: with more, s is searched over every n-th block only
 
@@ -84,22 +84,32 @@ def solve(
     units = [units[i] for i in ranks.contiguous(len(units))]
     with phase("sums"):
         found = survey(blocks, experts, settings.routed_weight, full_share_at=hidden)
-    gather = partial(_gathered, blocks, found, hidden, residents)
-    inputs, sums = gather(units, with_all=True)
-    assert inputs is not None
+    held = HeldSums(blocks, found, hidden, residents)
+    inputs = held.of_all(units)
     searched: dict[str, torch.Tensor] = {}
     folded, smooth = norm, torch.ones(hidden, device=router.device)
     if norm is not None and settings.awq:
         with phase("search"):
-            shared, searched = _norm_scale(weights, inputs, settings, units, experts, ranks=ranks)
+            shared, searched = norm_scale(
+                lambda own: weights(*own)[0],
+                inputs,
+                settings,
+                units,
+                experts,
+                within_memory=held.within_memory,
+                ranks=ranks,
+            )
             folded, smooth = fold_norm(norm, shared, offset)
-    work = _Work(blocks, found, weights, inputs.gram, smooth, activation, settings)
-    solved = _solve_units(work, units, sums, gather, residents, careful=not accelerated(router.device))
-    again = _without_factor(solved, units) if accelerated(router.device) else []
-    solved |= _solve_units(work, again, {}, gather, residents, careful=True)
+    one = partial(_solve_unit, held, weights, inputs.gram, smooth, activation, settings)
+    # To see whether a factorization failed, a GPU would have to be waited for each time: there it is asked once.
+    careful = not accelerated(router.device)
+    solved = _solve_units(one, held, units, careful=careful)
+    solved |= _solve_units(one, held, [] if careful else _without_factor(solved, units), careful=True)
     whole = _together([solved[unit] for unit in units], ranks, router.device)
     # Numbers for the report are fetched once all units are under way: a GPU never waits for them.
-    numbers = fetched(whole.totals | {f"damping.{name}": used for name, used in whole.damping.items()} | searched)
+    damping = {f"damping.{name}": used for name, used in whole.damping.items()}
+    blended = {"routed_tokens": found.blended.routed_tokens, "share": found.blended.share}
+    numbers = fetched(whole.totals | damping | blended | searched)
     return Solved(
         folded,
         smooth,
@@ -108,113 +118,45 @@ def solve(
         {matrix: whole.scales[matrix] for matrix in MATRICES},
         errors_of(numbers, found.blended.tokens),
         fallbacks(numbers, found, settings, {matrix: whole.scales[matrix][0].numel() for matrix in MATRICES}),
-        leaning(found.blended) if settings.routed_weight else None,
+        leaning(numbers, found.blended.full_share_at) if settings.routed_weight else None,
     )
 
 
-def _norm_scale(
-    weights: Weights, inputs: InputSums, settings: Experts, units: Sequence[Unit], experts: int, *, ranks: Ranks
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The scale (H,) that the norm, the router and every w1 and w3 share, before the norm is rounded.
-
-    Returns:
-        The scale; and the objective before and after, two numbers on the device.
-    """
-    assert isinstance(settings.awq, Awq)
-    group, bits, device = settings.group_size, settings.bits, inputs.gram.device
-    means = _all_rows([weight_means(weights(*unit)[0].float(), group) for unit in units], ranks, device)
-    means = means.mean(0, keepdim=True)
-    grid = grid_scales(inputs.mean.unsqueeze(0), means, settings.awq.grid, settings.awq.duo_scaling)
-    losses, step = [], 1
-    for unit in units:
-        gate_up = weights(*unit)[0]
-        step = row_step(experts, gate_up.shape[1])
-        losses.append(scale_losses(gate_up[:, ::step].float(), inputs.gram.unsqueeze(0), grid, group, bits).T * step)
-    total = _all_rows(losses, ranks, device).T.double().sum(1)  # (P,), added in the order of experts
-    best = total.argmin()
-    return grid.index_select(0, best.view(1))[0, 0], {
-        "norm_search_before": total[0],
-        "norm_search_after": total.index_select(0, best.view(1))[0],
-    }
+def _solve_units(
+    one: Callable[..., SolvedUnit], held: HeldSums, units: Sequence[Unit], *, careful: bool
+) -> dict[Unit, SolvedUnit]:
+    """Solve units one after the other."""
+    return {unit: held.within_memory(partial(one, units[place:], careful=careful)) for place, unit in enumerate(units)}
 
 
-def _gathered(
-    blocks: Sequence[Recorded],
-    found: Survey,
-    hidden: int,
-    residents: Residents,
+def _solve_unit(
+    held: HeldSums,
+    weights: Weights,
+    all_gram: torch.Tensor,
+    smooth: torch.Tensor,
+    activation: Activation,
+    settings: Experts,
     waiting: Sequence[Unit],
     *,
-    with_all: bool = False,
-) -> tuple[InputSums | None, dict[Unit, torch.Tensor]]:
-    """The sums of as many of the waiting units as there is memory for, from one sweep; of fewer if it does not do."""
-    while True:
-        try:
-            with phase("sums"):
-                return sweep(blocks, found, waiting[: residents.share(len(waiting))], hidden, with_all=with_all)
-        except torch.OutOfMemoryError:
-            pass  # what was gathered is freed when this block ends
-        residents.shrink()
-        release_free_memory()
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What every unit of a layer is solved with, see `solve`."""
-
-    blocks: Sequence[Recorded]
-    found: Survey
-    weights: Weights
-    all_gram: torch.Tensor
-    smooth: torch.Tensor
-    activation: Activation
-    settings: Experts
-
-
-def _solve_units(
-    work: _Work,
-    units: Sequence[Unit],
-    sums: dict[Unit, torch.Tensor],
-    gather: Callable[[Sequence[Unit]], tuple[InputSums | None, dict[Unit, torch.Tensor]]],
-    residents: Residents,
-    *,
     careful: bool,
-) -> dict[Unit, SolvedUnit]:
-    """Solve units one after the other; `sums` are those already gathered. One that does not fit is solved again."""
-    solved: dict[Unit, SolvedUnit] = {}
-    waiting = list(units)
-    while waiting:
-        unit = waiting[0]
-        if unit not in sums:
-            release_free_memory()  # otherwise memory that one unit freed sometimes adds to the peak of the next
-            sums = gather(waiting)[1]
-        try:
-            solved[unit] = _solve_one(work, unit, sums, careful=careful)
-        except torch.OutOfMemoryError:
-            sums = {}
-        else:
-            waiting.pop(0)
-            continue
-        residents.shrink()
-        release_free_memory()
-    return solved
-
-
-def _solve_one(work: _Work, unit: Unit, sums: dict[Unit, torch.Tensor], *, careful: bool) -> SolvedUnit:
-    own, down = work.weights(*unit)
+) -> SolvedUnit:
+    """Solve the first of the waiting units."""
+    unit, found = waiting[0], held.found
+    gram = held.take(waiting)
+    own, down = weights(*unit)
     with phase("sums"):
-        gram = blended_gram(sums.pop(unit), work.all_gram, work.found.blended, unit)
-        gram.div_(work.smooth.unsqueeze(-1) * work.smooth)  # see awq.fold_gram
-    width_inputs = partial(width_sums, work.blocks, work.found, activation=work.activation, unit=unit)
-    every = max(1, work.found.rows // (SEARCH_TOKENS * down.shape[-1]))
-    zero = _zero_groups(own, down, work.settings.group_size)
+        gram = blended_gram(gram, all_gram, found.blended, unit)
+        gram.div_(smooth.unsqueeze(-1) * smooth)  # see awq.fold_gram
+    width_inputs = partial(width_sums, held.blocks, found, activation=activation, unit=unit)
+    every = max(1, found.rows // (SEARCH_TOKENS * down.shape[-1]))
+    zero = _zero_groups(own, down, settings.group_size)
     solved = solve_unit(
-        own.float() * work.smooth,
+        own.float() * smooth,
         down.float(),
         gram,
         partial(width_inputs, own, every=every),
-        partial(_sums_when_rounded, width_inputs, own, work.smooth),
-        work.settings,
+        partial(_sums_when_rounded, width_inputs, own, smooth),
+        settings,
         careful=careful,
     )
     solved.totals |= zero
@@ -248,11 +190,6 @@ def _without_factor(solved: dict[Unit, SolvedUnit], units: Sequence[Unit]) -> li
     """The units with an expert whose Gram matrix had no factor at the first damping; one synchronisation."""
     used = fetched({str(unit): torch.cat([*solved[unit].damping.values()]) for unit in units if solved[unit].damping})
     return [unit for unit in units if str(unit) in used and bool(used[str(unit)].isinf().any())]
-
-
-def _all_rows(parts: Sequence[torch.Tensor], ranks: Ranks, device: torch.device) -> torch.Tensor:
-    """(E, …): the rows of all experts, from those (c, …) of this process's units."""
-    return ranks.gather({"rows": torch.cat(list(parts))} if parts else {}, device)["rows"]
 
 
 def _together(parts: Sequence[SolvedUnit], ranks: Ranks, device: torch.device) -> SolvedUnit:

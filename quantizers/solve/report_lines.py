@@ -12,11 +12,12 @@ from quantizers.recipe.schema import Experts
 
 from .rounding import DAMPING
 from .solved import Leaning
-from .token_weights import Blend, Survey
+from .token_weights import Survey
 
 SEARCHED = ("norm_search_before", "norm_search_after")
 
-Numbers = Mapping[str, torch.Tensor]  # `SolvedUnit.totals`, `damping.…` and SEARCHED, float64 on the CPU
+# In float64 on the CPU: `SolvedUnit.totals`, `damping.…`, `Blend`'s `routed_tokens` and `share`, and SEARCHED.
+Numbers = Mapping[str, torch.Tensor]
 
 
 def errors_of(numbers: Numbers, tokens: int) -> dict[str, float]:
@@ -32,10 +33,10 @@ def errors_of(numbers: Numbers, tokens: int) -> dict[str, float]:
     return errors
 
 
-def leaning(blended: Blend) -> Leaning:
-    """How far the experts lean on tokens that were not routed to them."""
-    fewer = int((blended.routed_tokens < blended.full_share_at).sum())
-    return Leaning(blended.full_share_at, fewer, float(blended.share.min()))
+def leaning(numbers: Numbers, full_share_at: int) -> Leaning:
+    """How far the experts lean on tokens that were not routed to them; `full_share_at` as in `Blend`."""
+    fewer = int((numbers["routed_tokens"] < full_share_at).sum())
+    return Leaning(full_share_at, fewer, float(numbers["share"].min()))
 
 
 def zero_groups(weight: torch.Tensor, group: int) -> torch.Tensor:
@@ -64,18 +65,18 @@ def fallbacks(numbers: Numbers, found: Survey, settings: Experts, groups: Mappin
     Args:
         groups: see `zero_lines`.
     """
-    blended, lines = found.blended, []
-    if left := found.rows - blended.tokens:
+    lines = []
+    if left := found.rows - found.blended.tokens:
         lines.append(f"{left} rows of the block's input left out: not finite, or too large")
-    columns = (numbers["seen"], numbers["dropped"], blended.routed_tokens, blended.share)
-    for expert, (rows, left_out, count, share) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+    columns = (numbers[name].tolist() for name in ("seen", "dropped", "routed_tokens", "share"))
+    for expert, (rows, left_out, count, share) in enumerate(zip(*columns, strict=True)):
         name = f"expert {expert}"
         if left_out:
             lines.append(
                 f"{name}: {left_out:.0f} of {rows + left_out:.0f} rows not finite or too large, left out of the sums"
             )
         if settings.routed_weight and not share:
-            lines.append(f"{name}: {count} routed tokens, so all tokens count alike for it")
+            lines.append(f"{name}: {count:.0f} routed tokens, so all tokens count alike for it")
     for key, damping in numbers.items():
         matrix = key.removeprefix("damping.")
         for expert, used in enumerate(damping.tolist() if matrix != key else ()):

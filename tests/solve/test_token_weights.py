@@ -244,13 +244,13 @@ def test_blended_sums_are_the_definition_token_by_token(
 
 @pytest.mark.parametrize("routed_weight", [0.0, 0.9])
 def test_any_number_of_experts_at_a_time_gives_the_same_sums(observed: Observed, routed_weight: float) -> None:
-    """One, two, three and all experts a chunk."""
+    """One, two, three and all experts a unit, up to the order in which a kernel adds."""
     wanted = all_sums(observed.recorded, observed.gate_up, routed_weight=routed_weight, full_share_at=40)
     for chunk in (1, 2, 3):
         got = all_sums(observed.recorded, observed.gate_up, routed_weight=routed_weight, full_share_at=40, chunk=chunk)
         assert_grams_close(got.input_gram, wanted.input_gram.double(), 3e-7)
         assert_grams_close(got.width_gram, wanted.width_gram.double(), 3e-7)
-        torch.testing.assert_close(got.width_mean, wanted.width_mean, rtol=3e-7, atol=0)
+        torch.testing.assert_close(got.width_mean, wanted.width_mean, rtol=1e-6, atol=0)
         assert torch.equal(got.seen, wanted.seen)
 
 

@@ -1,0 +1,147 @@
+"""Memory decides how much is held at a time, and no byte: sweeps, and a device that is full in the middle."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from one_layer import GROUP, Layer, assert_same, make_layer, silu
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantizers.recipe.schema import Awq, Experts
+from quantizers.solve import gram_engine, held_sums
+from quantizers.solve.gram_engine import solve
+from quantizers.solve.solved import Solved
+from quantizers.system.errors import QuantizeError
+from quantizers.system.residents import Residents
+
+EXPERTS, UNIT = 7, 2  # four units, the last of one expert
+
+
+@pytest.fixture(scope="module")
+def layer() -> Layer:
+    return make_layer(1, experts=EXPERTS)
+
+
+def solved_with(layer: Layer, residents: Residents, **options: Any) -> Solved:
+    settings = Experts(group_size=GROUP, awq=Awq(grid=4), **options)
+    return solve(
+        layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, activation=silu, settings=settings,
+        unit=UNIT, residents=residents,
+    )  # fmt: skip
+
+
+def same(got: Solved, wanted: Solved) -> None:
+    assert_same(got, wanted)
+    assert got.error == wanted.error
+    assert got.fallbacks == wanted.fallbacks
+
+
+@pytest.fixture(scope="module")
+def wanted(layer: Layer) -> Solved:
+    return solved_with(layer, Residents.all_of(EXPERTS))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 99])
+def test_how_many_sums_are_held_decides_no_bit(
+    layer: Layer, wanted: Solved, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each sweep gathers as many as the others, one more at most."""
+    held: list[int] = []
+    real = held_sums.sweep
+
+    def counted(blocks: Any, found: Any, units: Any, *arguments: Any, **named: Any) -> Any:
+        held.append(len(units))
+        return real(blocks, found, units, *arguments, **named)
+
+    monkeypatch.setattr(held_sums, "sweep", counted)
+    same(solved_with(layer, Residents(count, UNIT, 0)), wanted)
+    assert held == {1: [1, 1, 1, 1], 2: [2, 2], 3: [2, 2], 4: [4], 99: [4]}[count]
+
+
+class Full(TorchDispatchMode):
+    """A device whose memory is full at the operation of this number, once for each number given."""
+
+    def __init__(self, *at: int) -> None:
+        super().__init__()
+        self.at, self.number = set(at), 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        if self.number in self.at:
+            raise torch.OutOfMemoryError("injected")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def places(layer: Layer) -> dict[str, tuple[int, int]]:
+    """The numbers of the first and last operation of a sweep, of the norm's search, and of the units."""
+    named = ("sweep", held_sums, "sweep"), ("search", gram_engine, "norm_scale"), ("units", gram_engine, "_solve_units")
+    found: dict[str, tuple[int, int]] = {}
+    with Full() as counter, pytest.MonkeyPatch.context() as patched:
+        for name, module, function in named:
+            original = getattr(module, function)
+
+            def noted(*arguments: Any, name: str = name, real: Any = original, **more: Any) -> Any:
+                before = counter.number
+                result = real(*arguments, **more)
+                found.setdefault(name, (before, counter.number))
+                return result
+
+            patched.setattr(module, function, noted)
+        solved_with(layer, Residents(4, UNIT, 0))
+    return found
+
+
+@pytest.mark.parametrize("where", ["sweep", "search", "units"])
+@pytest.mark.parametrize("share", [0.02, 0.37, 0.7, 0.98])
+def test_a_full_device_in_the_middle_changes_no_bit(
+    layer: Layer,
+    wanted: Solved,
+    places: dict[str, tuple[int, int]],
+    where: str,
+    share: float,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At any operation: fewer sums are held from then on, and one line says so."""
+    first, last = places[where]
+    residents = Residents(4, UNIT, 0)
+    with Full(first + round(share * (last - first))):
+        got = solved_with(layer, residents)
+    same(got, wanted)
+    assert residents.count == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "the device's memory was full: from now on the sums of 2 units of 2 experts are held at a time; the bytes stay "
+        "the same"
+    )
+
+
+def test_full_again_and_again(
+    layer: Layer, wanted: Solved, places: dict[str, tuple[int, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From four to two to one; at one it is the end, with what is needed and what to do."""
+    begins, _ = places["units"]
+    residents = Residents(4, UNIT, 3 * 2**30)
+    with Full(begins + 50, begins + 500):
+        same(solved_with(layer, residents), wanted)
+    assert residents.count == 1
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    with pytest.raises(
+        QuantizeError, match=r"full with the sums of one unit of 2 experts at a time, for which 3\.0 GiB"
+    ), Full(begins + 50):
+        solved_with(layer, residents)
+
+
+def test_work_is_dealt_evenly() -> None:
+    """As few sweeps as the limit allows, and none with more than one unit less than another."""
+    for units, count in itertools.product(range(1, 20), range(1, 9)):
+        residents, waiting, shares = Residents(count, 16, 0), units, []
+        while waiting:
+            shares.append(residents.share(waiting))
+            waiting -= shares[-1]
+        assert len(shares) == -(-units // count)
+        assert max(shares) <= count
+        assert max(shares) - min(shares) <= 1
