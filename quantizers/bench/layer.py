@@ -104,8 +104,8 @@ def measure_layer(
         context.__exit__(None, None, None)
         packed, host["pack"] = _timed(device, lambda: layer_tensors(plan, 0, held, solved))
         shard = folder / "shard.safetensors"
-        _, host["write"] = _timed(device, lambda: write_shard(packed, shard, kept_hashes(plan, 0, held)))
-        made = held_tensors(held, packed, shard)
+        _, host["write"] = _timed(device, lambda: write_shard(packed.host, shard, kept_hashes(plan, 0, held)))
+        made = held_tensors(held, packed.device, shard)
         _, host["audit"] = _timed(
             device, lambda: audit_layer(0, facts, size, held, made, device=device, audit=LayerAudit())
         )

@@ -131,7 +131,7 @@ def _model_seconds(sizes: dict[str, int], tokens: int, settings: Experts, device
                 residual, recorded = observed(model, layer, states)
                 norm = held.tensor(facts.layer(number, facts.norm.tensor))
                 solved = solve_layer(model, layer, norm, recorded, settings, chunk=size["experts"])
-            made = held_tensors(held, layer_tensors(plan, number, held, solved), Path(folder))
+            made = held_tensors(held, layer_tensors(plan, number, held, solved).device, Path(folder))
             with model.layer(number, made) as layer:
                 finish(model, layer, residual, f"layer {number}")
             states = residual
