@@ -39,10 +39,10 @@ def compare(source: Lane, candidate: Lane, texts: Sequence[Text], *, routed: boo
 
 
 def _agreement(pairs: Sequence[Pair]) -> float:
-    same = sum(int((a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1).sum()) for a, b in pairs)
-    return same / sum(a.numel() for a, _ in pairs)
+    same = sum((a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1).sum() for a, b in pairs)
+    return int(same) / sum(a.numel() for a, _ in pairs)
 
 
 def _relative_error(pairs: Sequence[Pair]) -> float:
-    difference = sum(float((a.float() - b.float()).double().square().sum()) for a, b in pairs)
-    return math.sqrt(difference / sum(float(a.double().square().sum()) for a, _ in pairs))
+    difference = sum((a.float() - b.float()).double().square().sum() for a, b in pairs)
+    return math.sqrt(float(difference) / float(sum(a.double().square().sum() for a, _ in pairs)))

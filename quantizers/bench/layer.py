@@ -42,7 +42,7 @@ from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 from .random_model import BLOCK, published, resized, write_random
 
 LAYER_PHASES = (
-    "read", "hold", "dequantize", "observe", "forced pass", "sums", "changes", "search", "rounding", "pack", "write",
+    "read", "hold", "materialise", "dequantize", "observe", "forced pass", "sums", "changes", "search", "rounding", "pack", "write",
     "audit", "install", "propagate",
 )  # fmt: skip
 # Phases whose time grows with the number of experts.
@@ -96,7 +96,7 @@ def measure_layer(
         states, recorded = _rows(folder, size, tokens, length, dtype)
         host["read"], source_bytes = _read_cold(source)
         held, host["hold"] = _timed(device, lambda: hold(source, layer_names(source, facts, 0)))
-        with clock.block("dequantize"):
+        with clock.block("materialise"):
             there = held.to(device)
             weights = ExpertWeights(there, facts, size, 0, device, dtype)
             context = model.layer(0, there, experts=False)
@@ -108,12 +108,12 @@ def measure_layer(
             residents = Residents(memory.resident, memory.unit, memory.smallest)
             solved = solve_layer(model, layer, norm, recorded, settings, weights=weights.unit, residents=residents)
         context.__exit__(None, None, None)
-        packed, host["pack"] = _timed(device, lambda: layer_tensors(plan, 0, held, solved))
+        packed, host["pack"] = _timed(device, lambda: layer_tensors(plan, 0, held, solved, near=there))
         shard = folder / "shard.safetensors"
-        _, host["write"] = _timed(device, lambda: write_shard(packed, shard, kept_hashes(plan, 0, held)))
-        made = held_tensors(held, packed, shard)
+        _, host["write"] = _timed(device, lambda: write_shard(packed.host, shard, kept_hashes(plan, 0, held)))
+        made = held_tensors(held, packed.device, shard)
         _, host["audit"] = _timed(
-            device, lambda: audit_layer(0, facts, size, held, made, device=device, audit=LayerAudit())
+            device, lambda: audit_layer(0, facts, size, there, made, device=device, audit=LayerAudit())
         )
         with clock.block("install"):
             context = model.layer(0, made)

@@ -131,14 +131,15 @@ def _model_seconds(sizes: dict[str, int], tokens: int, settings: Experts, device
         ]
         started = time.perf_counter()
         for number in range(size["layers"]):
-            held = hold(source, layer_names(source, facts, number)).to(device)
+            source_part = hold(source, layer_names(source, facts, number))
+            held = source_part.to(device)
             with model.layer(number, held, experts=False) as layer:
                 residual, seen = observed(model, layer, states)
                 norm = held.tensor(facts.layer(number, facts.norm.tensor))
                 weights = ExpertWeights(held, facts, size, number, device, dtype)
                 residents = Residents.all_of(size["experts"])
                 solved = solve_layer(model, layer, norm, seen, settings, weights=weights.unit, residents=residents)
-            made = held_tensors(held, layer_tensors(plan, number, held, solved), Path(folder))
+            made = held_tensors(held, layer_tensors(plan, number, source_part, solved, near=held).device, Path(folder))
             with model.layer(number, made) as layer:
                 finish(model, layer, residual, f"layer {number}")
             states = residual

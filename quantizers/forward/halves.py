@@ -86,14 +86,18 @@ def finish(
         QuantizeError: an output is not finite.
     """
     blocks = residual.blocks()
+    finite: torch.Tensor | None = None
     for i in ranks.round_robin(len(blocks)):
         output, choices = model.finish(layer, residual.flat[blocks[i]])
-        if not bool(torch.isfinite(output).all()):
-            raise QuantizeError(
-                f"{where}: its output is not finite and would spoil the layers after it; nothing can be computed here"
-            )
+        so_far = torch.isfinite(output).all()
+        finite = so_far if finite is None else finite & so_far
         residual.flat[blocks[i]].copy_(output)
         if chosen is not None and choices is not None:
             chosen.flat[blocks[i]].copy_(choices)
         check()
+    # Looked at once: on an accelerator every look waits for all that was launched.
+    if finite is not None and not bool(finite):
+        raise QuantizeError(
+            f"{where}: its output is not finite and would spoil the layers after it; nothing can be computed here"
+        )
     ranks.barrier()

@@ -44,26 +44,38 @@ def stored_norm_ratio(source: Checkpoint, candidate: Checkpoint, name: str, offs
 
 
 def row_scale(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """(R,) the scale s that minimizes ‖found − s · wanted‖ for each row; 1 where it is 0 or undefined."""
-    power = wanted.square().sum(1)
-    scale = (found * wanted).sum(1) / power.clamp(min=torch.finfo(torch.float32).tiny)
+    """(…, R) the scale s that minimizes ‖found − s · wanted‖ for each row of (…, R, C); 1 where 0 or undefined."""
+    power = wanted.square().sum(-1)
+    scale = (found * wanted).sum(-1) / power.clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where((power > 0) & (scale.abs() > 1e-12), scale, torch.ones_like(scale))
 
 
-def matrix_errors(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], smooth: torch.Tensor) -> list[float]:
-    """Relative errors ‖found − expected‖ / ‖expected‖ of an expert's gate, up and down, given the norm's ratio.
+def matrix_errors(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], smooth: torch.Tensor) -> torch.Tensor:
+    """Relative errors ‖found − expected‖ / ‖expected‖ of gate, up and down, given the norm's ratio.
 
     The scale between up's rows and down's columns is not stored. It is estimated from up's rows by least
     squares, and down's columns must then have been divided by it.
+
+    Args:
+        old, new: gate and up (…, I, H) and down (…, H, I), of one expert or of several, float32.
+        smooth: (H,).
+
+    Returns:
+        (…, 3) on the matrices' device, which nothing here waits for.
     """
     gate, up, down = old[0] * smooth, old[1] * smooth, old[2]
     rows = row_scale(new[1], up)
-    expected = (gate, up * rows.unsqueeze(1), down / rows)
+    expected = (gate, up.mul_(rows.unsqueeze(-1)), down / rows.unsqueeze(-2))
     errors = []
     for found, wanted in zip(new, expected, strict=True):
-        size = float(wanted.norm())
-        errors.append(float((found - wanted).norm()) / size if size > 0 else float(found.norm()))
-    return errors
+        size = _norm(wanted)
+        errors.append(torch.where(size > 0, _norm(wanted.sub_(found)) / size, _norm(found)))
+    return torch.stack(errors, -1)
+
+
+def _norm(matrices: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(matrices, dim=(-2, -1))
+    return norm
 
 
 def router_state(

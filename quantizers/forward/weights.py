@@ -5,7 +5,7 @@
     plain                                       weight
     formats of other programs                   see checkpoint/formats.py, integer_words.py
 
-compressed-tensors does the unpacking and the FP8 dequantization. On a CPU everything becomes float32
+compressed-tensors does the FP8 dequantization, packing.py the unpacking. On a CPU everything becomes float32
 without rounding to bfloat16 in between. FP8 bytes are copied to a GPU as FP8 and dequantized there.
 """
 
@@ -24,6 +24,7 @@ from quantizers.checkpoint.reader import Checkpoint, block_size
 from quantizers.system.errors import CheckpointError
 
 from .codes import dequantize
+from .packing import unpack
 
 FP8 = torch.float8_e4m3fn
 
@@ -46,14 +47,6 @@ def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, 
     library = FP8BlockDequantizer(targets=["m"], weight_block_size=block, dtype=torch.float32)
     result: torch.Tensor = library.process({"m.weight": weight, "m.weight_scale_inv": scale})["m.weight"]
     return result
-
-
-def unpack(packed: torch.Tensor, bits: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Unpack int32 words to codes (R, C) int8 with compressed-tensors."""
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
-    codes: torch.Tensor = unpack_from_int32(packed, bits, torch.Size(shape))
-    return codes
 
 
 def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:

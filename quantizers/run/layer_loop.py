@@ -250,7 +250,7 @@ def write_outside(job: Job, outside: Checkpoint, context: Context) -> None:
     if file.exists() and shard.exists():
         return
     kept = kept_hashes(job.plan, None, outside)
-    digest = write_shard(layer_tensors(job.plan, None, outside, None), shard, kept, job.plan.carried(None))
+    digest = write_shard(layer_tensors(job.plan, None, outside, None).host, shard, kept, job.plan.carried(None))
     audit = written_from(job.plan.of_layer(None))
     write_json(file, {"shard": shard.name, "digest": digest, "audit": audit.as_dict()})
 

@@ -17,7 +17,7 @@ import contextlib
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -133,19 +133,25 @@ class Quantized:
         """Pack a layer, and let it be written; `solved` is None for a layer without experts."""
         job, context, number = self.job, self.context, visit.number
         doing("packing")
-        tensors = layer_tensors(job.plan, number, visit.source, solved)
-        self._made = held_tensors(visit.source, tensors, context.work / "output" / job.plan.shard_file(number))
+        tensors = layer_tensors(job.plan, number, visit.source, solved, near=visit.there)
+        self._made = held_tensors(visit.source, tensors.device, context.work / "output" / job.plan.shard_file(number))
         self._solved = _for_the_journal(solved)
         if context.ranks.leads:
-            self._writing = self._writer.submit(self._write, number, visit.source, self._made)
+            self._writing = self._writer.submit(self._write, visit, tensors.host, self._made)
         visit.watch.lap("pack")
 
-    def _write(self, number: int, source: Held, made: Held) -> Written:
-        """Write a shard, then audit it; what the file holds is then known to be what is in memory."""
-        job, path = self.job, self.context.work / "output" / self.job.plan.shard_file(number)
-        digest = write_shard(made.stored, path, kept_hashes(job.plan, number, source), job.plan.carried(number))
+    def _write(self, visit: Visit, tensors: Mapping[str, torch.Tensor], made: Held) -> Written:
+        """Write a shard, then audit it; what the file holds is then known to be what is in memory.
+
+        Args:
+            tensors: on the CPU, for the file.
+            made: the same where the layer was solved.
+        """
+        job, number = self.job, visit.number
+        path = self.context.work / "output" / job.plan.shard_file(number)
+        digest = write_shard(tensors, path, kept_hashes(job.plan, number, visit.source), job.plan.carried(number))
         audit = written_from(job.plan.of_layer(number))
-        audit_layer(number, job.facts, job.sizes, source, made, device=self.context.device, audit=audit)
+        audit_layer(number, job.facts, job.sizes, visit.there, made, device=self.context.device, audit=audit)
         return digest, audit
 
     @contextlib.contextmanager

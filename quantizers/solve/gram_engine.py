@@ -143,7 +143,8 @@ def _solve_unit(
     """Solve the first of the waiting units."""
     unit, found = waiting[0], held.found
     gram = held.take(waiting)
-    own, down = weights(*unit)
+    with phase("dequantize"):
+        own, down = weights(*unit)
     with phase("sums"):
         gram = blended_gram(gram, all_gram, found.blended, unit)
         gram.div_(smooth.unsqueeze(-1) * smooth)  # see awq.fold_gram

@@ -6,21 +6,24 @@ It reads both through the same interface, so the layer may lie in files, or in m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
+from quantizers.device.kind import accelerated
 from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state
 from quantizers.forward.weights import read_weight
 from quantizers.plan.plan import KEPT, Action
 from quantizers.system.errors import CheckpointError
 
 ROUTER_ULPS = 2
+AT_A_TIME = 16  # experts, on an accelerator; on a CPU one, whose matrices fit in memory that is used again
 NOT_COMPENSATED = "not compensated, though"
 
 
@@ -93,35 +96,80 @@ def audit_layer(
     norm_name, router_name = facts.layer(layer, facts.norm.tensor), facts.layer(layer, facts.router.tensor)
     if norm_name not in candidate.tensors or router_name not in candidate.tensors:
         return
-    before, after = source.tensor(norm_name), candidate.tensor(norm_name)
+    before, after = (checkpoint.tensor(norm_name).to(device) for checkpoint in (source, candidate))
     if before.shape != after.shape or not bool(torch.isfinite(after.float()).all()):
         audit.differences.append(f"{norm_name}: is not finite, or of another shape than the source's")
         return
     smooth = norm_ratio(before, after, facts.norm.offset)
     if bool(((before == 0) != (after == 0)).any()):
         audit.differences.append(f"{norm_name}: zero where the source is not, or the other way round")
-    _check_router(router_name, norm_name, smooth, source.tensor(router_name), candidate.tensor(router_name), audit)
-    for expert in range(sizes["experts"]):
-        modules = [facts.expert(layer, expert, matrix) for matrix in ("gate", "up", "down")]
-        try:
-            old = [read_weight(source, module, device) for module in modules]
-        except CheckpointError as failure:
-            raise CheckpointError(f"the source is broken: {failure}") from None
-        try:
-            new = [read_weight(candidate, module, device) for module in modules]
-        except CheckpointError as failure:
-            audit.differences.append(f"{modules[0].rpartition('.')[0]}: {failure}")
+    routers = source.tensor(router_name).to(device), candidate.tensor(router_name).to(device)
+    _check_router(router_name, norm_name, smooth, *routers, audit)
+    experts = {
+        expert: [facts.expert(layer, expert, matrix) for matrix in MATRICES] for expert in range(sizes["experts"])
+    }
+    found, unreadable = _errors(experts, source, candidate, smooth)
+    errors = dict(zip(found, torch.stack(list(found.values())).tolist() if found else [], strict=True))
+    for expert, modules in experts.items():
+        if expert in unreadable:
+            audit.differences.append(unreadable[expert])
             audit.by_expert.append(None)
             continue
-        errors = matrix_errors(old, new, smooth.to(device))
-        audit.by_expert.append(max((error for error in errors if math.isfinite(error)), default=None))
-        for module, error in zip(modules, errors, strict=True):
+        audit.by_expert.append(max((error for error in errors[expert] if math.isfinite(error)), default=None))
+        for module, error in zip(modules, errors[expert], strict=True):
             if not error < CLOSE_ENOUGH:
                 audit.differences.append(
                     f"{module}.weight_packed: {error:.0%} away from the source's matrix times the norm's ratio; it was "
                     "not scaled as its norm was, or is another matrix"
                 )
     audit.weight_error = max((error for error in audit.by_expert if error is not None), default=0.0)
+
+
+def _errors(
+    experts: Mapping[int, Sequence[str]], source: Checkpoint, candidate: Checkpoint, smooth: torch.Tensor
+) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
+    """Compare units of experts. A unit with an expert that cannot be read is read again, each expert alone.
+
+    Args:
+        experts: the modules of each.
+
+    Returns:
+        The errors (3,) of each expert on the device of `smooth`, see `matrix_errors`; and what is wrong with each that
+        cannot be read.
+
+    Raises:
+        CheckpointError: the source is broken.
+    """
+    device, numbers = smooth.device, list(experts)
+    step = AT_A_TIME if accelerated(device) else 1
+    units = [numbers[first : first + step] for first in range(0, len(numbers), step)]
+    found: dict[int, torch.Tensor] = {}
+    unreadable: dict[int, str] = {}
+    while units:
+        unit = units.pop(0)
+        modules = [experts[expert] for expert in unit]
+        # The last unit's weights live until these are there, so that a CPU's memory is used again, not returned.
+        try:
+            old = _read_unit(source, modules, device)
+        except CheckpointError as failure:
+            raise CheckpointError(f"the source is broken: {failure}") from None
+        try:
+            new = _read_unit(candidate, modules, device)
+        except CheckpointError as failure:
+            if len(unit) > 1:
+                units = [[expert] for expert in unit] + units
+            else:
+                unreadable[unit[0]] = f"{modules[0][0].rpartition('.')[0]}: {failure}"
+            continue
+        found |= zip(unit, matrix_errors(old, new, smooth), strict=True)
+    return found, unreadable
+
+
+def _read_unit(checkpoint: Checkpoint, experts: Sequence[Sequence[str]], device: torch.device) -> list[torch.Tensor]:
+    """Gate and up (c, I, H) and down (c, H, I) of c experts, given their modules; float32."""
+    weights = ([read_weight(checkpoint, module, device) for module in modules] for modules in experts)
+    # One expert is not copied.
+    return [each[0].unsqueeze(0) if len(each) == 1 else torch.stack(each) for each in zip(*weights, strict=True)]
 
 
 def _check_router(
@@ -133,7 +181,7 @@ def _check_router(
     audit: LayerAudit,
 ) -> None:
     expected = before.float() * smooth
-    ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
+    ulp = torch.nextafter(expected.abs(), expected.new_full((), torch.inf)) - expected.abs()
     # Rounded once, to the dtype in which it is stored.
     least, most = ((expected + sign * ROUTER_ULPS * ulp).to(after.dtype) for sign in (-1, 1))
     off = ~((least <= after) & (after <= most))

@@ -232,7 +232,7 @@ def _errors(
             continue
         both = _both(modules, source, candidate, device, audit)
         if both is not None and smooth is not None:
-            found |= dict(zip(modules, matrix_errors(*both, smooth), strict=True))
+            found |= dict(zip(modules, matrix_errors(*both, smooth).tolist(), strict=True))
     audit.weight_error = max(found.values(), default=None)
     for short in facts.linears(dense):
         module, last = facts.layer(layer, short), short.rpartition(".")[2]

@@ -84,7 +84,7 @@ def examine(
             modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
             old, new = ([read_weight(c, module, device) for module in modules] for c in (source, experts))
             for i, smooth in enumerate((ratio.to(device), torch.ones_like(ratio, device=device))):
-                errors[i] = max(errors[i], *matrix_errors(old, new, smooth))
+                errors[i] = max(errors[i], *matrix_errors(old, new, smooth).tolist())
         if errors[0] >= CLOSE_ENOUGH:
             raise CheckpointError(
                 f"{experts.folder}: layer {layer}: its experts are {errors[0]:.0%} away from the source's times the "

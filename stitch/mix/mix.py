@@ -100,7 +100,7 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
         write_layers(
             plan, mix.facts, mix.source, mix.experts, work, repair_router=repair_router, step=checked(step, check)
         )
-    outside = layer_tensors(plan, None, mix.source, None)
+    outside = layer_tensors(plan, None, mix.source, None).host
     last = write_shard(outside, folder / plan.shard_file(None), carried=plan.carried(None))
     write_beside(folder, mix.source, plan, mix.facts.targets)
     written = {entry["shard"]: entry["digest"] for entry in journal.done_layers(work, layers)}

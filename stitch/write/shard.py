@@ -6,61 +6,121 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.tensor_bytes import torch_dtype
-from quantizers.plan.plan import KEPT, METADATA, Plan
+from quantizers.device.kind import accelerated
+from quantizers.forward.packing import pack
+from quantizers.plan.plan import KEPT, METADATA, Action, Plan
 from quantizers.solve.solved import Solved
 from quantizers.system.atomic import disk_errors, sync_folder
 from quantizers.system.errors import CheckpointError, QuantizeError
 
 from .digests import ShardDigest, joined_digests, read_back, split
+from .one_buffer import Room, arrays_in, buffer_for
+
+PACKED_AT_A_TIME = 16  # experts, on an accelerator: few launches, and temporaries that are small beside the result
+PIECE = 2**18  # numbers looked at together: what is made of them stays in a CPU's cache
+
+Key = tuple[str, str]  # a matrix and which of its arrays, or a tensor's name and nothing
 
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes (R, C) int8 as int32 words (R, C * bits / 32), packed by compressed-tensors."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+class LayerTensors(NamedTuple):
+    """One output shard's tensors, by name.
 
-    packed: torch.Tensor = pack_to_int32(codes, bits)
-    return packed
+    Attributes:
+        host: for the file, on the CPU, contiguous.
+        device: for whoever computes with them, where the layer was solved; on a CPU the same memory. The shapes of
+            packed weights are on the CPU in both, since they are read as numbers, and so is what was made there.
+    """
+
+    host: dict[str, torch.Tensor]
+    device: dict[str, torch.Tensor]
 
 
-def layer_tensors(plan: Plan, layer: int | None, source: Checkpoint, solved: Solved | None) -> dict[str, torch.Tensor]:
-    """Every tensor of one output shard, on the CPU.
+def layer_tensors(
+    plan: Plan, layer: int | None, source: Checkpoint, solved: Solved | None, *, near: Checkpoint | None = None
+) -> LayerTensors:
+    """Every tensor of one output shard.
+
+    Whatever was made on a device comes to the host in one copy.
 
     Args:
         layer: a decoder layer, or None for the tensors outside the layers.
+        source: on the CPU.
         solved: needed if the plan quantizes, folds or compensates in this layer.
+        near: the source's tensors where the layer was solved, if they lie there too.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    kept: dict[str, str] = {}
+    small: dict[str, torch.Tensor] = {}
+    quantized: list[Action] = []
     for action in plan.of_layer(layer):
         if action.kind in KEPT:
             (name,) = action.outputs
-            tensors[name] = source.tensor(action.source)
-            continue
-        if action.kind == "drop":
-            continue
-        assert solved is not None
-        if action.kind == "fold":
-            assert solved.norm is not None
-            tensors[action.source] = solved.norm
-        elif action.kind == "compensate":
-            # If the router was not compensated (the library's published recipe, for comparison), its values are kept.
-            router = source.tensor(action.source) if solved.router is None else solved.router
-            tensors[action.source] = router.to(torch_dtype(action.outputs[action.source].dtype))
-        else:
-            assert action.matrix is not None
-            assert action.expert is not None
-            assert layer is not None
-            module = action.source.removesuffix(".weight")
-            bits = plan.schemes[layer].bits
-            tensors[f"{module}.weight_packed"] = pack(solved.codes[action.matrix][action.expert], bits)
-            tensors[f"{module}.weight_scale"] = solved.scales[action.matrix][action.expert]
-            tensors[f"{module}.weight_shape"] = torch.tensor(action.spec.shape, dtype=torch.int64)
-    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            kept[name] = action.source
+        elif action.kind == "quantize":
+            quantized.append(action)
+        elif action.kind != "drop":
+            assert solved is not None
+            small[action.source] = _folded(action, source, solved)
+    host = {name: source.tensor(own).contiguous() for name, own in kept.items()}
+    device = host if near is None else {name: near.tensor(own) for name, own in kept.items()}
+    made = LayerTensors(host, dict(device))
+    if solved is not None:
+        assert layer is not None
+        bits = plan.schemes[layer].bits if quantized else 0
+        for found, values in zip(made, _in_one_copy(small, solved if quantized else None, bits), strict=True):
+            for action in quantized:
+                assert action.matrix is not None
+                assert action.expert is not None
+                module = action.source.removesuffix(".weight")
+                found[f"{module}.weight_packed"] = values[action.matrix, "packed"][action.expert]
+                found[f"{module}.weight_scale"] = values[action.matrix, "scale"][action.expert]
+                found[f"{module}.weight_shape"] = torch.tensor(action.spec.shape, dtype=torch.int64)
+            found.update((name, values[name, ""]) for name in small)
+    return made
+
+
+def _folded(action: Action, source: Checkpoint, solved: Solved) -> torch.Tensor:
+    """The norm or the router that replaces the source's."""
+    if action.kind == "fold":
+        assert solved.norm is not None
+        return solved.norm
+    # If the router was not compensated (the library's published recipe, for comparison), its values are kept.
+    router = source.tensor(action.source) if solved.router is None else solved.router
+    return router.to(torch_dtype(action.outputs[action.source].dtype))
+
+
+def _in_one_copy(
+    small: Mapping[str, torch.Tensor], solved: Solved | None, bits: int
+) -> tuple[dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
+    """The packed codes of each matrix, its scales and the small tensors: on the host, and where they were made.
+
+    What lies on the host already is taken as it is.
+    """
+    values: dict[Key, torch.Tensor] = {(name, ""): tensor.contiguous() for name, tensor in small.items()}
+    codes = {} if solved is None else dict(solved.codes)
+    if solved is not None:
+        values |= {(matrix, "scale"): scale.contiguous() for matrix, scale in solved.scales.items()}
+    where = next((matrix.device for matrix in codes.values()), torch.device("cpu"))
+    rooms: dict[Key, Room] = {
+        (matrix, "packed"): ((*own.shape[:-1], own.shape[-1] * bits // 32), torch.int32)
+        for matrix, own in codes.items()
+    }
+    rooms |= {key: (tuple(value.shape), value.dtype) for key, value in values.items() if accelerated(value.device)}
+    buffer = buffer_for(rooms, where)
+    there = values | arrays_in(buffer, rooms)
+    for key in rooms.keys() & values.keys():
+        there[key].copy_(values[key])
+    step = PACKED_AT_A_TIME if accelerated(where) else 1  # on a CPU temporaries that fit in its cache are quicker
+    for matrix, own in codes.items():
+        for first in range(0, len(own), step):
+            there[matrix, "packed"][first : first + step] = pack(own[first : first + step], bits)
+    return values | arrays_in(buffer.cpu(), rooms), there
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], where: str, carried: Collection[str] = ()) -> None:
@@ -73,7 +133,11 @@ def check_finite(tensors: Mapping[str, torch.Tensor], where: str, carried: Colle
         QuantizeError: the first tensor with a NaN or infinity.
     """
     for name, tensor in tensors.items():
-        if name not in carried and tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+        if name in carried or not tensor.is_floating_point():
+            continue
+        flat = tensor.flatten()
+        pieces = (flat[first : first + PIECE].float() for first in range(0, len(flat), PIECE))
+        if not all(bool(torch.isfinite(piece).all()) for piece in pieces):
             raise QuantizeError(f"{where}: {name} is not finite; nothing was written for this layer")
 
 

@@ -31,6 +31,7 @@ from quantizers.run.pipeline import run
 from quantizers.system.errors import QuantizeError, Stopped
 from stitch.audit.checkpoint import verify
 from stitch.write import shard as writing
+from stitch.write.shard import LayerTensors
 
 CPU = torch.device("cpu")
 SHARD = "model-00002-of-00005.safetensors"
@@ -173,10 +174,10 @@ def test_a_kept_byte_that_changed_in_memory_is_found_at_once(small: tuple[Path, 
     """Buffer and file then agree: only the hash taken when the source was read can tell."""
     real = quantized.layer_tensors
 
-    def changed(plan: Any, layer: int, source: Any, solved: Any) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = real(plan, layer, source, solved)
+    def changed(plan: Any, layer: int, source: Any, solved: Any) -> LayerTensors:
+        tensors = real(plan, layer, source, solved)
         if layer == 1:
-            tensors[KEPT].view(torch.uint8).view(-1)[7] ^= 1  # the source's own memory
+            tensors.host[KEPT].view(torch.uint8).view(-1)[7] ^= 1  # the source's own memory
         return tensors
 
     with pytest.MonkeyPatch.context() as patched:

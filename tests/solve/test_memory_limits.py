@@ -129,9 +129,12 @@ def test_full_again_and_again(
         same(solved_with(layer, residents), wanted)
     assert residents.count == 1
     assert len(capsys.readouterr().err.splitlines()) == 2
-    with pytest.raises(
-        QuantizeError, match=r"full with the sums of one unit of 2 experts at a time, for which 3\.0 GiB"
-    ), Full(begins + 50):
+    with (
+        pytest.raises(
+            QuantizeError, match=r"full with the sums of one unit of 2 experts at a time, for which 3\.0 GiB"
+        ),
+        Full(begins + 50),
+    ):
         solved_with(layer, residents)
 
 

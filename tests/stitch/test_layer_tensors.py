@@ -1,0 +1,187 @@
+"""A solved layer as the tensors of a shard: what compressed-tensors packs, in one copy from wherever it was solved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from safetensors.torch import load_file
+from tiny import make
+
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.held import Held, held_tensors, hold, layer_names
+from quantizers.checkpoint.reader import open_folder
+from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.forward.weights import read_weight
+from quantizers.plan.making import make_plan
+from quantizers.plan.plan import KEPT, Plan
+from quantizers.recipe.schema import Experts
+from quantizers.solve.solved import Solved
+from quantizers.system.errors import QuantizeError
+from stitch.audit import layer as auditing
+from stitch.audit.layer import LayerAudit, audit_layer
+from stitch.write.shard import LayerTensors, check_finite, layer_tensors, write_shard
+
+BLOCK = (128, 128)
+
+
+class Layer:
+    """Layer 0 of a tiny model, with codes that nobody solved: only where they go matters here."""
+
+    def __init__(self, folder: Path) -> None:
+        model = open_folder(make(folder / "model", num_hidden_layers=1))
+        self.facts = architecture_for(model.config, "config.json")
+        self.sizes = sizes_of(self.facts, model.config, "config.json")
+        self.source: Held = hold(model, layer_names(model, self.facts, 0))
+        specs = {name: Spec(info.dtype, info.shape) for name, info in model.tensors.items()}
+        self.plan: Plan = make_plan(self.facts, self.sizes, specs, Experts(group_size=32), "tiny", BLOCK)
+        self.norm = self.source.tensor(self.facts.layer(0, self.facts.norm.tensor))
+        self.router = self.source.tensor(self.facts.layer(0, self.facts.router.tensor))
+
+    def solved(self, device: str = "cpu") -> Solved:
+        experts, hidden, width = self.sizes["experts"], self.sizes["hidden"], self.sizes["width"]
+        shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+        generator = torch.Generator().manual_seed(0)
+        codes, scales = {}, {}
+        for matrix in MATRICES:
+            rows, columns = shapes[matrix]
+            drawn = torch.randint(-8, 8, (experts, rows, columns), generator=generator)
+            codes[matrix] = drawn.to(torch.int8).to(device)
+            scales[matrix] = torch.rand(experts, rows, columns // 32, generator=generator).bfloat16().to(device)
+        return Solved(
+            self.norm.to(device), torch.ones(hidden, device=device), self.router.float().to(device), codes, scales
+        )
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory: pytest.TempPathFactory) -> Layer:
+    return Layer(tmp_path_factory.mktemp("layer_tensors"))
+
+
+def test_a_shard_holds_what_the_plan_says_and_the_library_packs(layer: Layer, tmp_path: Path) -> None:
+    solved = layer.solved()
+    tensors = layer_tensors(layer.plan, 0, layer.source, solved)
+    write_shard(tensors.host, tmp_path / "x.safetensors")
+    written = load_file(tmp_path / "x.safetensors")
+    planned = {name: spec for action in layer.plan.of_layer(0) for name, spec in action.outputs.items()}
+    assert {name: tuple(tensor.shape) for name, tensor in written.items()} == {
+        name: spec.shape for name, spec in planned.items()
+    }
+    for expert in range(layer.sizes["experts"]):
+        for matrix in MATRICES:
+            module = layer.facts.expert(0, expert, matrix)
+            assert torch.equal(written[f"{module}.weight_packed"], pack_to_int32(solved.codes[matrix][expert], 4))
+            assert torch.equal(written[f"{module}.weight_scale"], solved.scales[matrix][expert])
+
+
+def test_on_a_cpu_the_file_and_the_next_reader_share_their_memory(layer: Layer) -> None:
+    """Nor is anything copied that was already as it is written."""
+    solved = layer.solved()
+    tensors = layer_tensors(layer.plan, 0, layer.source, solved)
+    assert tensors.host.keys() == tensors.device.keys()
+    for name, tensor in tensors.host.items():
+        if not name.endswith("weight_shape"):
+            assert tensor.data_ptr() == tensors.device[name].data_ptr(), name
+    module = layer.facts.expert(0, 1, "up")
+    assert tensors.host[f"{module}.weight_scale"].data_ptr() == solved.scales["up"][1].data_ptr()
+
+
+def test_all_that_a_device_made_comes_to_the_host_in_one_copy(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, which has no values: whoever looks at one, or copies it otherwise, fails."""
+    copied = []
+
+    def cpu(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(tensor.shape)
+        return torch.empty_like(tensor, device="cpu")
+
+    solved = layer.solved("meta")
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    tensors = layer_tensors(layer.plan, 0, layer.source, solved)
+    assert len(copied) == 1
+    kept = {name for action in layer.plan.of_layer(0) if action.kind in KEPT for name in action.outputs}
+    for name, tensor in tensors.device.items():
+        assert tensors.host[name].device.type == "cpu"
+        assert tensors.host[name].shape == tensor.shape
+        assert tensors.host[name].dtype == tensor.dtype
+        assert tensor.device.type == ("cpu" if name in kept or name.endswith("weight_shape") else "meta"), name
+
+
+def test_an_accelerators_buffer_has_the_same_bytes(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its branch taken on the CPU: everything is laid out in one buffer, and packed by units."""
+    from stitch.write import shard
+
+    plain = layer_tensors(layer.plan, 0, layer.source, layer.solved())
+    monkeypatch.setattr(shard, "accelerated", lambda device: True)
+    monkeypatch.setattr(shard, "PACKED_AT_A_TIME", 3)
+    laid = layer_tensors(layer.plan, 0, layer.source, layer.solved())
+    for name, tensor in plain.host.items():
+        assert torch.equal(tensor.view(torch.uint8), laid.host[name].view(torch.uint8)), name
+        assert laid.host[name].data_ptr() % tensor.element_size() == 0
+
+
+def test_the_candidate_gets_the_kept_tensors_from_the_device(layer: Layer) -> None:
+    near = hold(open_folder(layer.source.folder), layer.source.stored)
+    tensors = layer_tensors(layer.plan, 0, layer.source, layer.solved(), near=near)
+    for action in layer.plan.of_layer(0):
+        if action.kind in KEPT:
+            (name,) = action.outputs
+            assert tensors.host[name].data_ptr() == layer.source.tensor(action.source).data_ptr()
+            assert tensors.device[name] is near.tensor(action.source)
+
+
+def rounded(layer: Layer) -> LayerTensors:
+    """The layer's own weights rounded to nearest, so that the audit finds nothing."""
+    solved = layer.solved()
+    for matrix in MATRICES:
+        for expert, (codes, scales) in enumerate(zip(solved.codes[matrix], solved.scales[matrix], strict=True)):
+            weight = read_weight(layer.source, layer.facts.expert(0, expert, matrix), torch.device("cpu"))
+            groups = weight.view(len(weight), -1, 32)
+            scales.copy_(groups.abs().amax(-1) / 7)
+            codes.copy_((groups / scales.float().unsqueeze(-1)).round().clamp(-8, 7).flatten(1))
+    return layer_tensors(layer.plan, 0, layer.source, solved)
+
+
+def audited(layer: Layer, tensors: dict[str, torch.Tensor]) -> LayerAudit:
+    audit, made = LayerAudit(), held_tensors(layer.source, tensors, Path("made"))
+    audit_layer(0, layer.facts, layer.sizes, layer.source, made, device=torch.device("cpu"), audit=audit)
+    return audit
+
+
+def test_units_of_experts_are_audited_as_single_ones(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one of a unit cannot be read, and another is wrong; both are named in their order."""
+    tensors = dict(rounded(layer).host)
+    assert audited(layer, tensors).differences == []
+    unreadable, wrong = layer.facts.expert(0, 2, "gate"), layer.facts.expert(0, 1, "down")
+    tensors[f"{unreadable}.weight_scale"] = torch.full_like(tensors[f"{unreadable}.weight_scale"], torch.nan)
+    tensors[f"{wrong}.weight_scale"] = tensors[f"{wrong}.weight_scale"] * 2
+    single = audited(layer, tensors)
+    monkeypatch.setattr(auditing, "accelerated", lambda device: True)
+    monkeypatch.setattr(auditing, "AT_A_TIME", 3)
+    units = audited(layer, tensors)
+    assert units.differences == single.differences
+    assert [line.partition(":")[0] for line in single.differences] == [
+        f"{wrong}.weight_packed", unreadable.rpartition(".")[0],
+    ]  # fmt: skip
+    assert [error is None for error in units.by_expert] == [i == 2 for i in range(layer.sizes["experts"])]
+    known = [[error for error in found.by_expert if error is not None] for found in (units, single)]
+    assert known[0] == pytest.approx(known[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_nan_anywhere_is_refused_except_in_what_is_carried(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stitch.write import shard
+
+    monkeypatch.setattr(shard, "PIECE", 8)
+    for position in (0, 7, 8, 20):
+        values = torch.ones(3, 7)
+        check_finite({"x": values.to(dtype)}, "y")
+        values.view(-1)[position] = torch.nan
+        with pytest.raises(QuantizeError, match="y: x is not finite"):
+            check_finite({"x": values.to(dtype)}, "y")
+        check_finite({"x": values.to(dtype)}, "y", carried=["x"])
