@@ -97,6 +97,14 @@ def test_a_run_costs_what_it_reads_hashes_and_dequantizes(
     real = weights.read_weight
     for module in (weights, audit_layer, layered_model):
         monkeypatch.setattr(module, "read_weight", lambda *a: _counted(real(*a), dequantized))
+    filled = weights.ExpertWeights.fill
+
+    def fill(self: Any, first: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        before = dequantized[0]
+        filled(self, first, gate_up, down)
+        dequantized[0] = before + gate_up.numel() + down.numel()
+
+    monkeypatch.setattr(weights.ExpertWeights, "fill", fill)
     run(job, Options(tmp_path / "output", torch.device("cpu")))
     source = sum(action.spec.bytes for action in job.plan.actions)
     output = sum((finished.folder / file).stat().st_size for file in job.plan.shards())
