@@ -89,7 +89,8 @@ class LayeredModel:
         # inv_freq is computed, not loaded, so it would stay empty on the meta device.
         self.rotary = type(inner.rotary_emb)(config=config).to(device)
         self.final_norm = inner.norm
-        self.final_norm.load_state_dict({"weight": self._plain(facts.final_norm)}, assign=True)
+        # A copy, since a view would keep the buffer of all that lies outside the layers.
+        self.final_norm.load_state_dict({"weight": self._plain(facts.final_norm).clone()}, assign=True)
 
     def _plain(self, name: str) -> torch.Tensor:
         info = self.checkpoint.require(name, "a tensor outside the layers")

@@ -14,6 +14,7 @@ Legend: R rows (outputs), C columns (inputs), n groups of a row.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -167,6 +168,47 @@ def unpack(packed: torch.Tensor, bits: int, shape: tuple[int, int]) -> torch.Ten
 
     codes: torch.Tensor = unpack_from_int32(packed, bits, torch.Size(shape))
     return codes
+
+
+def packed_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
+    """The weight (R, C) of a module of packed integers, in float32 on `device`.
+
+    Raises:
+        CheckpointError: a tensor is missing, or they do not belong together.
+    """
+    info = checkpoint.tensors[f"{module}.weight_packed"]
+    scale_info = checkpoint.require(f"{module}.weight_scale", "the scales of a packed weight")
+    shape_info = checkpoint.require(f"{module}.weight_shape", "the shape of a packed weight")
+    for suffix in ("weight_zero_point", "weight_g_idx"):
+        if f"{module}.{suffix}" in checkpoint.tensors:
+            raise CheckpointError(
+                f"{info.file}: {module}.{suffix}: only symmetric integers with groups in order of columns can be read"
+            )
+    shape = checkpoint.tensor(shape_info.name).flatten().tolist()
+    if len(shape) != 2 or len(info.shape) != 2 or len(scale_info.shape) != 2 or info.dtype != "I32":
+        raise CheckpointError(
+            f"{info.file}: {module}: packed {info.dtype} {list(info.shape)}, scale {list(scale_info.shape)} and "
+            f"weight_shape {reprlib.repr(shape)}; int32 words and scales in rows and columns are needed"
+        )
+    rows, columns = (int(n) for n in shape)
+    bits, remainder = divmod(info.shape[1] * 32, columns) if columns > 0 else (0, 1)
+    groups = scale_info.shape[1]
+    if (
+        bits not in (4, 8)
+        or remainder
+        or info.shape[0] != rows
+        or scale_info.shape[0] != rows
+        or not groups
+        or columns % groups
+    ):
+        raise CheckpointError(
+            f"{info.file}: {module}: packed {list(info.shape)}, scale {list(scale_info.shape)} and "
+            f"weight_shape {[rows, columns]} do not belong together"
+        )
+    packed = checkpoint.tensor(info.name).to(device)
+    scale = checkpoint.tensor(scale_info.name).to(device).float()
+    codes = unpack(packed, bits, (rows, columns)).float()
+    return dequantize(codes, scale)
 
 
 def is_finite(tensor: torch.Tensor) -> torch.Tensor:

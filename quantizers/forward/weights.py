@@ -14,8 +14,6 @@ with one synchronisation; only if one of them is not finite are they read again,
 
 from __future__ import annotations
 
-import reprlib
-
 import torch
 
 from quantizers.architectures.architecture import Architecture
@@ -26,8 +24,7 @@ from quantizers.checkpoint.reader import Checkpoint, block_size
 from quantizers.device.kind import accelerated
 from quantizers.system.errors import CheckpointError
 
-from .codes import dequantize
-from .stored_matrix import Form, dequantize_fp8, form_of, fp8_scale, is_finite, unpack
+from .stored_matrix import Form, dequantize_fp8, form_of, fp8_scale, is_finite, packed_weight
 
 # Legend: E experts, c experts of a unit, R rows, C columns, H hidden size, I width of an expert
 
@@ -59,7 +56,7 @@ def _weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.
     if foreign is not None:
         return foreign
     if f"{module}.weight_packed" in checkpoint.tensors:
-        return _read_packed(checkpoint, module, device)
+        return packed_weight(checkpoint, module, device)
     info = checkpoint.require(f"{module}.weight", "a linear layer's weight")
     stored = checkpoint.tensor(info.name).to(device)
     if stored.dtype == FP8:
@@ -71,42 +68,6 @@ def _weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.
         f"{info.file}: {info.name}: dtype {info.dtype} is not that of a weight that can be read; give the published "
         "checkpoint"
     )
-
-
-def _read_packed(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
-    info = checkpoint.tensors[f"{module}.weight_packed"]
-    scale_info = checkpoint.require(f"{module}.weight_scale", "the scales of a packed weight")
-    shape_info = checkpoint.require(f"{module}.weight_shape", "the shape of a packed weight")
-    for suffix in ("weight_zero_point", "weight_g_idx"):
-        if f"{module}.{suffix}" in checkpoint.tensors:
-            raise CheckpointError(
-                f"{info.file}: {module}.{suffix}: only symmetric integers with groups in order of columns can be read"
-            )
-    shape = checkpoint.tensor(shape_info.name).flatten().tolist()
-    if len(shape) != 2 or len(info.shape) != 2 or len(scale_info.shape) != 2 or info.dtype != "I32":
-        raise CheckpointError(
-            f"{info.file}: {module}: packed {info.dtype} {list(info.shape)}, scale {list(scale_info.shape)} and "
-            f"weight_shape {reprlib.repr(shape)}; int32 words and scales in rows and columns are needed"
-        )
-    rows, columns = (int(n) for n in shape)
-    bits, remainder = divmod(info.shape[1] * 32, columns) if columns > 0 else (0, 1)
-    groups = scale_info.shape[1]
-    if (
-        bits not in (4, 8)
-        or remainder
-        or info.shape[0] != rows
-        or scale_info.shape[0] != rows
-        or not groups
-        or columns % groups
-    ):
-        raise CheckpointError(
-            f"{info.file}: {module}: packed {list(info.shape)}, scale {list(scale_info.shape)} and "
-            f"weight_shape {[rows, columns]} do not belong together"
-        )
-    packed = checkpoint.tensor(info.name).to(device)
-    scale = checkpoint.tensor(scale_info.name).to(device).float()
-    codes = unpack(packed, bits, (rows, columns)).float()
-    return dequantize(codes, scale)
 
 
 def _refuse_bias(checkpoint: Checkpoint, module: str) -> None:

@@ -283,3 +283,18 @@ def test_a_file_that_is_cut_off_is_named_when_its_part_is_due(tmp_path: Path) ->
     next(ahead)
     with pytest.raises(CheckpointError, match=f"{last.name}: the file is truncated"):
         next(ahead)
+
+
+@pytest.mark.parametrize("pieces", [64, 2**30])
+def test_the_tensor_at_which_a_file_ends_is_named(pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although its whole range is read at once."""
+    monkeypatch.setattr(module, "PIECE", pieces)
+    model = open_folder(make(tmp_path / "model", shards=1))
+    inner = sorted(model.tensors.values(), key=lambda info: info.start)[7]
+    with inner.file.open("rb+") as stream:
+        stream.truncate(inner.start + 1)
+    with pytest.raises(CheckpointError, match=f"{inner.name}: the file is truncated; download this shard again"):
+        hold(model, model.tensors)
+    inner.file.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        hold(model, model.tensors)

@@ -15,10 +15,11 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.held import hold
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.forward import weights
+from quantizers.forward.fitting import load_layer
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.stored_matrix import is_finite
 from quantizers.forward.weights import ExpertWeights, layer_weights, read_weight
-from quantizers.system.errors import CheckpointError
+from quantizers.system.errors import ArchitectureError, CheckpointError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 HIDDEN, WIDTH, EXPERTS = 96, 64, 5
@@ -239,3 +240,10 @@ def test_a_layer_without_its_experts_attends_and_routes(tmp_path: Path) -> None:
     whole = layer_weights(checkpoint, facts, sizes, 0, CPU, torch.float32)
     without = layer_weights(checkpoint, facts, sizes, 0, CPU, torch.float32, experts=False)
     assert whole.keys() - without.keys() == {name for name, kind in kinds.items() if kind == "meta"}
+    short = {name: t for name, t in without.items() if name != "input_layernorm.weight"}
+    with torch.device("meta"):
+        layer = model.layer_class(model.config, 0)
+    with pytest.raises(ArchitectureError, match=r"needs input_layernorm\.weight"):
+        load_layer(layer, short, facts, whole.keys() - without.keys())
+    with pytest.raises(ArchitectureError, match=r"gate_up_proj|down_proj"):
+        load_layer(layer, without, facts)
