@@ -3,14 +3,19 @@
 A part is whatever is used together, usually a decoder layer. While one part is in use, a thread reads the next,
 so at most two are in memory. A part answers as the checkpoint itself does, but for its own tensors only: reading
 any other is an error, so nothing can be read from a file a second time unnoticed.
+
+Tensors that lie next to each other in a file are read together, into one buffer of which they are views. Two buffers
+take turns for all parts: fresh memory for a layer of 3.6 GB would cost a page fault for each 4 KiB, a million a layer.
+So a part's tensors are valid until the next part is asked for. It is emptied then, and has no tensor any more.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
@@ -19,10 +24,13 @@ from quantizers.architectures.architecture import Architecture
 
 from .reader import Checkpoint
 from .safetensors_header import TensorInfo
-from .tensor_bytes import as_bytes, as_tensor, dtype_name, read_bytes
+from .tensor_bytes import as_bytes, as_tensor, dtype_name, read_into
 
 if TYPE_CHECKING:
     import torch
+
+ALIGNMENT = 8  # of a range's first byte; a header's size is padded to it, and no dtype is larger
+PIECE = 2**30  # bytes read between two looks at `stop`
 
 
 @dataclass(frozen=True)
@@ -30,17 +38,18 @@ class Held(Checkpoint):
     """Some tensors of a checkpoint; `tensors` lists no others.
 
     Attributes:
-        stored: the tensors on the CPU, contiguous. Every call of `tensor` returns the same memory, so nobody may
-            write into it.
+        stored: the tensors, contiguous. Every call of `tensor` returns the same memory, so nobody may write into it.
         hashes: their SHA-256, hexadecimal, taken when they were read; empty if they were not read from a file.
+        buffer: the bytes uint8 (N,) of which the tensors are views; None if each has memory of its own.
     """
 
-    stored: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    stored: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     hashes: Mapping[str, str] = field(default_factory=dict, repr=False)
+    buffer: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     def raw(self, name: str) -> bytearray:
         """A copy of one tensor's bytes."""
-        return bytearray(as_bytes(self.stored[name]))
+        return bytearray(as_bytes(self.stored[name].cpu()))
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, not to be changed."""
@@ -48,22 +57,99 @@ class Held(Checkpoint):
 
     def sha256(self, name: str) -> str:
         """The hash on arrival; that of the memory where the tensor did not arrive from a file."""
-        return self.hashes[name] if name in self.hashes else hashlib.sha256(as_bytes(self.stored[name])).hexdigest()
+        if name in self.hashes:
+            return self.hashes[name]
+        return hashlib.sha256(as_bytes(self.stored[name].cpu())).hexdigest()
 
     def digest(self) -> str:
         """SHA-256, hexadecimal, over all names and hashes."""
-        lines = "".join(f"{name}\0{self.sha256(name)}\n" for name in sorted(self.stored))
+        lines = "".join(f"{name}\0{self.sha256(name)}\n" for name in sorted(self.tensors))
         return hashlib.sha256(lines.encode()).hexdigest()
 
     def only(self, names: Iterable[str]) -> Held:
-        """The same with these tensors alone, so that the memory of the others can be freed."""
+        """The same with these tensors alone, so that the memory of the others can be freed.
+
+        Those that are views of a buffer are copied, since they would keep all of it alive.
+        """
         kept = list(names)
         return replace(
             self,
             tensors={name: self.tensors[name] for name in kept},
-            stored={name: self.stored[name] for name in kept},
+            stored={name: self.stored[name] if self.buffer is None else self.stored[name].clone() for name in kept},
             hashes={name: self.hashes[name] for name in kept if name in self.hashes},
+            buffer=None,
         )
+
+    def to(self, device: torch.device) -> Held:
+        """The same part on a device, its buffer copied as a whole; itself on a CPU."""
+        if device.type == "cpu":
+            return self
+        moved = None if self.buffer is None else self.buffer.to(device)
+        stored = {}
+        for name, tensor in self.stored.items():
+            if moved is not None and self.buffer is not None and _shares(tensor, self.buffer):
+                start = tensor.storage_offset() * tensor.element_size()
+                stored[name] = as_tensor(self.tensors[name], moved[start : start + tensor.nbytes])
+            else:
+                stored[name] = tensor.to(device)
+        return replace(self, stored=stored, buffer=moved)
+
+    def empty(self) -> None:
+        """Forget the tensors, since their memory gets other bytes. Names, hashes and the digest stay."""
+        self.stored.clear()
+
+
+def _shares(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+@dataclass(frozen=True)
+class Range:
+    """Tensors that lie next to each other in a file.
+
+    Attributes:
+        infos: in the order of their bytes.
+        place: where its bytes lie in the buffer; it leaves the same remainder modulo ALIGNMENT as its place in the
+            file, so that a tensor is aligned in memory if it is in the file.
+    """
+
+    infos: Sequence[TensorInfo]
+    place: int
+
+    @property
+    def start(self) -> int:
+        """Where it begins in its file."""
+        return self.infos[0].start
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return self.infos[-1].end - self.start
+
+    def name_at(self, done: int, position: int) -> str:
+        """The tensor that a byte of the range belongs to, by its position after the first `done`."""
+        return next(info.name for info in self.infos if done + position < info.end - self.start)
+
+
+def ranges(infos: Iterable[TensorInfo]) -> list[Range]:
+    """Where the bytes of some tensors lie in their files and will lie in a buffer, in the order of both."""
+    runs: list[list[TensorInfo]] = []
+    for info in sorted(infos, key=lambda info: (info.file, info.start, info.end)):
+        if runs and (runs[-1][-1].file, runs[-1][-1].end) == (info.file, info.start):
+            runs[-1].append(info)
+        else:
+            runs.append([info])
+    result: list[Range] = []
+    for run in runs:
+        free = result[-1].place + result[-1].size if result else 0
+        result.append(Range(run, free + (run[0].start - free) % ALIGNMENT))
+    return result
+
+
+def bytes_needed(infos: Iterable[TensorInfo]) -> int:
+    """The size of a buffer for these tensors."""
+    found = ranges(infos)
+    return found[-1].place + found[-1].size if found else 0
 
 
 def layer_names(checkpoint: Checkpoint, facts: Architecture, number: int) -> list[str]:
@@ -84,25 +170,48 @@ def outside_names(checkpoint: Checkpoint, facts: Architecture) -> list[str]:
     return [checkpoint.require(name, "a tensor outside the layers").name for name in names]
 
 
-def hold(checkpoint: Checkpoint, names: Iterable[str], stop: Event | None = None) -> Held:
+def hold(
+    checkpoint: Checkpoint, names: Iterable[str], stop: Event | None = None, buffer: torch.Tensor | None = None
+) -> Held:
     """Read some tensors into memory, in the order of their bytes.
 
     Args:
         stop: reading ends early once this is set; what is returned then is of no use.
+        buffer: uint8 (N,) on the CPU, where they are put; None, or one that is too small, for a new one.
 
     Raises:
         CheckpointError: a file is gone or has shrunk since its header was read, or a dtype is unknown.
     """
+    import torch
+
     infos = {name: checkpoint.tensors[name] for name in names}
+    named = [replace(info, name=name) for name, info in infos.items()]
+    size = bytes_needed(named)
+    if buffer is None or len(buffer) < size:
+        buffer = torch.empty(size, dtype=torch.uint8)
+    used = buffer[:size]
     stored: dict[str, torch.Tensor] = {}
     hashes: dict[str, str] = {}
-    for name, info in sorted(infos.items(), key=lambda item: (item[1].file, item[1].start)):
-        if stop is not None and stop.is_set():
-            break
-        raw = read_bytes(info)
-        hashes[name] = hashlib.sha256(raw).hexdigest()
-        stored[name] = as_tensor(info, raw)
-    return Held(checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision, stored, hashes)
+    for info, raw in _arriving(ranges(named), used, stop or Event()):
+        hashes[info.name] = hashlib.sha256(as_bytes(raw)).hexdigest()
+        stored[info.name] = as_tensor(info, raw)
+    return Held(checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision, stored, hashes, used)
+
+
+def _arriving(found: Sequence[Range], buffer: torch.Tensor, stop: Event) -> Iterator[tuple[TensorInfo, torch.Tensor]]:
+    """Read ranges to their places; each tensor's header entry and bytes as soon as these are there."""
+    for one in found:
+        file, whole, done = one.infos[0].file, buffer[one.place : one.place + one.size], 0
+        for info in one.infos:
+            while one.start + done < info.end:
+                if stop.is_set():
+                    return
+                piece = whole[done : done + PIECE]
+                read_into(file, one.start + done, as_bytes(piece), partial(one.name_at, done))
+                done += len(piece)
+            if stop.is_set():
+                return
+            yield info, whole[info.start - one.start : info.end - one.start]
 
 
 def held_tensors(like: Checkpoint, tensors: Mapping[str, torch.Tensor], file: Path) -> Held:
@@ -116,11 +225,14 @@ def held_tensors(like: Checkpoint, tensors: Mapping[str, torch.Tensor], file: Pa
         name: TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape), file, 0, tensor.nbytes)
         for name, tensor in tensors.items()
     }
-    return Held(like.folder, like.name, like.config, infos, like.revision, tensors)
+    return Held(like.folder, like.name, like.config, infos, like.revision, dict(tensors))
 
 
 def held_ahead(checkpoint: Checkpoint, parts: Sequence[Sequence[str]]) -> Generator[Held]:
     """Each part in its turn, while a thread reads the one after it. Close the iterator to stop the thread early.
+
+    A part's tensors are valid until the next part is asked for: then the part is emptied, since its memory gets the
+    bytes of the part after the next. Who reads in the background must be done with it by then.
 
     Args:
         parts: the names of each part's tensors.
@@ -128,14 +240,23 @@ def held_ahead(checkpoint: Checkpoint, parts: Sequence[Sequence[str]]) -> Genera
     Raises:
         CheckpointError: as `hold`, when the part's turn comes.
     """
+    import torch
+
+    size = max((bytes_needed(checkpoint.tensors[name] for name in names) for names in parts), default=0)
+    buffers = [torch.empty(size, dtype=torch.uint8) for _ in parts[:2]]
     stop = Event()
     with ThreadPoolExecutor(max_workers=1) as pool:
+
+        def begin(position: int) -> list[Future[Held]]:
+            part = parts[position : position + 1]
+            return [pool.submit(hold, checkpoint, names, stop, buffers[position % 2]) for names in part]
+
         try:
-            reading = [pool.submit(hold, checkpoint, names, stop) for names in parts[:1]]
+            reading = begin(0)
             for position in range(len(parts)):
                 held = reading.pop().result()
-                reading += [pool.submit(hold, checkpoint, names, stop) for names in parts[position + 1 : position + 2]]
+                reading = begin(position + 1)
                 yield held
-                del held  # only the one that is being read may be in memory besides the next that is asked for
+                held.empty()
         finally:
             stop.set()

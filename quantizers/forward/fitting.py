@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -28,11 +28,17 @@ def class_of(facts: Architecture) -> Any:
     return found
 
 
-def load_layer(layer: torch.nn.Module, weights: Mapping[str, torch.Tensor], facts: Architecture) -> None:
+def load_layer(
+    layer: torch.nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    facts: Architecture,
+    left_out: Collection[str] = (),
+) -> None:
     """Give a decoder layer its weights, every one of them and no other.
 
     Args:
         weights: by transformers' names, see weights.py.
+        left_out: those that the layer has and is not to be given now.
 
     Raises:
         ArchitectureError: the layer has no place for one, wants another, or has another shape for it.
@@ -48,6 +54,7 @@ def load_layer(layer: torch.nn.Module, weights: Mapping[str, torch.Tensor], fact
             f"{about}: transformers' layer has no place for {unknown[0]}; if the model computes without it, add its "
             "published name to modules.without"
         )
+    missing = [name for name in missing if name not in left_out]
     if missing:
         raise ArchitectureError(
             f"{about}: transformers' layer needs {missing[0]}; name it among its tensors or linears, or take it out of "

@@ -23,6 +23,7 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.rotary import transformers_config
 from quantizers.architectures.sizes import Sizes
+from quantizers.checkpoint.fused_experts import FUSED
 from quantizers.system.errors import CheckpointError
 
 from .fitting import class_of, load_layer, require_plain_experts
@@ -88,7 +89,8 @@ class LayeredModel:
         # inv_freq is computed, not loaded, so it would stay empty on the meta device.
         self.rotary = type(inner.rotary_emb)(config=config).to(device)
         self.final_norm = inner.norm
-        self.final_norm.load_state_dict({"weight": self._plain(facts.final_norm)}, assign=True)
+        # A copy, since a view would keep the buffer of all that lies outside the layers.
+        self.final_norm.load_state_dict({"weight": self._plain(facts.final_norm).clone()}, assign=True)
 
     def _plain(self, name: str) -> torch.Tensor:
         info = self.checkpoint.require(name, "a tensor outside the layers")
@@ -106,23 +108,35 @@ class LayeredModel:
         return read_weight(self.checkpoint, self.facts.head.removesuffix(".weight"), self.device).to(self.dtype)
 
     @contextlib.contextmanager
-    def layer(self, number: int, stored: Checkpoint | None = None) -> Iterator[torch.nn.Module]:
+    def layer(
+        self, number: int, stored: Checkpoint | None = None, *, experts: bool = True
+    ) -> Iterator[torch.nn.Module]:
         """A decoder layer with its weights, which are freed when the block ends.
 
         Args:
             stored: where its tensors are read; None for the model's own checkpoint.
+            experts: False leaves the routed experts' parameters on the meta device: the layer is then good for
+                `attend` and `route`.
         """
         with torch.device("meta"):
             module: torch.nn.Module = self.layer_class(self.config, number).eval()
+        left_out: list[str] = []
         if number not in self.sizes.dense:
             require_plain_experts(module.get_submodule(self.facts.modules.experts), self.facts)
-        weights = layer_weights(stored or self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype)
-        load_layer(module, weights, self.facts)
+            left_out = [] if experts else [f"{self.facts.modules.experts}.{name}" for name in FUSED]
+        weights = layer_weights(
+            stored or self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype, experts=experts
+        )
+        load_layer(module, weights, self.facts, left_out)
         module.requires_grad_(False)
         try:
             yield module
         finally:
             module.to("meta")  # frees the weights even if someone still references the module
+
+    def release_experts(self, layer: torch.nn.Module) -> None:
+        """Free the weights of a layer's routed experts; it has to be one with experts."""
+        layer.get_submodule(self.facts.modules.experts).to("meta")
 
     def inputs(self, states: torch.Tensor) -> dict[str, Any]:
         """The keyword arguments that transformers' model passes to its layers, for one sequence (T, H)."""

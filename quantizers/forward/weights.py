@@ -7,46 +7,30 @@
 
 compressed-tensors does the FP8 dequantization, packing.py the unpacking. On a CPU everything becomes float32
 without rounding to bfloat16 in between. FP8 bytes are copied to a GPU as FP8 and dequantized there.
+
+A single module is read by `read_weight`, which looks at its numbers at once. A layer's modules are looked at together,
+with one synchronisation; only if one of them is not finite are they read again, one by one, to name it.
 """
 
 from __future__ import annotations
 
-import math
-import reprlib
-
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.formats import foreign_weight
 from quantizers.checkpoint.reader import Checkpoint, block_size
+from quantizers.device.kind import accelerated
 from quantizers.system.errors import CheckpointError
 
-from .codes import dequantize
-from .packing import unpack
+from .stored_matrix import Form, dequantize_fp8, form_of, fp8_scale, is_finite, packed_weight
+
+# Legend: E experts, c experts of a unit, R rows, C columns, H hidden size, I width of an expert
 
 FP8 = torch.float8_e4m3fn
-
-
-def scale_name(checkpoint: Checkpoint, module: str) -> str:
-    """The name of an FP8 module's scale tensor: `weight_scale_inv`, as MiniMax publishes it, or `weight_scale`."""
-    for suffix in ("weight_scale_inv", "weight_scale"):
-        if f"{module}.{suffix}" in checkpoint.tensors:
-            return f"{module}.{suffix}"
-    raise CheckpointError(
-        f"{checkpoint.tensors[f'{module}.weight'].file}: {module}.weight is FP8 but has no weight_scale_inv; "
-        "the checkpoint is incomplete, download it again"
-    )
-
-
-def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Dequantize FP8 as q * scale per block, in float32 on the tensors' device. weight (R, C), scale (⌈R/b⌉, ⌈C/b⌉)."""
-    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
-
-    library = FP8BlockDequantizer(targets=["m"], weight_block_size=block, dtype=torch.float32)
-    result: torch.Tensor = library.process({"m.weight": weight, "m.weight_scale_inv": scale})["m.weight"]
-    return result
+UNIT = 16  # experts dequantized together on an accelerator
+BAND = 2**21  # bytes in float32 of the rows that a CPU dequantizes at a time: in its cache, and in the heap
 
 
 def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
@@ -58,82 +42,32 @@ def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> to
     Raises:
         CheckpointError: a tensor is missing, has a wrong dtype or shape, or contains NaN or infinity.
     """
-    foreign = foreign_weight(checkpoint, module, device)
-    if foreign is not None:
-        weight = foreign
-    elif f"{module}.weight_packed" in checkpoint.tensors:
-        weight = _read_packed(checkpoint, module, device)
-    else:
-        info = checkpoint.require(f"{module}.weight", "a linear layer's weight")
-        stored = checkpoint.tensor(info.name).to(device)
-        if stored.dtype == FP8:
-            weight = _read_fp8(checkpoint, module, stored)
-        elif stored.is_floating_point() and stored.element_size() > 1:
-            weight = stored.float()
-        else:
-            raise CheckpointError(
-                f"{info.file}: {info.name}: dtype {info.dtype} is not that of a weight that can be read; give the "
-                "published checkpoint"
-            )
-    if not bool(torch.isfinite(weight).all()):
+    weight = _weight(checkpoint, module, device)
+    if not bool(is_finite(weight)):
         raise CheckpointError(
             f"{checkpoint.folder}: {module}.weight or its scale holds a NaN or infinity; download its shard again"
         )
     return weight
 
 
-def _read_fp8(checkpoint: Checkpoint, module: str, stored: torch.Tensor) -> torch.Tensor:
-    name = scale_name(checkpoint, module)
-    info = checkpoint.tensors[name]
-    block = block_size(checkpoint)
-    if stored.dim() != 2:
-        raise CheckpointError(
-            f"{checkpoint.tensors[f'{module}.weight'].file}: {module}.weight has shape {list(stored.shape)}; "
-            "FP8 in blocks has rows and columns"
-        )
-    expected = tuple(math.ceil(n / b) for n, b in zip(stored.shape, block, strict=True))
-    if info.shape != expected:
-        raise CheckpointError(
-            f"{info.file}: {name} has shape {list(info.shape)}, but {list(stored.shape)} in blocks of "
-            f"{list(block)} needs {list(expected)}"
-        )
-    return dequantize_fp8(stored, checkpoint.tensor(name).to(stored.device), block)
-
-
-def _read_packed(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
-    info = checkpoint.tensors[f"{module}.weight_packed"]
-    scale_info = checkpoint.require(f"{module}.weight_scale", "the scales of a packed weight")
-    shape_info = checkpoint.require(f"{module}.weight_shape", "the shape of a packed weight")
-    for suffix in ("weight_zero_point", "weight_g_idx"):
-        if f"{module}.{suffix}" in checkpoint.tensors:
-            raise CheckpointError(
-                f"{info.file}: {module}.{suffix}: only symmetric integers with groups in order of columns can be read"
-            )
-    shape = checkpoint.tensor(shape_info.name).flatten().tolist()
-    if len(shape) != 2 or len(info.shape) != 2 or len(scale_info.shape) != 2 or info.dtype != "I32":
-        raise CheckpointError(
-            f"{info.file}: {module}: packed {info.dtype} {list(info.shape)}, scale {list(scale_info.shape)} and "
-            f"weight_shape {reprlib.repr(shape)}; int32 words and scales in rows and columns are needed"
-        )
-    rows, columns = (int(n) for n in shape)
-    bits, remainder = divmod(info.shape[1] * 32, columns) if columns > 0 else (0, 1)
-    groups = scale_info.shape[1]
-    if (
-        bits not in (4, 8)
-        or remainder
-        or info.shape[0] != rows
-        or scale_info.shape[0] != rows
-        or not groups
-        or columns % groups
-    ):
-        raise CheckpointError(
-            f"{info.file}: {module}: packed {list(info.shape)}, scale {list(scale_info.shape)} and "
-            f"weight_shape {[rows, columns]} do not belong together"
-        )
-    packed = checkpoint.tensor(info.name).to(device)
-    scale = checkpoint.tensor(scale_info.name).to(device).float()
-    codes = unpack(packed, bits, (rows, columns)).float()
-    return dequantize(codes, scale)
+def _weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
+    """As `read_weight`, but numbers that are not finite are left in."""
+    foreign = foreign_weight(checkpoint, module, device)
+    if foreign is not None:
+        return foreign
+    if f"{module}.weight_packed" in checkpoint.tensors:
+        return packed_weight(checkpoint, module, device)
+    info = checkpoint.require(f"{module}.weight", "a linear layer's weight")
+    stored = checkpoint.tensor(info.name).to(device)
+    if stored.dtype == FP8:
+        scale = checkpoint.tensor(fp8_scale(checkpoint, module).name).to(device)
+        return dequantize_fp8(stored, scale, block_size(checkpoint))
+    if stored.is_floating_point() and stored.element_size() > 1:
+        return stored.float()
+    raise CheckpointError(
+        f"{info.file}: {info.name}: dtype {info.dtype} is not that of a weight that can be read; give the published "
+        "checkpoint"
+    )
 
 
 def _refuse_bias(checkpoint: Checkpoint, module: str) -> None:
@@ -146,6 +80,120 @@ def _refuse_bias(checkpoint: Checkpoint, module: str) -> None:
         )
 
 
+class ExpertWeights:
+    """The matrices of a layer's routed experts, dequantized unit by unit.
+
+    Args:
+        stored: where the layer's tensors are read, on the CPU or on `device`. They must stay valid until
+            `require_finite` has been called.
+        layer: one with experts.
+        device, dtype: of the result. The product of codes and scales is float32, rounded to `dtype` once.
+
+    Raises:
+        CheckpointError: a tensor is missing, has a wrong dtype or shape, or is a bias that the model would not add.
+    """
+
+    def __init__(
+        self,
+        stored: Checkpoint,
+        facts: Architecture,
+        sizes: Sizes,
+        layer: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.stored, self.device, self.dtype = stored, device, dtype
+        self.experts, self.width, self.hidden = sizes["experts"], sizes["width"], sizes["hidden"]
+        self.modules = {m: [facts.expert(layer, e, m) for e in range(self.experts)] for m in MATRICES}
+        self._forms: dict[str, Form | None] = {}
+        self._finite: list[torch.Tensor] = []
+        for expert in range(self.experts):
+            for matrix in MATRICES:
+                module = self.modules[matrix][expert]
+                form = self._forms[module] = form_of(stored, module)
+                if form is not None:
+                    self._require_shape(module, matrix, form.shape)
+                _refuse_bias(stored, module)
+
+    def unit(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts `first` to `last` - 1: gate_up (c, 2I, H), w1 above w3, and down (c, H, I).
+
+        Whether the numbers are finite is not looked at, see `require_finite`; except in formats of other programs and
+        where blocks are partial, which are read module by module.
+        """
+        gate_up, down = self.empty(last - first)
+        self.fill(first, gate_up, down)
+        return gate_up, down
+
+    def empty(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for so many experts' gate_up and down."""
+        shapes = ((count, 2 * self.width, self.hidden), (count, self.hidden, self.width))
+        gate_up, down = (torch.empty(shape, device=self.device, dtype=self.dtype) for shape in shapes)
+        return gate_up, down
+
+    def fill(self, first: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """As `unit`, into memory that is there: c experts from `first` on."""
+        slots = (gate_up[:, : self.width], gate_up[:, self.width :], down)
+        for matrix, slot in zip(MATRICES, slots, strict=True):
+            modules = self.modules[matrix][first : first + len(slot)]
+            form = self._forms[modules[0]]
+            if form is None or any(self._forms[module] != form for module in modules):
+                for module, own in zip(modules, slot, strict=True):
+                    weight = read_weight(self.stored, module, self.device)
+                    self._require_shape(module, matrix, tuple(weight.shape))
+                    own.copy_(weight)
+            elif accelerated(self.device):
+                self._fill_together(form, modules, slot)
+            else:
+                self._fill_in_bands(form, modules, slot)
+
+    def _fill_together(self, form: Form, modules: list[str], slot: torch.Tensor) -> None:
+        """All matrices one below the other: one copy of each part to the device, one product."""
+        parts = [self._below(modules, part).to(self.device) for part in form.parts]
+        self._put(form, parts, slot)
+
+    def _below(self, modules: list[str], part: str) -> torch.Tensor:
+        tensors = [self.stored.tensor(f"{module}.{part}") for module in modules]
+        # As bytes, because not every device lays FP8 together.
+        return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
+
+    def _fill_in_bands(self, form: Form, modules: list[str], slot: torch.Tensor) -> None:
+        """Some rows of a matrix at a time: a whole matrix in float32 would be fresh memory, with its page faults."""
+        rows, columns = form.shape
+        step = max(BAND // (4 * columns) // form.block[0], 1) * form.block[0]
+        for module, own in zip(modules, slot, strict=True):
+            parts = [self.stored.tensor(f"{module}.{part}") for part in form.parts]
+            for row in range(0, rows, step):
+                band = own[row : row + step]
+                self._put(form, form.band(parts, row, row + len(band)), band)
+
+    def _put(self, form: Form, parts: list[torch.Tensor], slot: torch.Tensor) -> None:
+        numbers = form.numbers(parts)
+        self._finite.append(is_finite(numbers))
+        slot.copy_(numbers.view(slot.shape))
+
+    def require_finite(self) -> None:
+        """Look at all units so far, with one synchronisation.
+
+        Raises:
+            CheckpointError: a weight or its scale holds a NaN or infinity.
+        """
+        if self._finite and not bool(torch.stack(self._finite).all()):
+            for modules in zip(*self.modules.values(), strict=True):
+                for module in modules:
+                    read_weight(self.stored, module, self.device)  # says which
+            raise AssertionError("a weight was not finite, and is now")
+        self._finite.clear()
+
+    def _require_shape(self, module: str, matrix: Matrix, shape: tuple[int, ...]) -> None:
+        needed = (self.hidden, self.width) if matrix == "down" else (self.width, self.hidden)
+        if shape != needed:
+            raise CheckpointError(
+                f"{self.stored.folder}: {module}: a weight of shape {list(shape)}, but this layer's sizes need "
+                f"{list(needed)}; the checkpoint is of another model than its config.json"
+            )
+
+
 def layer_weights(
     checkpoint: Checkpoint,
     facts: Architecture,
@@ -153,42 +201,66 @@ def layer_weights(
     layer: int,
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    experts: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Read one decoder layer's parameters, with fused experts, by transformers' names within the layer.
+
+    Args:
+        experts: False leaves the routed experts out.
 
     Returns:
         Norms, attention, router, `….gate_up_proj` (E, 2I, H) and `….down_proj` (E, H, I), in `dtype`, except what the
         family publishes in float32 (a router and its bias), which stays so. A dense layer has its MLP instead.
+
+    Raises:
+        CheckpointError: as `read_weight`.
     """
-    weights: dict[str, torch.Tensor] = {}
     dense = layer in sizes.dense
+    weights = _outside_experts(checkpoint, facts, layer, device, dtype, dense=dense)
+    if dense or not experts:
+        return weights
+    routed, count = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype), sizes["experts"]
+    gate_up, down = routed.empty(count)
+    for first in range(0, count, UNIT):
+        routed.fill(first, gate_up[first : first + UNIT], down[first : first + UNIT])
+    routed.require_finite()
+    weights[f"{facts.modules.experts}.gate_up_proj"] = gate_up
+    weights[f"{facts.modules.experts}.down_proj"] = down
+    return weights
+
+
+def _outside_experts(
+    checkpoint: Checkpoint, facts: Architecture, layer: int, device: torch.device, dtype: torch.dtype, *, dense: bool
+) -> dict[str, torch.Tensor]:
+    """All of a layer but its routed experts, see `layer_weights`."""
+    weights: dict[str, torch.Tensor] = {}
+    finite: list[torch.Tensor] = []
+    tensors, modules = list[str](), list[str]()
     for name, tensor in facts.tensors(dense).items():
-        if name in facts.modules.without or (tensor.optional and facts.layer(layer, name) not in checkpoint.tensors):
+        full = facts.layer(layer, name)
+        if name in facts.modules.without or (tensor.optional and full not in checkpoint.tensors):
             continue
-        stored = checkpoint.tensor(checkpoint.require(facts.layer(layer, name), "a tensor of the layer").name)
-        if not bool(torch.isfinite(stored.float()).all()):
-            info = checkpoint.tensors[facts.layer(layer, name)]
-            raise CheckpointError(f"{info.file}: {info.name} holds a NaN or infinity; download this shard again")
-        target = torch.float32 if tensor.dtype == "F32" else dtype
-        weights[facts.in_transformers(name)] = stored.to(device=device, dtype=target)
+        stored = checkpoint.tensor(checkpoint.require(full, "a tensor of the layer").name).to(device)
+        tensors.append(full)
+        finite.append(is_finite(stored))
+        weights[facts.in_transformers(name)] = stored.to(torch.float32 if tensor.dtype == "F32" else dtype)
     for name in facts.linears(dense):
         if name in facts.modules.without:
             continue
-        weight = read_weight(checkpoint, facts.layer(layer, name), device).to(dtype)
-        weights[facts.in_transformers(name) + ".weight"] = weight
+        full = facts.layer(layer, name)
+        weight = _weight(checkpoint, full, device)
+        modules.append(full)
+        finite.append(is_finite(weight))
+        weights[facts.in_transformers(name) + ".weight"] = weight.to(dtype)
         if f"{name}.bias" not in facts.tensors(dense):
-            _refuse_bias(checkpoint, facts.layer(layer, name))
-    if dense:
-        return weights
-    experts, width, hidden = sizes["experts"], sizes["width"], sizes["hidden"]
-    gate_up = torch.empty(experts, 2 * width, hidden, device=device, dtype=dtype)
-    down = torch.empty(experts, hidden, width, device=device, dtype=dtype)
-    for expert in range(experts):
-        slots = (gate_up[expert, :width], gate_up[expert, width:], down[expert])
-        for matrix, slot in zip(MATRICES, slots, strict=True):
-            module = facts.expert(layer, expert, matrix)
-            slot.copy_(read_weight(checkpoint, module, device))
-            _refuse_bias(checkpoint, module)
-    weights[f"{facts.modules.experts}.gate_up_proj"] = gate_up
-    weights[f"{facts.modules.experts}.down_proj"] = down
+            _refuse_bias(checkpoint, full)
+    if finite and not bool(torch.stack(finite).all()):
+        for name in tensors:
+            if not bool(is_finite(checkpoint.tensor(name))):
+                file = checkpoint.tensors[name].file
+                raise CheckpointError(f"{file}: {name} holds a NaN or infinity; download this shard again")
+        for module in modules:
+            read_weight(checkpoint, module, device)  # says which
+        raise AssertionError("a tensor was not finite, and is now")
     return weights

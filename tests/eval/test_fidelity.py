@@ -139,19 +139,19 @@ def materialised(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     alive = 0
     original = layered_model.layer_weights
 
-    def counted(checkpoint: Checkpoint, facts: Any, sizes: Any, layer: int, *rest: Any) -> Any:
+    def counted(checkpoint: Checkpoint, facts: Any, sizes: Any, layer: int, *rest: Any, **named: Any) -> Any:
         nonlocal alive
         counts[checkpoint.name, layer] += 1
-        return original(checkpoint, facts, sizes, layer, *rest)
+        return original(checkpoint, facts, sizes, layer, *rest, **named)
 
     context = layered_model.LayeredModel.layer
 
     @contextlib.contextmanager
-    def alone(model: Any, number: int, stored: Any = None) -> Iterator[Any]:
+    def alone(model: Any, number: int, stored: Any = None, **named: Any) -> Iterator[Any]:
         nonlocal alive
         alive += 1
         assert alive == 1, "two layers in memory"
-        with context(model, number, stored) as layer:
+        with context(model, number, stored, **named) as layer:
             yield layer
         alive -= 1
 
