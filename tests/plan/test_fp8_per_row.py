@@ -103,7 +103,7 @@ def test_rows_divide_among_cards_where_blocks_do_not() -> None:
 
 def test_scales_take_no_memory_of_their_own_as_weights() -> None:
     in_blocks = expected_tensors(FACTS, SIZES, tiny.config(), "config.json")
-    needed = [device_memory(planned(tensors), SIZES, 64, 2, None) for tensors in (TENSORS, in_blocks)]
+    needed = [device_memory(planned(tensors), SIZES, 64, False, None) for tensors in (TENSORS, in_blocks)]
     assert needed[0] == needed[1]
 
 

@@ -22,7 +22,7 @@ from quantizers.cli.tables.plan import needs_lines
 from quantizers.forward import weights
 from quantizers.plan import run_needs
 from quantizers.plan.job import Job, prepare
-from quantizers.plan.run_needs import chunk_on_gpu, estimate_run
+from quantizers.plan.run_needs import estimate_run, memory_on_gpu
 from quantizers.plan.summary import listing, summary
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
@@ -139,12 +139,12 @@ def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:
         sources = ", ".join(source % one for one in own)
         (tmp_path / "set.yaml").write_text(f"name: x\nsequence_length: {length}\nsources: [{sources}]\n")
         job = prepare(str(tmp_path / "recipe.yaml"))
-        return estimate_run(job, 1000), chunk_on_gpu(job, 2**30)
+        return estimate_run(job, 1000), memory_on_gpu(job, 2**30)
 
-    mixed, chunk = needs(16, "", ", sequence_length: 3000", ", sequence_length: 7")
+    mixed, held = needs(16, "", ", sequence_length: 3000", ", sequence_length: 7")
     assert mixed.tokens == 5 * (16 + 3000 + 7)
-    longest, same_chunk = needs(3000, "")
-    assert (mixed.memory, chunk) == (longest.memory, same_chunk)
+    longest, same_held = needs(3000, "")
+    assert (mixed.memory, held) == (longest.memory, same_held)
     assert mixed.memory != needs(16, "")[0].memory
 
 

@@ -77,7 +77,7 @@ def test_they_change_nothing_else_in_the_plan() -> None:
     plain, plan = planned(FACTS, TENSORS), planned(with_unread(*PATTERNS), TENSORS | SPECS)
     assert tuple(action for action in plan.actions if action.kind != "carry") == plain.actions
     assert plan.fp8_form((128, 128)) == (128, 128)
-    assert device_memory(plan, SIZES, 64, 2, None) == device_memory(plain, SIZES, 64, 2, None)
+    assert device_memory(plan, SIZES, 64, False, None) == device_memory(plain, SIZES, 64, False, None)
 
 
 def test_an_expression_covers_whole_names_only() -> None:
