@@ -37,7 +37,8 @@ def refine(
     slope, change = torch.empty_like(codes), torch.empty_like(codes)
     for _ in range(sweeps):
         step = scale.float().unsqueeze(2)  # (E, n, 1, R)
-        torch.mul(codes.unflatten(1, (step.shape[1], -1)), step, out=change.unflatten(1, (step.shape[1], -1)))
+        by_group = len(codes), step.shape[1], -1, codes.shape[2]  # (E, n, g, R)
+        torch.mul(codes.view(by_group), step, out=change.view(by_group))
         torch.bmm(gram, torch.sub(weight.mT, change, out=change), out=slope)  # Pᵀ
         _sweep(gram, codes, scale, slope, change, bits=bits)
     return codes.mT.contiguous(), scale.mT.contiguous()
