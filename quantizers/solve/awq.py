@@ -16,6 +16,7 @@ import torch
 from quantizers.forward.codes import grouped
 
 from .rounding import minmax_scales, rounded
+from .row_blocks import row_blocks
 from .symmetric import quadratic_loss
 
 SEARCH_ROWS, LARGEST_STEP = 2048, 8  # the search reads at least so many rows, and never skips more than 7 of 8
@@ -39,8 +40,11 @@ def weight_means(weight: torch.Tensor, group: int) -> torch.Tensor:
     Returns:
         (E, C) float32.
     """
-    magnitude = grouped(weight, group).abs()
-    return (magnitude / (magnitude.amax(-1, keepdim=True) + 1e-6)).flatten(-2).mean(-2)
+    total = torch.zeros_like(weight[:, 0])
+    for experts, rows in row_blocks(weight):
+        magnitude = grouped(weight[experts, rows], group).abs()
+        total[experts] += magnitude.div_(magnitude.amax(-1, keepdim=True).add_(1e-6)).flatten(-2).sum(-2)
+    return total.div_(weight.shape[1])
 
 
 def grid_scales(x_mean: torch.Tensor, w_mean: torch.Tensor, grid: int, duo_scaling: bool) -> torch.Tensor:
@@ -81,12 +85,15 @@ def scale_losses(weight: torch.Tensor, gram: torch.Tensor, scales: torch.Tensor,
     Returns:
         (P, E) float32; infinity where a loss is not finite.
     """
-    losses = []
-    for s in scales:
-        scaled = weight * s.unsqueeze(1)
-        delta = rounded(scaled, minmax_scales(scaled, group, bits), bits).div_(s.unsqueeze(1)).sub_(weight)
-        losses.append(quadratic_loss(delta, gram))
-    table = torch.stack(losses)
+    table = torch.zeros(len(scales), len(weight), dtype=weight.dtype, device=weight.device)
+    shared = len(gram) != len(weight)
+    for experts, rows in row_blocks(weight):
+        part, own_gram = weight[experts, rows], gram if shared else gram[experts]
+        for losses, all_scales in zip(table, scales, strict=True):
+            s = (all_scales if len(all_scales) == 1 else all_scales[experts]).unsqueeze(1)
+            scaled = part * s
+            delta = rounded(scaled, minmax_scales(scaled, group, bits), bits).div_(s).sub_(part)
+            losses[experts] += quadratic_loss(delta, own_gram)
     return torch.where(torch.isfinite(table), table, torch.full_like(table, torch.inf))
 
 

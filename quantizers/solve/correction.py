@@ -28,5 +28,5 @@ def corrected(down: torch.Tensor, gram: torch.Tensor, changes: torch.Tensor, dam
     share = torch.full_like(gram[:, 0, 0], damping)
     lower, info = torch.linalg.cholesky_ex(damped(gram, share))
     step = torch.cholesky_solve((down @ changes).mT, lower).mT
-    solved = (info == 0) & torch.isfinite(step).all(-1).all(-1)
-    return torch.where(solved[:, None, None], down + step, down)
+    solved = (info == 0) & torch.isfinite(torch.linalg.vector_norm(step, torch.inf, dim=(-2, -1)))
+    return step.masked_fill_(~solved[:, None, None], 0).add_(down)

@@ -148,9 +148,7 @@ def _round(
         codes, used = gptq(weight, gram, scale, settings.bits, DAMPING, careful=careful)
         damping[name] = used
         solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
-        refined = codes, scale
-        for _ in range(SWEEPS):
-            refined = refine(weight, damped(gram, used), *refined, settings.bits)
+        refined = refine(weight, damped(gram, used), codes, scale, settings.bits, sweeps=SWEEPS)
         codes, scale = torch.where(solvable, refined[0], codes), torch.where(solvable, refined[1], scale)
     else:
         codes = nearest(weight, scale, settings.bits)

@@ -5,20 +5,23 @@ Legend: E experts, R rows, C columns, g group size, n = C / g groups, G the colu
 GPTQ decides each column once, with scales fixed beforehand. With P = (W − Ŵ) G at hand, the loss
 tr((W − Ŵ) G (W − Ŵ)ᵀ) is a parabola in a single group's scale, and in a single code, so each can be
 set to its best value in turn: block coordinate descent, by which the loss never rises. P is kept
-current by one matmul a group, so a sweep costs what GPTQ itself costs.
+current by one matmul a group within a panel of columns, and one a panel for those after it, so a sweep costs what
+GPTQ itself costs.
 """
 
 from __future__ import annotations
 
 import torch
 
-from quantizers.forward.codes import code_range, dequantize
+from quantizers.forward.codes import code_range
+
+PANEL = 256  # columns, rounded down to whole groups
 
 
 def refine(
-    weight: torch.Tensor, gram: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bits: int
+    weight: torch.Tensor, gram: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bits: int, *, sweeps: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sweep over all groups of columns.
+    """Sweeps over all groups of columns.
 
     Args:
         weight: (E, R, C) float32.
@@ -29,19 +32,45 @@ def refine(
     Returns:
         Codes and scales of the same shapes and dtypes; scales stay positive and rounded to bfloat16.
     """
-    group = codes.shape[-1] // scale.shape[-1]
-    slope = (gram @ (weight - dequantize(codes, scale)).mT).contiguous()  # Pᵀ (E, C, R): a column lies in one piece
-    new_codes, new_scale = codes.mT.contiguous(), scale.mT.contiguous()  # (E, C, R), (E, n, R)
-    for number in range(scale.shape[-1]):
-        start, end = number * group, (number + 1) * group
-        block, part = gram[:, start:end, start:end], new_codes[:, start:end]
-        before = part * new_scale[:, number, None].float()
-        near = _set_scale(part, new_scale[:, number], block, slope[:, start:end])
-        _set_codes(part, new_scale[:, number].float(), block, near, bits)
-        if end < gram.shape[-1]:
-            change = before.sub_(part * new_scale[:, number, None].float())
-            slope[:, end:] += gram[:, end:, start:end] @ change
-    return new_codes.mT.contiguous(), new_scale.mT.contiguous()
+    # Everything is transposed, (E, C, R) and (E, n, R): a column lies in one piece.
+    codes, scale = (tensor.mT.clone(memory_format=torch.contiguous_format) for tensor in (codes, scale))
+    slope, change = torch.empty_like(codes), torch.empty_like(codes)
+    for _ in range(sweeps):
+        step = scale.float().unsqueeze(2)  # (E, n, 1, R)
+        by_group = len(codes), step.shape[1], -1, codes.shape[2]  # (E, n, g, R)
+        torch.mul(codes.view(by_group), step, out=change.view(by_group))
+        torch.bmm(gram, torch.sub(weight.mT, change, out=change), out=slope)  # Pᵀ
+        _sweep(gram, codes, scale, slope, change, bits=bits)
+    return codes.mT.contiguous(), scale.mT.contiguous()
+
+
+def _sweep(
+    gram: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    slope: torch.Tensor,
+    change: torch.Tensor,
+    *,
+    bits: int,
+) -> None:
+    """Set all codes (E, C, R) and scales (E, n, R), given Pᵀ (E, C, R); `change`, of that shape, is overwritten."""
+    columns = codes.shape[1]
+    group = columns // scale.shape[1]
+    panel = max(1, PANEL // group) * group
+    for first in range(0, columns, panel):
+        last = min(first + panel, columns)
+        for start in range(first, last, group):
+            end, number = start + group, start // group
+            block, part, moved = gram[:, start:end, start:end], codes[:, start:end], change[:, start:end]
+            torch.mul(part, scale[:, number, None].float(), out=moved)
+            near = _set_scale(part, scale[:, number], block, slope[:, start:end])
+            step = scale[:, number].float()
+            _set_codes(part, step, block, near, bits)
+            moved.addcmul_(part, step.unsqueeze(1), value=-1)
+            if end < last:
+                slope[:, end:last].baddbmm_(gram[:, end:last, start:end], moved)
+        if last < columns:
+            slope[:, last:].baddbmm_(gram[:, last:, first:last], change[:, first:last])
 
 
 def _set_scale(codes: torch.Tensor, scale: torch.Tensor, block: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
@@ -65,5 +94,5 @@ def _set_codes(codes: torch.Tensor, scale: torch.Tensor, block: torch.Tensor, sl
     for j in range(codes.shape[1]):
         ideal = (slope[:, j] * inverse[:, j, None]).div_(scale).add_(codes[:, j])
         change = ideal.round_().clamp_(low, high) - codes[:, j]
-        codes[:, j] += change
+        codes[:, j] = ideal
         slope[:, j + 1 :].addcmul_(block[:, j + 1 :, j, None], change.mul_(scale).unsqueeze(1), value=-1)

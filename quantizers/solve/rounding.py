@@ -15,9 +15,13 @@ import torch
 
 from quantizers.forward.codes import code_range, grouped
 
+from .row_blocks import row_blocks
+
 DAMPING = 0.01  # of Gram matrices, as a share of their mean diagonal
 MSE_FACTORS = tuple(1.05 - 0.02 * k for k in range(20))
-BLOCK = 64  # GPTQ columns handled before the rest of the matrix is updated with one matmul
+BLOCK = 64  # GPTQ columns handled before the rest of their panel is updated with one matmul
+PANEL = 256  # columns handled before the rest of the matrix is
+ATTEMPTS = 4  # dampings tried, each ten times the one before
 
 
 def minmax_scales(weight: torch.Tensor, group: int, bits: int) -> torch.Tensor:
@@ -65,12 +69,21 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
     Returns:
         (E, R, n) bfloat16; min-max where nothing is smaller, as where the importance is all zero.
     """
-    chosen = minmax_scales(weight, group, bits)
-    base = chosen.float()
+    chosen = torch.empty(*weight.shape[:2], weight.shape[2] // group, dtype=torch.bfloat16, device=weight.device)
     column = grouped(importance, group).unsqueeze(1)  # (E, 1, n, g)
+    for experts, rows in row_blocks(weight):
+        chosen[experts, rows] = _mse_scales(weight[experts, rows], column[experts], group, bits)
+    return chosen
+
+
+def _mse_scales(weight: torch.Tensor, column: torch.Tensor, group: int, bits: int) -> torch.Tensor:
+    chosen = minmax_scales(weight, group, bits)
+    base, view = chosen.float(), grouped(weight, group)
+    error = torch.empty_like(view)
 
     def loss_of(scale: torch.Tensor) -> torch.Tensor:
-        error = grouped(rounded(weight, scale, bits).sub_(weight), group)
+        step = scale.float().unsqueeze(-1)
+        torch.div(view, step, out=error).round_().clamp_(*code_range(bits)).mul_(step).sub_(view)
         return error.square_().mul_(column).sum(-1)
 
     best = loss_of(chosen)
@@ -87,10 +100,12 @@ def damped(gram: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
     """gram (E, C, C) + damping (E,) times its mean diagonal on the diagonal; 1 where that is not finite or zero."""
     added = damping * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
     added = torch.where(torch.isfinite(added) & (added > 0), added, torch.ones_like(added))
-    return gram + added[:, None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    result = gram.clone()
+    result.diagonal(dim1=-2, dim2=-1).add_(added.unsqueeze(-1))
+    return result
 
 
-def inverse_factor(gram: torch.Tensor, damping: float) -> tuple[torch.Tensor, torch.Tensor]:
+def inverse_factor(gram: torch.Tensor, damping: float, *, careful: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = gram + d I.
 
     With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H
@@ -100,26 +115,32 @@ def inverse_factor(gram: torch.Tensor, damping: float) -> tuple[torch.Tensor, to
     Args:
         gram: (E, C, C) float32, symmetric, positive semi-definite.
         damping: share of the mean diagonal that is added to the diagonal.
+        careful: raise the damping where it is too small. That looks at a number, for which an accelerator stops;
+            without it only the first damping is tried.
 
     Returns:
         U (E, C, C) and the damping used (E,): ten times as much, again and again, for an expert
         whose H is not positive definite; infinity where nothing helped, and U is the identity.
     """
-    size = gram.shape[-1]
+    work = gram.flip(-1, -2)
+    diagonal = work.diagonal(dim1=-2, dim2=-1)
+    before = diagonal.clone()  # (E, C)
     mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)  # (E,)
     used = torch.full_like(mean, damping)
-    eye = torch.eye(size, dtype=gram.dtype, device=gram.device)
-    flipped = gram.flip(-1, -2)
-    for _ in range(4):
-        lower, info = torch.linalg.cholesky_ex(flipped + (used * mean)[:, None, None] * eye)
+    for _ in range(ATTEMPTS if careful else 1):
+        torch.add(before, (used * mean).unsqueeze(-1), out=diagonal)
+        lower, info = torch.linalg.cholesky_ex(work)
         failed = (info != 0) | ~torch.isfinite(mean) | (mean <= 0)
-        if not bool(failed.any()):
+        if careful and not bool(failed.any()):
             break
         used = torch.where(failed, used * 10, used)
-    lower = torch.where(failed[:, None, None], eye, lower)
-    used = torch.where(failed, torch.full_like(used, torch.inf), used)
-    inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
-    return inverse.flip(-1, -2), used
+    used.masked_fill_(failed, torch.inf)
+    for identity, where in ((lower, failed), (work, torch.ones_like(failed))):
+        identity.masked_fill_(where[:, None, None], 0)
+        identity.diagonal(dim1=-2, dim2=-1).masked_fill_(where.unsqueeze(-1), 1)
+    # The solver wants columns in one piece, and so it gets them: as it overwrites the identity, nothing is copied.
+    torch.linalg.solve_triangular(lower, work.mT, upper=False, out=work.mT)
+    return work.mT.flip(-1, -2), used
 
 
 def gptq(
@@ -127,7 +148,7 @@ def gptq(
     gram: torch.Tensor,
     scale: torch.Tensor,
     bits: int,
-    damping: float = 0.01,
+    damping: float = DAMPING,
     *,
     careful: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,6 +159,7 @@ def gptq(
         gram: (E, C, C) float32: Σ x xᵀ of what multiplies the columns.
         scale: (E, R, n) bfloat16, fixed beforehand.
         damping: share of the mean diagonal added to the diagonal.
+        careful: see `inverse_factor`.
 
     Returns:
         Codes (E, R, C) float32 holding whole numbers, and the damping used (E,), see `inverse_factor`.
@@ -145,23 +167,29 @@ def gptq(
     """
     experts, rows, columns = weight.shape
     order = gram.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
-    square = order[:, None, :].expand(experts, columns, columns)
-    factor, used = inverse_factor(gram.gather(1, square.mT).gather(2, square), damping)
-    factor = factor / factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # an error's share in each later column
+    square = order[:, None, :].expand(experts, columns, columns)  # like all indices here a view of (E, C)
+    factor, used = inverse_factor(gram.gather(1, square.mT).gather(2, square), damping, careful=careful)
+    # An error's share in each later column.
+    factor.div_(factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone())
     # Transposed, (E, C, R): a column then lies in one piece, and so do all later ones.
-    by_column = order[:, :, None].expand(experts, columns, rows)
-    work = weight.mT.gather(1, by_column)
-    steps = scale.float().mT.gather(1, by_column // (columns // scale.shape[-1]))
+    work = weight.mT.gather(1, order[:, :, None].expand(experts, columns, rows))
+    group_of = order // (columns // scale.shape[-1])
+    steps = scale.float().mT.gather(1, group_of[:, :, None].expand(experts, columns, rows))
     codes = torch.empty_like(work)
-    errors = torch.empty(experts, min(BLOCK, columns), rows, dtype=work.dtype, device=work.device)
-    for start in range(0, columns, BLOCK):
-        end = min(start + BLOCK, columns)
-        for j in range(start, end):
-            code = torch.div(work[:, j], steps[:, j], out=codes[:, j]).round_().clamp_(*code_range(bits))
-            error = torch.addcmul(work[:, j], code, steps[:, j], value=-1, out=errors[:, j - start])
-            work[:, j + 1 : end].addcmul_(factor[:, j, j + 1 : end, None], error.unsqueeze(1), value=-1)
-        if end < columns:
-            work[:, end:] -= factor[:, start:end, end:].mT @ errors[:, : end - start]
+    errors = torch.empty(experts, min(PANEL, columns), rows, dtype=work.dtype, device=work.device)
+    for first in range(0, columns, PANEL):
+        last = min(first + PANEL, columns)
+        for start in range(first, last, BLOCK):
+            end = min(start + BLOCK, last)
+            for j in range(start, end):
+                code = torch.div(work[:, j], steps[:, j], out=codes[:, j]).round_().clamp_(*code_range(bits))
+                error = torch.addcmul(work[:, j], code, steps[:, j], value=-1, out=errors[:, j - first])
+                work[:, j + 1 : end].addcmul_(factor[:, j, j + 1 : end, None], error.unsqueeze(1), value=-1)
+            if end < last:
+                share, spread = factor[:, start:end, end:last], errors[:, start - first : end - first]
+                work[:, end:last].baddbmm_(share.mT, spread, alpha=-1)
+        if last < columns:
+            work[:, last:].baddbmm_(factor[:, first:last, last:].mT, errors[:, : last - first], alpha=-1)
     # Gathered by the inverse order. To scatter by the order gives the same, but where algorithms must be deterministic,
     # torch does that on a GPU by sorting all elements, with several int64 for each of them in memory.
     back = order.argsort(dim=-1)[:, None, :].expand(experts, rows, columns)

@@ -42,14 +42,26 @@ def add_gram(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total: (E, C, C) float32.
         a, b: (E, T, C) of one dtype, such as w · x and x with a weight w for each token.
     """
+    if not accelerated(a.device):
+        a, b = a.float(), b.float()
     for start, end in blocks(total.shape[-1]):
-        total[..., start:, start:end] += gram(a[..., start:], b[..., start:end])
+        part, left, right = total[..., start:, start:end], a[..., start:], b[..., start:end]
+        if a.dtype != torch.float32:
+            part += gram(left, right)
+        elif part.dim() == 2:
+            part.addmm_(left.mT, right)
+        else:
+            part.baddbmm_(left.mT, right)
 
 
 def mirror(total: torch.Tensor) -> torch.Tensor:
     """Copy what lies below the diagonal to above it, in place: (E, C, C), then exactly symmetric."""
-    lower = total.tril(-1)
-    return total.tril_().add_(lower.mT)
+    for start, end in blocks(total.shape[-1]):
+        own = total[..., start:end, start:end]
+        below = own.tril(-1)
+        own.tril_().add_(below.mT)
+        total[..., start:end, end:] = total[..., end:, start:end].mT
+    return total
 
 
 def quadratic_loss(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
@@ -62,13 +74,15 @@ def quadratic_loss(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
     Returns:
         (E,) in delta's dtype.
     """
-    shared = gram.shape[0] != delta.shape[0]
-    total = torch.zeros(delta.shape[0], dtype=delta.dtype, device=delta.device)
+    experts = delta.shape[0]
+    if gram.shape[0] != experts:
+        delta = delta.reshape(1, -1, delta.shape[-1])  # one product with the matrix that all share
+    total = torch.zeros(experts, dtype=delta.dtype, device=delta.device)
     for start, end in blocks(delta.shape[-1]):
         # The block with itself counts once, each of those after it twice: halve it here, double the sum.
-        part = gram[:, start:, start:end].clone()
-        part[:, : end - start] /= 2
-        after, own = delta[..., start:], delta[..., start:end]
-        product = torch.matmul(after, part[0]) if shared else after @ part
-        total += product.mul_(own).sum((-1, -2))
+        own, after = delta[..., start:end], delta[..., end:]
+        product = (own @ gram[:, start:end, start:end]).div_(2)
+        if end < delta.shape[-1]:
+            product.baddbmm_(after, gram[:, end:, start:end])
+        total += product.mul_(own).view(experts, -1).sum(-1)
     return total.mul_(2)

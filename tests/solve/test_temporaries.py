@@ -1,0 +1,145 @@
+"""No int64 or float64 array of matrix size, the same result part by part, and GPTQ without a look at a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from quantizers.solve import row_blocks
+from quantizers.solve.awq import scale_losses, weight_means
+from quantizers.solve.correction import corrected
+from quantizers.solve.refine import refine
+from quantizers.solve.rounding import damped, gptq, inverse_factor, minmax_scales, mse_scales, nearest
+
+EXPERTS, ROWS, COLUMNS, GROUP = 2, 48, 320, 32
+WIDE = (torch.int64, torch.float64)
+
+
+class Watch(TorchDispatchMode):
+    """Fails on an operation that fills an int64 or float64 array of matrix size; a view of a small one is none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.dtype in WIDE:
+                size = leaf.untyped_storage().nbytes() // leaf.element_size()
+                assert size < EXPERTS * min(ROWS, COLUMNS) * COLUMNS, f"{func}: {leaf.dtype} {tuple(leaf.shape)}"
+        return result
+
+
+def case(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(EXPERTS, 2 * COLUMNS, COLUMNS, generator=generator)
+    x *= torch.randn(EXPERTS, 1, COLUMNS, generator=generator).exp()
+    return torch.randn(EXPERTS, ROWS, COLUMNS, generator=generator), x.mT @ x
+
+
+def work(name: str) -> Callable[[], object]:
+    weight, gram = case()
+    scale = minmax_scales(weight, GROUP, 4)
+    s = torch.ones(2, EXPERTS, COLUMNS)
+    return {
+        "gptq": lambda: gptq(weight, gram, scale, 4),
+        "refine": lambda: refine(weight, gram, nearest(weight, scale, 4), scale, 4, sweeps=2),
+        "mse_scales": lambda: mse_scales(weight, gram[:, 0].abs(), GROUP, 4),
+        "scale_losses": lambda: scale_losses(weight, gram, s, GROUP, 4),
+        "corrected": lambda: corrected(weight, gram, gram, 0.01),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["gptq", "refine", "mse_scales", "scale_losses", "corrected"])
+def test_no_wide_array_of_matrix_size(name: str) -> None:
+    solve = work(name)
+    with Watch():
+        solve()
+
+
+def test_the_watch_sees_a_wide_array_and_lets_a_view_pass() -> None:
+    index = torch.zeros(EXPERTS, 1, COLUMNS, dtype=torch.int64)
+    with Watch():
+        index.expand(EXPERTS, COLUMNS, COLUMNS)
+        for make in (lambda: index.expand(EXPERTS, COLUMNS, COLUMNS) // 2, case()[0].double):
+            with pytest.raises(AssertionError, match=r"torch\.(int64|float64)"):
+                make()
+
+
+@pytest.mark.parametrize("part", [COLUMNS - 1, 7 * COLUMNS, ROWS * COLUMNS, 10 * ROWS * COLUMNS])
+def test_parts_of_a_matrix_give_what_the_whole_gives(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row at a time, 7 rows, one expert, all experts. Oracle: each expert's formula written out in float64."""
+    monkeypatch.setattr(row_blocks, "PART", part)
+    weight, gram = case(2)
+    seen = torch.zeros(EXPERTS, ROWS)
+    for experts, rows in row_blocks.row_blocks(weight):
+        seen[experts, rows] += 1
+    assert bool((seen == 1).all())
+    importance = gram.diagonal(dim1=-2, dim2=-1)
+    monkeypatch.setattr(row_blocks, "PART", 2**30)
+    whole = mse_scales(weight, importance, GROUP, 4)
+    monkeypatch.setattr(row_blocks, "PART", part)
+    assert torch.equal(mse_scales(weight, importance, GROUP, 4), whole)
+    magnitude = weight.double().unflatten(-1, (-1, GROUP)).abs()
+    means = (magnitude / (magnitude.amax(-1, keepdim=True) + 1e-6)).flatten(-2).mean(-2)
+    torch.testing.assert_close(weight_means(weight, GROUP).double(), means, rtol=1e-5, atol=0)
+    scale = minmax_scales(weight, GROUP, 4)
+    lost = nearest(weight, scale, 4).double() * scale.double().repeat_interleave(GROUP, -1) - weight.double()
+    for grams in (gram, gram[:1]):
+        losses = scale_losses(weight, grams, torch.ones(1, len(grams), COLUMNS), GROUP, 4)
+        wanted = ((lost @ grams.double()) * lost).sum((-1, -2))
+        torch.testing.assert_close(losses[0].double(), wanted, rtol=1e-5, atol=0)
+
+
+def test_two_sweeps_are_one_after_the_other() -> None:
+    """Every sweep begins with the slope computed afresh, so the bits are the same."""
+    weight, gram = case(3)
+    gram = damped(gram, torch.full((EXPERTS,), 0.01))
+    start = minmax_scales(weight, GROUP, 4)
+    codes = nearest(weight, start, 4)
+    before = codes.clone(), start.clone()
+    once = refine(weight, gram, codes, start, 4)
+    twice = refine(weight, gram, *once, 4)
+    together = refine(weight, gram, codes, start, 4, sweeps=2)
+    assert not torch.equal(once[0], twice[0])
+    assert all(torch.equal(a, b) for a, b in zip(twice, together, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, (codes, start), strict=True))
+
+
+def test_without_a_look_only_the_first_damping_is_tried() -> None:
+    """Experts that do not fail get the same bits either way; one that does gets infinity and the identity."""
+    weight, gram = case(4)
+    weight, gram = weight.repeat(2, 1, 1), gram.repeat(2, 1, 1)
+    gram[1] -= 0.05 * gram[1].diagonal().mean() * torch.eye(COLUMNS) + gram[1].diag().diag() * 0.5  # a larger one helps
+    gram[3] = float("nan")  # nothing helps
+    factor, used = inverse_factor(gram, 0.01)
+    quick, tried = inverse_factor(gram, 0.01, careful=False)
+    assert used[[0, 2]].tolist() == pytest.approx([0.01, 0.01])
+    assert 0.01 < float(used[1]) < float("inf")
+    assert torch.isinf(tried[[1, 3]]).all()
+    assert torch.equal(tried[[0, 2]], used[[0, 2]])
+    assert torch.equal(quick[[0, 2]], factor[[0, 2]])
+    assert all(torch.equal(matrix, torch.eye(COLUMNS)) for matrix in (quick[1], quick[3], factor[3]))
+    scale = minmax_scales(weight, GROUP, 4)
+    (codes, _), (plain, marked) = (gptq(weight, gram, scale, 4, careful=careful) for careful in (True, False))
+    assert torch.equal(plain[[0, 2]], codes[[0, 2]])
+    assert torch.equal(plain[[1, 3]], nearest(weight, scale, 4)[[1, 3]])
+    assert torch.isinf(marked[[1, 3]]).all()
+
+
+def test_without_a_look_an_accelerator_is_never_waited_for() -> None:
+    """On the meta device there is no number to look at: to ask for one is an error."""
+    columns = 2 * GROUP
+    weight = torch.empty(EXPERTS, ROWS, columns, device="meta")
+    gram = torch.empty(EXPERTS, columns, columns, device="meta")
+    scale = mse_scales(weight, gram[:, 0], GROUP, 4)
+    codes, used = gptq(weight, gram, scale, 4, careful=False)
+    finer, _ = refine(weight, damped(gram, used), codes, scale, 4, sweeps=2)
+    losses = scale_losses(weight, gram, torch.empty(3, EXPERTS, columns, device="meta"), GROUP, 4)
+    moved = corrected(weight, gram, gram, 0.01)
+    assert finer.shape == moved.shape == weight.shape
+    assert losses.shape == (3, EXPERTS)
+    with pytest.raises(RuntimeError, match="meta"):
+        gptq(weight, gram, scale, 4)
