@@ -31,7 +31,8 @@ from quantizers.forward.weights import ExpertWeights
 from quantizers.plan.making import make_plan
 from quantizers.plan.solve_memory import device_memory
 from quantizers.recipe.schema import Experts
-from quantizers.solve.awq import row_step
+from quantizers.solve.awq import SEARCH_ROWS, row_step
+from quantizers.solve.expert_unit import SEARCH_ROWS as WIDTH_SEARCH_ROWS
 from quantizers.solve.layer import solve_layer
 from quantizers.solve.symmetric import blocks
 from quantizers.system.progress import peak_memory
@@ -227,7 +228,9 @@ def shares(
     grid = settings.awq.grid if settings.awq else 0
     forced = 2.0 * tokens * experts * 2 * width * hidden
     sums = 2.0 * tokens * (experts * down_gram + size["chosen"] * hidden_gram + hidden**2)
-    search = 2.0 * grid * experts * (2 * width * hidden_gram / row_step(experts, 2 * width) + hidden * down_gram)
+    norm_rows = 2 * width / row_step(2 * width * experts, SEARCH_ROWS)
+    down_rows = hidden / row_step(hidden, WIDTH_SEARCH_ROWS)
+    search = 2.0 * grid * experts * (norm_rows * hidden_gram + down_rows * down_gram)
     return {
         "forced pass": forced / seconds["forced pass"] / rates["matmul"],
         "sums": sums / seconds["sums"] / rates["matmul"],

@@ -28,6 +28,7 @@ from quantizers.plan.units import units_of
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import Scheme
 from quantizers.solve.awq import (
+    SEARCH_ROWS,
     divided,
     divided_first,
     fold_gram,
@@ -126,7 +127,7 @@ def _smooth(
     group, bits = own.group_size, own.bits
     means = torch.cat([weight_means(piece.float(), group) for piece in pieces]).mean(0, keepdim=True)
     grid = grid_scales(mean.unsqueeze(0), means, own.awq.grid, own.awq.duo_scaling)
-    step = row_step(sum(len(piece) for piece in pieces), pieces[0].shape[1])
+    step = row_step(sum(len(piece) for piece in pieces) * pieces[0].shape[1], SEARCH_ROWS)
     losses = [scale_losses(piece[:, ::step].float(), gram.unsqueeze(0), grid, group, bits) for piece in pieces]
     best = int(torch.cat(losses, dim=1).double().sum(1).argmin())
     return fold_norm(norm, grid[best, 0], offset)[1]

@@ -8,7 +8,7 @@ there throughout.
 
     forward    the layer in the dtype of the forward pass, and one sequence's attention or a block of rows at experts
     solve      all but its experts, the codes, the sums of x, those of the resident units, and one unit being solved
-    pack       the codes, and what is written, twice: in pieces, and in one piece to be copied
+    pack       the codes, and what is written
     propagate  as forward, with what was written
 
 In order of what they save, free memory holds the inputs of the experts, the states between the layers, and the sums of
@@ -145,7 +145,7 @@ class _Phases:
         return self.layer + self._rest + self._codes + self._inputs + resident * self.routed + self.one_unit
 
     def peak(self, resident: int) -> int:
-        pack = self.layer + self._rest + self._codes + 2 * self._written
+        pack = self.layer + self._rest + self._codes + self._written
         propagate = self.layer + self._written + self.forward + self._activations
         return max(self.solve(resident), pack, propagate)
 

@@ -13,22 +13,25 @@ from __future__ import annotations
 
 import torch
 
-from quantizers.forward.codes import grouped
+from quantizers.forward.codes import code_range, grouped
 
-from .rounding import minmax_scales, rounded
-from .row_blocks import row_blocks
+from .parts import column_parts, in_groups
+from .rounding import minmax_steps
 from .symmetric import quadratic_loss
 
-SEARCH_ROWS, LARGEST_STEP = 2048, 8  # the search reads at least so many rows, and never skips more than 7 of 8
+SEARCH_ROWS, LARGEST_STEP = 2048, 8  # rows of all experts that are read for the norm's scale; see `row_step`
 
 
-def row_step(experts: int, rows: int) -> int:
-    """The search for the scale that all experts share reads every n-th row of each expert; this is n.
+def row_step(rows: int, enough: int) -> int:
+    """Where a sum over many rows is only compared with other sums, every n-th row will do; this is n.
 
-    The sum over all rows of all experts only picks one of a few grid points, so with very many rows a sample of
-    them picks the same one.
+    The search only picks one of a few grid points, so a sample of very many rows picks the same one.
+
+    Args:
+        rows: that there are.
+        enough: at least so many are read, if there are so many, and never fewer than one in 8.
     """
-    return min(LARGEST_STEP, max(1, experts * rows // SEARCH_ROWS))
+    return min(LARGEST_STEP, max(1, rows // enough))
 
 
 def weight_means(weight: torch.Tensor, group: int) -> torch.Tensor:
@@ -40,11 +43,12 @@ def weight_means(weight: torch.Tensor, group: int) -> torch.Tensor:
     Returns:
         (E, C) float32.
     """
-    total = torch.zeros_like(weight[:, 0])
-    for experts, rows in row_blocks(weight):
-        magnitude = grouped(weight[experts, rows], group).abs()
-        total[experts] += magnitude.div_(magnitude.amax(-1, keepdim=True).add_(1e-6)).flatten(-2).sum(-2)
-    return total.div_(weight.shape[1])
+    means = torch.empty_like(weight[:, 0])
+    for experts, columns in column_parts(weight.mT, group):
+        magnitude = in_groups(weight.mT[experts, columns].abs().contiguous(), group)
+        magnitude.div_(magnitude.amax(2, keepdim=True).add_(1e-6))
+        means[experts, columns] = magnitude.flatten(1, 2).mean(-1)
+    return means
 
 
 def grid_scales(x_mean: torch.Tensor, w_mean: torch.Tensor, grid: int, duo_scaling: bool) -> torch.Tensor:
@@ -85,16 +89,20 @@ def scale_losses(weight: torch.Tensor, gram: torch.Tensor, scales: torch.Tensor,
     Returns:
         (P, E) float32; infinity where a loss is not finite.
     """
-    table = torch.zeros(len(scales), len(weight), dtype=weight.dtype, device=weight.device)
-    shared = len(gram) != len(weight)
-    for experts, rows in row_blocks(weight):
-        part, own_gram = weight[experts, rows], gram if shared else gram[experts]
-        for losses, all_scales in zip(table, scales, strict=True):
-            s = (all_scales if len(all_scales) == 1 else all_scales[experts]).unsqueeze(1)
-            scaled = part * s
-            delta = rounded(scaled, minmax_scales(scaled, group, bits), bits).div_(s).sub_(part)
-            losses[experts] += quadratic_loss(delta, own_gram)
-    return torch.where(torch.isfinite(table), table, torch.full_like(table, torch.inf))
+    table = []
+    weight = weight.mT.contiguous()
+    delta = torch.empty_like(weight)
+    for s in scales.unsqueeze(-1):  # (B, C, 1)
+        for experts, columns in column_parts(weight, group):
+            own, part = s[experts if len(s) > 1 else slice(None), columns], weight[experts, columns]
+            scaled = torch.mul(part, own, out=delta[experts, columns])
+            by_group = in_groups(scaled, group)
+            step = minmax_steps(by_group, bits).float().unsqueeze(2)
+            by_group.div_(step).round_().clamp_(*code_range(bits)).mul_(step)
+            scaled.div_(own).sub_(part)
+        table.append(quadratic_loss(delta.mT, gram))
+    losses = torch.stack(table)
+    return torch.where(torch.isfinite(losses), losses, torch.full_like(losses, torch.inf))
 
 
 def fold_norm(norm: torch.Tensor, s: torch.Tensor, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,13 +26,15 @@ from quantizers.device.timing import phase
 from quantizers.forward.codes import dequantize
 from quantizers.recipe.schema import Awq, Experts
 
-from .awq import divided, divided_first, grid_scales, scale_losses, weight_means
+from .awq import divided, divided_first, grid_scales, row_step, scale_losses, weight_means
 from .correction import corrected
 from .expert_sums import WidthSums
 from .refine import refine
 from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest
 from .symmetric import quadratic_loss
 
+# At least so many rows of a matrix are read to choose w2's scale, and for the errors of the report.
+SEARCH_ROWS, REPORTED_ROWS = 768, 512
 SWEEPS = 2  # of refine.py after GPTQ; a third would lower the loss by less than 1 %
 
 
@@ -115,7 +117,8 @@ def _width_scale(
     with phase("search"):
         means = weight_means(down, settings.group_size)
         grid = grid_scales(sums.mean, means, settings.awq.grid, settings.awq.duo_scaling)
-        losses = scale_losses(down, sums.gram, grid, settings.group_size, settings.bits)  # (P, c)
+        step = row_step(down.shape[1], SEARCH_ROWS)
+        losses = scale_losses(down[:, ::step], sums.gram, grid, settings.group_size, settings.bits) * step  # (P, c)
         best = losses.argmin(0)
         chosen = grid[best, torch.arange(len(best), device=best.device)]
         after = losses.gather(0, best.unsqueeze(0))[0].double()
@@ -152,11 +155,13 @@ def _round(
         codes, scale = torch.where(solvable, refined[0], codes), torch.where(solvable, refined[1], scale)
     else:
         codes = nearest(weight, scale, settings.bits)
-    lost, whole = dequantize(codes, scale).sub_(weight), weight
+    step = row_step(weight.shape[1], REPORTED_ROWS)
+    whole = weight[:, ::step]
+    lost = dequantize(codes[:, ::step], scale[:, ::step]).sub_(whole)
     if rows is not None:
-        lost, whole = lost.mul_(rows), whole * rows
+        lost, whole = lost.mul_(rows[:, ::step]), whole * rows[:, ::step]
     totals = {
-        f"{name}_lost": quadratic_loss(lost, gram).double(),
-        f"{name}_whole": quadratic_loss(whole, gram).double(),
+        f"{name}_lost": quadratic_loss(lost, gram).double() * step,
+        f"{name}_whole": quadratic_loss(whole, gram).double() * step,
     }
     return codes.to(torch.int8), scale, damping, totals

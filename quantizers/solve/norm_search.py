@@ -13,7 +13,7 @@ import torch
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.team.ranks import Ranks
 
-from .awq import grid_scales, row_step, scale_losses, weight_means
+from .awq import SEARCH_ROWS, grid_scales, row_step, scale_losses, weight_means
 from .input_sums import InputSums, Unit
 
 Rows = Callable[[Unit], torch.Tensor]
@@ -48,7 +48,7 @@ def norm_scale(
 
     def losses(unit: Unit) -> torch.Tensor:
         rows = gate_up(unit)
-        step = row_step(experts, rows.shape[1])
+        step = row_step(experts * rows.shape[1], SEARCH_ROWS)
         return scale_losses(rows[:, ::step].float(), inputs.gram.unsqueeze(0), grid, group, bits).T * step  # (c, P)
 
     def of_all(rows: Rows) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from quantizers.forward.codes import code_range, grouped
 
-from .row_blocks import row_blocks
+from .parts import column_parts, in_groups
 
 DAMPING = 0.01  # of Gram matrices, as a share of their mean diagonal
 MSE_FACTORS = tuple(1.05 - 0.02 * k for k in range(20))
@@ -35,6 +35,14 @@ def minmax_scales(weight: torch.Tensor, group: int, bits: int) -> torch.Tensor:
     """
     low, high = code_range(bits)
     scale = (grouped(weight, group).abs().amax(-1) / ((high - low) / 2)).bfloat16()
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def minmax_steps(by_group: torch.Tensor, bits: int) -> torch.Tensor:
+    """As `minmax_scales`, (…, n, R) bfloat16, of a matrix that lies transposed: (…, n, g, R) float32."""
+    low, high = code_range(bits)
+    largest = torch.maximum(by_group.amax(-2), by_group.amin(-2).neg_())
+    scale = largest.div_((high - low) / 2).bfloat16()
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
@@ -69,22 +77,24 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
     Returns:
         (E, R, n) bfloat16; min-max where nothing is smaller, as where the importance is all zero.
     """
-    chosen = torch.empty(*weight.shape[:2], weight.shape[2] // group, dtype=torch.bfloat16, device=weight.device)
-    column = grouped(importance, group).unsqueeze(1)  # (E, 1, n, g)
-    for experts, rows in row_blocks(weight):
-        chosen[experts, rows] = _mse_scales(weight[experts, rows], column[experts], group, bits)
-    return chosen
+    experts, rows, columns = weight.shape
+    chosen = torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
+    for some, part in column_parts(weight.mT, group):
+        by_group = in_groups(weight.mT[some, part].contiguous(), group)
+        column = grouped(importance[some, part], group).unsqueeze(-1)  # (e, n, g, 1)
+        chosen[some, part.start // group : part.stop // group] = _mse_steps(by_group, column, bits)
+    return chosen.mT.contiguous()
 
 
-def _mse_scales(weight: torch.Tensor, column: torch.Tensor, group: int, bits: int) -> torch.Tensor:
-    chosen = minmax_scales(weight, group, bits)
-    base, view = chosen.float(), grouped(weight, group)
-    error = torch.empty_like(view)
+def _mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int) -> torch.Tensor:
+    """Scales (e, n, R) bfloat16 of a part (e, n, g, R), whose columns count as much as `column` (e, n, g, 1) says."""
+    chosen = minmax_steps(by_group, bits)
+    base, error = chosen.float(), torch.empty_like(by_group)
 
     def loss_of(scale: torch.Tensor) -> torch.Tensor:
-        step = scale.float().unsqueeze(-1)
-        torch.div(view, step, out=error).round_().clamp_(*code_range(bits)).mul_(step).sub_(view)
-        return error.square_().mul_(column).sum(-1)
+        step = scale.float().unsqueeze(2)
+        torch.div(by_group, step, out=error).round_().clamp_(*code_range(bits)).mul_(step).sub_(by_group)
+        return error.square_().mul_(column).sum(2)
 
     best = loss_of(chosen)
     for factor in MSE_FACTORS:
@@ -167,14 +177,12 @@ def gptq(
     """
     experts, rows, columns = weight.shape
     order = gram.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
-    square = order[:, None, :].expand(experts, columns, columns)  # like all indices here a view of (E, C)
-    factor, used = inverse_factor(gram.gather(1, square.mT).gather(2, square), damping, careful=careful)
+    factor, used = inverse_factor(_in_order(_in_order(gram, order).mT, order), damping, careful=careful)
     # An error's share in each later column.
     factor.div_(factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone())
     # Transposed, (E, C, R): a column then lies in one piece, and so do all later ones.
-    work = weight.mT.gather(1, order[:, :, None].expand(experts, columns, rows))
-    group_of = order // (columns // scale.shape[-1])
-    steps = scale.float().mT.gather(1, group_of[:, :, None].expand(experts, columns, rows))
+    work = _in_order(weight.mT, order)
+    steps = _in_order(scale.float().mT, order // (columns // scale.shape[-1]))
     codes = torch.empty_like(work)
     errors = torch.empty(experts, min(PANEL, columns), rows, dtype=work.dtype, device=work.device)
     for first in range(0, columns, PANEL):
@@ -190,7 +198,12 @@ def gptq(
                 work[:, end:last].baddbmm_(share.mT, spread, alpha=-1)
         if last < columns:
             work[:, last:].baddbmm_(factor[:, first:last, last:].mT, errors[:, : last - first], alpha=-1)
-    # Gathered by the inverse order. To scatter by the order gives the same, but where algorithms must be deterministic,
+    # Taken by the inverse order. To scatter by the order gives the same, but where algorithms must be deterministic,
     # torch does that on a GPU by sorting all elements, with several int64 for each of them in memory.
-    back = order.argsort(dim=-1)[:, None, :].expand(experts, rows, columns)
-    return codes.mT.gather(2, back), used
+    return _in_order(codes, order.argsort(dim=-1)).mT, used
+
+
+def _in_order(matrices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The rows of (E, M, N) in another order for each expert, (E, m, N) contiguous; order (E, m) int64."""
+    # The index is a view of `order`, and takes no memory.
+    return matrices.gather(1, order.unsqueeze(-1).expand(-1, -1, matrices.shape[-1]))

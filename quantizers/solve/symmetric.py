@@ -68,21 +68,20 @@ def quadratic_loss(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
     """tr(D G Dᵀ) = ‖D X‖².
 
     Args:
-        delta: (E, R, C).
+        delta: (E, R, C), or a transposed view, whose columns lie in one piece.
         gram: (E, C, C), or (1, C, C) where all share it; symmetric.
 
     Returns:
         (E,) in delta's dtype.
     """
-    experts = delta.shape[0]
-    if gram.shape[0] != experts:
-        delta = delta.reshape(1, -1, delta.shape[-1])  # one product with the matrix that all share
-    total = torch.zeros(experts, dtype=delta.dtype, device=delta.device)
-    for start, end in blocks(delta.shape[-1]):
+    columns = delta.mT if delta.stride(-2) == 1 else delta.mT.contiguous()  # (E, C, R)
+    gram = gram.expand(len(columns), -1, -1)
+    total = torch.zeros(len(columns), dtype=delta.dtype, device=delta.device)
+    for start, end in blocks(columns.shape[1]):
         # The block with itself counts once, each of those after it twice: halve it here, double the sum.
-        own, after = delta[..., start:end], delta[..., end:]
-        product = (own @ gram[:, start:end, start:end]).div_(2)
-        if end < delta.shape[-1]:
-            product.baddbmm_(after, gram[:, end:, start:end])
-        total += product.mul_(own).view(experts, -1).sum(-1)
+        own, after = columns[:, start:end], columns[:, end:]
+        product = torch.bmm(gram[:, start:end, start:end], own).div_(2)
+        if end < columns.shape[1]:
+            product.baddbmm_(gram[:, start:end, end:], after)
+        total += product.mul_(own).sum((-1, -2))
     return total.mul_(2)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quantizers.solve import row_blocks
+from quantizers.solve import parts
 from quantizers.solve.awq import scale_losses, weight_means
 from quantizers.solve.correction import corrected
 from quantizers.solve.refine import refine
@@ -68,19 +68,19 @@ def test_the_watch_sees_a_wide_array_and_lets_a_view_pass() -> None:
                 make()
 
 
-@pytest.mark.parametrize("part", [COLUMNS - 1, 7 * COLUMNS, ROWS * COLUMNS, 10 * ROWS * COLUMNS])
+@pytest.mark.parametrize("part", [ROWS - 1, 3 * GROUP * ROWS, ROWS * COLUMNS, 10 * ROWS * COLUMNS])
 def test_parts_of_a_matrix_give_what_the_whole_gives(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row at a time, 7 rows, one expert, all experts. Oracle: each expert's formula written out in float64."""
-    monkeypatch.setattr(row_blocks, "PART", part)
+    """One group at a time, three groups, one expert, all experts. Oracle: the formulas written out in float64."""
+    monkeypatch.setattr(parts, "PART", part)
     weight, gram = case(2)
-    seen = torch.zeros(EXPERTS, ROWS)
-    for experts, rows in row_blocks.row_blocks(weight):
-        seen[experts, rows] += 1
+    seen = torch.zeros(EXPERTS, COLUMNS)
+    for experts, columns in parts.column_parts(weight.mT, GROUP):
+        seen[experts, columns] += 1
     assert bool((seen == 1).all())
     importance = gram.diagonal(dim1=-2, dim2=-1)
-    monkeypatch.setattr(row_blocks, "PART", 2**30)
+    monkeypatch.setattr(parts, "PART", 2**30)
     whole = mse_scales(weight, importance, GROUP, 4)
-    monkeypatch.setattr(row_blocks, "PART", part)
+    monkeypatch.setattr(parts, "PART", part)
     assert torch.equal(mse_scales(weight, importance, GROUP, 4), whole)
     magnitude = weight.double().unflatten(-1, (-1, GROUP)).abs()
     means = (magnitude / (magnitude.amax(-1, keepdim=True) + 1e-6)).flatten(-2).mean(-2)
