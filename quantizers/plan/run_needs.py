@@ -5,8 +5,8 @@ dequantized, each divided by an assumed rate; `assumptions` lists the rates. A r
 and output this often:
 
     layers  read the source, and hash it as it arrives; hash the output in memory, write it, and read it back (from the
-            page cache) to hash file and tensors; dequantize the source's weights for the layer and again for the audit,
-            and likewise the output's
+            page cache) to hash file and tensors; dequantize the source's weights and the output's for the texts and
+            again for the audit, and the source's twice for the norm's scale and once to be solved
     proof   read the output from the disk and hash it; compute logits of the held-out set
 
 Legend: T tokens, H hidden, I expert width, E experts, K experts chosen per token.
@@ -109,7 +109,7 @@ def estimate(
     known = tokens is not None and held_out is not None
     seconds = {}
     for name, (forward_rate, solve_rate) in RATES.items():
-        layers = forward / forward_rate + solve / solve_rate + 4 * weights / WEIGHTS[name]
+        layers = forward / forward_rate + solve / solve_rate + 7 * weights / WEIGHTS[name]
         layers += (source + output_bytes) / DISK_RATE + (source + 3 * output_bytes) / HASH_RATE
         proof = logits / forward_rate + output_bytes / DISK_RATE + output_bytes / HASH_RATE
         seconds[name] = {"layers": layers, "proof": proof, "all": layers + proof}

@@ -32,9 +32,10 @@ from .units import rows_of_block, unit_of_experts, units_of
 
 FLOAT = 4
 ROW_BLOCK = 4096  # rows that go through router and experts together, whatever sequences they belong to
-# Arrays live at the peak of each phase, see `_unit_bytes`.
-ROUNDING_SQUARE = 8  # (C, C): Gram matrix: original, folded, damped, permuted, its factor, and the solver's copies
-ROUNDING_MATRIX = 7  # (R, C): scaled, codes, steps, errors, and the candidates of a search
+# Arrays that are alive while a matrix is rounded: its Gram matrix in order, damped and factorized, (C, C); then the
+# matrix itself transposed, with steps, codes and what is left to do, (R, C).
+FACTORIZED = 6, 2
+ROUNDED = 4, 6
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def device_memory(
     itemsize = 2 if accelerator else FLOAT
     unit = unit_of_experts(accelerator, sizes["hidden"], sizes["width"])
     units = len(units_of(sizes["experts"], unit))
-    phases = _Phases(plan, sizes, longest, itemsize, unit, rows_of_block(accelerator), accelerator)
+    rows = rows_of_block(accelerator)
+    phases = _Phases(plan, sizes, longest, itemsize, unit=unit, rows=rows, accelerator=accelerator, tokens=tokens or 0)
     inputs = states = 0
     resident, smallest = units, phases.peak(1)
     if accelerator and tokens is not None:
@@ -125,7 +127,16 @@ class _Phases:
     """Bytes of each phase of a visit, without the rows of the calibration set."""
 
     def __init__(
-        self, plan: Plan, sizes: Sizes, longest: int, itemsize: int, unit: int, rows: int, accelerator: bool
+        self,
+        plan: Plan,
+        sizes: Sizes,
+        longest: int,
+        itemsize: int,
+        *,
+        unit: int,
+        rows: int,
+        accelerator: bool,
+        tokens: int = 0,
     ) -> None:
         experts, hidden, width = sizes["experts"], sizes["hidden"], sizes["width"]
         numbers = range(plan.layers)
@@ -137,7 +148,8 @@ class _Phases:
         attention = longest * itemsize * (8 * hidden + 4 * (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"])
         routed = ROW_BLOCK * itemsize * (sizes["chosen"] * (2 * hidden + 3 * width) + 8 * hidden)
         self._activations = max(attention, routed)
-        self._inputs = 2 * FLOAT * hidden**2 + 2 * rows * hidden * itemsize  # their sums, and one block of them
+        # Their sums, one block of them, and who is routed where.
+        self._inputs = 2 * FLOAT * hidden**2 + 2 * rows * hidden * itemsize + 8 * sizes["chosen"] * tokens
         self.routed = unit * FLOAT * hidden**2
         self.one_unit = unit * _expert_bytes(sizes, rows, itemsize)
 
@@ -174,6 +186,8 @@ def _expert_bytes(sizes: Sizes, rows: int, itemsize: int) -> int:
     # The weights in float32 and as passed on, and then one matrix being rounded.
     held = stored + 2 * (gate_up + down) + narrow
     rounding = max(
-        ROUNDING_SQUARE * square + ROUNDING_MATRIX * gate_up, ROUNDING_SQUARE * narrow + ROUNDING_MATRIX * down
+        squares * gram + matrices * weight
+        for squares, matrices in (FACTORIZED, ROUNDED)
+        for gram, weight in ((square, gate_up), (narrow, down))
     )
     return max(inputs, serving, held + rounding)

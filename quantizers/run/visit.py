@@ -140,7 +140,8 @@ def _pass_through(
                 if _shares_attention(candidate, number):
                     candidate.lane.attend_as(reference, number)
             reference.finish(number, layer)
-            reference.model.release_experts(layer)
+            if number not in reference.model.sizes.dense:
+                reference.model.release_experts(layer)
             watch.lap("reference")
         for candidate in candidates:
             candidate.prepare(visit, layer)

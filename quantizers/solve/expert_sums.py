@@ -88,16 +88,16 @@ def width_sums(
             if accelerated(device) or not bool(good.all()):
                 h.masked_fill_(~good.unsqueeze(1), 0)
             good &= block.usable
-            weight = token_weights(block, found.blended, *unit).mul_(good)
-            mass += weight.sum(1, keepdim=True)
+            # √w in the dtype of h, so that one operand serves both sides of the sum; and w is what it is squared.
+            root = token_weights(block, found.blended, *unit).mul_(good).sqrt_().to(h.dtype)
+            mass += root.float().square().sum(1, keepdim=True)
             seen += good.sum(1)
             dropped += (~good).sum(1)
         if source is not None and changes is not None and number % step == 0 and table.most(*unit):
             with phase("changes"):
                 routed_mass += _add_changes(changes, h, good, block, table.routed(*unit), source, activation)
         with phase("sums"):
-            root = weight.sqrt_().to(h.dtype)
-            rows = h.mul_(root.unsqueeze(1)).mT  # √w h: one operand for both sides of the sum
+            rows = h.mul_(root.unsqueeze(1)).mT
             add_gram(total, rows, rows)
             magnitude += gram(h.abs_().mT, root.unsqueeze(-1))
         del h, rows  # otherwise they would live until the next block is done

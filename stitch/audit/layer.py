@@ -5,8 +5,9 @@ It reads both through the same interface, so the layer may lie in files, or in m
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,12 +19,12 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.kind import accelerated
 from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state
-from quantizers.forward.weights import read_weight
+from quantizers.forward.weights import ExpertWeights, read_weight
 from quantizers.plan.plan import KEPT, Action
+from quantizers.plan.units import unit_of_experts, units_of
 from quantizers.system.errors import CheckpointError
 
 ROUTER_ULPS = 2
-AT_A_TIME = 16  # experts, on an accelerator; on a CPU one, whose matrices fit in memory that is used again
 NOT_COMPENSATED = "not compensated, though"
 
 
@@ -108,7 +109,7 @@ def audit_layer(
     experts = {
         expert: [facts.expert(layer, expert, matrix) for matrix in MATRICES] for expert in range(sizes["experts"])
     }
-    found, unreadable = _errors(experts, source, candidate, smooth)
+    found, unreadable = _errors(layer, facts, sizes, source, candidate, smooth)
     errors = dict(zip(found, torch.stack(list(found.values())).tolist() if found else [], strict=True))
     for expert, modules in experts.items():
         if expert in unreadable:
@@ -126,12 +127,9 @@ def audit_layer(
 
 
 def _errors(
-    experts: Mapping[int, Sequence[str]], source: Checkpoint, candidate: Checkpoint, smooth: torch.Tensor
+    layer: int, facts: Architecture, sizes: Sizes, source: Checkpoint, candidate: Checkpoint, smooth: torch.Tensor
 ) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
-    """Compare units of experts. A unit with an expert that cannot be read is read again, each expert alone.
-
-    Args:
-        experts: the modules of each.
+    """Compare all experts, in units. Where one of the candidate's cannot be read, each is read alone.
 
     Returns:
         The errors (3,) of each expert on the device of `smooth`, see `matrix_errors`; and what is wrong with each that
@@ -140,36 +138,70 @@ def _errors(
     Raises:
         CheckpointError: the source is broken.
     """
-    device, numbers = smooth.device, list(experts)
-    step = AT_A_TIME if accelerated(device) else 1
-    units = [numbers[first : first + step] for first in range(0, len(numbers), step)]
+    device = smooth.device
+
+    def weights(checkpoint: Checkpoint) -> ExpertWeights:
+        return ExpertWeights(checkpoint, facts, sizes, layer, device, torch.float32)
+
+    with _broken():
+        old = weights(source)
+    try:
+        new = weights(candidate)
+        found = _in_units(old, new, smooth)
+        with _broken():
+            old.require_finite()
+        new.require_finite()
+    except BrokenSource:
+        raise
+    except CheckpointError:
+        return _one_by_one(layer, facts, sizes["experts"], source, candidate, smooth)
+    return found, {}
+
+
+class BrokenSource(CheckpointError):
+    """The source cannot be read, whatever the candidate is like."""
+
+
+@contextlib.contextmanager
+def _broken() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as failure:
+        raise BrokenSource(f"the source is broken: {failure}") from None
+
+
+def _in_units(old: ExpertWeights, new: ExpertWeights, smooth: torch.Tensor) -> dict[int, torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    unit = unit_of_experts(accelerated(smooth.device), old.hidden, old.width)
+    for first, last in units_of(old.experts, unit):
+        # The last unit's weights live until these are there, so that a CPU's memory is used again, not returned.
+        with _broken():
+            source = _matrices(*old.unit(first, last))
+        candidate = _matrices(*new.unit(first, last))
+        found |= zip(range(first, last), matrix_errors(source, candidate, smooth), strict=True)
+    return found
+
+
+def _matrices(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (*gate_up.chunk(2, dim=1), down)
+
+
+def _one_by_one(
+    layer: int, facts: Architecture, experts: int, source: Checkpoint, candidate: Checkpoint, smooth: torch.Tensor
+) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
     found: dict[int, torch.Tensor] = {}
     unreadable: dict[int, str] = {}
-    while units:
-        unit = units.pop(0)
-        modules = [experts[expert] for expert in unit]
-        # The last unit's weights live until these are there, so that a CPU's memory is used again, not returned.
+    for expert in range(experts):
+        modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
+        with _broken():
+            old = [read_weight(source, module, smooth.device) for module in modules]
         try:
-            old = _read_unit(source, modules, device)
+            new = [read_weight(candidate, module, smooth.device) for module in modules]
         except CheckpointError as failure:
-            raise CheckpointError(f"the source is broken: {failure}") from None
-        try:
-            new = _read_unit(candidate, modules, device)
-        except CheckpointError as failure:
-            if len(unit) > 1:
-                units = [[expert] for expert in unit] + units
-            else:
-                unreadable[unit[0]] = f"{modules[0][0].rpartition('.')[0]}: {failure}"
-            continue
-        found |= zip(unit, matrix_errors(old, new, smooth), strict=True)
+            unreadable[expert] = f"{modules[0].rpartition('.')[0]}: {failure}"
+        else:
+            found[expert] = matrix_errors(old, new, smooth)
     return found, unreadable
-
-
-def _read_unit(checkpoint: Checkpoint, experts: Sequence[Sequence[str]], device: torch.device) -> list[torch.Tensor]:
-    """Gate and up (c, I, H) and down (c, H, I) of c experts, given their modules; float32."""
-    weights = ([read_weight(checkpoint, module, device) for module in modules] for modules in experts)
-    # One expert is not copied.
-    return [each[0].unsqueeze(0) if len(each) == 1 else torch.stack(each) for each in zip(*weights, strict=True)]
 
 
 def _check_router(

@@ -67,7 +67,7 @@ def test_needs_of_the_published_model(published_job: Job) -> None:
     needs = estimate_run(job, 131_803_409_011)
     assert needs.tokens == 590 * 8192
     assert needs.states is not None
-    assert needs.states["CPU"] == 590 * 8192 * (2 * 4 * 3072 + 2 * 4 * 8)
+    assert needs.states["CPU"] == 590 * 8192 * (2 * 4 * 3072 + 2 * 4 * 8 + 1)
     assert needs.held_out == 88 * 256 + 8 * 8192
     assert needs.seconds is not None
     for part in ("layers", "proof", "all"):
@@ -100,8 +100,9 @@ def test_a_run_costs_what_it_reads_hashes_and_dequantizes(
     output = sum((finished.folder / file).stat().st_size for file in job.plan.shards())
     held = [a for a in job.plan.actions if a.kind not in ("drop", "rename")]
     in_layers = sum(math.prod(a.spec.shape) for a in held if a.layer is not None)
-    # Materialised and audited, the source's and the output's; the attention, a tenth, is not audited.
-    assert sum(dequantized) == pytest.approx(4 * in_layers, rel=0.15)
+    # For the texts and the audit, the source's and the output's; the source's again for the norm's scale, twice, and
+    # to be solved. The attention, a tenth, is dequantized for the texts only.
+    assert sum(dequantized) == pytest.approx(7 * in_layers, rel=0.15)
 
     def seconds(part: str, **rates: Any) -> float:
         with pytest.MonkeyPatch.context() as patched:
@@ -144,7 +145,8 @@ def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:
     mixed, held = needs(16, "", ", sequence_length: 3000", ", sequence_length: 7")
     assert mixed.tokens == 5 * (16 + 3000 + 7)
     longest, same_held = needs(3000, "")
-    assert (mixed.memory, held) == (longest.memory, same_held)
+    assert mixed.memory["CPU"] == pytest.approx(longest.memory["CPU"], rel=1e-3)
+    assert (held.resident, held.one_unit) == (same_held.resident, same_held.one_unit)
     assert mixed.memory != needs(16, "")[0].memory
 
 

@@ -127,7 +127,8 @@ def test_what_is_alive_while_a_layer_is_solved(shape: str, method: tuple[str, st
                 unit=unit,
                 residents=Residents(resident, unit, 0),
             )
-        foreseen = _Phases(plan, sizes, rows, 4, unit, rows, False).solve(min(resident, -(-experts // unit)))
+        phases = _Phases(plan, sizes, rows, 4, unit=unit, rows=rows, accelerator=False, tokens=2 * rows)
+        foreseen = phases.solve(min(resident, -(-experts // unit)))
         print(f"{shape}, {method}, {rows} rows, unit {unit}, {resident} held: {alive.most:,} of {foreseen:,}", end=" ")
         print(f"{alive.most / foreseen:.2f}")
         assert alive.most <= foreseen

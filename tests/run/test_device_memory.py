@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 from calibration_tokenizer import write_tokenizer
 from runs import hashes
 
+from quantizers.calibration.texts import token_tensors
 from quantizers.plan import solve_memory, units
 from quantizers.plan.job import prepare
 from quantizers.plan.solve_memory import device_memory
-from quantizers.run import layer_loop
+from quantizers.run import layer_loop, pipeline
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.solve import gram_engine, held_sums
@@ -38,10 +40,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def limits(job: Path) -> dict[int, int]:
     """For every number of sums a limit with which so many are held."""
     prepared = prepare(str(job))
-    whole = device_memory(prepared.plan, prepared.sizes, 256, False, None)
+    data = pipeline._samples(prepared, prepared.recipe.calibration_set)
+    tokens = sum(len(sequence) for sequence in token_tensors(data, prepared.sizes["vocabulary"]))
+    needs = partial(device_memory, prepared.plan, prepared.sizes, data.lengths[-1], False, tokens=tokens)
+    whole = needs(limit=None)
     step, found = (whole.peak - whole.smallest) // 100, dict[int, int]()
     for limit in range(whole.smallest, whole.peak + step, step):
-        found.setdefault(device_memory(prepared.plan, prepared.sizes, 256, False, limit).resident, limit)
+        found.setdefault(needs(limit=limit).resident, limit)
     assert list(found) == list(range(1, EXPERTS + 1))
     return found
 

@@ -24,7 +24,8 @@ from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.cli import main as cli
 from quantizers.output import journal
 from quantizers.plan.job import Job, prepare
-from quantizers.run import layer_loop, pipeline, quantized
+from quantizers.plan.solve_memory import DeviceMemory
+from quantizers.run import layer_loop, pipeline, places, quantized
 from quantizers.run.measure import measure
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
@@ -174,8 +175,8 @@ def test_a_kept_byte_that_changed_in_memory_is_found_at_once(small: tuple[Path, 
     """Buffer and file then agree: only the hash taken when the source was read can tell."""
     real = quantized.layer_tensors
 
-    def changed(plan: Any, layer: int, source: Any, solved: Any) -> LayerTensors:
-        tensors = real(plan, layer, source, solved)
+    def changed(plan: Any, layer: int, source: Any, solved: Any, **near: Any) -> LayerTensors:
+        tensors = real(plan, layer, source, solved, **near)
         if layer == 1:
             tensors.host[KEPT].view(torch.uint8).view(-1)[7] ^= 1  # the source's own memory
         return tensors
@@ -279,15 +280,32 @@ def test_where_calibration_states_lie_decides_no_byte(
     monkeypatch.setattr(layer_loop, "write_json", noted)
     run(job_of(small), Options(tmp_path / "output", CPU, states=states))
     assert hashes(tmp_path / "output") == hashes(small[1])
-    assert seen == ({"states.bin", "x.bin", "chosen.bin", "weight.bin"} if states == "files" else set())
+    files = {"states.bin", "x.bin", "chosen.bin", "weight.bin", "usable.bin"}
+    assert seen == (files if states == "files" else set())
 
 
 def test_little_memory_sends_states_to_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(pipeline, "available", lambda: 1000)
-    assert pipeline.states_in_files(501, Options(tmp_path, CPU))
-    assert not pipeline.states_in_files(500, Options(tmp_path, CPU))
-    assert not pipeline.states_in_files(10**12, Options(tmp_path, CPU, states="memory"))
-    assert pipeline.states_in_files(0, Options(tmp_path, CPU, states="files"))
+    """What a device has no room for lies in host memory as long as it takes at most half of what is free."""
+    sizes: Any = {"hidden": 16, "chosen": 2}
+    nothing, inputs = (DeviceMemory(1, 1, 1, held, False, 0, 0, 0, 0, 0) for held in (False, True))
+    rows = 100
+    of_states, of_inputs = rows * 16 * 4, rows * (16 * 4 + 8 * 2 + 1)
+    for memory, bytes_elsewhere, where in (
+        (nothing, of_states + of_inputs, ("memory", "memory")),
+        (inputs, of_states, ("device", "memory")),
+    ):
+        in_files = tuple(place.replace("memory", "files") for place in where)
+        for free, states, found in (
+            (2 * bytes_elsewhere, "auto", where),
+            (2 * bytes_elsewhere - 2, "auto", in_files),
+            (0, "memory", where),
+            (10**12, "files", in_files),
+        ):
+            monkeypatch.setattr(places, "available", lambda free=free: free)
+            options = Options(tmp_path, CPU, states=states)  # type: ignore[arg-type]  # one of the three
+            *got, on_disk = places.places(sizes, memory, rows, 4, options)
+            assert tuple(got) == found
+            assert on_disk == (bytes_elsewhere if "files" in found else 0)
 
 
 def test_another_held_out_set_is_refused_by_name(small: tuple[Path, Path], tmp_path: Path) -> None:
@@ -326,11 +344,11 @@ def make_bad(numbers: set[int], patched: pytest.MonkeyPatch) -> None:
     """Let the experts of some layers come out with their first codes turned round."""
     real, model_layers = quantized.layer_tensors, numbers
 
-    def bad(plan: Any, layer: int, source: Any, solved: Any) -> Any:
+    def bad(plan: Any, layer: int, source: Any, solved: Any, **near: Any) -> Any:
         if layer in model_layers:
             for codes in solved.codes.values():
                 codes[:, :, ::2] = -codes[:, :, ::2].clamp(min=-7)
-        return real(plan, layer, source, solved)
+        return real(plan, layer, source, solved, **near)
 
     patched.setattr(quantized, "layer_tensors", bad)
 

@@ -159,8 +159,7 @@ def test_units_of_experts_are_audited_as_single_ones(layer: Layer, monkeypatch: 
     tensors[f"{unreadable}.weight_scale"] = torch.full_like(tensors[f"{unreadable}.weight_scale"], torch.nan)
     tensors[f"{wrong}.weight_scale"] = tensors[f"{wrong}.weight_scale"] * 2
     single = audited(layer, tensors)
-    monkeypatch.setattr(auditing, "accelerated", lambda device: True)
-    monkeypatch.setattr(auditing, "AT_A_TIME", 3)
+    monkeypatch.setattr(auditing, "unit_of_experts", lambda *_: 3)
     units = audited(layer, tensors)
     assert units.differences == single.differences
     assert [line.partition(":")[0] for line in single.differences] == [
