@@ -118,10 +118,10 @@ class Count(TorchDispatchMode):
         name = function._schema.name.removeprefix("aten::")
         given = tensors((args, kwargs))
         self.operations += 1
-        if name == "_local_scalar_dense":
+        if name == "_local_scalar_dense" and given[0].is_meta:
             self.syncs += 1
-            return self.known.get(given[0].untyped_storage()._cdata) == "all"
-        if name == "_to_copy" and given[0].is_meta and torch.device(kwargs["device"]).type == "cpu":
+            return self.known.get(given[0].untyped_storage()._cdata) != "any"
+        if name == "_to_copy" and given[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             self.syncs += 1
             self.to_host += given[0].nbytes
             return torch.zeros(given[0].shape, dtype=given[0].dtype)

@@ -35,7 +35,7 @@ ROW_BLOCK = 4096  # rows that go through router and experts together, whatever s
 # Arrays that are alive while a matrix is rounded: its Gram matrix in order, damped and factorized, (C, C); then the
 # matrix itself transposed, with steps, codes and what is left to do, (R, C).
 FACTORIZED = 6, 2
-ROUNDED = 4, 6
+ROUNDED = 5, 6
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def test_a_run_costs_what_it_reads_hashes_and_dequantizes(
     assert seconds("proof", DISK_RATE=1) == output
     assert seconds("layers", HASH_RATE=1) == source + 3 * output
     assert seconds("proof", HASH_RATE=1) == output
-    assert seconds("layers", WEIGHTS={"CPU": 1}) == 4 * sum(math.prod(a.spec.shape) for a in held)
+    assert seconds("layers", WEIGHTS={"CPU": 1}) == 7 * sum(math.prod(a.spec.shape) for a in held)
     needs = estimate_run(job, output)
     assert needs.held_out == 12 * 128
     assert seconds("proof", RATES={"CPU": (1, math.inf)}) == 2 * 2 * 12 * 128 * 128 * job.sizes["vocabulary"]
