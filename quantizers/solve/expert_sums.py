@@ -70,7 +70,7 @@ def width_sums(
     chunk, double_width, _ = gate_up.shape
     width, device = double_width // 2, gate_up.device
     total = torch.zeros(chunk, width, width, device=device)
-    magnitude, mass = torch.zeros(chunk, width, 1, device=device), torch.zeros(chunk, 1, device=device)
+    magnitude, mass = torch.zeros(chunk, width, device=device), torch.zeros(chunk, 1, device=device)
     seen, dropped = (torch.zeros(chunk, dtype=torch.int64, device=device) for _ in range(2))
     changes = None if source is None else torch.zeros_like(total)
     routed_mass = torch.zeros(chunk, dtype=torch.float64, device=device)
@@ -99,14 +99,14 @@ def width_sums(
         with phase("sums"):
             rows = h.mul_(root.unsqueeze(1)).mT
             add_gram(total, rows, rows)
-            magnitude += gram(h.abs_().mT, root.unsqueeze(-1))
+            magnitude += h.abs_().mul_(root.unsqueeze(1)).sum(-1, dtype=torch.float32)
         del h, rows  # otherwise they would live until the next block is done
     mass = mass.clamp(min=torch.finfo(torch.float32).tiny)
     share = found.blended.share[unit[0] : unit[1]] / routed_mass
     share = torch.where(routed_mass > 0, share, torch.zeros_like(share)).float()
     return WidthSums(
         mirror(total).div_(mass.unsqueeze(-1)),
-        magnitude.squeeze(-1) / mass,
+        magnitude / mass,
         None if changes is None else changes.mul_(share[:, None, None]),
         seen,
         dropped,

@@ -131,7 +131,7 @@ def test_float32_is_used_as_it_is() -> None:
 class OnGpu(torch.Tensor):
     """A tensor that says it is on a GPU, and multiplies as one: exact sums, rounded once to the dtype asked for."""
 
-    is_cuda: Any = True
+    device: Any = torch.device("cuda")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

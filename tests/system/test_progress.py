@@ -188,14 +188,14 @@ def test_a_terminal_shows_the_phase_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_run_says_its_phases_in_their_order(finished: Finished, tmp_path: Path) -> None:
-    """Each layer from reading to audit; sums and rounding are said by the engine itself, chunk by chunk."""
+    """Each layer from reading to audit; sums and rounding are said by the engine itself, unit by unit."""
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shown, "_shows_phases", watch(said))
         run(prepare(str(finished.recipe)), Options(tmp_path / "output", torch.device("cpu")))
     assert list(dict.fromkeys(said)) == [
-        "reading", "held-out texts", "attention", "sums", "search", "rounding", "forced pass", "changes", "packing",
-        "calibration pass", "comparing", "audit",
+        "reading", "held-out texts", "attention", "sums", "search", "dequantize", "rounding", "forced pass", "changes",
+        "packing", "calibration pass", "comparing", "audit",
     ]  # fmt: skip
     assert said.count("reading") == said.count("audit") == 4
 
