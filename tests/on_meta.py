@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +112,7 @@ class Count(TorchDispatchMode):
         self.to_device = self.to_host = self.syncs = self.operations = 0
         self.now = self.most = 0
         self.known: dict[int, str] = {}  # the storages that are alive, and the operation that wrote to each last
+        self.paused = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -130,9 +131,21 @@ class Count(TorchDispatchMode):
         if name == "_to_copy" and not given[0].is_meta and made[0].is_meta:
             self.to_device += given[0].nbytes
         for tensor in made:
-            if tensor.is_meta:
+            if tensor.is_meta and not self.paused:
                 self._alive(tensor.untyped_storage(), name)
         return result
+
+    def beside(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """`make` with what it makes left out: the structure of a module, which has no memory on a device either."""
+
+        def made(*arguments: Any, **named: Any) -> Any:
+            self.paused = True
+            try:
+                return make(*arguments, **named)
+            finally:
+                self.paused = False
+
+        return made
 
     def _alive(self, storage: torch.UntypedStorage, name: str) -> None:
         key, size = storage._cdata, storage.nbytes()

@@ -8,6 +8,7 @@ leave their results. Codes are not refined column by column: that has arrays of 
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,13 @@ def unsolved(like: SolvedUnit, count: int) -> SolvedUnit:
     return SolvedUnit(*({k: v.new_empty(count, *v.shape[1:]) for k, v in part.items()} for part in parts))
 
 
+def free(layer: torch.nn.Module) -> None:
+    """What leaving a layer's block does on a device: to move a module from the meta device there frees nothing."""
+    for module in layer.modules():
+        module._parameters.clear()
+    gc.collect()
+
+
 def counted(folder: Path, limit: int, **sizes: int) -> Counted:
     """A visit to the first layer of a model with MiniMax-M2.1's attention."""
     config = resized(published("minimax-m2.1"), layers=1, vocabulary=256, **sizes)
@@ -99,10 +107,13 @@ def counted(folder: Path, limit: int, **sizes: int) -> Counted:
         return META if held else None
 
     with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+        # On the meta device attention takes the way that has a matrix for all pairs of tokens, which a GPU's has not.
+        patched.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, *_, **__: torch.empty_like(q))
         patched.setattr(gram_engine, "solve_unit", solve_first)
         patched.setattr(refine, "_set_codes", lambda *_: None)
         with looks_answered(size["experts"], size["chosen"], rows) as looks, Count() as count:
             model = LayeredModel(outside, facts, size, META, BFLOAT16)
+            model.layer_class = count.beside(model.layer_class)
             states = Rows(None, lengths, size["hidden"], BFLOAT16, place(memory.states))
             recorded = recorded_rows(
                 lambda _, width, dtype: Rows(None, lengths, width, dtype, place(memory.inputs)), size, BFLOAT16
@@ -117,11 +128,13 @@ def counted(folder: Path, limit: int, **sizes: int) -> Counted:
                     weights=weights.unit, residents=Residents(memory.resident, memory.unit, memory.smallest),
                 )  # fmt: skip
                 weights.require_finite()
+            free(layer)
             written = layer_tensors(plan, 0, source, solved, near=there)
             made = held_tensors(source, written.device, folder / "b")
             del solved
             with model.layer(0, made) as layer:
                 finish(model, layer, states, "the layer")
+            free(layer)
             audit_layer(0, facts, size, there, made, device=META, audit=LayerAudit())
     count.syncs += len(looks)
     layer_bytes = sum(info.size for info in source.tensors.values())
