@@ -2,7 +2,7 @@
 
 By default glibc keeps freed blocks of up to 32 MB, in a separate arena for every thread. The heap fragments,
 and the peak memory of a layer grew irregularly, by a sixth over 24 layers. With one arena, separate mappings
-for blocks of 4 MiB and more, and a trim of the heap before each chunk of experts, the peak stays constant
+for blocks of 4 MiB and more, and a trim of the heap before each sweep over the inputs, the peak stays constant
 within a few percent. Smaller blocks stay in the heap until the trim: a newly mapped block costs a page fault
 for every 4 KiB, which took a fifth of the tiny model's time.
 """

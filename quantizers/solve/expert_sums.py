@@ -67,22 +67,22 @@ def width_sums(
         source: (c, 2I, H) of the same dtype: the weights that `gate_up` was rounded from, for `changes`.
         every: read every n-th block only.
     """
-    chunk, double_width, _ = gate_up.shape
+    count, double_width, _ = gate_up.shape
     width, device = double_width // 2, gate_up.device
-    total = torch.zeros(chunk, width, width, device=device)
-    magnitude, mass = torch.zeros(chunk, width, device=device), torch.zeros(chunk, 1, device=device)
-    seen, dropped = (torch.zeros(chunk, dtype=torch.int64, device=device) for _ in range(2))
+    total = torch.zeros(count, width, width, device=device)
+    magnitude, mass = torch.zeros(count, width, device=device), torch.zeros(count, 1, device=device)
+    seen, dropped = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
     changes = None if source is None else torch.zeros_like(total)
-    routed_mass = torch.zeros(chunk, dtype=torch.float64, device=device)
+    routed_mass = torch.zeros(count, dtype=torch.float64, device=device)
     step = max(1, found.routed() // (ROUTED_PER_COLUMN * width))
     products = torch.empty(0, device=device, dtype=gate_up.dtype)
     for number in range(0, len(blocks), every):
         block, table = blocks[number], found.tables[number]
         with phase("forced pass"):
             if products.shape[-1] != len(block.x):  # else the memory of the last block is used again
-                products = gate_up.new_empty(chunk * double_width, len(block.x))
+                products = gate_up.new_empty(count * double_width, len(block.x))
             torch.mm(gate_up.flatten(0, 1), block.x.mT, out=products)
-            h = _gated(products.view(chunk, double_width, -1), activation)
+            h = _gated(products.view(count, double_width, -1), activation)
         with phase("sums"):
             good = usable_rows(h, 1)  # (c, T)
             if accelerated(device) or not bool(good.all()):

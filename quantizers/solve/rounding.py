@@ -60,13 +60,6 @@ def nearest(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tenso
     return (view / scale.float().unsqueeze(-1)).round_().clamp_(*code_range(bits)).flatten(-2)
 
 
-def rounded(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
-    """`dequantize` of the `nearest` codes, (…, R, C) float32, without an array for the codes."""
-    view = grouped(weight, weight.shape[-1] // scale.shape[-1])
-    step = scale.float().unsqueeze(-1)
-    return (view / step).round_().clamp_(*code_range(bits)).mul_(step).flatten(-2)
-
-
 def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
     """The best of the min-max scale and 20 multiples of it, by squared error weighted per column.
 

@@ -142,11 +142,11 @@ def survey(blocks: Iterable[Recorded], experts: int, routed_weight: float, full_
 
 def squared_weights(block: Recorded, first: int, last: int) -> torch.Tensor:
     """(c, T) float32: the square of each row's routing weight for experts first … last - 1, 0 where not chosen."""
-    chunk = last - first
+    count = last - first
     ours = (block.chosen >= first) & (block.chosen < last)
-    column = torch.where(ours, block.chosen - first, chunk).long()  # the last takes all others, and is dropped
-    table = torch.zeros(len(column), chunk + 1, device=column.device)
-    return table.scatter_(1, column, block.weight.square())[:, :chunk].T.contiguous()
+    column = torch.where(ours, block.chosen - first, count).long()  # the last takes all others, and is dropped
+    table = torch.zeros(len(column), count + 1, device=column.device)
+    return table.scatter_(1, column, block.weight.square())[:, :count].T.contiguous()
 
 
 def token_weights(block: Recorded, blended: Blend, first: int, last: int) -> torch.Tensor:

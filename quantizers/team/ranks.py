@@ -4,7 +4,7 @@
 
 and the same for `eval` and `coverage`, which have sequences only.
 
-Sequences go to the processes round-robin, chunks of experts in contiguous shares. Neither unit of work depends
+Sequences go to the processes round-robin, units of experts in contiguous shares. Neither unit of work depends
 on the number of processes: every matmul keeps its shape, and sums over sequences or experts are added up in
 their order by every process. That is why the bytes are the same.
 

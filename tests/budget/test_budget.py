@@ -38,7 +38,7 @@ from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.run.stitched import stitch
 from quantizers.solve import expert_unit, gram_engine
-from quantizers.solve.rounding import minmax_scales, rounded
+from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import InputError, OutputError, QuantizeError
 from quantizers.system.residents import Residents
 from quantizers.team.ranks import Ranks
@@ -81,6 +81,11 @@ def done(tmp_path_factory: pytest.TempPathFactory, budgeted: Callable[..., Path]
 
 def chosen_of(report: dict[str, Any]) -> list[Scheme]:
     return [Scheme(row["bits"], row["group_size"]) for row in report["schemes"]["layers"]]
+
+
+def rounded(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """A matrix as it is read again."""
+    return dequantize(nearest(weight, scale, bits), scale)
 
 
 # What is measured -----------------------------------------------------------------------------------
