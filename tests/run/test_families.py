@@ -375,7 +375,10 @@ def test_without_a_fold_norm_and_router_keep_their_bytes_and_verify_demands_it(m
         shutil.rmtree(copy)
     assert report["layers"][1]["error"]["down_search_after"] < report["layers"][1]["error"]["down_search_before"]
     assert "norm_search_after" not in report["layers"][1]["error"]
-    assert report["kl"]["mean"] > made.report["kl"]["mean"]  # planted outliers are what the fold is for
+    # Planted outliers are what the fold is for. (KL on so few texts says as much, but not always.)
+    with_fold, without = (layers["layers"][1]["error"]["gate_up_rounding"] for layers in (made.report, report))
+    print(f"{made.family}: {with_fold:.4f} with a fold, {without:.4f} without")
+    assert with_fold < without
 
 
 # The library's engine ------------------------------------------------------------------------------

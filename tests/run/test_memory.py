@@ -220,7 +220,7 @@ def test_what_is_alive_does_not_grow_with_the_number_of_tokens(
     few, many = living(1, 9), living(1, 36)
     more = (36 - 9) * SEQUENCE
     table = 8 * tiny.config()["num_experts_per_tok"] * more + 16 * SMALL[2] * more // (8 * SEQUENCE)
-    assert 0 <= many.tensors - few.tensors <= 1.1 * table < 0.1 * 4 * SMALL[0] * more
+    assert 0 <= many.tensors - few.tensors <= 1.5 * table < 0.1 * 4 * SMALL[0] * more
     assert many.others - few.others <= 100 * more < 4 * SMALL[0] * more / 10
 
 
