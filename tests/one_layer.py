@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 
 from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.recorded import Recorded
 from quantizers.forward.recorded import recorded as seen
+from quantizers.solve import held_sums
 from quantizers.solve.gram_engine import Weights
 from quantizers.solve.solved import Solved
 
@@ -46,6 +49,19 @@ class Layer:
 def sliced(gate_up: torch.Tensor, down: torch.Tensor) -> Weights:
     """Copies of some experts' matrices, from those of all."""
     return lambda first, last: (gate_up[first:last].clone(), down[first:last].clone())
+
+
+def sums_held(patched: pytest.MonkeyPatch) -> list[int]:
+    """Of how many units each sweep gathers the sums, from now on."""
+    counted: list[int] = []
+    real = held_sums.sweep
+
+    def sweep(blocks: Any, found: Any, waiting: Any, *arguments: Any, **named: Any) -> Any:
+        counted.append(len(waiting))
+        return real(blocks, found, waiting, *arguments, **named)
+
+    patched.setattr(held_sums, "sweep", sweep)
+    return counted
 
 
 def make_layer(

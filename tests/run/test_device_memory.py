@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from calibration_tokenizer import write_tokenizer
+from one_layer import sums_held
 from runs import hashes
 
 from quantizers.calibration.texts import token_tensors
@@ -20,7 +21,7 @@ from quantizers.plan.solve_memory import device_memory
 from quantizers.run import layer_loop, pipeline
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
-from quantizers.solve import gram_engine, held_sums
+from quantizers.solve import gram_engine
 from quantizers.system.errors import Interrupted, OutputError
 
 CPU = torch.device("cpu")
@@ -54,15 +55,7 @@ def limits(job: Path) -> dict[int, int]:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sums were gathered in each sweep."""
-    counted: list[int] = []
-    real = held_sums.sweep
-
-    def sweep(blocks: Any, found: Any, waiting: Any, *arguments: Any, **named: Any) -> Any:
-        counted.append(len(waiting))
-        return real(blocks, found, waiting, *arguments, **named)
-
-    monkeypatch.setattr(held_sums, "sweep", sweep)
-    return counted
+    return sums_held(monkeypatch)
 
 
 def test_four_limits_give_the_same_bytes(job: Path, tmp_path: Path, held: list[int]) -> None:

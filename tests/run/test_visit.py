@@ -288,6 +288,7 @@ def test_little_memory_sends_states_to_files(monkeypatch: pytest.MonkeyPatch, tm
     """What a device has no room for lies in host memory as long as it takes at most half of what is free."""
     sizes: Any = {"hidden": 16, "chosen": 2}
     nothing, inputs = (DeviceMemory(1, 1, 1, held, False, 0, 0, 0, 0, 0) for held in (False, True))
+    states: Any  # one of the three
     rows = 100
     of_states, of_inputs = rows * 16 * 4, rows * (16 * 4 + 8 * 2 + 1)
     for memory, bytes_elsewhere, where in (
@@ -302,7 +303,7 @@ def test_little_memory_sends_states_to_files(monkeypatch: pytest.MonkeyPatch, tm
             (10**12, "files", in_files),
         ):
             monkeypatch.setattr(places, "available", lambda free=free: free)
-            options = Options(tmp_path, CPU, states=states)  # type: ignore[arg-type]  # one of the three
+            options = Options(tmp_path, CPU, states=states)
             *got, on_disk = places.places(sizes, memory, rows, 4, options)
             assert tuple(got) == found
             assert on_disk == (bytes_elsewhere if "files" in found else 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_layer import GROUP, Layer, assert_same, make_layer, silu
+from one_layer import GROUP, Layer, assert_same, make_layer, silu, sums_held
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizers.recipe.schema import Awq, Experts
@@ -49,14 +49,7 @@ def test_how_many_sums_are_held_decides_no_bit(
     layer: Layer, wanted: Solved, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And each sweep gathers as many as the others, one more at most."""
-    held: list[int] = []
-    real = held_sums.sweep
-
-    def counted(blocks: Any, found: Any, units: Any, *arguments: Any, **named: Any) -> Any:
-        held.append(len(units))
-        return real(blocks, found, units, *arguments, **named)
-
-    monkeypatch.setattr(held_sums, "sweep", counted)
+    held = sums_held(monkeypatch)
     same(solved_with(layer, Residents(count, UNIT, 0)), wanted)
     assert held == {1: [1, 1, 1, 1], 2: [2, 2], 3: [2, 2], 4: [4], 99: [4]}[count]
 
