@@ -7,7 +7,7 @@ what its servers are told. families.py finds the file of a model, sizes.py check
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
@@ -16,7 +16,7 @@ from .matrices import Matrix
 
 # A sum of products of sizes and numbers, worked out from left to right: "heads * head_dim", "hidden / heads".
 EXPRESSION = re.compile(r"\s*\w+(\s*[*/+]\s*\w+)*\s*")
-NEEDED = ("layers", "experts", "chosen", "hidden", "width", "vocabulary", "heads", "kv_heads", "head_dim")
+NEEDED = ("layers", "experts", "chosen", "hidden", "width", "vocabulary", "heads")
 ROUTER, EXPERTS = "router", "experts"  # as readers of a norm
 ServerName = Literal["vllm", "sglang"]
 
@@ -45,11 +45,14 @@ class SizeFacts(Facts):
 class TensorFacts(Facts):
     """A tensor's shape in terms of `sizes`, and its published dtype. Any floating dtype is accepted in a checkpoint.
 
-    An `optional` one is missing in some models of the family.
+    Attributes:
+        when: a key of config.json: a model has the tensor if this is true there. Every model has it without.
+        optional: some models of the family lack it, and config.json does not say which.
     """
 
     shape: list[Term]
     dtype: Literal["BF16", "F16", "F32"]
+    when: str | None = None
     optional: bool = False
 
 
@@ -66,7 +69,25 @@ class LayerFacts(Facts):
 
 
 class DenseFacts(LayerFacts):
-    """What only a layer without experts has. `layers`: a key of config.json, see `sizes.dense_layers`."""
+    """What only a layer without experts has.
+
+    Attributes:
+        layers: a key of config.json, see `sizes.dense_layers`.
+        otherwise: how many there are at the start if config.json lacks it.
+    """
+
+    layers: str
+    otherwise: int = 0
+
+
+class MtpFacts(LayerFacts):
+    """What a layer that predicts further tokens has besides all that a layer with experts has.
+
+    Such layers follow the last one. Nothing here computes with them: they are kept whole, experts too.
+
+    Attributes:
+        layers: the key of config.json that says how many there are.
+    """
 
     layers: str
 
@@ -134,12 +155,42 @@ class Targets(Facts):
         experts: the end of the name of an expert's matrix.
         ignore: names and expressions (`re:`) of what is not quantized.
         unquantized: the same of the kept linear modules, for a model in which they are not FP8.
+        keys: of the source's quantization_config, those that servers read whatever the method of quantization is.
     """
 
     fp8: list[str]
     experts: str
     ignore: list[str]
     unquantized: list[str]
+    keys: list[str] = []
+
+
+class KvCacheFacts(Facts):
+    """What a server caches of one token in one layer.
+
+    Attributes:
+        numbers: how many numbers, over all heads.
+        split_by: into how many parts tensor parallelism can divide them, and with them the rows of k and v; with more
+            cards, parts are repeated. Without it every card holds all of them.
+    """
+
+    numbers: Term
+    split_by: Term | None = None
+
+
+class TensorParallelFacts(Facts):
+    """How servers divide the kept linear modules of a layer among cards; those that are not named lie whole on each.
+
+    Attributes:
+        rows, columns: into how many parts the rows or columns of a module can be divided, by its name.
+    """
+
+    rows: dict[str, Term] = {}
+    columns: dict[str, Term] = {}
+
+
+# Of a server's command line: values by name, `true` for one that takes none.
+Options = dict[str, str | Literal[True]]
 
 
 class ServerFacts(Facts):
@@ -148,19 +199,30 @@ class ServerFacts(Facts):
     Attributes:
         experts: its name for the module of a layer's experts, without the layer's prefix.
         asks_for_router: whether it looks the router up in quantization_config, or else always builds it plain.
+        fused: linear modules that it builds as one besides q, k and v, and gate and up: the parts by its name for it.
+        mtp_prefix: its prefix for a layer that predicts further tokens, where that is not `layer_prefix`.
         options: to be given when it is started.
     """
 
     experts: str
     asks_for_router: bool = False
-    options: dict[str, str] = {}
+    fused: dict[str, list[str]] = {}
+    mtp_prefix: str | None = None
+    options: Options = {}
 
 
 class Published(Facts):
-    """Models of one size on the Hub, the license fields of their cards, and their config.json."""
+    """Models of one size on the Hub.
+
+    Attributes:
+        license: the license fields of their cards.
+        options: to be given when a server is started, besides those of the family.
+        config: the parts of their config.json that decide what is planned.
+    """
 
     models: list[str]
     license: dict[str, str]
+    options: dict[ServerName, Options] = {}
     config: dict[str, Any]
 
 
@@ -185,6 +247,7 @@ class Architecture(Facts):
     every_layer: LayerFacts
     moe_layer: LayerFacts
     dense_layer: DenseFacts | None = None
+    mtp_layer: MtpFacts | None = None
     scale_dtype: Literal["F32", "BF16"] = "F32"
     expert_prefix: str
     expert_linears: dict[Matrix, LinearFacts]
@@ -192,6 +255,8 @@ class Architecture(Facts):
     router: RouterFacts
     modules: Modules
     targets: Targets
+    kv_cache: KvCacheFacts | None = None
+    tensor_parallel: TensorParallelFacts | None = None
     servers: dict[ServerName, ServerFacts] = {}
     published: list[Published] = []
 
@@ -205,6 +270,8 @@ class Architecture(Facts):
         for word in NEEDED:
             if word not in self.sizes:
                 yield f"sizes: {word} is missing"
+        if self.rotary_dim_key and "head_dim" not in self.sizes:
+            yield "sizes: head_dim is missing, of which rotary_dim_key names a part"
         for expression in self._expressions():
             if not EXPRESSION.fullmatch(expression):
                 yield f"{expression!r} is no sum of products of sizes"
@@ -227,6 +294,11 @@ class Architecture(Facts):
         for name in self.modules.without:
             if not any(name in (*self.tensors(dense), *self.linears(dense)) for dense in (False, True)):
                 yield f"modules.without: {name} is neither a linear module nor a tensor of a layer"
+        everywhere = {name for part in self._parts() for name in part.linears}
+        for key, parts in self._divided():
+            for name in parts:
+                if name not in everywhere:
+                    yield f"tensor_parallel.{key}: {name} is no linear module of a layer"
         for pattern in (*self.targets.fp8, self.targets.experts, *self.targets.ignore, *self.targets.unquantized):
             try:
                 re.compile(pattern.removeprefix("re:"))
@@ -244,18 +316,39 @@ class Architecture(Facts):
     def _names(self) -> Iterator[str]:
         """The names of all tensors outside the layers, and of those of layer 0 with one expert."""
         yield from self.outside
-        for part in (self.every_layer, self.moe_layer, self.dense_layer or LayerFacts()):
+        for part in self._parts():
             yield from (self.layer(0, name) for name in part.tensors)
             yield from (self.layer(0, f"{name}.weight") for name in part.linears)
         yield from (f"{self.expert(0, 0, matrix)}.weight" for matrix in self.expert_linears)
 
     def _expressions(self) -> Iterator[str]:
         yield from (size.otherwise for size in self.sizes.values() if size.otherwise is not None)
-        layers = [part for part in (self.every_layer, self.moe_layer, self.dense_layer) if part]
+        if self.kv_cache:
+            yield from (term for term in (self.kv_cache.numbers, self.kv_cache.split_by) if term is not None)
+        yield from (term for _, parts in self._divided() for term in parts.values())
+        layers = self._parts()
         tensors = [*self.outside.values(), *(tensor for part in layers for tensor in part.tensors.values())]
         shapes = [tensor.shape for tensor in tensors] + [shape for part in layers for shape in part.linears.values()]
         for shape in (*shapes, *(linear.shape for linear in self.expert_linears.values())):
             yield from shape
+
+    def _parts(self) -> list[LayerFacts]:
+        return [part for part in (self.every_layer, self.moe_layer, self.dense_layer, self.mtp_layer) if part]
+
+    def _divided(self) -> Iterator[tuple[str, dict[str, str]]]:
+        if self.tensor_parallel:
+            yield from (("rows", self.tensor_parallel.rows), ("columns", self.tensor_parallel.columns))
+
+    def of_model(self, config: Mapping[str, Any]) -> Architecture:
+        """The facts of one model of the family: without the tensors that it lacks, as its config.json says."""
+
+        def had(part: LayerFacts) -> LayerFacts:
+            kept = {name: t for name, t in part.tensors.items() if t.when is None or config.get(t.when) is True}
+            return part.model_copy(update={"tensors": kept})
+
+        names = ("every_layer", "moe_layer", "dense_layer", "mtp_layer")
+        changes = {name: had(part) for name in names if (part := getattr(self, name)) is not None}
+        return self.model_copy(update=changes)
 
     @property
     def also_reads_the_norm(self) -> list[str]:
@@ -272,6 +365,16 @@ class Architecture(Facts):
     def linears(self, dense: bool) -> dict[str, list[str]]:
         """The linear modules of a layer besides the routed experts, with their shapes."""
         return self.every_layer.linears | self._kind(dense).linears
+
+    def mtp_tensors(self) -> dict[str, TensorFacts]:
+        """The tensors of a layer that predicts further tokens, that are no linear module's."""
+        assert self.mtp_layer is not None
+        return self.tensors(dense=False) | self.mtp_layer.tensors
+
+    def mtp_linears(self) -> dict[str, list[str]]:
+        """The linear modules of such a layer besides its routed experts, with their shapes."""
+        assert self.mtp_layer is not None
+        return self.linears(dense=False) | self.mtp_layer.linears
 
     def is_unread(self, name: str) -> bool:
         """Whether a tensor is one of those that are carried along without being opened."""

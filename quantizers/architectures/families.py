@@ -26,7 +26,7 @@ def known() -> dict[str, Path]:
 
 
 def architecture_for(config: dict[str, Any], where: str, own: Path | None = None) -> Architecture:
-    """The facts for a config.json.
+    """The facts for a config.json, without the tensors that a model with it does not have.
 
     Args:
         config: config.json.
@@ -48,7 +48,7 @@ def architecture_for(config: dict[str, Any], where: str, own: Path | None = None
                 f"{where}: model_type is {reprlib.repr(model_type)}, but {own} holds the facts of "
                 f"{facts.model_type!r}; give the facts of this model"
             )
-        return facts
+        return facts.of_model(config)
     if model_type not in files:
         is_moe = any("expert" in key for key in config)
         reason = "no facts for this architecture" if is_moe else "not a mixture-of-experts model that is known here"
@@ -56,7 +56,7 @@ def architecture_for(config: dict[str, Any], where: str, own: Path | None = None
             f"{where}: model_type {model_type!r}: {reason}; give one of {', '.join(files)}, or facts of your own: "
             "`quantize new MODEL --facts --like FAMILY` writes some to start from"
         )
-    return _facts(files[model_type])
+    return _facts(files[model_type]).of_model(config)
 
 
 @cache
@@ -78,7 +78,9 @@ def all_published() -> Iterator[tuple[Architecture, Published]]:
 
 def published_config(model: str) -> tuple[Architecture, dict[str, Any]] | None:
     """Facts and config.json kept here for a model on the Hub, to plan without a network; None for other models."""
-    return next(((facts, one.config) for facts, one in all_published() if model in one.models), None)
+    return next(
+        ((facts.of_model(one.config), one.config) for facts, one in all_published() if model in one.models), None
+    )
 
 
 def published_models() -> list[str]:

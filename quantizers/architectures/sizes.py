@@ -16,6 +16,7 @@ from .rotary import rotary_factor
 LIMITS = {"layers": 1000, "experts": 4096, "vocabulary": 10_000_000}
 LARGEST_SIZE = 1 << 20
 MOST_EXPERTS = 200_000  # over all layers
+MOST_MTP_LAYERS = 16
 
 
 class Sizes(dict[str, int]):
@@ -23,9 +24,11 @@ class Sizes(dict[str, int]):
 
     Attributes:
         dense: the numbers of the layers that have no experts.
+        mtp: the numbers of the layers that predict further tokens, which follow the others and are not among `layers`.
     """
 
     dense: frozenset[int] = frozenset()
+    mtp: range = range(0)
 
     @property
     def moe_layers(self) -> list[int]:
@@ -97,14 +100,26 @@ def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
             f"{where}: {facts.sizes['layers'].key} {sizes['layers']} with {facts.sizes['experts'].key} "
             f"{sizes['experts']} is more than any model has; correct this file"
         )
-    if sizes["heads"] % sizes["kv_heads"]:
+    if "kv_heads" in sizes and sizes["heads"] % sizes["kv_heads"]:
         raise ArchitectureError(
             f"{where}: {facts.sizes['kv_heads'].key} {sizes['kv_heads']} does not divide {facts.sizes['heads'].key} "
             f"{sizes['heads']}; correct this file"
         )
     rotary_factor(facts, config, sizes, where)
     sizes.dense = dense_layers(facts, config, sizes["layers"], where)
+    sizes.mtp = range(sizes["layers"], sizes["layers"] + _mtp_layers(facts, config, where))
     return sizes
+
+
+def _mtp_layers(facts: Architecture, config: Mapping[str, Any], where: str) -> int:
+    """How many layers predict further tokens."""
+    key = facts.mtp_layer.layers if facts.mtp_layer else None
+    count = (config.get(key) or 0) if key else 0
+    if type(count) is not int or not 0 <= count <= MOST_MTP_LAYERS:
+        raise ArchitectureError(
+            f"{where}: {key} is {reprlib.repr(count)}; a whole number from 0 to {MOST_MTP_LAYERS} is needed"
+        )
+    return count
 
 
 def dense_layers(facts: Architecture, config: Mapping[str, Any], layers: int, where: str) -> frozenset[int]:
@@ -113,8 +128,10 @@ def dense_layers(facts: Architecture, config: Mapping[str, Any], layers: int, wh
     Raises:
         ArchitectureError: config.json says something else, or leaves no layer with experts.
     """
-    key = facts.dense_layer.layers if facts.dense_layer else None
-    value = config.get(key) if key else None
+    if facts.dense_layer is None:
+        return frozenset()
+    key = facts.dense_layer.layers
+    value = config.get(key, facts.dense_layer.otherwise)
     numbers = range(value) if type(value) is int and 0 <= value <= layers else value or []
     if not isinstance(numbers, (list, range)) or not all(type(n) is int and 0 <= n < layers for n in numbers):
         raise ArchitectureError(

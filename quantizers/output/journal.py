@@ -40,7 +40,6 @@ from quantizers.system.own_files import file_sha256
 from quantizers.team.ranks import ALONE, Ranks
 
 WORK = ".quantize"
-OUTSIDE = "outside.json"
 HELD_OUT = "held-out.json"
 BEGUN = "begun.json"
 LIBRARIES = ("torch", "transformers")  # of the machine's part of the fingerprint
@@ -209,6 +208,16 @@ def remove_cut_files(work: Path) -> None:
 def layer_file(work: Path, layer: int) -> Path:
     """The path of a layer's journal entry."""
     return work / "layers" / f"{layer:05d}.json"
+
+
+def kept_file(work: Path, part: int | None) -> Path:
+    """The path of the entry of a shard that is kept as a whole: None for the tensors outside the layers."""
+    return work / ("outside.json" if part is None else f"kept-{part:05d}.json")
+
+
+def kept_files(work: Path) -> list[Path]:
+    """Those of them that are there."""
+    return [path for path in work.glob("*.json") if path.name == "outside.json" or path.name.startswith("kept-")]
 
 
 def done_layers(work: Path, layers: int) -> list[dict[str, Any]]:

@@ -139,7 +139,7 @@ def _shard_bytes(plan: Plan, possible: Sequence[Scheme]) -> Iterator[tuple[int, 
     sizes: dict[tuple[tuple[int, Kind, Spec], ...], tuple[int, ...]] = {}
     by_layer: list[list[Action]] = [[] for _ in range(plan.layers)]
     for action in plan.actions:
-        if action.layer is not None:
+        if action.layer is not None and action.layer not in plan.mtp:
             by_layer[action.layer].append(action)
     for actions in by_layer:
         key = tuple((len(action.source), action.kind, action.spec) for action in actions)
@@ -174,7 +174,7 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
         )
     rows = tuple(_shard_bytes(plan, possible))
     weights = 3 * sizes["experts"] * sizes["hidden"] * sizes["width"]
-    outside = file_size(plan.shard(None))
+    outside = sum(file_size(plan.shard(part)) for part in plan.kept_parts)
     if experts.budget is not None:
         result = Allocation(
             possible, rows, outside, weights, sizes["width"], parse_bytes(experts.budget, where), "bytes"

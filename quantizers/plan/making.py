@@ -5,20 +5,21 @@ An unknown tensor is refused instead of kept, because it might read the folded n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.architecture import Architecture, TensorFacts
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.fp8 import declared_form, scale_of, stored_form
+from quantizers.checkpoint.fp8 import Fp8, declared_form, scale_of, stored_form
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import CheckpointError, RecipeError
 
 from .folding import folds
 from .plan import Action, Kind, Plan, packed_specs
-from .taking import take, take_scale, take_unread
+from .taking import Remaining, take, take_scale, take_unread
 
 
 def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any], where: str) -> dict[str, Spec]:
@@ -40,17 +41,26 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
             suffix, scale = scale_of(form, shape)
             tensors[f"{name}.{suffix}"] = Spec(facts.scale_dtype, scale)
 
-    for layer in range(sizes["layers"]):
+    for layer in (*range(sizes["layers"]), *sizes.mtp):
         dense = layer in sizes.dense
-        for name, t in facts.tensors(dense).items():
+        own, linears = _in_layer(facts, sizes, layer)
+        for name, t in own.items():
             tensors[facts.layer(layer, name)] = Spec(t.dtype, sizes.shape(t.shape))
-        for name, terms in facts.linears(dense).items():
+        for name, terms in linears.items():
             linear(facts.layer(layer, name), sizes.shape(terms))
         for expert in range(0 if dense else sizes["experts"]):
             for matrix in MATRICES:
                 shape = sizes.shape(facts.expert_linears[matrix].shape)
                 linear(facts.expert(layer, expert, matrix), shape)
     return tensors
+
+
+def _in_layer(facts: Architecture, sizes: Sizes, layer: int) -> tuple[dict[str, TensorFacts], dict[str, list[str]]]:
+    """The tensors and linear modules of a layer besides its routed experts."""
+    if layer in sizes.mtp:
+        return facts.mtp_tensors(), facts.mtp_linears()
+    dense = layer in sizes.dense
+    return facts.tensors(dense), facts.linears(dense)
 
 
 def make_plan(
@@ -87,34 +97,35 @@ def make_plan(
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     form = stored_form((name for name in tensors if name.startswith(in_layers) and not facts.is_unread(name)), block)
     floating, linear = ("BF16", "F16", "F32"), ("F8_E4M3", "BF16", "F16", "F32")
-    for layer in range(sizes["layers"]):
-        dense = layer in sizes.dense
-        for name, t in facts.tensors(dense).items():
+    mtp = [layer for layer in sizes.mtp if any(name.startswith(facts.layer(layer, "")) for name in tensors)]
+    for layer in (*range(sizes["layers"]), *mtp):
+        dense, read = layer in sizes.dense, layer not in sizes.mtp
+        own, linears = _in_layer(facts, sizes, layer)
+        for name, t in own.items():
             full_name = facts.layer(layer, name)
             if t.optional and full_name not in remaining:
                 continue
             spec = take(remaining, full_name, sizes.shape(t.shape), floating, where)
             kind: Kind = "keep"
             output = spec
-            if folded and not dense and name == facts.norm.tensor:
+            if folded and read and not dense and name == facts.norm.tensor:
                 kind = "fold"
-            elif folded and not dense and name == facts.router.tensor:
+            elif folded and read and not dense and name == facts.router.tensor:
                 kind, output = "compensate", Spec(facts.router.served, spec.shape)
             actions.append(Action(full_name, spec, kind, {full_name: output}, layer))
-        for name, terms in facts.linears(dense).items():
+        for name, terms in linears.items():
             module = facts.layer(layer, name)
             spec = take(remaining, f"{module}.weight", sizes.shape(terms), linear, where)
-            actions.append(Action(f"{module}.weight", spec, "keep", {f"{module}.weight": spec}, layer))
-            if spec.dtype == "F8_E4M3":
-                scale, scale_spec = take_scale(remaining, module, spec.shape, form, where)
-                written = f"{module}.weight_scale"
-                kind = "keep" if scale == written else "rename"
-                actions.append(Action(scale, scale_spec, kind, {written: scale_spec}, layer))
+            actions += _kept_linear(remaining, Action(f"{module}.weight", spec, "keep", {}, layer), form, where)
         for expert in range(0 if dense else sizes["experts"]):
             for matrix in MATRICES:
                 module = facts.expert(layer, expert, matrix)
                 shape = sizes.shape(facts.expert_linears[matrix].shape)
                 spec = take(remaining, f"{module}.weight", shape, linear, where)
+                if not read:
+                    action = Action(f"{module}.weight", spec, "keep", {}, layer, expert, matrix)
+                    actions += _kept_linear(remaining, action, form, where)
+                    continue
                 outputs = packed_specs(module, spec.shape, experts.scheme)
                 actions.append(Action(f"{module}.weight", spec, "quantize", outputs, layer, expert, matrix))
                 if spec.dtype == "F8_E4M3":
@@ -132,5 +143,22 @@ def make_plan(
             f"{where}: {next(iter(remaining))}{more} is not among the facts of {facts.model_type}; it might read the "
             "folded norm, so it is refused; give the published checkpoint"
         )
-    actions.sort(key=lambda action: sizes["layers"] if action.layer is None else action.layer)
-    return Plan(tuple(actions), sizes["layers"], experts, (experts.scheme,) * sizes["layers"])
+    last = sizes["layers"] + len(sizes.mtp)
+    actions.sort(key=lambda action: last if action.layer is None else action.layer)
+    schemes = (experts.scheme,) * sizes["layers"]
+    return Plan(tuple(actions), sizes["layers"], experts, schemes, tuple(mtp))
+
+
+def _kept_linear(remaining: Remaining, weight: Action, form: Fp8, where: str) -> Iterator[Action]:
+    """The actions of a linear module that keeps its bytes: of its weight, and of the scale that an FP8 one has.
+
+    Args:
+        weight: the action without its outputs.
+    """
+    yield replace(weight, outputs={weight.source: weight.spec})
+    if weight.spec.dtype == "F8_E4M3":
+        module = weight.source.removesuffix(".weight")
+        scale, spec = take_scale(remaining, module, weight.spec.shape, form, where)
+        written = f"{module}.weight_scale"
+        kind: Kind = "keep" if scale == written else "rename"
+        yield replace(weight, source=scale, spec=spec, kind=kind, outputs={written: spec})

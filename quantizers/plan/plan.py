@@ -8,6 +8,9 @@
     compensate  the router that reads this norm, multiplied by the scales
     carry       the source's bytes under the source's name, of a tensor that the facts call unread: nothing opens it
 
+Layers that predict further tokens (MTP) follow the others. Nothing computes with them, and every tensor in them is
+kept, experts too. Each has a shard of its own, as every decoder layer has.
+
 A norm is folded only if the router and the experts are its only readers. Where anything else reads it, or the recipe
 does not want it, norm and router are kept like everything else.
 
@@ -43,8 +46,8 @@ class Action:
         spec: its dtype and shape.
         kind: see the module's docstring.
         outputs: the tensors written for it, by name.
-        layer: its decoder layer; None for a tensor outside the layers.
-        expert, matrix: the expert and which of its matrices, for quantize and drop.
+        layer: its layer; None for a tensor outside the layers.
+        expert, matrix: the expert and which of its matrices, for quantize and drop, and of the experts of MTP layers.
     """
 
     source: str
@@ -62,8 +65,13 @@ class Action:
 
     @property
     def is_weight(self) -> bool:
-        """Whether the forward pass holds it as numbers of its own."""
+        """Whether it holds numbers that are multiplied with, and is no scale of such a tensor."""
         return not self.is_scale and self.kind != "carry"
+
+    @property
+    def is_kept_matrix(self) -> bool:
+        """Whether it is a weight (rows, columns) of anything but a routed expert."""
+        return self.is_weight and self.expert is None and len(self.spec.shape) == 2
 
 
 @dataclass(frozen=True)
@@ -71,14 +79,32 @@ class Plan:
     """All actions, in the order of shards: layer by layer, then the tensors outside the layers.
 
     Attributes:
+        layers: how many decoder layers there are, without those that predict further tokens.
         experts: the recipe's settings; use `schemes` instead of its bits and group size.
         schemes: the scheme of each layer's experts.
+        mtp: the numbers of the layers that predict further tokens, as far as the source has them.
     """
 
     actions: tuple[Action, ...]
     layers: int
     experts: Experts
     schemes: tuple[Scheme, ...]
+    mtp: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple[int | None, ...]:
+        """What has a shard of its own, in their order: every layer, and None for what lies outside them."""
+        return (*range(self.layers), *self.mtp, None)
+
+    @property
+    def kept_parts(self) -> tuple[int | None, ...]:
+        """Those of them that nothing computes anew: all but the decoder layers."""
+        return self.parts[self.layers :]
+
+    @property
+    def quantized_layers(self) -> list[int]:
+        """The layers whose experts are quantized."""
+        return sorted({a.layer for a in self.actions if a.kind == "quantize" and a.layer is not None})
 
     def settings(self, layer: int) -> Experts:
         """The recipe's settings with this layer's bits and group size."""
@@ -89,7 +115,8 @@ class Plan:
         """The plan with other schemes, one for each layer; their groups must divide the matrices."""
         assert len(schemes) == self.layers
         actions = (
-            action if action.layer is None else stored_as(action, schemes[action.layer]) for action in self.actions
+            action if action.layer is None or action.layer in self.mtp else stored_as(action, schemes[action.layer])
+            for action in self.actions
         )
         return replace(self, actions=tuple(actions), schemes=tuple(schemes))
 
@@ -109,7 +136,7 @@ class Plan:
         return replace(self, actions=tuple(map(kept, self.actions)))
 
     def of_layer(self, layer: int | None) -> list[Action]:
-        """The actions of one decoder layer, or, for None, of the tensors outside the layers."""
+        """The actions of one layer, or, for None, of the tensors outside the layers."""
         return [action for action in self.actions if action.layer == layer]
 
     def fp8_form(self, block: tuple[int, int]) -> Fp8 | None:
@@ -117,6 +144,12 @@ class Plan:
         if any(action.kind == "keep" and action.is_scale for action in self.actions):
             return ROWS
         return block if any(action.kind == "rename" for action in self.actions) else None
+
+    @property
+    def mtp_in_fp8(self) -> bool:
+        """Whether the experts of layers that predict further tokens are FP8, as they are in an FP8 source."""
+        experts = (a for a in self.actions if a.layer in self.mtp and a.expert is not None)
+        return any(action.is_scale for action in experts)
 
     def carried(self, layer: int | None) -> set[str]:
         """The names of the tensors in one output shard that nothing opens, so that they may hold anything."""
@@ -132,12 +165,11 @@ class Plan:
 
     def shard_file(self, layer: int | None) -> str:
         """File name of a layer's shard; the tensors outside the layers are in the last shard."""
-        number = self.layers + 1 if layer is None else layer + 1
-        return f"model-{number:05d}-of-{self.layers + 1:05d}.safetensors"
+        return f"model-{self.parts.index(layer) + 1:05d}-of-{len(self.parts):05d}.safetensors"
 
     def shards(self) -> dict[str, dict[str, Spec]]:
         """Every output shard's file name with its tensors."""
-        by_layer: dict[int | None, dict[str, Spec]] = {layer: {} for layer in (*range(self.layers), None)}
+        by_layer: dict[int | None, dict[str, Spec]] = {layer: {} for layer in self.parts}
         for action in self.actions:
             by_layer[action.layer].update(action.outputs)
         return {self.shard_file(layer): tensors for layer, tensors in by_layer.items()}

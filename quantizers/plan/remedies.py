@@ -96,5 +96,5 @@ def _smaller(job: Job) -> Iterator[tuple[str, Model]]:
         if experts.bits_per_weight is not None:
             say = f"bits_per_weight: {scheme.bits_per_weight:g}"
         elif experts.budget is not None:
-            say = f"budget: {sum(file_size(plan.shard(n)) for n in (*range(plan.layers), None))}B"
+            say = f"budget: {sum(file_size(plan.shard(part)) for part in plan.parts)}B"
         yield f"experts.{say}", serving_model(plan, job.facts, job.sizes, job.config, job.fp8)

@@ -103,9 +103,9 @@ def estimate(
     states = None
     if tokens is not None:
         states = {name: calibration_bytes(sizes, tokens, itemsize) for name, itemsize in ITEMSIZES.items()}
-    forward, solve, logits = _operations(sizes, tokens or 0, held_out or 0, grid)
+    forward, solve, logits = _operations(plan, sizes, tokens or 0, held_out or 0, grid)
     source = sum(action.spec.bytes for action in plan.actions)
-    weights = sum(math.prod(a.spec.shape) for a in plan.actions if a.is_weight)
+    weights = sum(math.prod(a.spec.shape) for a in plan.actions if a.is_weight and a.layer not in plan.mtp)
     known = tokens is not None and held_out is not None
     seconds = {}
     for name, (forward_rate, solve_rate) in RATES.items():
@@ -126,19 +126,21 @@ def estimate(
     )
 
 
-def _operations(sizes: Sizes, tokens: int, held_out: int, grid: int) -> tuple[float, float, float]:
+def _operations(plan: Plan, sizes: Sizes, tokens: int, held_out: int, grid: int) -> tuple[float, float, float]:
     """Operations: of forward passes and sums, which grow with T; of search and rounding; of logits."""
-    hidden, width, experts, layers = (sizes[word] for word in ("hidden", "width", "experts", "layers"))
-    attention = 2 * hidden * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
-    routed = sizes["chosen"] * 3 * hidden * width
-    forced = experts * (2 * hidden * width + width**2) + (1 + sizes["chosen"]) * hidden**2
-    # Calibration passes once through the attention and once through the quantized experts, a held-out text through the
-    # source and through the output.
-    forward = tokens * (attention + forced + routed) + held_out * 2 * (attention + routed)
+    hidden, width, experts = (sizes[word] for word in ("hidden", "width", "experts"))
+    in_layers = (a for a in plan.actions if a.layer is not None and a.layer not in plan.mtp)
+    kept = sum(math.prod(action.spec.shape) for action in in_layers if action.is_kept_matrix)
+    layers = len(plan.quantized_layers)
+    routed = layers * sizes["chosen"] * 3 * hidden * width
+    forced = layers * (experts * (2 * hidden * width + width**2) + (1 + sizes["chosen"]) * hidden**2)
+    # Calibration passes once through the kept matrices and once through the quantized experts, a held-out text through
+    # the source and through the output.
+    forward = tokens * (kept + forced + routed) + held_out * 2 * (kept + routed)
     # tr(D G Dᵀ) for each candidate, then GPTQ: two triangular products and a factorization.
     searched = 2 * width * hidden**2 + hidden * width**2
-    solve = experts * ((grid + 2) * searched + hidden**3 + width**3)
-    return 2.0 * layers * forward, 2.0 * layers * solve, 2 * 2.0 * held_out * hidden * sizes["vocabulary"]
+    solve = layers * experts * ((grid + 2) * searched + hidden**3 + width**3)
+    return 2.0 * forward, 2.0 * solve, 2 * 2.0 * held_out * hidden * sizes["vocabulary"]
 
 
 def assumptions(drawn: bool = False) -> list[str]:

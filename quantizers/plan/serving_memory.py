@@ -99,7 +99,7 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
     key_value = {name for name in linears if name.endswith(("k_proj", "v_proj"))}
     by_layer: list[dict[str, int]] = [dict.fromkeys(LayerBytes.__annotations__, 0) for _ in range(plan.layers)]
     for action in plan.actions:
-        if action.layer is None:
+        if action.layer is None or action.layer in plan.mtp:  # which is loaded for speculative decoding alone
             continue
         module = action.source.removeprefix(facts.layer(action.layer, "")).rpartition(".")[0]
         part = "experts" if action.expert is not None else "attention" if module in linears else "replicated"

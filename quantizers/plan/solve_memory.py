@@ -145,7 +145,7 @@ class _Phases:
         self._rest = max(self.forward - itemsize * 3 * experts * width * hidden, 0)  # of the layer without its experts
         self._written = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
         self._codes = 3 * experts * width * hidden
-        attention = longest * itemsize * (8 * hidden + 4 * (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"])
+        attention = longest * itemsize * 4 * (hidden + max(_rows_made(plan, number) for number in numbers))
         routed = ROW_BLOCK * itemsize * (sizes["chosen"] * (2 * hidden + 3 * width) + 8 * hidden)
         self._activations = max(attention, routed)
         # Their sums, one block of them, and who is routed where.
@@ -165,6 +165,11 @@ class _Phases:
 def _layer_bytes(plan: Plan, number: int, itemsize: int) -> int:
     weights = (action for action in plan.of_layer(number) if action.is_weight)
     return sum(math.prod(a.spec.shape) * (FLOAT if a.kind == "compensate" else itemsize) for a in weights)
+
+
+def _rows_made(plan: Plan, number: int) -> int:
+    """How many numbers a layer's kept matrices make of one token, together."""
+    return sum(a.spec.shape[0] for a in plan.of_layer(number) if a.is_kept_matrix)
 
 
 def _expert_bytes(sizes: Sizes, rows: int, itemsize: int) -> int:

@@ -177,7 +177,7 @@ class _Loop:
         outside = self.model.checkpoint
         assert isinstance(outside, Held)
         if self.context.ranks.leads:
-            write_outside(self.job, outside, self.context)
+            write_kept(self.job, outside, self.context)
         self.model.checkpoint = outside.only([self.job.facts.final_norm, self.job.facts.head])
 
     def go_on(self, entries: Sequence[dict[str, Any]]) -> None:
@@ -243,16 +243,24 @@ class _Loop:
         return measured(source, output, self.texts, compared)
 
 
-def write_outside(job: Job, outside: Checkpoint, context: Context) -> None:
-    """Write the shard of the tensors outside the layers and its journal entry, unless that is done."""
-    file = context.work / journal.OUTSIDE
-    shard = context.work / "output" / job.plan.shard_file(None)
-    if file.exists() and shard.exists():
-        return
-    kept = kept_hashes(job.plan, None, outside)
-    digest = write_shard(layer_tensors(job.plan, None, outside, None).host, shard, kept, job.plan.carried(None))
-    audit = written_from(job.plan.of_layer(None))
-    write_json(file, {"shard": shard.name, "digest": digest, "audit": audit.as_dict()})
+def write_kept(job: Job, outside: Checkpoint, context: Context) -> None:
+    """Write every shard that nothing computes anew, and its journal entry, unless that is done.
+
+    Args:
+        outside: the tensors outside the layers. Those of a layer that predicts further tokens are read here, one layer
+            at a time.
+    """
+    plan, source = job.plan, job.opened
+    for part in plan.kept_parts:
+        file, shard = journal.kept_file(context.work, part), context.work / "output" / plan.shard_file(part)
+        if file.exists() and shard.exists():
+            continue
+        actions = plan.of_layer(part)
+        stored = outside if part is None else hold(source, [action.source for action in actions])
+        kept = kept_hashes(plan, part, stored)
+        digest = write_shard(layer_tensors(plan, part, stored, None).host, shard, kept, plan.carried(part))
+        write_json(file, {"shard": shard.name, "digest": digest, "audit": written_from(actions).as_dict()})
+        context.check()
 
 
 def _refuse(entry: dict[str, Any], stop: Stop | None) -> None:

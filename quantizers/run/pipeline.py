@@ -213,9 +213,9 @@ def refuse_other_texts(work: Path, layers: int, held: HeldOut, output: Path) -> 
 def find_damage(work: Path, layers: int, output: Path, check: Callable[[], None]) -> list[int]:
     """The finished layers of an earlier call whose shards are no longer as they were written; each is named."""
     entries = journal.done_layers(work, layers)
-    outside = work / journal.OUTSIDE
-    if outside.exists() and journal.damaged_shards(work, [json.loads(outside.read_text())]):
-        outside.unlink()  # its shard is written at the beginning, so it will be written again
+    for kept in journal.kept_files(work):
+        if journal.damaged_shards(work, [json.loads(kept.read_text())]):
+            kept.unlink()  # its shard is written at the beginning, so it will be written again
     if not entries:
         return []
     with progress("checking", len(entries), unit="shard") as step:
@@ -246,7 +246,7 @@ def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> di
 
 def assemble(job: Job, folder: Path) -> None:
     """Write what lies beside the shards: index, config, and the source's side files."""
-    write_beside(folder, job.opened, job.plan, job.facts.targets)
+    write_beside(folder, job.opened, job.plan, job.facts)
 
 
 def add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:

@@ -124,7 +124,8 @@ def last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) -
         QuantizeError: a shard has changed since it was written; the same command makes it again.
     """
     folder = context.work / "output"
-    entries = [*layers, json.loads((context.work / journal.OUTSIDE).read_text())]
+    kept = (journal.kept_file(context.work, part) for part in job.plan.kept_parts)
+    entries = [*layers, *(json.loads(file.read_text()) for file in kept)]
     written = {entry["shard"]: entry["digest"] for entry in entries}
     with progress("last reading", len(written), unit="shard") as step:
         audit = verify(

@@ -134,16 +134,16 @@ def verify(
         return _ordered(audit, folder)
     plan = _plan(source, renamed, facts, sizes, schemes)
     _check_names(plan, candidate, audit)
-    config = output_config(source.config, facts.targets, schemes, plan.fp8_form(block_size(source)))
+    config = output_config(source.config, facts, plan, plan.fp8_form(block_size(source)))
     audit.differences += config_differences(candidate.config, config, ours=bool(recorded))
     audit.differences += strays(folder, {info.file.name for info in candidate.tensors.values()})
-    for position, layer in enumerate((*range(sizes["layers"]), None)):
+    for position, layer in enumerate(plan.parts):
         if audited is not None:
             audit.add(audited[position])
             continue
         found = LayerAudit()
         audit_kept(plan.of_layer(layer), source, candidate, found)
-        if layer is not None:
+        if layer is not None and layer not in plan.mtp:
             audit_layer(layer, facts, sizes, source, renamed, device=device, audit=found)
             step(f"layer {layer}")
         audit.add(found)

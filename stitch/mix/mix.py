@@ -100,8 +100,10 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
         write_layers(
             plan, mix.facts, mix.source, mix.experts, work, repair_router=repair_router, step=checked(step, check)
         )
-    outside = layer_tensors(plan, None, mix.source, None).host
-    last = write_shard(outside, folder / plan.shard_file(None), carried=plan.carried(None))
-    write_beside(folder, mix.source, plan, mix.facts.targets)
+    kept = {}
+    for part in plan.kept_parts:
+        tensors = layer_tensors(plan, part, mix.source, None).host
+        kept[plan.shard_file(part)] = write_shard(tensors, folder / plan.shard_file(part), carried=plan.carried(part))
+    write_beside(folder, mix.source, plan, mix.facts)
     written = {entry["shard"]: entry["digest"] for entry in journal.done_layers(work, layers)}
-    return written | {plan.shard_file(None): last}
+    return written | kept

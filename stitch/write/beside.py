@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from quantizers.architectures.architecture import Targets
+from quantizers.architectures.architecture import Architecture
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, block_size, side_files
 from quantizers.plan.plan import Plan, index_json
 from quantizers.system.atomic import copy_file, write_text
@@ -13,12 +13,12 @@ from quantizers.system.atomic import copy_file, write_text
 from .config import output_config
 
 
-def write_beside(folder: Path, source: Checkpoint, plan: Plan, targets: Targets) -> None:
+def write_beside(folder: Path, source: Checkpoint, plan: Plan, facts: Architecture) -> None:
     """Write them into a folder with finished shards; what an earlier attempt left beside those is removed first.
 
     Args:
         source: the checkpoint that the plan was made for.
-        targets: of its family.
+        facts: of its family.
     """
     shards = plan.shards()
     for path in folder.iterdir():  # an earlier attempt may have had other options
@@ -27,5 +27,5 @@ def write_beside(folder: Path, source: Checkpoint, plan: Plan, targets: Targets)
     for file in side_files(source.folder):
         copy_file(file, folder / file.name)
     write_text(index_json(plan), folder / INDEX)
-    config = output_config(source.config, targets, plan.schemes, plan.fp8_form(block_size(source)))
+    config = output_config(source.config, facts, plan, plan.fp8_form(block_size(source)))
     write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)

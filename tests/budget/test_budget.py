@@ -497,6 +497,6 @@ def test_one_scheme_for_all_layers_is_written_as_ever(finished: Any) -> None:
 
     config = json.loads((finished.folder / "config.json").read_text())
     job = prepare(str(finished.recipe))
-    assert output_config(job.config, job.facts.targets, [Scheme(4, 32)] * 4, job.fp8) == config
+    assert output_config(job.config, job.facts, job.plan.with_schemes([Scheme(4, 32)] * 4), job.fp8) == config
     assert "schemes" not in finished.report
     assert replace(job.plan, schemes=()) == replace(job.plan.with_schemes([Scheme(4, 32)] * 4), schemes=())

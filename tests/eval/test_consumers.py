@@ -37,11 +37,13 @@ from eval.consumers.rules import (
     matches,
 )
 from eval.consumers.vllm import ask_vllm
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.making import expected_tensors, make_plan
+from quantizers.plan.plan import Plan
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import Scheme
 from quantizers.system.errors import CheckpointError, InputError
@@ -55,14 +57,20 @@ Section = dict[str, Any]
 Output = tuple[dict[str, Any], dict[str, Spec]]
 
 
-def good(config: dict[str, Any] | None = None, experts: Experts | None = None) -> Output:
-    """config.json and tensors of an output, as the plan says."""
-    config, experts = config or tiny.config(), experts or Experts()
+def planned(config: dict[str, Any], experts: Experts | None = None) -> tuple[Architecture, Sizes, Plan]:
+    """Facts, sizes and plan of a source with this config.json."""
     facts = architecture_for(config, "x")
     sizes = sizes_of(facts, config, "x")
-    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), experts, "x", BLOCK)
+    tensors = expected_tensors(facts, sizes, config, "x")
+    return facts, sizes, make_plan(facts, sizes, tensors, experts or Experts(), "x", BLOCK)
+
+
+def good(config: dict[str, Any] | None = None, experts: Experts | None = None) -> Output:
+    """config.json and tensors of an output, as the plan says."""
+    config = config or tiny.config()
+    facts, _, plan = planned(config, experts)
     tensors = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
-    return copy.deepcopy(output_config(config, facts.targets, plan.schemes, BLOCK)), tensors
+    return copy.deepcopy(output_config(config, facts, plan, BLOCK)), tensors
 
 
 def checked(output: Output) -> Consumers:
@@ -120,13 +128,11 @@ LAYERS = [Scheme(4, 32), Scheme(4, 64), Scheme(8, 32), Scheme(4, 64)]
 def differing(schemes: list[Scheme], declared: list[Scheme] | None = None) -> Output:
     """An output whose layers have these schemes, and a config that says so, or says `declared`."""
     config = tiny.config(num_hidden_layers=len(schemes))
-    facts = architecture_for(config, "x")
-    sizes = sizes_of(facts, config, "x")
-    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), Experts(), "x", BLOCK).with_schemes(
-        schemes
-    )
+    facts, _, plan = planned(config)
+    plan = plan.with_schemes(schemes)
     tensors = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
-    return copy.deepcopy(output_config(config, facts.targets, declared or schemes, BLOCK)), tensors
+    said = plan.with_schemes(declared or schemes)
+    return copy.deepcopy(output_config(config, facts, said, BLOCK)), tensors
 
 
 def test_each_layer_may_have_a_scheme_of_its_own() -> None:
@@ -175,7 +181,8 @@ def test_a_layer_that_no_group_names() -> None:
 
 def test_attention_that_is_not_fp8_is_read_as_plain() -> None:
     config, tensors = good()
-    config = output_config(tiny.config(), architecture_for(tiny.config(), "x").targets, [Scheme(4, 32)], None)
+    facts, _, plan = planned(tiny.config())
+    config = output_config(tiny.config(), facts, plan, None)
     attention = {n: Spec("BF16", s.shape) for n, s in tensors.items() if "_proj" in n and not n.endswith("_scale")}
     kept = {name: spec for name, spec in tensors.items() if "_proj" not in name}
     found = checked((config, kept | attention))
@@ -476,9 +483,9 @@ def test_tensor_parallel(sizes: dict[str, int], group: Any, ranks: int, reason: 
 def test_tensor_parallel_of_m21_with_large_groups() -> None:
     published = published_config("MiniMaxAI/MiniMax-M2.1")
     assert published is not None
-    facts, config = published
-    sizes = sizes_of(facts, config, "x")
-    rules = read_rules(output_config(config, facts.targets, [Scheme(4, 128)], BLOCK)["quantization_config"])
+    _, config = published
+    facts, sizes, plan = planned(config, Experts(group_size=128))
+    rules = read_rules(output_config(config, facts, plan, BLOCK)["quantization_config"])
     schemes = {r.kind: r.scheme for r in server_readings(VLLM, facts, Sizes(sizes | {"layers": 1}), rules)}
     answers = [tensor_parallel(n, sizes, [schemes[ATTENTION]], [schemes[EXPERTS]]) for n in (1, 2, 4, 8)]
     assert answers[:3] == ["ok", "ok", "ok"]

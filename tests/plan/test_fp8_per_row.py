@@ -111,7 +111,7 @@ def consumers(form: Fp8, tensors: dict[str, Spec]) -> Consumers:
     """How engines read an output with these tensors whose config says this form."""
     plan = planned(tensors)
     written = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
-    return check(output_config(CONFIG, FACTS.targets, plan.schemes, form), written, FACTS, SIZES)
+    return check(output_config(CONFIG, FACTS, plan, form), written, FACTS, SIZES)
 
 
 def test_engines_find_the_form_that_the_config_says() -> None:
