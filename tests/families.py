@@ -2,7 +2,8 @@
 
 Norms have outlier channels, and the matrices that read them undo these: on plain random weights every method of
 quantizing looks alike. Layouts, dtypes and shapes are as published: FP8 in blocks, whole ones and parts of one, with
-scales in the published dtype, or bfloat16.
+scales in the published dtype, with a scale per row, or bfloat16. transformers builds no layers that predict further
+tokens (MTP), so these are written by hand.
 """
 
 from __future__ import annotations
@@ -18,6 +19,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+PER_ROW = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": [r"re:.*_proj$"],  # GLM's says Linear; names tell the library's functions which module is one
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {
+                "num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True
+            },
+            "format": "float-quantized",
+        }
+    },
+    "ignore": ["lm_head"],
+}  # fmt: skip
 COMMON = {
     "hidden_act": "silu",
     "hidden_size": 256,
@@ -33,6 +50,39 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 0,
     "torch_dtype": "bfloat16",
+}
+# A dense layer before those with experts, and a shared expert in these.
+SHARED = COMMON | {
+    "intermediate_size": 512,
+    "moe_intermediate_size": 192,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": False,
+}
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+# kv_a has 160 rows: one block of FP8, and a quarter.
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "rope_scaling": YARN,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "minimax_m2": COMMON
@@ -68,13 +118,59 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "rms_norm_eps": 1e-5,
     },
+    "glm4_moe": SHARED
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "head_dim": 128,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "quantization_config": PER_ROW,
+    },
+    "deepseek_v3": SHARED
+    | MLA
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "n_group": 4,
+        "topk_group": 2,
+        "num_nextn_predict_layers": 1,
+        "quantization_config": FP8 | {"fmt": "e4m3", "scale_fmt": "ue8m0"},
+    },
+    "kimi_k2": SHARED
+    | MLA
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+        "routed_scaling_factor": 2.827,
+        "rope_theta": 50000.0,
+        "rope_scaling": YARN | {"factor": 32, "beta_fast": 1},
+        "quantization_config": FP8 | {"fmt": "e4m3"},
+    },
+    "glm4_moe_lite": SHARED
+    | MLA
+    | {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 1,
+        "routed_scaling_factor": 1.8,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+    },
 }
 # Each family as it is published, and what its class can have besides: changes to config.json, by a name.
 MODELS: dict[str, dict[str, Any]] = {name: {} for name in CONFIGS} | {
     "qwen3_moe with a dense layer": {"mlp_only_layers": [0]}
 }
-SCALES = {"minimax_m2": torch.float32, "qwen3_moe": torch.bfloat16}  # dtypes of published FP8 scales
-FLOAT32 = ("block_sparse_moe.gate.weight", "e_score_correction_bias")  # of MiniMax-M2
+SCALES = {"qwen3_moe": torch.bfloat16, "glm4_moe": torch.bfloat16}  # dtypes of published FP8 scales, or else float32
+LINEAR = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+FLOAT32 = ("block_sparse_moe.gate.weight", "e_score_correction_bias")
 OUTLIERS, FACTOR = 5, 12.0
 
 
@@ -108,7 +204,9 @@ def randomized(model: Any, seed: int) -> Any:
         return torch.randn(like.shape, generator=generator)
 
     for name, weight in model.named_parameters():
-        if weight.dim() == 1:
+        if name.endswith(".bias"):
+            weight.copy_(0.1 * normal(weight))
+        elif weight.dim() == 1:
             weight.copy_(1 + 0.2 * normal(weight))
         elif "embed" in name:
             weight.copy_(normal(weight))
@@ -116,13 +214,18 @@ def randomized(model: Any, seed: int) -> Any:
             weight.copy_(normal(weight) * weight.shape[-1] ** -0.5)
     for name, bias in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            bias.copy_(0.05 * normal(bias))
+            bias.copy_((0.3 if groups_of(model) > 1 else 0.05) * normal(bias))  # so that it chooses other groups
     for layer in model.model.layers:
         attention, block = layer.self_attn, layer.mlp
         dense = not hasattr(block, "experts")
+        first = (
+            ("q_a_proj", "kv_a_proj_with_mqa") if hasattr(attention, "kv_b_proj") else ("q_proj", "k_proj", "v_proj")
+        )
+        shared = block if dense else getattr(block, "shared_experts", None)
+        read = (shared.gate_proj, shared.up_proj) if shared is not None else ()
         pairs = (
-            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-            (layer.post_attention_layernorm, (block.gate_proj, block.up_proj) if dense else (block.gate,)),
+            (layer.input_layernorm, tuple(getattr(attention, name) for name in first)),
+            (layer.post_attention_layernorm, read if dense else (block.gate, *read)),
         )
         for norm, readers in pairs:
             channels = torch.randperm(len(norm.weight), generator=generator)[:OUTLIERS]
@@ -149,17 +252,46 @@ def write(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
     named = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     (folder / "generation_config.json").unlink()
+    named |= mtp_layers(own, named)
     tensors: dict[str, Tensor] = {}
+    section, dtype = own.get("quantization_config"), SCALES.get(family, torch.float32)
     for name, tensor in named.items():
-        if own.get("quantization_config") and name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+        if not section or not name.endswith(LINEAR) or name.endswith("eh_proj.weight"):
+            tensors[name] = tensor if name.endswith(FLOAT32) else tensor.bfloat16()
+        elif "weight_block_size" in section:
             tensors[name], scale = tiny.fp8(tensor)
-            tensors[f"{name}_scale_inv"] = scale.to(SCALES[family])
+            tensors[f"{name}_scale_inv"] = scale.to(dtype)
         else:
-            keeps = family == "minimax_m2" and name.endswith(FLOAT32)
-            tensors[name] = tensor if keeps else tensor.bfloat16()
+            tensors[name], tensors[f"{name}_scale"] = tiny.fp8_rows(tensor, dtype)
     tiny.write(folder, own, tensors)
     write_tokenizer(folder)
     return folder
+
+
+def groups_of(model: Any) -> int:
+    """Into how many groups the router divides the experts."""
+    return getattr(model.config, "n_group", None) or 1
+
+
+def mtp_layers(own: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The layers that predict further tokens: the last layer with other numbers, and what such a layer has besides."""
+    made: dict[str, Tensor] = {}
+    last, hidden = own["num_hidden_layers"] - 1, own["hidden_size"]
+    for number in range(last + 1, last + 1 + (own.get("num_nextn_predict_layers") or 0)):
+        generator = torch.Generator().manual_seed(number)
+        before, prefix = f"model.layers.{last}.", f"model.layers.{number}."
+        made |= {prefix + n.removeprefix(before): t.flip(0) for n, t in tensors.items() if n.startswith(before)}
+        made |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+        made[f"{prefix}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5
+        made[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        made[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    return made
+
+
+def is_mtp(own: dict[str, Any], name: str) -> bool:
+    """Whether a tensor lies in a layer after the last one that transformers builds."""
+    number = name.removeprefix("model.layers.").partition(".")[0]
+    return number.isdecimal() and int(number) >= own["num_hidden_layers"]
 
 
 def whole(folder: Path, weights: dict[str, Tensor]) -> Any:
@@ -170,8 +302,9 @@ def whole(folder: Path, weights: dict[str, Tensor]) -> Any:
     own = json.loads((folder / "config.json").read_text())
     model = in_transformers(own)
     model_class, made = type(model), model.config
+    weights = {name: tensor.float() for name, tensor in weights.items() if not is_mtp(own, name)}
     loaded, info = model_class.from_pretrained(
-        None, config=made, state_dict={name: tensor.float() for name, tensor in weights.items()},
+        None, config=made, state_dict=weights,
         dtype=torch.float32, output_loading_info=True,
     )  # fmt: skip
     assert not info["missing_keys"]
@@ -188,10 +321,12 @@ def source_weights(folder: Path) -> dict[str, Tensor]:
     own, tensors = stored(folder)
     weights = {}
     for name, tensor in tensors.items():
-        if tensor.dtype == torch.float8_e4m3fn:
+        if f"{name}_scale" in tensors:
+            weights[name] = tensor.float() * tensors[f"{name}_scale"].float()
+        elif tensor.dtype == torch.float8_e4m3fn:
             block = own["quantization_config"]["weight_block_size"]
             weights[name] = fp8_by_the_library(tensor, tensors[f"{name}_scale_inv"].float(), block)
-        elif not name.endswith("_scale_inv"):
+        elif not name.endswith(("_scale_inv", "_scale")):
             weights[name] = tensor
     return weights
 

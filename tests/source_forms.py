@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,6 @@ import families
 import tiny
 import torch
 from whole_models import stored
-
-ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
-PER_ROW = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {
-            "targets": [r"re:.*_proj$"],  # GLM's says Linear; names tell the library's functions which module is one
-            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
-            "input_activations": ACTIVATIONS,
-            "format": "float-quantized",
-        }
-    },
-    "ignore": ["lm_head"],
-}
 
 
 def write_plain(folder: Path, family: str, layers: int = 2, **changes: Any) -> Path:
@@ -47,10 +31,8 @@ def per_row(plain: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Pa
     for name, tensor in tensors.items():
         made[name] = tensor
         if name.endswith("_proj.weight"):
-            scale = (tensor.float().abs().amax(1, keepdim=True) / 448).to(dtype)
-            made[name] = (tensor.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
-            made[f"{name}_scale"] = scale
-    return rewrite(folder, config | {"quantization_config": json.loads(json.dumps(PER_ROW))}, made)
+            made[name], made[f"{name}_scale"] = tiny.fp8_rows(tensor, dtype)
+    return rewrite(folder, config | {"quantization_config": copy.deepcopy(families.PER_ROW)}, made)
 
 
 def fused(plain: Path, folder: Path, seed: int = 0) -> Path:

@@ -61,6 +61,12 @@ def fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scale
 
 
+def fp8_rows(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 codes and a scale for each row, [rows, 1], in this dtype."""
+    scale = (weight.float().abs().amax(1, keepdim=True) / 448).to(dtype)
+    return (weight.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
 def tensors(c: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 

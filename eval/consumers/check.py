@@ -141,7 +141,8 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
         problem = f"{len(other_groups)} groups beside that of the experts"
         findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, "at most one of them is honoured")
     attention, routed = ([r.scheme for r in asked if r.kind == kind] for kind in (ATTENTION, EXPERTS))
-    parallel = {ranks: tensor_parallel(ranks, sizes, attention, routed) for ranks in PARALLEL}
+    asked_for = PARALLEL if "kv_heads" in sizes else ()
+    parallel = {ranks: tensor_parallel(ranks, sizes, attention, routed) for ranks in asked_for}
     return Consumers(table, findings.all(), parallel if VLLM.name in readings else {})
 
 
