@@ -7,8 +7,9 @@ compressed-tensors' own unpacking.
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import pytest
 import torch
 from edited import edit
 from runs import cut_in_layer, hashes
+from safetensors import safe_open
+from source_forms import rewrite
 from torch import Tensor
 from whole_models import finished_weights, run_whole, stored
 
@@ -36,6 +39,7 @@ from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.solve.input_sums import sweep
 from quantizers.solve.token_weights import survey
+from quantizers.system.errors import CheckpointError
 from stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
@@ -45,7 +49,23 @@ BLOCKS = {
     "minimax_m2": ("model.layers.1.block_sparse_moe", ("w1", "w3", "w2")),
     "qwen3_moe": ("model.layers.1.mlp", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("model.layers.1.block_sparse_moe", ("w1", "w3", "w2")),
+} | dict.fromkeys(
+    ("glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+    ("model.layers.1.mlp", ("gate_proj", "up_proj", "down_proj")),
+)
+# Tensors that keep their bytes, in every layer, besides in one with experts, in one without, and in one that predicts
+# further tokens.
+KEPT = {
+    "minimax_m2": (8 + 4, 1, 0, 0),  # and the bias of the router
+    "qwen3_moe": (8 + 4, 0, 6 + 1, 0),  # and the norm, into which nothing is folded there
+    "mixtral": (4 + 1, 0, 0, 0),
+    "glm4_moe": (8 + 2 + 2 + 3, 2 + 6, 6, 15 + 8 + 48 + 6),
+    "deepseek_v3": (10 + 4, 2 + 6, 6, 14 + 8 + 48 + 6),
+    "kimi_k2": (10 + 4, 2 + 6, 6, 0),
+    "glm4_moe_lite": (5 + 4, 2 + 3, 3, 9 + 5 + 24 + 6),
 }
+FOLDING = ["minimax_m2", "qwen3_moe", "mixtral", "qwen3_moe with a dense layer"]
+ATTENTION = {"mixtral": "plain", "glm4_moe": "FP8 per channel", "glm4_moe_lite": "plain"}  # else FP8 in blocks
 
 
 @dataclass(frozen=True)
@@ -64,7 +84,12 @@ class Made:
     @property
     def dense(self) -> list[int]:
         """The layers without experts."""
-        return families.MODELS[self.model].get("mlp_only_layers", [])
+        config = json.loads((self.source / "config.json").read_text())
+        return config.get("mlp_only_layers") or list(range(config.get("first_k_dense_replace", 0)))
+
+    @property
+    def folds(self) -> bool:
+        return self.model in FOLDING
 
     @property
     def family(self) -> str:
@@ -79,11 +104,15 @@ class Made:
         return [torch.from_numpy(sample.tokens).long() for sample in data.samples]
 
 
-# MiniMax-M2 is what the other tests are about, so here it is left to those that take longer.
-SLOW = {"minimax_m2": [pytest.mark.slow]}
+# One family with each kind of layer and attention is quick; MiniMax-M2 is what the other tests are about.
+QUICK = ("mixtral", "qwen3_moe with a dense layer", "deepseek_v3")
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=SLOW.get(name, ())) for name in families.MODELS])
+def slow_but(quick: Collection[str], models: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in quick else [pytest.mark.slow]) for name in models]
+
+
+@pytest.fixture(scope="module", params=slow_but(QUICK, families.MODELS))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("made")
     recipe = families.write_job(folder, request.param)
@@ -103,7 +132,7 @@ def streamed(made: Made) -> LayeredModel:
 
 
 def test_every_family_that_is_known_is_tested() -> None:
-    assert set(known()) == set(families.CONFIGS) == set(BLOCKS)
+    assert set(known()) == set(families.CONFIGS) == set(BLOCKS) == set(KEPT)
 
 
 # What is computed ----------------------------------------------------------------------------------
@@ -199,21 +228,26 @@ def test_the_output_is_what_the_plan_says_to_the_byte(made: Made) -> None:
     assert (made.output / "model.safetensors.index.json").read_text() == index_json(plan)
 
 
-def test_everything_but_experts_norms_and_routers_has_the_sources_bytes(made: Made) -> None:
-    source, output = stored(made.source)[1], stored(made.output)[1]
+def test_everything_but_experts_folded_norms_and_their_routers_has_the_sources_bytes(made: Made) -> None:
+    own, source = stored(made.source)
+    output = stored(made.output)[1]
     kept = 0
     for name, tensor in source.items():
-        folded = name.endswith("post_attention_layernorm.weight") and int(name.split(".")[2]) not in made.dense
-        if ".experts." in name or folded or name.endswith(".gate.weight"):
+        in_layers = name.startswith("model.layers.") and not families.is_mtp(own, name)
+        folded = name.endswith(("post_attention_layernorm.weight", ".gate.weight")) and made.folds
+        if in_layers and (".experts." in name or (folded and int(name.split(".")[2]) not in made.dense)):
             continue
         found = output[name.replace("weight_scale_inv", "weight_scale")]
         assert found.dtype == tensor.dtype
         assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), name
         kept += 1
-    assert kept == 3 * {"minimax_m2": 8 + 4, "qwen3_moe": 7 + 4, "mixtral": 5}[made.family] + 3 + 7 * len(made.dense)
+    every, moe, dense, mtp = KEPT[made.family]
+    number = len(made.dense)
+    assert kept == 3 + 3 * every + (3 - number) * moe + number * dense + mtp
     assert all(".self_attn." not in name or "_proj.weight" not in name or not name.endswith("_inv") for name in output)
 
 
+@pytest.mark.parametrize("made", slow_but(QUICK, FOLDING), indirect=True)
 def test_norm_and_router_change_by_one_scale_in_the_dtype_of_the_server(made: Made) -> None:
     """gate' = gate * norm / norm' in float32, rounded once where servers hold it in bfloat16."""
     source, output = stored(made.source)[1], stored(made.output)[1]
@@ -258,6 +292,23 @@ def change_the_folded_norm(t: dict[str, Tensor], block: str, names: tuple[str, s
     return f"{block}.gate.weight: "
 
 
+def change_the_norm(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
+    t[NORM][7] *= 1.5
+    return f"{NORM}: bytes differ"
+
+
+def flip_a_byte_of_the_shared_expert(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
+    name = f"{block}.shared_experts.up_proj.weight"
+    t[name].view(torch.uint8).view(-1)[17] ^= 1
+    return f"{name}: bytes differ"
+
+
+def flip_a_byte_of_the_bias(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
+    name = f"{block}.gate.e_score_correction_bias"
+    t[name].view(torch.uint8).view(-1)[2] ^= 1
+    return f"{name}: bytes differ"
+
+
 def leave_the_router_as_it_was(t: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> str:
     name = f"{block}.gate.weight"
     t[name] = t["original"].to(t[name].dtype)
@@ -300,11 +351,11 @@ def put_a_nan_into_a_scale(t: dict[str, Tensor], block: str, names: tuple[str, s
     return f"{block}.experts.3"
 
 
+FOLDED: tuple[Change, ...] = (change_the_folded_norm, leave_the_router_as_it_was)
+NOT_FOLDED: tuple[Change, ...] = (change_the_norm, flip_a_byte_of_the_bias, flip_a_byte_of_the_shared_expert)
 TAMPERINGS: tuple[Change, ...] = (
     flip_a_kept_byte,
     change_an_input_norm,
-    change_the_folded_norm,
-    leave_the_router_as_it_was,
     nudge_the_router,
     change_a_word,
     swap_two_experts,
@@ -318,7 +369,7 @@ def test_ten_tamperings_are_found_and_named(made: Made, tmp_path: Path) -> None:
     block, names = BLOCKS[made.family]
     router = f"{block}.gate.weight"
     source = open_folder(made.source)
-    for change in TAMPERINGS:
+    for change in (*TAMPERINGS, *(FOLDED if made.folds else NOT_FOLDED)):
         copy = tmp_path / change.__name__
         shutil.copytree(made.output, copy)
         expected: list[str] = []
@@ -348,7 +399,7 @@ def test_servers_read_it_as_it_is_stored(
     served = [row for engine, row in consumers["schemes"].items() if engine != "stored as"]
     assert len(served) == 4
     assert {row["experts"] for row in served} == {"INT4 group 32"}
-    attention = "plain" if made.family == "mixtral" else "FP8 block 128x128"
+    attention = ATTENTION.get(made.family, "FP8 block 128x128")
     assert {row["attention q,k,v"] for row in served} == {attention}
     assert {row["dense MLP"] for row in served} == {attention if made.dense else "-"}
 
@@ -357,6 +408,7 @@ def test_servers_read_it_as_it_is_stored(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("made", FOLDING, indirect=True)
 def test_without_a_fold_norm_and_router_keep_their_bytes_and_verify_demands_it(made: Made, tmp_path: Path) -> None:
     recipe = families.write_job(tmp_path, made.model, awq={"fold": False})
     job = prepare(str(recipe))
@@ -379,6 +431,43 @@ def test_without_a_fold_norm_and_router_keep_their_bytes_and_verify_demands_it(m
     with_fold, without = (layers["layers"][1]["error"]["gate_up_rounding"] for layers in (made.report, report))
     print(f"{made.family}: {with_fold:.4f} with a fold, {without:.4f} without")
     assert with_fold < without
+
+
+# Layers that predict further tokens ----------------------------------------------------------------
+
+MTP = ["deepseek_v3", "glm4_moe", "glm4_moe_lite"]
+
+
+@pytest.mark.parametrize("made", slow_but(QUICK, MTP), indirect=True)
+def test_a_layer_that_predicts_further_tokens_has_a_shard_of_its_own(made: Made, tmp_path: Path) -> None:
+    """With every tensor of the source in it; a byte of one of its experts that changes is found."""
+    shard = made.output / "model-00004-of-00005.safetensors"
+    own, source = stored(made.source)
+    with safe_open(shard, "pt") as opened:
+        names = set(opened.keys())
+    mtp = {name.replace("weight_scale_inv", "weight_scale") for name in source if families.is_mtp(own, name)}
+    assert names == mtp
+    copy = tmp_path / "copy"
+    shutil.copytree(made.output, copy)
+    name = "model.layers.3.mlp.experts.5.down_proj.weight"
+    edit(copy, name, lambda t: t[name].view(torch.uint8).view(-1)[5:6].bitwise_xor_(1))
+    found = verify(copy, open_folder(made.source), CPU).differences
+    assert any(line.startswith(f"{name}: bytes differ") for line in found), found
+
+
+@pytest.mark.slow
+def test_a_source_without_the_layers_that_its_config_speaks_of_is_quantized(tmp_path: Path) -> None:
+    """As copies by other tools are; but half of such a layer is refused."""
+    recipe = families.write_job(tmp_path, "glm4_moe")
+    own, tensors = stored(tmp_path / "model")
+    mtp = [name for name in tensors if families.is_mtp(own, name)]
+    edit(tmp_path / "model", mtp[0], lambda t: t.pop(mtp[0]))
+    with pytest.raises(CheckpointError, match=re.escape(f"{mtp[0]} is missing")):
+        prepare(str(recipe))
+    rewrite(tmp_path / "model", own, {name: t for name, t in tensors.items() if name not in mtp})
+    report = run(prepare(str(recipe)), Options(tmp_path / "output", CPU))
+    assert report["audit"]["differences"] == []
+    assert report["consumers"]["findings"] == []
 
 
 # The library's engine ------------------------------------------------------------------------------
