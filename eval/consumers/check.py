@@ -22,7 +22,7 @@ from .config_groups import Refused, Rules, read_rules
 from .findings import Consumers, Findings, Severity
 from .parallel import tensor_parallel
 from .readings import TRANSFORMERS, Reading, module_of, names_experts, server_readings, transformers_readings
-from .rules import ATTENTION, EXPERTS, KINDS, SERVERS, VLLM
+from .rules import EXPERTS, KINDS, SERVERS, VLLM
 from .tensors import (
     Mistake,
     Module,
@@ -140,9 +140,7 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     if len(other_groups) > 1:
         problem = f"{len(other_groups)} groups beside that of the experts"
         findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, "at most one of them is honoured")
-    attention, routed = ([r.scheme for r in asked if r.kind == kind] for kind in (ATTENTION, EXPERTS))
-    asked_for = PARALLEL if "kv_heads" in sizes else ()
-    parallel = {ranks: tensor_parallel(ranks, sizes, attention, routed) for ranks in asked_for}
+    parallel = {ranks: tensor_parallel(ranks, facts, sizes, asked) for ranks in PARALLEL}
     return Consumers(table, findings.all(), parallel if VLLM.name in readings else {})
 
 

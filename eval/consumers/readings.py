@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.fused import FUSED
 from quantizers.architectures.sizes import Sizes
 
 from .config_groups import Refused, Rules, ServedScheme
@@ -18,7 +19,6 @@ from .rules import (
     ATTENTION,
     EMBEDDINGS,
     EXPERTS,
-    FUSED,
     HEAD,
     MLP,
     OUTPUT,

@@ -23,11 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizers.architectures.architecture import Architecture, ServerName
+from quantizers.architectures.fused import FUSED
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 
 from .config_groups import Refused, Rules, ServedScheme
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 ATTENTION, OUTPUT, MLP, EXPERTS, ROUTER, HEAD, EMBEDDINGS = KINDS = (
     "attention q,k,v",
     "attention o",

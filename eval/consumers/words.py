@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.fused import FUSED
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.integer_words_config import Words, read_words
@@ -29,7 +30,7 @@ from quantizers.system.errors import CheckpointError
 from .config_groups import Refused
 from .findings import Findings
 from .readings import TRANSFORMERS, fused, kind_of, module_of
-from .rules import EMBEDDINGS, EXPERTS, FUSED, HEAD, ROUTER, SERVERS, VLLM
+from .rules import EMBEDDINGS, EXPERTS, HEAD, ROUTER, SERVERS, VLLM
 from .tensors import FLOATING, Module, Parts, describe, words_scheme
 
 SECTION = "quantization_config"

@@ -58,6 +58,8 @@ def serving(report: dict[str, Any]) -> str:
             "",
             "Assumed: " + "; ".join(about["assumptions"]) + ".",
         ]
+    elif "cards_unknown" in about:
+        lines += ["", f"The memory of a card is not known: {about['cards_unknown']}."]
     return "\n".join(lines)
 
 

@@ -15,7 +15,8 @@ from quantizers.checkpoint.reader import Checkpoint, block_size
 from quantizers.plan.cards import parse_cards
 from quantizers.plan.job import Job
 from quantizers.plan.plan import Plan
-from quantizers.plan.serving_memory import assumptions, common_fits, serving_model
+from quantizers.plan.serving_memory import assumptions, common_fits, notes, serving_model
+from quantizers.plan.tensor_parallel import unsaid
 from quantizers.recipe.locations import set_location
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.own_files import CARD
@@ -81,14 +82,23 @@ def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint) -
     except (OSError, ValueError):
         generation = {}
     vllm = facts.servers.get("vllm")
-    model = serving_model(plan, facts, sizes, source.config, plan.fp8_form(block_size(source)))
-    fits = common_fits(model)
-    return {
+    about = {
         "servers": sorted(facts.servers),
         "sglang": facts.servers["sglang"].options if "sglang" in facts.servers else None,
         "parsers": vllm.options if vllm else {},
         "sampling": {key: generation[key] for key in SAMPLING_KEYS if key in generation},
+    }
+    if problem := unsaid(facts):
+        return about | {
+            "longest": source.config.get("max_position_embeddings") or 0,
+            "fits": [],
+            "assumptions": [],
+            "cards_unknown": problem,
+        }
+    model = serving_model(plan, facts, sizes, source.config, plan.fp8_form(block_size(source)))
+    fits = common_fits(model)
+    return about | {
         "longest": model.longest,
         "fits": [row.as_dict() for row in fits],
-        "assumptions": assumptions([parse_cards(row.cards) for row in fits]) if fits else [],
+        "assumptions": [*assumptions([parse_cards(row.cards) for row in fits]), *notes(model, fits)] if fits else [],
     }

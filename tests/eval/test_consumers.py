@@ -460,9 +460,9 @@ def test_no_match_is_an_error_for_sglang_only() -> None:
     ("sizes", "group", "ranks", "reason"),
     [
         ({}, 32, 1, "ok"),
-        ({}, 32, 2, "k and v per rank, 64, is not a multiple of the FP8 block, 128"),
+        ({}, 32, 2, "self_attn.k_proj's rows per rank, 64, are not a multiple of the FP8 block, 128"),
         ({}, 32, 4, "the experts' width per rank, 16, is not a multiple of the group, 32"),
-        ({}, 32, 8, "4 heads do not divide"),
+        ({}, 32, 8, "4 attention heads are not a multiple of 8"),
         ({"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 128}, 32, 2, "ok"),
         ({"num_key_value_heads": 1, "num_attention_heads": 8, "head_dim": 128}, 32, 2, "ok"),
         ({"hidden_size": 192}, 32, 1, "hidden size 192 is not a multiple of 128, which Marlin needs"),
@@ -486,8 +486,8 @@ def test_tensor_parallel_of_m21_with_large_groups() -> None:
     _, config = published
     facts, sizes, plan = planned(config, Experts(group_size=128))
     rules = read_rules(output_config(config, facts, plan, BLOCK)["quantization_config"])
-    schemes = {r.kind: r.scheme for r in server_readings(VLLM, facts, Sizes(sizes | {"layers": 1}), rules)}
-    answers = [tensor_parallel(n, sizes, [schemes[ATTENTION]], [schemes[EXPERTS]]) for n in (1, 2, 4, 8)]
+    readings = list(server_readings(VLLM, facts, Sizes(sizes | {"layers": 1}), rules))
+    answers = [tensor_parallel(n, facts, sizes, readings) for n in (1, 2, 4, 8)]
     assert answers[:3] == ["ok", "ok", "ok"]
     assert "192, is not a multiple of the group, 128" in answers[3]
 
