@@ -56,8 +56,8 @@ BLOCKS = {
 # Tensors that keep their bytes, in every layer, besides in one with experts, in one without, and in one that predicts
 # further tokens.
 KEPT = {
-    "minimax_m2": (8 + 4, 1, 0, 0),  # and the bias of the router
-    "qwen3_moe": (8 + 4, 0, 6 + 1, 0),  # and the norm, into which nothing is folded there
+    "minimax_m2": (8 + 3, 1, 0, 0),
+    "qwen3_moe": (8 + 3, 0, 6 + 1, 0),  # the norm of a dense layer too, into which nothing is folded
     "mixtral": (4 + 1, 0, 0, 0),
     "glm4_moe": (8 + 2 + 2 + 3, 2 + 6, 6, 15 + 8 + 48 + 6),
     "deepseek_v3": (10 + 4, 2 + 6, 6, 14 + 8 + 48 + 6),

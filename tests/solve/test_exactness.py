@@ -63,7 +63,7 @@ def change(model: Any, vocabulary: int, fold: bool) -> float:
 
 @pytest.mark.parametrize("family", sorted(families.CONFIGS))
 def test_scaling_alone_is_exact(family: str, tmp_path: Path) -> None:
-    """With the norm as it is stored, in bfloat16, where it is folded. Where a shared expert reads it, that is inexact."""
+    """With the norm as it is stored, in bfloat16, where it is folded; where a shared expert reads it, that is not."""
     folder = families.write(tmp_path / "model", family)
     weights = families.source_weights(folder)
     facts = architecture_for(families.config(family), "x")
