@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from quantizers.plan.job import prepare
 from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.serving_memory import serving_model, tensor_parallel_problem
 from quantizers.recipe.schema import Experts
-from quantizers.system.errors import ArchitectureError
+from quantizers.system.errors import ArchitectureError, CheckpointError
 from quantizers.system.shipped import shipped
 from quantizers.system.strict_yaml import load
 
@@ -199,3 +200,58 @@ def test_scales_of_either_dtype_are_planned() -> None:
         renamed = [a for a in plan.actions if a.kind == "rename"]
         assert {a.spec.dtype for a in renamed} == {dtype}
         assert all(spec == a.spec for a in renamed for spec in a.outputs.values())
+
+
+def small(model: str, layers: int = 5) -> tuple[Architecture, Any, dict[str, Spec]]:
+    """Facts, sizes and tensors of a published model with few layers and experts."""
+    found = published_config(model)
+    assert found is not None
+    facts, config = found
+    config = config | {"num_hidden_layers": layers, "n_routed_experts": 16}
+    sizes = sizes_of(facts, config, "x")
+    return facts, sizes, expected_tensors(facts, sizes, config, "x")
+
+
+@pytest.mark.parametrize(
+    ("model", "ending", "other"),
+    [
+        ("zai-org/GLM-4.6-FP8", ".weight_scale", "F32"),
+        ("deepseek-ai/DeepSeek-V3", "e_score_correction_bias", "BF16"),
+        ("zai-org/GLM-4.6-FP8", "mlp.gate.weight", "F32"),
+    ],
+)
+def test_what_is_not_verified_is_taken_in_either_form(model: str, ending: str, other: Any) -> None:
+    facts, sizes, tensors = small(model)
+    changed = {n: Spec(other, s.shape) if n.endswith(ending) else s for n, s in tensors.items()}
+    assert changed != tensors
+    plan = make_plan(facts, sizes, changed, Experts(), "x", (128, 128))
+    kept = {a.source: spec for a in plan.actions for spec in a.outputs.values() if a.source.endswith(ending)}
+    assert kept
+    assert {spec.dtype for spec in kept.values()} == {other}
+
+
+def test_glm_46_lacks_two_matrices_of_the_layer_that_predicts_further_tokens() -> None:
+    """embed_tokens and shared_head.head (vllm#25993); one of them in FP8 is refused by name."""
+    facts, sizes, tensors = small("zai-org/GLM-4.6-FP8")
+    names = [f"model.layers.5.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
+    without = {name: spec for name, spec in tensors.items() if name not in names}
+    assert len(without) == len(tensors) - 2
+    assert make_plan(facts, sizes, without, Experts(), "x", (128, 128)).mtp == (5,)
+    head = {names[1]: Spec("F8_E4M3", tensors[names[1]].shape)}
+    with pytest.raises(CheckpointError, match=rf"^x: {re.escape(names[1])} is F8_E4M3; BF16 or F16 or F32 is needed"):
+        make_plan(facts, sizes, tensors | head, Experts(), "x", (128, 128))
+
+
+def test_computed_buffers_of_kimi_are_carried_along() -> None:
+    facts, sizes, tensors = small("moonshotai/Kimi-K2-Instruct")
+    buffers = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": Spec("F32", (32,)) for n in range(5)}
+    plan = make_plan(facts, sizes, tensors | buffers, Experts(), "x", (128, 128))
+    assert {a.source for a in plan.actions if a.kind == "carry"} == buffers.keys()
+    assert not plan.mtp
+
+
+def test_more_layers_than_the_config_speaks_of_are_refused() -> None:
+    facts, sizes, tensors = small("deepseek-ai/DeepSeek-V3")
+    more = {name.replace("model.layers.5.", "model.layers.6."): spec for name, spec in tensors.items()}
+    with pytest.raises(CheckpointError, match=r"model\.layers\.6\..* is not among the facts of deepseek_v3"):
+        make_plan(facts, sizes, tensors | more, Experts(), "x", (128, 128))
