@@ -458,6 +458,19 @@ def test_a_layer_that_predicts_further_tokens_has_a_shard_of_its_own(made: Made,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("made", MTP, indirect=True)
+def test_its_shard_is_written_again_if_it_was_damaged_before_a_run_goes_on(made: Made, tmp_path: Path) -> None:
+    options = Options(tmp_path / "output", CPU)
+    cut_in_layer(1, made.job, options)
+    (shard,) = options.output.rglob("model-00004-of-00005.safetensors")
+    damaged = bytearray(shard.read_bytes())
+    damaged[-9] ^= 1
+    shard.write_bytes(damaged)
+    run(made.job, options)
+    assert hashes(options.output) == hashes(made.output)
+
+
+@pytest.mark.slow
 def test_a_source_without_the_layers_that_its_config_speaks_of_is_quantized(tmp_path: Path) -> None:
     """As copies by other tools are; but half of such a layer is refused."""
     recipe = families.write_job(tmp_path, "glm4_moe")
