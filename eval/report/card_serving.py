@@ -23,12 +23,11 @@ def repository(report: dict[str, Any]) -> str:
 def serving(report: dict[str, Any]) -> str:
     """The section with the commands, and the memory of a card by arithmetic."""
     about, name = report["serving"], repository(report)
-    model_class = about.get("model_class", "AutoModelForCausalLM")
     transformers = [
         "```python",
-        f"from transformers import {model_class}",
+        "from transformers import AutoModelForCausalLM",
         "",
-        f'model = {model_class}.from_pretrained("{name}", device_map="auto")',
+        f'model = AutoModelForCausalLM.from_pretrained("{name}", device_map="auto")',
         "```",
     ]
     if not knows_vllm(about):
@@ -44,8 +43,15 @@ def serving(report: dict[str, Any]) -> str:
         command = " \\\n    ".join([f"python -m sglang.launch_server --model-path {name}", *words])
         lines += ["", "or with SGLang, whose rules for such a checkpoint were checked as vLLM's were:", ""]
         lines += ["```", command, "```", *_reasons(about["sglang"])]
-    lines += ["", "or with transformers, which dequantizes the experts when it loads, so it suits small models:", ""]
-    lines += transformers
+    if about.get("transformers", True):
+        lines += [
+            "",
+            "or with transformers, which dequantizes the experts when it loads, so it suits small models:",
+            "",
+        ]
+        lines += transformers
+    else:
+        lines += ["", "transformers does not know this type of model."]
     if about["fits"]:
         rows = [
             f"| {row['cards']} | {row['tensor_parallel']} x {row['pipeline_parallel']} | "

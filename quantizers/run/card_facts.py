@@ -84,7 +84,7 @@ def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, n
     Returns:
         servers: those that know the family.
         parsers, sglang: options of vLLM and of SGLang, `true` for one without a value; sglang is null without SGLang.
-        model_class: transformers' class, if its AutoModel does not find it by the model type.
+        transformers: false if it does not know the model type; its class alone would not read the experts' tensors.
         sampling, longest, fits, assumptions: defaults of the source's generation, the model's context in tokens, and
             see `common_fits`.
     """
@@ -102,7 +102,7 @@ def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, n
         "longest": model.longest,
         "fits": [row.as_dict() for row in fits],
         "assumptions": assumptions([parse_cards(row.cards) for row in fits]) if fits else [],
-    } | ({} if _found_by_type(facts) else {"model_class": facts.model_class})
+    } | ({} if _in_transformers(facts) else {"transformers": False})
 
 
 def server_options(facts: Architecture, server: ServerName, model: str, source: Checkpoint) -> Options:
@@ -116,8 +116,8 @@ def server_options(facts: Architecture, server: ServerName, model: str, source: 
     return facts.servers[server].options | next(published, {}) | code
 
 
-def _found_by_type(facts: Architecture) -> bool:
-    """Whether transformers finds the model's class by the model type in config.json."""
+def _in_transformers(facts: Architecture) -> bool:
+    """Whether transformers knows the model type in config.json, by which it finds the class and fuses the experts."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return facts.model_type in CONFIG_MAPPING_NAMES

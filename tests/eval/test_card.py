@@ -292,8 +292,9 @@ def test_an_option_without_a_value_has_none_in_the_commands_and_its_reason_below
     assert "`--trust-remote-code`: the tokenizer is code of its own." in text
     assert "True" not in text.partition("## How to run it")[2].partition("\n## ")[0]
     assert "from transformers import AutoModelForCausalLM\n" in text
-    named = card(published | {"serving": about | {"model_class": "DeepseekV3ForCausalLM"}})
-    assert 'model = DeepseekV3ForCausalLM.from_pretrained("PATH_OR_ID", device_map="auto")' in named
+    unknown = card(published | {"serving": about | {"transformers": False}})
+    assert "from transformers" not in unknown
+    assert "transformers does not know this type of model." in unknown
 
 
 @pytest.mark.parametrize(
