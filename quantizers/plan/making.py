@@ -139,9 +139,10 @@ def make_plan(
         actions.append(Action(name, spec, "carry", {name: spec}, number))
     if remaining:
         more = f" (and {len(remaining) - 1} more)" if len(remaining) > 1 else ""
+        reason = "it might read the folded norm" if folded else "nothing says what it is for"
         raise CheckpointError(
-            f"{where}: {next(iter(remaining))}{more} is not among the facts of {facts.model_type}; it might read the "
-            "folded norm, so it is refused; give the published checkpoint"
+            f"{where}: {next(iter(remaining))}{more} is not among the facts of {facts.model_type}; {reason}, so it is "
+            "refused; give the published checkpoint"
         )
     last = sizes["layers"] + len(sizes.mtp)
     actions.sort(key=lambda action: last if action.layer is None else action.layer)

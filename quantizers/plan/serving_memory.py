@@ -31,7 +31,20 @@ SEQUENCES = 256  # at most decoded together, each with a row of float32 logits
 KV_BLOCK = 16  # tokens per block of the KV cache
 KvType = Literal["auto", "fp8"]
 KV_BYTES: dict[KvType, int] = {"auto": 2, "fp8": 1}
-COMMON = ("1x24GiB", "2x24GiB", "1x48GiB", "4x24GiB", "2x48GiB", "1x96GiB", "8x24GiB", "4x48GiB", "2x96GiB", "4x80GiB")
+COMMON = (
+    "1x24GiB",
+    "2x24GiB",
+    "1x48GiB",
+    "4x24GiB",
+    "2x48GiB",
+    "1x96GiB",
+    "8x24GiB",
+    "4x48GiB",
+    "2x96GiB",
+    "4x80GiB",
+    "8x80GiB",
+    "8x141GiB",
+)
 
 
 @dataclass(frozen=True)
@@ -279,8 +292,6 @@ def common_fits(model: Model) -> list[Fit]:
     is listed only if the maximum context does not fit in 16 bit.
     """
     rows: list[Fit] = []
-    if "kv_heads" not in model.sizes:  # until tensor parallelism follows the facts
-        return rows
     for cards in map(parse_cards, COMMON):
         for kv in KV_BYTES:
             row = fit(model, cards, kv=kv)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tiny
-from source_forms import PER_ROW
+from families import PER_ROW
 
 from eval.consumers.check import STORED, check
 from eval.consumers.findings import Consumers

@@ -28,6 +28,7 @@ def plan_table(numbers: dict[str, Any]) -> str:
             f"output {size(numbers['output_bytes'])} ({numbers['output_bytes']:,} bytes of shards and index) in "
             f"{len(numbers['shards'])} shards, {size(numbers['expert_bytes'])} of it experts; "
             f"source {size(numbers['source_bytes'])}",
+            *mtp_lines(numbers),
             *unserved(numbers),
             *unsaid_lines(numbers),
             "",
@@ -42,6 +43,15 @@ def dense_words(numbers: dict[str, Any]) -> str:
     """How many layers have no experts, if any."""
     dense = len(numbers["dense_layers"])
     return f"{dense} of them without experts, the others with " if dense else ""
+
+
+def mtp_lines(numbers: dict[str, Any]) -> list[str]:
+    """A line about layers that predict further tokens, if there are any."""
+    if "mtp" not in numbers:
+        return []
+    layers = numbers["mtp"]["layers"]
+    which = f"layer{'s' if layers[1:] else ''} {', '.join(map(str, layers))}"
+    return [f"{which}, to predict further tokens (MTP), kept whole, experts too: {size(numbers['mtp']['bytes'])}"]
 
 
 def unserved(numbers: dict[str, Any]) -> list[str]:
