@@ -187,7 +187,9 @@ def in_transformers(config: dict[str, Any]) -> Any:
     """A whole model of transformers' with random weights, in float32."""
     import transformers
 
-    fields = {k: v for k, v in config.items() if k not in ("quantization_config", "architectures", "torch_dtype")}
+    # The model type is the class's own: by it transformers finds how to take the experts apart when it saves them.
+    others = ("quantization_config", "architectures", "torch_dtype", "model_type")
+    fields = {k: v for k, v in config.items() if k not in others}
     if "rotary_dim" in config:  # which transformers 5.17 does not read
         rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
         fields["rope_parameters"] = rope | {"partial_rotary_factor": config["rotary_dim"] / config["head_dim"]}

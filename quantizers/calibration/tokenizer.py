@@ -13,8 +13,8 @@ from quantizers.system.errors import CalibrationError
 def load_tokenizer(source: str, revision: str = "main", trust_remote_code: bool = False) -> Any:
     """The tokenizer of a checkpoint. Nobody is asked on a terminal.
 
-    A tokenizer with code of its own is loaded without the model's config class, which may have code too, and which
-    transformers would otherwise look up: by a model type that it need not know.
+    One with code of its own, and one of a model type that transformers does not know, are loaded without the model's
+    config class, which transformers would otherwise look up: it may have code too, or not be there.
 
     Args:
         source: a folder, or a Hub id.
@@ -37,7 +37,7 @@ def load_tokenizer(source: str, revision: str = "main", trust_remote_code: bool 
                     f"{source}: its tokenizer is code of its own ({own}), which is not run; read it, and allow it with "
                     "source.trust_remote_code: tokenizer in the recipe, or without a recipe with --trust-remote-code"
                 )
-            inert = {} if own is None else {"config": PreTrainedConfig()}
+            inert = {"config": PreTrainedConfig()} if own or not _knows_model(source, revision) else {}
             return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=own is not None, **inert)
     except CalibrationError:
         raise
@@ -46,6 +46,17 @@ def load_tokenizer(source: str, revision: str = "main", trust_remote_code: bool 
         raise CalibrationError(
             f"{source}: no tokenizer can be read ({problem}); give a model's folder or Hub id"
         ) from failure
+
+
+def _knows_model(source: str, revision: str) -> bool:
+    """Whether transformers knows the model type of a checkpoint, or there is none that it would look up."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    try:
+        model_type = PreTrainedConfig.get_config_dict(source, revision=revision)[0].get("model_type")
+    except OSError:  # a folder or repository of a tokenizer alone
+        return True
+    return model_type is None or model_type in CONFIG_MAPPING
 
 
 def own_class(settings: dict[str, Any]) -> str | None:
