@@ -84,6 +84,7 @@ MLA = {
     "scoring_func": "sigmoid",
     "rope_scaling": YARN,
 }
+WHOLE_BLOCKS = {"moe_intermediate_size": 256}  # vLLM takes no shared expert in parts of FP8 blocks
 CONFIGS: dict[str, dict[str, Any]] = {
     "minimax_m2": COMMON
     | {
@@ -133,6 +134,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": SHARED
     | MLA
+    | WHOLE_BLOCKS
     | {
         "architectures": ["DeepseekV3ForCausalLM"],
         "n_group": 4,
@@ -142,6 +144,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "kimi_k2": SHARED
     | MLA
+    | WHOLE_BLOCKS
     | {
         "architectures": ["DeepseekV3ForCausalLM"],
         "n_group": 1,
