@@ -191,6 +191,11 @@ def _limits(report: dict[str, Any]) -> str:
         )
     else:
         lines.append("Measured on short held-out texts, not on benchmarks, tool use or long contexts.")
+    lines += [
+        f"`{finding['where']}`: {finding['problem']}; {finding['engine']}: {finding['consequence']}."
+        for finding in report.get("consumers", {}).get("findings", ())
+        if finding["severity"] == "note"
+    ]
     lines += [f"{line}." for line in past_the_model(report)]
     leaning = leaning_line(report)
     if leaning:
