@@ -170,7 +170,7 @@ MODELS: dict[str, dict[str, Any]] = {name: {} for name in CONFIGS} | {
 }
 SCALES = {"qwen3_moe": torch.bfloat16, "glm4_moe": torch.bfloat16}  # dtypes of published FP8 scales, or else float32
 LINEAR = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
-FLOAT32 = ("block_sparse_moe.gate.weight", "e_score_correction_bias")
+FLOAT32 = {"minimax_m2": ("gate.weight", "e_score_correction_bias")}  # stored so, or else the biases alone
 OUTLIERS, FACTOR = 5, 12.0
 
 
@@ -255,9 +255,10 @@ def write(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
     named |= mtp_layers(own, named)
     tensors: dict[str, Tensor] = {}
     section, dtype = own.get("quantization_config"), SCALES.get(family, torch.float32)
+    precise = FLOAT32.get(family, ("e_score_correction_bias",))
     for name, tensor in named.items():
         if not section or not name.endswith(LINEAR) or name.endswith("eh_proj.weight"):
-            tensors[name] = tensor if name.endswith(FLOAT32) else tensor.bfloat16()
+            tensors[name] = tensor if name.endswith(precise) else tensor.bfloat16()
         elif "weight_block_size" in section:
             tensors[name], scale = tiny.fp8(tensor)
             tensors[f"{name}_scale_inv"] = scale.to(dtype)

@@ -58,6 +58,7 @@ def finished_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         assert len(schemes) == 1, f"{module} has {len(schemes)} schemes"
         scheme = schemes[0]
         parts = {n.removeprefix(f"{module}."): t for n, t in tensors.items() if n.startswith(f"{module}.")}
+        parts.pop("bias", None)  # which is plain
         used |= {f"{module}.{part}" for part in parts}
         compressor = BaseCompressor.get_value_from_registry(scheme.format)
         assert set(parts) == set(compressor.compression_param_names(scheme)), module

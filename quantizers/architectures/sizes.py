@@ -95,6 +95,12 @@ def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
         raise ArchitectureError(
             f"{where}: {facts.sizes['chosen'].key} is larger than {facts.sizes['experts'].key}; correct this file"
         )
+    if sizes["experts"] % sizes.get("groups", 1) or sizes["experts"] < 2 * sizes.get("groups", 0):
+        raise ArchitectureError(
+            f"{where}: {facts.sizes['experts'].key} {sizes['experts']} are not two or more in each of "
+            f"{facts.sizes['groups'].key} {sizes['groups']} groups, of which the router adds up the best two; correct "
+            "this file"
+        )
     if sizes["layers"] * sizes["experts"] > MOST_EXPERTS:
         raise ArchitectureError(
             f"{where}: {facts.sizes['layers'].key} {sizes['layers']} with {facts.sizes['experts'].key} "

@@ -78,7 +78,8 @@ def measure_layer(
     config = published(like)
     facts = architecture_for(config, CONFIG)
     whole = sizes_of(facts, config, CONFIG)
-    small = resized(config, layers=1, vocabulary=256, **(sizes | ({"experts": experts} if experts else {})))
+    number = whole.moe_layers[0]  # after the dense ones, which are written but not measured
+    small = resized(config, layers=number + 1, vocabulary=256, **(sizes | ({"experts": experts} if experts else {})))
     small |= {"bos_token_id": 0, "eos_token_id": 1}
     size = sizes_of(facts, small, CONFIG)
     dtype, settings = forward_dtype(device), Experts()
@@ -96,28 +97,28 @@ def measure_layer(
         model = LayeredModel(source, facts, size, device, dtype)
         states, recorded = _rows(folder, size, tokens, length, dtype)
         host["read"], source_bytes = _read_cold(source)
-        held, host["hold"] = _timed(device, lambda: hold(source, layer_names(source, facts, 0)))
+        held, host["hold"] = _timed(device, lambda: hold(source, layer_names(source, facts, number)))
         with clock.block("materialise"):
             there = held.to(device)
-            weights = ExpertWeights(there, facts, size, 0, device, dtype)
-            context = model.layer(0, there, experts=False)
+            weights = ExpertWeights(there, facts, size, number, device, dtype)
+            context = model.layer(number, there, experts=False)
             layer = context.__enter__()
         with clock.block("observe"):
             observe(model, layer, states, recorded)
-        norm = held.tensor(facts.layer(0, facts.norm.tensor))
+        norm = held.tensor(facts.layer(number, facts.norm.tensor)) if plan.folds else None
         with listening(device) as inside:
             residents = Residents(memory.resident, memory.unit, memory.smallest)
             solved = solve_layer(model, layer, norm, recorded, settings, weights=weights.unit, residents=residents)
         context.__exit__(None, None, None)
-        packed, host["pack"] = _timed(device, lambda: layer_tensors(plan, 0, held, solved, near=there))
+        packed, host["pack"] = _timed(device, lambda: layer_tensors(plan, number, held, solved, near=there))
         shard = folder / "shard.safetensors"
-        _, host["write"] = _timed(device, lambda: write_shard(packed.host, shard, kept_hashes(plan, 0, held)))
+        _, host["write"] = _timed(device, lambda: write_shard(packed.host, shard, kept_hashes(plan, number, held)))
         made = held_tensors(held, packed.device, shard)
         _, host["audit"] = _timed(
-            device, lambda: audit_layer(0, facts, size, there, made, device=device, audit=LayerAudit())
+            device, lambda: audit_layer(number, facts, size, there, made, device=device, audit=LayerAudit())
         )
         with clock.block("install"):
-            context = model.layer(0, made)
+            context = model.layer(number, made)
             layer = context.__enter__()
         with clock.block("propagate"):
             finish(model, layer, states, "the layer")
@@ -247,14 +248,14 @@ def _half(columns: int) -> float:
 
 
 def extrapolate(seconds: dict[str, float], size: Sizes, whole: Sizes) -> dict[str, float]:
-    """Seconds for all layers of the whole model with as many tokens: one phase after the other, and with reading and
-    writing overlapped with computing.
+    """Seconds for all layers with experts of the whole model, with as many tokens: one phase after the other, and with
+    reading and writing overlapped with computing.
     """
     factor = {phase: whole["experts"] / size["experts"] if phase in PER_EXPERT else 1.0 for phase in seconds}
     layer = {phase: seconds[phase] * factor[phase] for phase in seconds}
     overlapped = sum(layer[phase] for phase in OVERLAPPED)
     computed = sum(layer.values()) - overlapped
-    layers = whole["layers"]
+    layers = len(whole.moe_layers)
     return {
         "layers": layers,
         "seconds": layers * sum(layer.values()),

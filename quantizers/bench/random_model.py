@@ -43,9 +43,13 @@ def published(like: str) -> dict[str, Any]:
 
 
 def resized(config: dict[str, Any], **sizes: int) -> dict[str, Any]:
-    """config.json with other sizes, by this program's names for them: layers, experts, hidden, width, …"""
+    """config.json with other sizes, by this program's names for them: layers, experts, hidden, width, …
+
+    Layers that predict further tokens are left out: nothing is computed in them.
+    """
     facts = architecture_for(config, CONFIG)
-    return config | {facts.sizes[word].key: size for word, size in sizes.items()}
+    without = {facts.mtp_layer.layers: 0} if facts.mtp_layer else {}
+    return config | without | {facts.sizes[word].key: size for word, size in sizes.items()}
 
 
 def write_random(folder: Path, config: dict[str, Any], device: torch.device, seed: int = 0) -> Checkpoint:

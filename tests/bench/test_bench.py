@@ -63,7 +63,17 @@ def test_a_layer_goes_through_every_phase(measured: dict[str, Any]) -> None:
     assert measured["whole_model"]["layers"] == 62
     text = layer_table(measured)
     assert all(phase in text for phase in LAYER_PHASES)
-    assert "all 62 layers of minimax-m2.1" in text
+    assert "all 62 layers with experts of minimax-m2.1" in text
+
+
+def test_the_first_layer_with_experts_is_the_one_that_is_measured() -> None:
+    """DeepSeek-V3's, after three without, and without the layer that predicts further tokens."""
+    small = {"hidden": 128, "width": 64, "dense_width": 128, "heads": 2, "q_lora": 64, "kv_lora": 64}
+    measured = measure_layer("deepseek-v3", 64, 16, CPU, length=32, **small)
+    assert all(seconds > 0 for seconds in measured["seconds"].values())
+    assert measured["whole_model"]["layers"] == 61 - 3
+    with pytest.raises(InputError, match="n_routed_experts 8 are not two or more in each of n_group 8 groups"):
+        measure_layer("deepseek-v3", 64, 8, CPU, **small)
 
 
 def test_only_what_grows_with_experts_is_extrapolated() -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import all_published, known, published_config
+from quantizers.architectures.families import all_published, architecture_for, known, published_config
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.job import prepare
@@ -28,7 +28,13 @@ SIZES = {
     "Qwen/Qwen3-Coder-480B-A35B-Instruct-FP8": (29_760, 263.3),
     "mistralai/Mixtral-8x7B-v0.1": (768, 25.4),
     "mistralai/Mixtral-8x22B-Instruct-v0.1": (1_344, 76.1),
+    "zai-org/GLM-4.6-FP8": (42_720, 189.0),
+    "zai-org/GLM-4.5-Air-FP8": (17_280, 56.1),
+    "zai-org/GLM-4.7-Flash": (8_832, 15.6),
+    "deepseek-ai/DeepSeek-V3": (44_544, 367.8),
+    "moonshotai/Kimi-K2-Instruct-0905": (69_120, 570.8),
 }
+FOLDING = ("minimax_m2", "mixtral", "qwen3_moe")
 
 
 def planned(model: str) -> Any:
@@ -50,14 +56,41 @@ def test_matrices_and_size_of_the_experts(model: str) -> None:
     assert weights / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
+def test_the_source_of_deepseek_v3_is_as_large_as_published() -> None:
+    """688.57 GB in 91,991 tensors, with its layer 61 (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md and index)."""
+    facts, config = published_config("deepseek-ai/DeepSeek-V3") or ({}, {})
+    assert isinstance(facts, Architecture)
+    sizes = sizes_of(facts, config, "x")
+    tensors = expected_tensors(facts, sizes, config, "x")
+    assert len(tensors) == 91_991
+    assert sum(spec.bytes for spec in tensors.values()) / 1e9 == pytest.approx(688.57, abs=0.01)
+    assert list(sizes.mtp) == [61]
+    plan = make_plan(facts, sizes, tensors, Experts(), "x", (128, 128))
+    layer = plan.of_layer(61)
+    assert {action.kind for action in layer} == {"keep", "rename"}
+    experts = [action for action in layer if action.expert is not None and not action.is_scale]
+    assert sum(math.prod(action.spec.shape) for action in experts) == pytest.approx(11.27e9, abs=1e7)
+
+
+def test_a_tensor_that_a_key_of_the_config_decides_about() -> None:
+    """GLM-4.5-Air has no norm of q and k; the same key missing means the same."""
+    facts, config = published_config("zai-org/GLM-4.5-Air-FP8") or ({}, {})
+    assert isinstance(facts, Architecture)
+    assert "self_attn.q_norm.weight" not in facts.tensors(dense=False)
+    for change, there in (({}, False), ({"use_qk_norm": True}, True)):
+        without = {key: value for key, value in config.items() if key != "use_qk_norm"} | change
+        assert ("self_attn.q_norm.weight" in architecture_for(without, "x").tensors(dense=True)) == there
+
+
 def test_every_size_of_every_family_has_a_config_that_fits_its_facts() -> None:
-    """Of each, one layer and few experts: what a plan refuses does not depend on how many there are."""
-    for facts, published in all_published():
-        small = published.config | {facts.sizes["layers"].key: 1, facts.sizes["experts"].key: 8}
+    """Of each, few layers and experts: what a plan refuses does not depend on how many there are."""
+    for family, published in all_published():
+        facts = family.of_model(published.config)
+        small = published.config | {facts.sizes["layers"].key: 4, facts.sizes["experts"].key: 16}
         sizes = sizes_of(facts, small, "kept")
         specs = expected_tensors(facts, sizes, small, "kept")
         plan = make_plan(facts, sizes, specs, Experts(), "kept", (128, 128))
-        assert plan.folds
+        assert plan.folds == (facts.model_type in FOLDING)
         assert len(published.models) == len(set(published.models))
     models = [model for _, published in all_published() for model in published.models]
     assert len(models) == len(set(models))

@@ -249,8 +249,8 @@ CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
         ("not a mixture", "minimax_m2"),
     ),
     "no facts": (
-        config(model_type="glm4_moe"),
-        ("'glm4_moe': no facts for this architecture; give one of minimax_m2",),
+        config(model_type="dots1"),
+        ("'dots1': no facts for this architecture; give one of deepseek_v3, glm4_moe, ",),
     ),
     "no model type": (config(model_type=...), ("model_type is missing; give a transformers checkpoint",)),
     "model type with a line break": (config(model_type="a\nb"), (r"'a\nb'",)),

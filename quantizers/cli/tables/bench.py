@@ -63,7 +63,7 @@ def layer_table(result: dict[str, Any]) -> str:
             f"{rates['matmul_float32'] / 1e12:.2f}e12; copy {rates['copy'] / 1e9:.1f} GB/s",
             f"memory {size(result['peak_memory_bytes'])}; read {size(result['source_bytes'])}, written "
             f"{size(result['written_bytes'])}",
-            f"all {model['layers']} layers of {result['like']}, this many tokens: {duration(model['seconds'])}; "
+            f"all {model['layers']} layers with experts of {result['like']}, this many tokens: {duration(model['seconds'])}; "
             f"{duration(model['seconds_overlapped'])} with reading and writing meanwhile",
         ]
     )
