@@ -270,6 +270,8 @@ class Architecture(Facts):
         for word in NEEDED:
             if word not in self.sizes:
                 yield f"sizes: {word} is missing"
+        if ("groups" in self.sizes) != ("chosen_groups" in self.sizes):
+            yield "sizes: groups and chosen_groups belong together; give both or neither"
         if self.rotary_dim_key and "head_dim" not in self.sizes:
             yield "sizes: head_dim is missing, of which rotary_dim_key names a part"
         for expression in self._expressions():
