@@ -131,7 +131,7 @@ def test_stitching_is_refused_since_neither_norm_would_be_right(
 
 @pytest.mark.slow
 def test_the_librarys_own_mapping_leaves_the_shared_experts_out(source: Path, tmp_path: Path) -> None:
-    """That of llm-compressor 0.14 for Glm4MoeForCausalLM, limited to layers with a router; with a dense one it fails."""
+    """That of llm-compressor 0.14 for Glm4MoeForCausalLM, limited to layers with a router; a dense one stops it."""
     generator = torch.Generator().manual_seed(4)
     sequences = [torch.randint(0, 320, (64,), generator=generator).tolist() for _ in range(4)]
     job = {"weights": INT4, "experts_only": True, "awq": True, "compensate": True, "sequences": sequences}
