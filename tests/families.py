@@ -84,6 +84,7 @@ MLA = {
     "scoring_func": "sigmoid",
     "rope_scaling": YARN,
 }
+WHOLE_BLOCKS = {"moe_intermediate_size": 256}  # vLLM takes no shared expert in parts of FP8 blocks
 CONFIGS: dict[str, dict[str, Any]] = {
     "minimax_m2": COMMON
     | {
@@ -133,6 +134,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": SHARED
     | MLA
+    | WHOLE_BLOCKS
     | {
         "architectures": ["DeepseekV3ForCausalLM"],
         "n_group": 4,
@@ -142,6 +144,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "kimi_k2": SHARED
     | MLA
+    | WHOLE_BLOCKS
     | {
         "architectures": ["DeepseekV3ForCausalLM"],
         "n_group": 1,
@@ -187,7 +190,9 @@ def in_transformers(config: dict[str, Any]) -> Any:
     """A whole model of transformers' with random weights, in float32."""
     import transformers
 
-    fields = {k: v for k, v in config.items() if k not in ("quantization_config", "architectures", "torch_dtype")}
+    # The model type is the class's own: by it transformers finds how to take the experts apart when it saves them.
+    others = ("quantization_config", "architectures", "torch_dtype", "model_type")
+    fields = {k: v for k, v in config.items() if k not in others}
     if "rotary_dim" in config:  # which transformers 5.17 does not read
         rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
         fields["rope_parameters"] = rope | {"partial_rotary_factor": config["rotary_dim"] / config["head_dim"]}

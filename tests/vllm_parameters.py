@@ -14,7 +14,14 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 # vLLM's fused layers, and the stored layers whose rows they hold, in this order.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+# The matrices of the vocabulary in a model that predicts further tokens (MTP): their names in the layer, and the main
+# model's, whose values it takes where the layer has none of its own.
+SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 # Between these vLLM may convert while it loads. Codes and packed integers must keep their dtype: a cast would load
 # without an error, and be wrong.
 CONVERTIBLE = (torch.bfloat16, torch.float16, torch.float32)
@@ -69,6 +76,20 @@ def places(name: str, module: Any, parameter: Tensor, tensors: Mapping[str, Tens
         yield name, parameter.data
 
 
+def mtp_names(parameters: Mapping[str, Any], names: set[str]) -> dict[str, str]:
+    """The stored names of an MTP model's parameters (fused ones keep vLLM's last word), by its own for them.
+
+    vLLM puts a decoder layer into such a layer as `mtp_block`, and has the embedding once for all of them.
+    """
+    (prefix,) = {match[0] for name in parameters if (match := re.match(r"model\.layers\.\d+\.", name))}
+    found = {}
+    for name in parameters:
+        own = name.replace(".mtp_block.", ".")
+        own = own if own.startswith(prefix) else prefix + own.removeprefix("model.")
+        found[name] = own if own in names else SHARED.get(own.removeprefix(prefix), own)
+    return found
+
+
 def filled(parameter: Tensor) -> int:
     """How many elements `fill` has left, or something that has the same bytes."""
     return int((raw(parameter) == 0xFF).all(1).sum())
@@ -90,11 +111,13 @@ def difference(name: str, tensor: Tensor, view: Tensor) -> str | None:
     return f"{int(unequal.sum())} of {len(unequal)} elements differ" if unequal.any() else None
 
 
-def compare(model: torch.nn.Module, names: set[str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Every parameter of a loaded model with the stored tensors.
+def compare(
+    model: torch.nn.Module, mtp: torch.nn.Module | None, names: set[str], tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Every parameter of a loaded model, and of its MTP model, with the stored tensors.
 
     Args:
-        model: loaded, its weights not yet rearranged; what it holds is lost.
+        model, mtp: loaded, their weights not yet rearranged; what they hold is lost.
         names: of all tensors in the folder that vLLM has read.
         tensors: the values to compare with.
 
@@ -106,11 +129,15 @@ def compare(model: torch.nn.Module, names: set[str], tensors: Mapping[str, Tenso
     found: Counter[str] = Counter()
     equal: set[str] = set()
     conversions: dict[str, Counter[str]] = {}
-    parameters = parameters_of(model)
-    for name, (module, whole) in parameters.items():
+    parameters = [(name, name, *held) for name, held in parameters_of(model).items()]
+    if mtp is not None:
+        drafted = parameters_of(mtp)
+        parameters += [(name, own, *drafted[name]) for name, own in mtp_names(drafted, names).items()]
+    again = set(SHARED.values()) if mtp is not None else set()
+    for name, own, module, whole in parameters:
         padded = isinstance(module, VocabParallelEmbedding)  # with zeros, to a multiple of 64 rows
         parameter = whole[: module.org_vocab_size] if padded else whole
-        placed, right = list(places(name, module, parameter, tensors)), []
+        placed, right = list(places(own, module, parameter, tensors)), []
         for stored_name, view in placed:
             found[stored_name] += 1
             tensor = tensors.get(stored_name)
@@ -136,10 +163,11 @@ def compare(model: torch.nn.Module, names: set[str], tensors: Mapping[str, Tenso
             view.zero_()
         if count := filled(parameter):
             problems.append(f"{name}: {count} of {parameter.numel()} elements belong to no stored tensor")
-    problems += [f"{name}: found in {found[name]} places of vLLM's model" for name in sorted(names) if found[name] != 1]
+    placed_well = {name for name in names if found[name] == 1 or (found[name] == 2 and name in again)}
+    problems += [f"{name}: found in {found[name]} places of vLLM's model" for name in sorted(names - placed_well)]
     return {
         "parameters": len(parameters),
-        "tensors": sum(found[name] == 1 for name in names & equal),
+        "tensors": len(placed_well & equal),
         "conversions": conversions,
         "problems": problems,
     }

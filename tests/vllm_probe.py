@@ -6,8 +6,11 @@ Runs in an environment of its own that has a vLLM for the CPU (.ci/vllm-requirem
 
 For each folder vLLM reads the config, builds the model class of its registry on one CPU, and loads the shards, all by
 its own code. Before it loads, every byte of every parameter is set to 0xFF (NaN in any float dtype), so what it does
-not write shows. Then, before kernels rearrange anything, each tensor of the files must lie in exactly one place of the
-model with equal bytes, and these places must make up every parameter. Nothing is computed with the weights.
+not write shows. A layer that predicts further tokens (MTP) is in a model of its own, which vLLM builds for speculative
+decoding: it is built and loaded after the main one, from the config that vLLM's SpeculativeConfig makes. Then, before
+kernels rearrange anything, each tensor of the files must lie in exactly one place of the models with equal bytes (the
+main model's matrices of the vocabulary may lie in both), and these places must make up every parameter. Nothing is
+computed with the weights.
 
 Standard output is one JSON object; exit code 0 without problems, 1 with any. With --compare the values are compared
 with those of another folder, which is how a test shows that unequal values are seen. With --pins the packages that
@@ -48,7 +51,7 @@ import torch
 import transformers
 import vllm
 from torch import Tensor
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.kernels.linear.scaled_mm import cpu as cpu_kernels
@@ -114,19 +117,26 @@ def current(config: VllmConfig) -> Iterator[None]:
         yield
 
 
-def build(config: VllmConfig) -> torch.nn.Module:
+def build(config: VllmConfig, model_config: ModelConfig) -> torch.nn.Module:
     """vLLM's model, every byte of its parameters 0xFF."""
     with current(config):
-        model = get_model_loader(config.load_config).create_model(config, config.model_config)
+        model = get_model_loader(config.load_config).create_model(config, model_config)
     for _, parameter in parameters_of(model).values():
         fill(parameter)
     return model
 
 
-def load(model: torch.nn.Module, config: VllmConfig) -> None:
+def load(model: torch.nn.Module, config: VllmConfig, model_config: ModelConfig) -> None:
     """The shards, through the model's own `load_weights`."""
     with current(config):
-        get_model_loader(config.load_config).load_weights(model, config.model_config)
+        get_model_loader(config.load_config).load_weights(model, model_config)
+
+
+def has_mtp(folder: Path) -> bool:
+    """Whether the files have a layer beyond the last one."""
+    config, tensors = stored(folder)
+    numbers = {int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+    return any(number >= config["num_hidden_layers"] for number in numbers)
 
 
 def unnumbered(text: str) -> str:
@@ -146,11 +156,14 @@ def probe(folder: Path, reference: Path | None) -> dict[str, Any]:
     report: dict[str, Any] = {"folder": str(folder), "model_class": "", "parameters": 0, "tensors": 0, "problems": []}
     doing = "reading the config"
     try:
-        config = EngineArgs(model=str(folder), skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
+        speculative = {"method": "mtp", "num_speculative_tokens": 1} if has_mtp(folder) else None
+        config = EngineArgs(
+            model=str(folder), skip_tokenizer_init=True, enforce_eager=True, speculative_config=speculative
+        ).create_engine_config()
         config.load_config.use_tqdm_on_load = False
         doing = "building the model"
         with lookups() as asked:
-            model = build(config)
+            model = build(config, config.model_config)
         modules = list(model.modules())
         report |= {
             "model_class": type(model).__name__,
@@ -158,10 +171,20 @@ def probe(folder: Path, reference: Path | None) -> dict[str, Any]:
             "looked_up": {name: dict(answers) for name, answers in asked.items()},
         }
         doing = "loading the weights"
-        load(model, config)
+        load(model, config, config.model_config)
+        mtp = None
+        if config.speculative_config is not None:
+            doing = "building the MTP model"
+            draft = config.speculative_config.draft_model_config
+            with lookups() as asked:
+                mtp = build(config, draft)
+            report["looked_up_by_mtp"] = {name: dict(answers) for name, answers in asked.items()}
+            report["router_dtype"] = dtypes(m.weight for m in [*modules, *mtp.modules()] if isinstance(m, GateLinear))
+            doing = "loading the MTP model's weights"
+            load(mtp, config, draft)
         doing = "after which its parameters were compared"
         _, tensors = stored(folder)
-        report |= compare(model, set(tensors), tensors if reference is None else stored(reference)[1])
+        report |= compare(model, mtp, set(tensors), tensors if reference is None else stored(reference)[1])
     # What vLLM raises has no common base class; whatever it is, vLLM cannot serve this folder.
     except Exception as failure:
         traceback.print_exc()

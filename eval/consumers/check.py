@@ -19,10 +19,10 @@ from quantizers.checkpoint.integer_words_config import has_words
 from quantizers.checkpoint.safetensors_header import Stored
 
 from .config_groups import Refused, Rules, read_rules
-from .findings import Consumers, Findings, Severity
+from .findings import NONE, Consumers, Findings, Severity
 from .parallel import tensor_parallel
 from .readings import TRANSFORMERS, Reading, module_of, names_experts, server_readings, transformers_readings
-from .rules import ATTENTION, EXPERTS, KINDS, SERVERS, VLLM
+from .rules import EXPERTS, KINDS, MTP_EXPERTS, SERVERS, VLLM
 from .tensors import (
     Mistake,
     Module,
@@ -91,6 +91,9 @@ GARBAGE = (
 
 
 UNSERVED = "no release of vLLM or SGLang that is known here has a model for this family"
+# MLA's module that servers do not multiply with as it is stored: they unpack it once and absorb it into others.
+ABSORBED = "kv_b_proj"
+UNPACKS = "its source unpacks it by a product with the identity matrix, for any scheme; nobody has run that here"
 ONE_SCHEME = "it has one scheme for the experts of all layers, so loading fails; servers read each layer's own"
 
 
@@ -103,6 +106,7 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
         facts, sizes: of its architecture.
     """
     findings = Findings()
+    sizes = _stored_layers(tensors, facts, sizes)
     modules, expected = by_module(tensors), expected_modules(facts, sizes)
     _check_names(tensors, modules, expected, facts, sizes, findings)
     stored = (
@@ -112,7 +116,8 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     if has_words(config):
         taken = check_words(config[SECTION], modules, facts, sizes, expected, findings)
         return Consumers(table | ({VLLM.name: _by_kind(taken)} if taken else {}), findings.all())
-    rules = _read_section(config.get(SECTION), any("weight_packed" in parts for parts in modules.values()), findings)
+    packed = any("weight_packed" in parts for parts in modules.values())
+    rules = _read_section(config.get(SECTION), packed, facts.targets.keys, findings)
     if rules is None:
         return Consumers(table, findings.all())
     readings = {
@@ -135,15 +140,33 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
                 _compare(
                     engine, reading, modules=modules, expected=expected, facts=facts, sizes=sizes, findings=findings
                 )
+    _note_unverified(readings, findings)
     experts = {reading.scheme for reading in readings[TRANSFORMERS] if reading.kind == EXPERTS}
     other_groups = [targets for targets, s in rules.groups if s not in experts and not names_experts(targets)]
     if len(other_groups) > 1:
         problem = f"{len(other_groups)} groups beside that of the experts"
         findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, "at most one of them is honoured")
-    attention, routed = ([r.scheme for r in asked if r.kind == kind] for kind in (ATTENTION, EXPERTS))
-    asked_for = PARALLEL if "kv_heads" in sizes else ()
-    parallel = {ranks: tensor_parallel(ranks, sizes, attention, routed) for ranks in asked_for}
+    parallel = {ranks: tensor_parallel(ranks, facts, sizes, asked) for ranks in PARALLEL}
     return Consumers(table, findings.all(), parallel if VLLM.name in readings else {})
+
+
+def _stored_layers(tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> Sizes:
+    """The sizes without the layers that predict further tokens, if config.json declares some but no file has any."""
+    prefixes = tuple(facts.layer(layer, "") for layer in sizes.mtp)
+    kept = copy.copy(sizes)
+    if not any(name.startswith(prefixes) for name in tensors):
+        kept.mtp = range(0)
+    return kept
+
+
+def _note_unverified(readings: Mapping[str, Iterable[Reading]], findings: Findings) -> None:
+    """Say what has been read in a server's source to work, but has not been seen to."""
+    for engine in SERVERS:
+        for reading in readings.get(engine.name, ()) if engine.key == VLLM.key else ():
+            in_blocks = reading.scheme is not None and reading.scheme.type == "float" and reading.scheme.block
+            if in_blocks and reading.asked.endswith(f".{ABSORBED}"):
+                problem = f"{reading.scheme} under compressed-tensors is unverified for {ABSORBED}"
+                findings.add("note", [engine.name], reading.asked, problem, UNPACKS)
 
 
 def _text(reading: Reading) -> str:
@@ -156,7 +179,9 @@ def _by_kind(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     for kind, text in pairs:
         counts[kind][text] += 1
     return {
-        kind: next(iter(texts)) if len(texts) == 1 else ", ".join(f"{text} ({n:,})" for text, n in texts.items()) or "-"
+        kind: next(iter(texts))
+        if len(texts) == 1
+        else ", ".join(f"{text} ({n:,})" for text, n in texts.items()) or NONE
         for kind, texts in counts.items()
     }
 
@@ -177,7 +202,7 @@ def _compare(
         findings.add("error", [engine], reading.asked, f"{reading.kind}: {reading.refused}", STOPS)
         return
     members: Iterable[str] = reading.members
-    if reading.kind == EXPERTS and reading.layer is not None:
+    if reading.kind in (EXPERTS, MTP_EXPERTS) and reading.layer is not None:
         members = (facts.expert(reading.layer, e, matrix) for e in range(sizes["experts"]) for matrix in MATRICES)
     for name in members:
         if name not in modules:
@@ -202,17 +227,19 @@ def _check_names(
         problem = f"experts are stored as {names}; this family's names are {own}"
         findings.add("error", SERVER_NAMES, module, problem, GARBAGE)
         findings.add("error", [TRANSFORMERS], module, problem, "the experts keep random numbers, with only a warning")
-    missing = [name for name, m in expected.items() if name not in modules and not (renamed and m.kind == EXPERTS)]
+    known = (EXPERTS, MTP_EXPERTS) if renamed else ()
+    missing = [name for name, m in expected.items() if name not in modules and not m.optional and m.kind not in known]
     for name in (*missing, *(name for name in expected_vectors(facts, sizes) if name not in tensors)):
         problem = f"{module_of(name).rpartition('.')[2]} is missing"
         findings.add("error", ENGINES, name, problem, "loading fails, or it keeps what happened to be in memory")
 
 
-def _read_section(section: Any, packed: bool, findings: Findings) -> Rules | None:
+def _read_section(section: Any, packed: bool, own: Iterable[str], findings: Findings) -> Rules | None:
     """The rules in quantization_config, or None if there are none to apply; adds mistakes in the section itself.
 
     Args:
         packed: whether the checkpoint has packed integers.
+        own: keys of the family's that servers read whatever the method is.
     """
     severity: Severity = "error" if packed else "warning"
     if not isinstance(section, Mapping):
@@ -225,7 +252,7 @@ def _read_section(section: Any, packed: bool, findings: Findings) -> Rules | Non
         consequence = "loading fails: packed integers are not understood" if packed else "rules of its own apply"
         findings.add(severity, ENGINES, f"{SECTION}.quant_method", problem, consequence)
         return None
-    for name in sorted(section.keys() - KEYS):
+    for name in sorted(section.keys() - KEYS - set(own)):
         problem = "no key of compressed-tensors; the source's own section must be replaced as a whole"
         findings.add("warning", ENGINES, f"{SECTION}.{name}", problem, "passed over or misread")
     for where, problem in validation_errors(section):

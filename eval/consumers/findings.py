@@ -11,15 +11,18 @@ from quantizers.system.text_table import plain
 
 from .rules import KINDS
 
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "warning", "note"]
+NONE = "-"  # in place of a scheme, for a kind of module that the model lacks
+ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake.
+    """One mistake, or something that nobody has tried yet.
 
     Attributes:
-        severity: `error` if an engine stops, or computes with other weights than those stored.
+        severity: `error` if an engine stops, or computes with other weights than those stored; `note` if nothing is
+            wrong as far as is known.
         engine: the engines that it concerns.
         problem: what is wrong.
         consequence: what these engines then do.
@@ -59,7 +62,7 @@ class Consumers:
 
     Attributes:
         schemes: text by engine and kind of module; the row STORED says how the tensors are stored.
-        findings: mistakes, errors first.
+        findings: mistakes and notes, errors first.
         tensor_parallel: by number of ranks, `ok` or the reason why vLLM cannot divide the model among them.
     """
 
@@ -93,7 +96,7 @@ class Findings:
             self._seen.setdefault((severity, engine, problem, consequence), []).append(where)
 
     def all(self) -> list[Finding]:
-        """Each mistake once, errors first."""
+        """Each mistake once, errors first and notes last."""
         joined: dict[tuple[Severity, str, str, tuple[str, ...]], list[str]] = {}
         for (severity, engine, problem, consequence), where in self._seen.items():
             joined.setdefault((severity, problem, consequence, tuple(where)), []).append(engine)
@@ -101,14 +104,17 @@ class Findings:
             Finding(severity, ", ".join(engines), problem, consequence, where)
             for (severity, problem, consequence, where), engines in joined.items()
         ]
-        return sorted(findings, key=lambda finding: finding.severity != "error")
+        return sorted(findings, key=lambda finding: ORDER.index(finding.severity))
 
 
 def render(consumers: Consumers) -> str:
-    """Plain text: a table of schemes, the mistakes, and a table of tensor parallelism."""
-    rows = [(engine, *(kinds[kind] for kind in KINDS)) for engine, kinds in consumers.schemes.items()]
-    lines = [plain(("", *KINDS), rows), ""]
-    lines += [str(finding) for finding in consumers.findings] or ["every engine reads it as it is stored"]
+    """Plain text: a table of schemes of those kinds that the model has, the mistakes, and one of tensor parallelism."""
+    shown = [kind for kind in KINDS if any(kinds[kind] != NONE for kinds in consumers.schemes.values())]
+    rows = [(engine, *(kinds[kind] for kind in shown)) for engine, kinds in consumers.schemes.items()]
+    lines = [plain(("", *shown), rows), ""]
+    if all(finding.severity == "note" for finding in consumers.findings):
+        lines.append("every engine reads it as it is stored")
+    lines += [str(finding) for finding in consumers.findings]
     if consumers.tensor_parallel:
         lines += ["", plain(("tensor parallel", "vLLM"), list(consumers.tensor_parallel.items()))]
     return "\n".join(lines)

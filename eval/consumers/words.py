@@ -26,16 +26,17 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.integer_words_config import Words, read_words
 from quantizers.system.errors import CheckpointError
 
-from .config_groups import Refused
+from .config_groups import Refused, Rules
 from .findings import Findings
-from .readings import TRANSFORMERS, fused, kind_of, module_of
-from .rules import EMBEDDINGS, EXPERTS, FUSED, HEAD, ROUTER, SERVERS, VLLM
+from .readings import TRANSFORMERS, server_readings
+from .rules import EMBEDDINGS, EXPERTS, HEAD, MTP_EXPERTS, MTP_OTHER, ROUTER, SERVERS, VLLM
 from .tensors import FLOATING, Module, Parts, describe, words_scheme
 
 SECTION = "quantization_config"
 NEEDED = {"awq": ("zero_point",), "gptq": ("desc_act", "sym")}  # beside bits and group_size
 STOPS = "stops before it loads a tensor"
 PLAIN = "plain"
+NO_RULES = Rules({}, (), (), "")  # of compressed-tensors
 MISMATCH = "loading fails: its parameters have other names or shapes than the tensors"
 
 
@@ -74,11 +75,12 @@ def check_words(
         return []
     answers: list[tuple[str, str]] = []
     listed = _listed(section, words, modules)
-    plain = [EMBEDDINGS, *([] if facts.servers[VLLM.key].asks_for_router else [ROUTER])]
+    plain = [EMBEDDINGS, MTP_OTHER, *([] if facts.servers[VLLM.key].asks_for_router else [ROUTER])]
     plain += [] if section.get("lm_head") else [HEAD]
+    together = VLLM.of_family(facts).fused
     for kind, name, members in _asked(facts, sizes):
         try:
-            quantized = kind not in plain and _is_quantized(kind, name, words, listed)
+            quantized = kind not in plain and _is_quantized(kind, name, words, listed, together)
         except Refused as refused:
             findings.add("error", [VLLM.name], name, f"{kind}: {refused}", STOPS)
             answers.append((kind, "refused"))
@@ -114,18 +116,11 @@ def _stops(section: Mapping[str, Any], words: Words) -> Iterator[tuple[str, str]
 
 def _asked(facts: Architecture, sizes: Sizes) -> Iterator[tuple[str, str, list[str]]]:
     """Every module that vLLM asks about: its kind, vLLM's name for it, and the checkpoint's modules in it."""
-    for layer in range(sizes["layers"]):
-        dense = layer in sizes.dense
-        for name, _, members in fused(facts.linears(dense)):
-            yield kind_of(members[0]), facts.layer(layer, name), [facts.layer(layer, member) for member in members]
-        if dense:
-            continue
-        experts = [facts.expert(layer, expert, matrix) for expert in range(sizes["experts"]) for matrix in MATRICES]
-        yield EXPERTS, VLLM.expert_prefix(facts, layer), experts
-        router = module_of(facts.layer(layer, facts.router.tensor))
-        yield ROUTER, router, [router]
-    yield HEAD, module_of(facts.head), [module_of(facts.head)]
-    yield EMBEDDINGS, module_of(facts.embedding), [module_of(facts.embedding)]
+    for reading in server_readings(VLLM, facts, sizes, NO_RULES):
+        members = list(reading.members)
+        if reading.kind in (EXPERTS, MTP_EXPERTS) and reading.layer is not None:
+            members = [facts.expert(reading.layer, e, matrix) for e in range(sizes["experts"]) for matrix in MATRICES]
+        yield reading.kind, reading.asked, members
 
 
 def _listed(section: Mapping[str, Any], words: Words, modules: Mapping[str, Parts]) -> list[str]:
@@ -143,20 +138,26 @@ def _listed(section: Mapping[str, Any], words: Words, modules: Mapping[str, Part
     return [module for module in modules if (module in integers) != (words.layout == "awq")]
 
 
-def _is_quantized(kind: str, name: str, words: Words, listed: Sequence[str]) -> bool:
+def _is_quantized(
+    kind: str, name: str, words: Words, listed: Sequence[str], together: Mapping[str, Sequence[str]]
+) -> bool:
     """Whether vLLM builds a module for integers.
+
+    Args:
+        listed: see `_listed`.
+        together: `Engine.fused`.
 
     Raises:
         Refused: the parts of a fused layer differ.
     """
     if words.layout == "awq":
-        return not _occurs(listed, name)
+        return not _occurs(listed, name, together)
     if words.of(name) is None:
         return False
-    return kind == EXPERTS or not listed or _occurs(listed, name, whole=False)
+    return kind in (EXPERTS, MTP_EXPERTS) or not listed or _occurs(listed, name, together, whole=False)
 
 
-def _occurs(entries: Sequence[str], name: str, whole: bool = True) -> bool:
+def _occurs(entries: Sequence[str], name: str, together: Mapping[str, Sequence[str]], whole: bool = True) -> bool:
     """Whether an entry occurs in a module's name, or in those of all parts of a fused layer.
 
     Args:
@@ -166,12 +167,12 @@ def _occurs(entries: Sequence[str], name: str, whole: bool = True) -> bool:
         Refused: only in those of some.
     """
     parent, _, last = name.rpartition(".")
-    names = [f"{parent}.{part}" for part in FUSED.get(last, ())]
+    names = [f"{parent}.{part}" for part in together.get(last, ())]
     if not names or (whole and any(entry in name for entry in entries)):
         return any(entry in name for entry in entries)
     found = [any(entry in part for entry in entries) for part in names]
     if any(found) and not all(found):
-        raise Refused(f"only some of {', '.join(FUSED[last])} are quantized, which are one layer")
+        raise Refused(f"only some of {', '.join(together[last])} are quantized, which are one layer")
     return all(found)
 
 

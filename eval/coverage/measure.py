@@ -53,6 +53,7 @@ def question_of(
     max_uncovered: float | None,
     source: Path | None = None,
     own: Path | None = None,
+    trust_remote_code: bool = False,
     changes: Sequence[Change] = (),
 ) -> Question:
     """Combine the arguments: a recipe, of which `model` and `data` may replace parts, or `model` and `data` alone.
@@ -60,6 +61,7 @@ def question_of(
     Args:
         source: folder of the recipe's model on this machine.
         own: a file with the user's own facts, instead of the one that the recipe may name for its own model.
+        trust_remote_code: whether the tokenizer may run code of its own, whatever the recipe says.
         changes: settings that are given instead of those in the recipe.
 
     Raises:
@@ -98,9 +100,9 @@ def question_of(
             hint = did_you_mean(file.name, shipped_names("calibration"))
             raise InputError(f"{file}: no such set{hint}; give a file, or the name of a shipped set such as embedded")
     if model is not None or parsed is None or path is None:
-        return Question(str(model), "main", False, tuple(sets), rule, str(path or model), own, tokens)
+        return Question(str(model), "main", trust_remote_code, tuple(sets), rule, str(path or model), own, tokens)
     location = source_location(parsed, path) if source is None else given_folder(source)
-    revision, trusted = parsed.source.revision, parsed.source.trust_remote_code
+    revision, trusted = parsed.source.revision, trust_remote_code or parsed.source.trusts_tokenizer
     own = own or facts_location(parsed, path)
     return Question(location, revision, trusted, tuple(sets), rule, str(path), own, tokens)
 

@@ -15,6 +15,7 @@ from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump
 
 from .card_fidelity import fidelity
+from .card_kept import kept, smoothing
 from .card_parts import audit, failed, forced, linked, plan_tables, title
 from .card_serving import serving
 from .card_stitched import stitched
@@ -92,15 +93,16 @@ def _head(report: dict[str, Any]) -> str:
 
 def _quantized(report: dict[str, Any]) -> str:
     experts, plan = report["settings"]["recipe"]["experts"], report["plan"]
-    smoothing = "AWQ scales from the calibration sums, folded into the norm and compensated in the router; "
+    layers = plan["layers"] - len(plan.get("dense_layers", []))
     return "\n".join(
         [
             "## What was kept and what was quantized",
             "",
-            f"The {plan['quantized_matrices']:,} matrices of the routed experts ({plan['layers']} layers, "
+            f"The {plan['quantized_matrices']:,} matrices of the routed experts ({layers} layers, "
             f"{plan['experts_per_layer']} experts each) are {_stored(report)}: "
-            f"{smoothing if experts['awq'] else ''}{experts['scales']} group scales, "
+            f"{f'{smoothing(plan)}; ' if experts['awq'] else ''}{experts['scales']} group scales, "
             f"{experts['rounding']} rounding (engine `{experts['engine']}`). Everything else keeps the source's bytes.",
+            *kept(plan),
             *_chosen(report),
             "",
             *plan_tables(plan),

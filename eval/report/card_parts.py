@@ -8,6 +8,7 @@ from typing import Any
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.text_table import gate_figures
 
+from .card_kept import folds
 from .front_matter import expert_bits, has_fp8_attention
 
 
@@ -75,6 +76,8 @@ def audit(report: dict[str, Any]) -> str:
     equal = "all equal" if found["kept_bytes_equal"] else "**not all equal**"
     verdict = "no difference" if not found["differences"] else f"**{len(found['differences'])} differences**"
     bar = "\\|"
+    routers = "The router of each layer was checked against the ratio of the folded norm, each expert"
+    checked = f"{routers if folds(report['plan']) else 'Each expert was checked'} against its source matrix."
     gates = []
     for gate in report["gates"]:
         value, limit = gate_figures(gate)
@@ -86,8 +89,7 @@ def audit(report: dict[str, Any]) -> str:
             "## Audit",
             "",
             f"After writing, {found['tensors']:,} source tensors were accounted for against these files: {verdict}. "
-            f"{found['kept_tensors']:,} kept tensors were compared with the source's by SHA-256, {equal}. The router "
-            "of each layer was checked against the ratio of the folded norm, each expert against its source matrix.",
+            f"{found['kept_tensors']:,} kept tensors were compared with the source's by SHA-256, {equal}. {checked}",
             "",
             "| gate | what it is | value | limit | |",
             "|---|---|---:|---:|---|",

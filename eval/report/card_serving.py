@@ -7,6 +7,11 @@ from typing import Any
 
 from quantizers.system.byte_size import gib
 
+# Options of a server whose need is not plain from their names.
+REASONS = {
+    "disable-shared-experts-fusion": "without it SGLang puts the kept shared experts into the tensor of the INT4 ones",
+    "trust-remote-code": "the tokenizer is code of its own",
+}
 NAMELESS = "PATH_OR_ID"  # in the commands of a card, until a repository is known
 
 
@@ -30,16 +35,23 @@ def serving(report: dict[str, Any]) -> str:
             "## How to run it\n\nNo release of vLLM that was known when this was made has a model of this family. "
             "transformers loads it, and dequantizes the experts when it does:\n\n" + "\n".join(transformers)
         )
-    lines = ["## How to run it", "", "```", vllm_command(about, name), "```"]
+    lines = ["## How to run it", "", "```", vllm_command(about, name), "```", *_reasons(about["parsers"])]
     best = _best(about)
     if about.get("sglang") is not None:
         words = [f"--tp-size {best['tensor_parallel']}"] if best and best["tensor_parallel"] > 1 else []
-        words += [f"--{option} {value}" for option, value in about["sglang"].items()]
+        words += _flags(about["sglang"])
         command = " \\\n    ".join([f"python -m sglang.launch_server --model-path {name}", *words])
         lines += ["", "or with SGLang, whose rules for such a checkpoint were checked as vLLM's were:", ""]
-        lines += ["```", command, "```"]
-    lines += ["", "or with transformers, which dequantizes the experts when it loads, so it suits small models:", ""]
-    lines += transformers
+        lines += ["```", command, "```", *_reasons(about["sglang"])]
+    if about.get("transformers", True):
+        lines += [
+            "",
+            "or with transformers, which dequantizes the experts when it loads, so it suits small models:",
+            "",
+        ]
+        lines += transformers
+    else:
+        lines += ["", "transformers does not know this type of model."]
     if about["fits"]:
         rows = [
             f"| {row['cards']} | {row['tensor_parallel']} x {row['pipeline_parallel']} | "
@@ -58,6 +70,8 @@ def serving(report: dict[str, Any]) -> str:
             "",
             "Assumed: " + "; ".join(about["assumptions"]) + ".",
         ]
+    elif "cards_unknown" in about:
+        lines += ["", f"The memory of a card is not known: {about['cards_unknown']}."]
     return "\n".join(lines)
 
 
@@ -69,7 +83,7 @@ def vllm_command(about: dict[str, Any], place: str) -> str:
         place: the checkpoint's folder or Hub id.
     """
     best = _best(about)
-    options = [f"--{option} {value}" for option, value in about["parsers"].items()]
+    options = _flags(about["parsers"])
     if "tool-call-parser" in about["parsers"]:
         options.insert(0, "--enable-auto-tool-choice")
     if best and best["tensor_parallel"] > 1:
@@ -88,6 +102,16 @@ def vllm_command(about: dict[str, Any], place: str) -> str:
 def knows_vllm(about: dict[str, Any]) -> bool:
     """Whether a known release of vLLM has a model of this family; reports of older versions have only such families."""
     return "vllm" in about.get("servers", ["vllm"])
+
+
+def _flags(options: dict[str, Any]) -> list[str]:
+    """Options as they are typed; `true` stands for one without a value."""
+    return [f"--{option}" if value is True else f"--{option} {value}" for option, value in options.items()]
+
+
+def _reasons(options: dict[str, Any]) -> list[str]:
+    """A line on each option of a server whose need is not plain from its name."""
+    return [line for option in options if option in REASONS for line in ("", f"`--{option}`: {REASONS[option]}.")]
 
 
 def _best(about: dict[str, Any]) -> dict[str, Any] | None:

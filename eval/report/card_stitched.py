@@ -8,6 +8,7 @@ from typing import Any
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.byte_size import gib
 
+from .card_kept import kept
 from .card_parts import audit, failed, forced, linked, plan_tables, title
 from .card_serving import serving
 
@@ -45,15 +46,17 @@ def _head(report: dict[str, Any]) -> str:
 
 def _taken(report: dict[str, Any]) -> str:
     plan = report["plan"]
+    layers = plan["layers"] - len(plan.get("dense_layers", []))
     schemes = " and ".join(f"INT{s['bits']} in groups of {s['group_size']}" for s in report["experts"]["schemes"])
     return "\n".join(
         [
             "## What was kept and what was taken",
             "",
-            f"The {plan['quantized_matrices']:,} matrices of the routed experts ({plan['layers']} layers, "
+            f"The {plan['quantized_matrices']:,} matrices of the routed experts ({layers} layers, "
             f"{plan['experts_per_layer']} experts each) are {schemes}, symmetric, packed as they were in "
             f"{linked(report['experts']['model'])}, and so are the norms that their scales were folded into. "
             "Everything else keeps the source's bytes, except for the routers below.",
+            *kept(plan),
             "",
             *plan_tables(plan),
         ]

@@ -265,14 +265,17 @@ def _audit(report: dict[str, Any]) -> str:
 
 def _consumers(report: dict[str, Any]) -> str:
     consumers = report["consumers"]
-    kinds = list(next(iter(consumers["schemes"].values())))
+    schemes = consumers["schemes"].values()
+    kinds = [kind for kind in next(iter(schemes)) if any(by_kind[kind] != "-" for by_kind in schemes)]
     rows = [(engine, *(by_kind[kind] for kind in kinds)) for engine, by_kind in consumers["schemes"].items()]
     findings = "".join(
         f'<li class="{"bad" if f["severity"] == "error" else "soft"}">{escape(f["where"])}: {escape(f["problem"])}; '
         f"{escape(f['engine'])}: {escape(f['consequence'])}</li>"
         for f in consumers["findings"]
     )
-    verdict = f"<ul>{findings}</ul>" if findings else '<p class="good">Every engine reads it as it is stored.</p>'
+    verdict = f"<ul>{findings}</ul>" if findings else ""
+    if all(f["severity"] == "note" for f in consumers["findings"]):
+        verdict = '<p class="good">Every engine reads it as it is stored.</p>' + verdict
     ranks = _table(("tensor parallel", "vLLM"), consumers["tensor_parallel"].items(), long=1)
     return _table(("", *kinds), rows) + verdict + (ranks if consumers["tensor_parallel"] else "")
 

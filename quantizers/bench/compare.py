@@ -245,7 +245,10 @@ def compare_route(
             results[name]["folder"] = Path(folder) / f"{name}-0" / place
         held_out = set_location(job.recipe.verify.perplexity.data, job.path)
         opened = [open_folder(results[name].pop("folder")) for name in ("ours", "library")]
-        measured = measure(source, opened, held_out, device, Path(folder) / "eval", long=False, own=job.own)
+        measured = measure(
+            source, opened, held_out, device, Path(folder) / "eval",
+            long=False, trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.own,
+        )  # fmt: skip
     for name, figures in zip(("ours", "library"), measured, strict=True):
         results[name]["kl"] = figures["kl"]["mean"]
         results[name]["top1"] = figures["top1"]
@@ -273,7 +276,12 @@ def compare_with_library(
     source = job.source
     assert source is not None
     recipe = job.recipe
-    data = samples(set_location(recipe.calibration_set, job.path), source.folder, tokens=recipe.calibration_tokens)
+    data = samples(
+        set_location(recipe.calibration_set, job.path),
+        source.folder,
+        recipe.source.trusts_tokenizer,
+        recipe.calibration_tokens,
+    )
     return {
         "layer": compare_layer(sizes, layer_tokens, repeats, device),
         "route": compare_route(job, spread(data, route_tokens), repeats, device),

@@ -167,7 +167,12 @@ def compare_methods(
     assert job.recipe.verify is not None
     assert job.recipe.verify.perplexity is not None
     recipe = job.recipe
-    whole = samples(set_location(recipe.calibration_set, job.path), source.folder, tokens=recipe.calibration_tokens)
+    whole = samples(
+        set_location(recipe.calibration_set, job.path),
+        source.folder,
+        recipe.source.trusts_tokenizer,
+        recipe.calibration_tokens,
+    )
     data = spread(whole, most_tokens)
     tokens = token_tensors(data, job.sizes["vocabulary"])
     compared = methods(job.recipe.experts, job.facts, forward_dtype(device))
@@ -191,7 +196,10 @@ def compare_methods(
             outputs.append(open_folder(place / "output"))
             rows.append({"method": method.name, "seconds": sorted(seconds)[len(seconds) // 2]})
         held_out = set_location(job.recipe.verify.perplexity.data, job.path)
-        results = measure(source, outputs, held_out, device, Path(folder) / "eval", long=False, own=job.own)
+        results = measure(
+            source, outputs, held_out, device, Path(folder) / "eval",
+            long=False, trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.own,
+        )  # fmt: skip
     for row, result in zip(rows, results, strict=True):
         row |= {
             "kl": result["kl"]["mean"],

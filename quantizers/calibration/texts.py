@@ -33,10 +33,3 @@ def scored_bytes(tokenizer: Any, tokens: Sequence[int]) -> int:
     """UTF-8 bytes of all tokens except the first, which is not scored. Losses per byte compare across tokenizers."""
     whole, first = (len(tokenizer.decode(part).encode()) for part in (list(tokens), list(tokens[:1])))
     return max(1, whole - first)
-
-
-def load_tokenizer(source: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a checkpoint folder or Hub id."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import nullcontext
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantizers.system.errors import CalibrationError
-
 from .shapes import Content, Rejected
+from .tokenizer import load_tokenizer, own_code
 
 
 class Renderer:
@@ -23,27 +20,14 @@ class Renderer:
     Args:
         source: a folder, or a Hub id.
         revision: of a Hub id.
-        trust_remote_code: whether code from the tokenizer's repository may run.
+        trust_remote_code: whether code of the tokenizer, from its repository, may run.
 
     Raises:
-        CalibrationError: the tokenizer cannot be loaded.
+        CalibrationError: see `load_tokenizer`.
     """
 
     def __init__(self, source: str, revision: str = "main", trust_remote_code: bool = False) -> None:
-        from transformers import AutoTokenizer
-
-        from .sources.hub import quiet
-
-        try:
-            with nullcontext() if Path(source).is_dir() else quiet():
-                self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                    source, revision=revision, trust_remote_code=trust_remote_code
-                )
-        except Exception as failure:  # the library does not document what it raises
-            problem = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
-            raise CalibrationError(
-                f"{source}: no tokenizer can be read ({problem}); give a model's folder or Hub id"
-            ) from failure
+        self._tokenizer: Any = load_tokenizer(source, revision, trust_remote_code)
         self._lock = Lock()
 
     @property
@@ -84,8 +68,9 @@ class Renderer:
         return decoded
 
     def fingerprint(self) -> str:
-        """SHA-256 over everything that decides the token ids: vocabulary, merges, normalization, chat template."""
+        """SHA-256 over all that decides the token ids: vocabulary, merges, normalization, chat template, own code."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         rules = backend.to_str() if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
         template = json.dumps(self._tokenizer.chat_template, sort_keys=True)
-        return hashlib.sha256(f"{rules}\0{template}".encode()).hexdigest()
+        code = "".join(f"\0{text}" for text in own_code(self._tokenizer))
+        return hashlib.sha256(f"{rules}\0{template}{code}".encode()).hexdigest()

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from quantizers.system.errors import CalibrationError, InputError
 
 from .counting import Counting, RecipeOption, TokenizerOption, counting_of
-from .options import GATE_FAILED, DebugOption, JsonOption, emit, find_set, show_rich
+from .options import GATE_FAILED, DebugOption, JsonOption, TrustOption, emit, find_set, show_rich
 
 if TYPE_CHECKING:
     from quantizers.calibration.report.texts_diff import TextsDiff
@@ -65,6 +65,7 @@ def check(
     ] = None,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
+    trust_remote_code: TrustOption = False,
     held_out: Annotated[
         str | None,
         typer.Option(
@@ -97,7 +98,7 @@ def check(
 
     if not show and (source is not None or category is not None):
         raise InputError("--source and --category choose what --show prints; add --show N")
-    counting = counting_of(tokenizer, recipe)
+    counting = counting_of(tokenizer, recipe, trust_remote_code)
     path, other = _sets(set_, held_out, counting.recipe)
     given = counting.arguments | {"cache": default_cache()}
     with loading(Console(stderr=True)) as progress:
@@ -185,6 +186,7 @@ def diff(
     *,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
+    trust_remote_code: TrustOption = False,
     files_only: Annotated[bool, typer.Option("--yaml", help="compare the YAML files alone, and load nothing")] = False,
     workers: WorkersOption = 8,
     as_json: JsonOption = False,
@@ -200,7 +202,7 @@ def diff(
     paths = find_set(before, "embedded"), find_set(after, "embedded")
     difference, texts, note = diff_sets(*paths), None, ""
     if not files_only:
-        texts, note = _texts_diff(*paths, counting_of(tokenizer, recipe), workers)
+        texts, note = _texts_diff(*paths, counting_of(tokenizer, recipe, trust_remote_code), workers)
     data = difference.as_json() | {"texts": texts and texts.as_json(), "note": note}
     show_rich(data, as_json, render_diff(difference, texts, note))
 

@@ -33,19 +33,24 @@ class Counting:
     recipe: tuple[Recipe, Path] | None
 
 
-def counting_of(tokenizer: str | None, recipe: str | None) -> Counting:
-    """The tokenizer that was named, or the recipe's, or the tiny model's."""
+def counting_of(tokenizer: str | None, recipe: str | None, trust_remote_code: bool = False) -> Counting:
+    """The tokenizer that was named, or the recipe's, or the tiny model's.
+
+    Args:
+        trust_remote_code: whether it may run code of its own; a recipe can allow that for its own model too.
+    """
     from quantizers.recipe.locations import source_location
     from quantizers.recipe.schema import read_recipe
     from quantizers.system.shipped import shipped
 
     named = None if recipe is None else read_recipe(recipe)
     if tokenizer is not None:
-        return Counting({"tokenizer": tokenizer}, "", named)
+        return Counting({"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}, "", named)
     if named is None:
         tiny = {"tokenizer": str(shipped("models") / "tiny-minimax-m2")}
         about = "; a large model's makes fewer tokens of a text (--recipe RECIPE or --tokenizer MODEL counts with it)"
         return Counting(tiny, about, None)
     source = named[0].source
-    arguments = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
+    trusted = trust_remote_code or source.trusts_tokenizer
+    arguments = {"revision": source.revision, "trust_remote_code": trusted}
     return Counting({"tokenizer": source_location(*named)} | arguments, ", the recipe's source", named)

@@ -19,6 +19,7 @@ from .options import (
     NoPictureOption,
     SetOption,
     SourceOption,
+    TrustOption,
     WorkOption,
     emit,
     refuse_unfinished_runs,
@@ -53,6 +54,7 @@ def coverage(
     no_picture: NoPictureOption = False,
     device: DeviceOption = "auto",
     work: WorkOption = None,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -77,6 +79,7 @@ def coverage(
         max_uncovered=max_uncovered,
         source=source,
         own=facts,
+        trust_remote_code=trust_remote_code,
         changes=changes_of(settings or (), calibration),
     )
     ranks: Ranks = context.obj or ALONE

@@ -17,6 +17,7 @@ from .options import (
     FactsOption,
     JsonOption,
     NoPictureOption,
+    TrustOption,
     emit,
     find_set,
     refuse_unfinished_runs,
@@ -42,6 +43,7 @@ def evaluate(
         Path | None,
         typer.Option(metavar="DIR", help="keep hidden states and a journal here, and go on from what it holds"),
     ] = None,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -83,7 +85,7 @@ def evaluate(
     with shared as folder, interruptible(advice) as check:
         results = measure(
             opened[0], opened[1:], data_set, choose_device(device, ranks), folder / "evaluation", check,
-            weights=True, resumable=work is not None, ranks=ranks, own=own,
+            weights=True, resumable=work is not None, trust_remote_code=trust_remote_code, ranks=ranks, own=own,
         )  # fmt: skip
     if not ranks.leads:
         return

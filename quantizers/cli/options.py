@@ -69,6 +69,12 @@ CalibrationOption = Annotated[
         autocompletion=_set_names,
     ),
 ]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="let the tokenizer run code of its own; nothing else of a model ever does"
+    ),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="one JSON object on standard output, all else on standard error")
 ]

@@ -76,7 +76,7 @@ def plan(
         from quantizers.cli.tables.plan import fit_table
         from quantizers.plan.cards import parse_cards
         from quantizers.plan.remedies import remedies
-        from quantizers.plan.serving_memory import assumptions, fit, kv_bytes_per_token, serving_model
+        from quantizers.plan.serving_memory import assumptions, fit, kv_bytes_per_token, notes, serving_model
 
         model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
         cards = [parse_cards(text) for text in vram]
@@ -89,6 +89,8 @@ def plan(
             "fits": rows,
             "longest": model.longest,
             "kv_bytes_per_token": kv_bytes_per_token(model, kv),
+            "kv_divided": job.facts.kv_cache is not None and job.facts.kv_cache.split_by is not None,
+            "notes": notes(model, (found for _, found in asked)),
             "assumptions": assumptions(cards),
         }
         emit(result, as_json, fit_table(result))
@@ -96,8 +98,10 @@ def plan(
     from quantizers.cli.tables.plan import plan_table, tensors_table
     from quantizers.plan.run_needs import estimate_run, memory_on_gpu
     from quantizers.plan.summary import listing, summary
+    from quantizers.plan.tensor_parallel import unsaid
 
     numbers = summary(job.plan, job.sizes) | ({"schemes": schemes} if schemes else {})
+    numbers |= {"cards_unknown": unsaid(job.facts)}
     numbers |= where | {"needs": estimate_run(job, int(str(numbers["output_bytes"]))).as_dict()}
     if device_memory:
         numbers |= {"device_memory": memory_on_gpu(job, parse_bytes(device_memory, "--device-memory")).as_dict()}

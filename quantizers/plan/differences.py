@@ -13,14 +13,14 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import Spec
 
 from .fit_sizes import numbered
-from .making import expected_tensors
+from .making import expected_tensors, mtp_layers
 from .summary import kind_of_tensor
 
 Section = tuple[str, ...]  # keys that lead to a part of the facts, such as ("every_layer", "tensors")
 OUTSIDE: Section = ("outside",)
 MATRICES_OF_EXPERTS: Section = ("expert_linears",)
 TENSORS, LINEARS = "tensors", "linears"
-EVERY, MOE, DENSE = "every_layer", "moe_layer", "dense_layer"
+EVERY, MOE, DENSE, MTP = "every_layer", "moe_layer", "dense_layer", "mtp_layer"
 FP8, SCALE = "F8_E4M3", "_scale_inv"
 SCALES = (f".weight{SCALE}", ".weight_scale")  # with a scale per block, and per row
 FLOATING = ("BF16", "F16", "F32")  # dtypes of tensors that are kept as they are, and of scales the first and last
@@ -113,7 +113,11 @@ def compare(
     kinds: dict[tuple[Section, str], Kind] = {}
     scales: dict[tuple[Section, str], Kind] = {}
     known = set()
+    absent = set(sizes.mtp) - set(mtp_layers(facts, sizes, tensors))
+    left_out = tuple(facts.layer(layer, "") for layer in absent)
     for name, spec in in_fp8.items():
+        if name.startswith(left_out):
+            continue
         is_scale = name.endswith(SCALES)
         if is_scale:  # which only a matrix in FP8 has, whatever config.json says
             weight = tensors.get(_weight_of(name))
@@ -137,7 +141,12 @@ def _weight_of(name: str) -> str:
 
 
 def _optional(facts: Architecture, name: str) -> bool:
-    return any(name in facts.tensors(dense) and facts.tensors(dense)[name].optional for dense in (False, True))
+    layers = [
+        facts.tensors(dense=False),
+        facts.tensors(dense=True),
+        *([facts.mtp_tensors()] if facts.mtp_layer else []),
+    ]
+    return any(name in tensors and tensors[name].optional for tensors in layers)
 
 
 def entry_of(facts: Architecture, sizes: Sizes, tensor: str) -> tuple[Section, str]:
@@ -147,8 +156,14 @@ def entry_of(facts: Architecture, sizes: Sizes, tensor: str) -> tuple[Section, s
         return OUTSIDE, tensor
     within = tensor[place.end() :]
     module = within.removesuffix(".weight")
-    own = (DENSE, facts.dense_layer) if int(place[1]) in sizes.dense else (MOE, facts.moe_layer)
-    for key, layer in (own, (EVERY, facts.every_layer)):  # what a kind of layer says comes before what all have
+    number = int(place[1])
+    own = (DENSE, facts.dense_layer) if number in sizes.dense else (MOE, facts.moe_layer)
+    further = (MTP, facts.mtp_layer if number in sizes.mtp else None)
+    for key, layer in (
+        further,
+        own,
+        (EVERY, facts.every_layer),
+    ):  # what a kind of layer says comes before what all have
         if layer and within in layer.tensors:
             return (key, TENSORS), within
         if layer and module in layer.linears:

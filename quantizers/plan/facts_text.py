@@ -9,12 +9,12 @@ from quantizers.checkpoint.safetensors_header import printed
 from quantizers.system.errors import CheckpointError
 from quantizers.system.strict_yaml import MAX_BYTES, dump
 
-from .differences import DENSE, EVERY, LINEARS, MOE, OUTSIDE, TENSORS, Section
+from .differences import DENSE, EVERY, LINEARS, MOE, MTP, OUTSIDE, TENSORS, Section
 from .fit_facts import Fitted
 
 # How deep the keys lie of which each has a line of its own; all others, and what lies deeper, are written in one line.
 DEPTHS = dict.fromkeys(("sizes", "asserts", "outside", "expert_linears", "modules", "targets", "servers"), 1)
-DEPTHS |= dict.fromkeys((EVERY, MOE, DENSE), 2)
+DEPTHS |= dict.fromkeys((EVERY, MOE, DENSE, MTP), 2)
 UNKNOWN = [*((layer, kind) for layer in (EVERY, MOE) for kind in (LINEARS, TENSORS)), OUTSIDE]  # where such tensors are
 
 

@@ -22,6 +22,7 @@ from .differences import Difference, compare
 from .fit_sizes import fit_sizes
 from .fit_tensors import fit_known, fit_scales
 from .fit_unknown import fit_unknown
+from .making import mtp_layers
 
 NOT_TAKEN_OVER = ("published",)  # what is true of the family's models on the Hub, and maybe not of this one
 
@@ -97,14 +98,15 @@ def fit_facts(config: Mapping[str, Any], tensors: Mapping[str, Spec], where: str
         kept = facts.sizes[name]
         written = f"{name}: {size.key if size.otherwise is None else size.otherwise}"
         differences.append(Difference("size", kept.key, kept.otherwise or "the key", "no such key", written))
-    facts = _read(values)
+    facts = _read(values).of_model(config)
     sizes = sizes_of(facts, config, where)
     tensors = specs_apart(tensors, facts, sizes, where)
     differences += fit_known(values, facts, compare(facts, sizes, config, tensors, where))
-    facts = _read(values)
+    facts = _read(values).of_model(config)
     compared = compare(facts, sizes, config, tensors, where)
     differences += fit_scales(values, facts, compared.scales)
-    unknown, suspects = fit_unknown(values, facts, sizes, compared.unknown, declared_block(config, where))
+    mtp = mtp_layers(facts, sizes, tensors)
+    unknown, suspects = fit_unknown(values, facts, sizes, compared.unknown, declared_block(config, where), mtp)
     _read(values)
     return Fitted(family, values, [*differences, *unknown], suspects)
 

@@ -59,12 +59,16 @@ def fit_sizes(
 
 
 def _counted(facts: Architecture, tensors: Mapping[str, Spec]) -> dict[str, int]:
-    """The numbers of layers and of experts in the tensors' names."""
+    """The numbers of layers, without those that predict further tokens, and of experts in the tensors' names."""
     layer = numbered(facts.layer_prefix, "layer")
     expert = re.compile(layer.pattern + numbered(facts.expert_prefix, "expert").pattern)
     counts = {}
     for name, pattern, group in (("layers", layer, 1), ("experts", expert, 2)):
         counts[name] = max((int(found[group]) + 1 for found in map(pattern.match, tensors) if found), default=0)
+    if facts.mtp_layer:
+        only = {*facts.mtp_layer.tensors, *(f"{name}.weight" for name in facts.mtp_layer.linears)}
+        places = ((layer.match(name), name) for name in tensors)
+        counts["layers"] -= len({found[1] for found, name in places if found and name[found.end() :] in only})
     return counts
 
 

@@ -107,4 +107,6 @@ def fit_scales(values: Values, facts: Architecture, scales: list[Kind]) -> Itera
     elif len(dtypes) == 1:
         values["scale_dtype"] = next(iter(dtypes))
         written = f"scale_dtype: {values['scale_dtype']}"
-    yield Difference("scales", "*.weight_scale_inv", facts.scale_dtype, ", ".join(sorted(dtypes)), written, count)
+    yield Difference(
+        "scales", f"*.{scales[0].kind.rpartition('.')[2]}", facts.scale_dtype, ", ".join(sorted(dtypes)), written, count
+    )

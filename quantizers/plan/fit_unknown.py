@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import Spec
 
-from .differences import DENSE, EVERY, FLOATING, FP8, LINEARS, MOE, SCALE, TENSORS, Difference, part, shown
+from .differences import DENSE, EVERY, FLOATING, FP8, LINEARS, MOE, MTP, SCALE, TENSORS, Difference, part, shown
 from .fit_sizes import numbered
 from .summary import kind_of_tensor
 
@@ -30,6 +30,7 @@ def fit_unknown(
     sizes: Sizes,
     unknown: Mapping[str, Spec],
     block: tuple[int, int],
+    mtp: Iterable[int] = (),
 ) -> tuple[list[Difference], list[str]]:
     """Write unknown tensors into the facts, with their shapes in numbers.
 
@@ -38,19 +39,22 @@ def fit_unknown(
         facts: the same, read.
         unknown: every unknown tensor.
         block: rows and columns of an FP8 block.
+        mtp: the layers that predict further tokens, as far as the checkpoint has them.
 
     Returns:
         What was found, and the names in the facts of those that may read the norm.
     """
     written: dict[str, bool] = dict.fromkeys(unknown, False)
     suspects: list[str] = []
-    prefix, every = numbered(facts.layer_prefix, "layer"), frozenset(range(sizes["layers"]))
+    further = frozenset(mtp)  # which have all that layers with experts have
+    prefix, every = numbered(facts.layer_prefix, "layer"), frozenset(range(sizes["layers"])) | further
     within: dict[str, dict[int, Spec]] = {}
     for name, spec in unknown.items():
         place = prefix.match(name)
         if place and int(place[1]) in every:
             within.setdefault(name[place.end() :], {})[int(place[1])] = spec
-    layers = ({sizes.dense: DENSE} if facts.dense_layer else {}) | {every - sizes.dense: MOE, every: EVERY}
+    layers = ({sizes.dense: DENSE} if facts.dense_layer else {}) | ({further: MTP} if further else {})
+    layers |= {every - sizes.dense: MOE, every: EVERY}
     entries = {name: specs for name, specs in within.items() if frozenset(specs) in layers}
     linears = {name for name in entries if _is_fp8_linear(name, entries, block)}
     of_linears = {name + SCALE for name in linears}
@@ -70,7 +74,7 @@ def fit_unknown(
                 values["targets"]["ignore"].append(f"re:.*{re.escape(module)}$")
             entry = name
         written |= {facts.layer(layer, name): True for layer in specs}
-        if name not in of_linears:
+        if name not in of_linears and key != MTP:  # with which nothing computes
             values["modules"].setdefault("without", []).append(entry)
             suspects += [entry] if key != DENSE else []  # where nothing is folded
     for name, spec in unknown.items():
@@ -80,7 +84,7 @@ def fit_unknown(
         if spec.dtype in FLOATING and not name.endswith(SCALE) and not in_entry:
             values["outside"][name] = {"shape": list(spec.shape), "dtype": spec.dtype}
             written[name] = True
-            suspects += [name] if in_layer else []
+            suspects += [name] if in_layer and place is not None and int(place[1]) not in further else []
     values["norm"]["readers"] += suspects
     return list(_differences(unknown, written)), suspects
 

@@ -63,6 +63,11 @@ def _in_layer(facts: Architecture, sizes: Sizes, layer: int) -> tuple[dict[str, 
     return facts.tensors(dense), facts.linears(dense)
 
 
+def mtp_layers(facts: Architecture, sizes: Sizes, tensors: Mapping[str, Spec]) -> list[int]:
+    """The layers that predict further tokens, as far as a checkpoint has them; copies may leave them out."""
+    return [layer for layer in sizes.mtp if any(name.startswith(facts.layer(layer, "")) for name in tensors)]
+
+
 def make_plan(
     facts: Architecture,
     sizes: Sizes,
@@ -97,7 +102,7 @@ def make_plan(
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     form = stored_form((name for name in tensors if name.startswith(in_layers) and not facts.is_unread(name)), block)
     floating, linear = ("BF16", "F16", "F32"), ("F8_E4M3", "BF16", "F16", "F32")
-    mtp = [layer for layer in sizes.mtp if any(name.startswith(facts.layer(layer, "")) for name in tensors)]
+    mtp = mtp_layers(facts, sizes, tensors)
     for layer in (*range(sizes["layers"]), *mtp):
         dense, read = layer in sizes.dense, layer not in sizes.mtp
         own, linears = _in_layer(facts, sizes, layer)
@@ -139,9 +144,10 @@ def make_plan(
         actions.append(Action(name, spec, "carry", {name: spec}, number))
     if remaining:
         more = f" (and {len(remaining) - 1} more)" if len(remaining) > 1 else ""
+        reason = "it might read the folded norm" if folded else "nothing says what it is for"
         raise CheckpointError(
-            f"{where}: {next(iter(remaining))}{more} is not among the facts of {facts.model_type}; it might read the "
-            "folded norm, so it is refused; give the published checkpoint"
+            f"{where}: {next(iter(remaining))}{more} is not among the facts of {facts.model_type}; {reason}, so it is "
+            "refused; give the published checkpoint"
         )
     last = sizes["layers"] + len(sizes.mtp)
     actions.sort(key=lambda action: last if action.layer is None else action.layer)

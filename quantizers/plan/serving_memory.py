@@ -10,7 +10,8 @@ a measurement (https://huggingface.co/mratsim/MiniMax-M2.1-FP8-INT4-AWQ).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from quantizers.system.errors import InputError
 
 from .cards import GIB, Cards, parse_cards
 from .plan import Plan
+from .tensor_parallel import MARLIN_TILE, cache_cards, module_cards, obstacles, unsaid
 
 UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver and CUDA graphs
 RUNTIME = 2 * GIB  # per card: CUDA context, kernels, NCCL buffers, fragmentation
@@ -29,7 +31,20 @@ SEQUENCES = 256  # at most decoded together, each with a row of float32 logits
 KV_BLOCK = 16  # tokens per block of the KV cache
 KvType = Literal["auto", "fp8"]
 KV_BYTES: dict[KvType, int] = {"auto": 2, "fp8": 1}
-COMMON = ("1x24GiB", "2x24GiB", "1x48GiB", "4x24GiB", "2x48GiB", "1x96GiB", "8x24GiB", "4x48GiB", "2x96GiB", "4x80GiB")
+COMMON = (
+    "1x24GiB",
+    "2x24GiB",
+    "1x48GiB",
+    "4x24GiB",
+    "2x48GiB",
+    "1x96GiB",
+    "8x24GiB",
+    "4x48GiB",
+    "2x96GiB",
+    "4x80GiB",
+    "8x80GiB",
+    "8x141GiB",
+)
 
 
 @dataclass(frozen=True)
@@ -37,16 +52,14 @@ class LayerBytes:
     """Weight bytes of one decoder layer, by how vLLM distributes them.
 
     Attributes:
-        experts, attention: split over the tensor-parallel cards; attention with dense MLPs, without the k and v
-            projections.
-        key_value: k and v projections, split over at most as many cards as there are key-value heads.
-        replicated: stored whole on every card.
+        experts: split over the tensor-parallel cards.
+        linears: of each kept linear module, without the layer's prefix; `module_cards` says over how many it is split.
+        others: stored whole on every card.
     """
 
     experts: int
-    attention: int
-    key_value: int
-    replicated: int
+    linears: Mapping[str, int]
+    others: int
 
 
 @dataclass(frozen=True)
@@ -54,18 +67,20 @@ class Model:
     """The facts about a planned output that decide its serving memory.
 
     Attributes:
+        facts: with `kv_cache` and `tensor_parallel`.
         layers: weight bytes of each layer.
         outside: total bytes of embedding, head and final norm.
-        group: the group size of the experts, the largest of all layers.
-        block: rows of an FP8 block of the attention; 1 if it is not FP8, or has a scale per row.
+        groups: the group sizes of the experts.
+        blocks: of the kept linear modules that are FP8 in blocks, see `tensor_parallel.obstacles`.
         longest: the model's maximum context in tokens; 0 if config.json does not say.
     """
 
+    facts: Architecture
     sizes: Sizes
     layers: tuple[LayerBytes, ...]
     outside: int
-    group: int
-    block: int
+    groups: frozenset[int]
+    blocks: Mapping[str, tuple[int, int]]
     longest: int
 
 
@@ -94,40 +109,44 @@ class Fit:
 
 
 def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], fp8: Fp8 | None) -> Model:
-    """Sum up the bytes of a plan's output by how vLLM distributes them over cards."""
+    """Sum up the bytes of a plan's output by how vLLM distributes them over cards.
+
+    Raises:
+        InputError: the facts do not say how servers divide such a model.
+    """
+    if problem := unsaid(facts):
+        raise InputError(problem)
     linears = facts.linears(dense=False) | facts.linears(dense=True)
-    key_value = {name for name in linears if name.endswith(("k_proj", "v_proj"))}
-    by_layer: list[dict[str, int]] = [dict.fromkeys(LayerBytes.__annotations__, 0) for _ in range(plan.layers)]
+    experts, others = [0] * plan.layers, [0] * plan.layers
+    kept: list[Counter[str]] = [Counter() for _ in range(plan.layers)]
+    blocks: dict[str, tuple[int, int]] = {}
     for action in plan.actions:
         if action.layer is None or action.layer in plan.mtp:  # which is loaded for speculative decoding alone
             continue
         module = action.source.removeprefix(facts.layer(action.layer, "")).rpartition(".")[0]
-        part = "experts" if action.expert is not None else "attention" if module in linears else "replicated"
-        part = "key_value" if module in key_value else part
-        by_layer[action.layer][part] += sum(spec.bytes for spec in action.outputs.values())
+        written = sum(spec.bytes for spec in action.outputs.values())
+        if action.expert is not None:
+            experts[action.layer] += written
+        elif module not in linears:
+            others[action.layer] += written
+        else:
+            kept[action.layer][module] += written
+            if action.spec.dtype == "F8_E4M3" and isinstance(fp8, tuple):
+                blocks[module] = fp8
     return Model(
+        facts=facts,
         sizes=sizes,
-        layers=tuple(LayerBytes(**sums) for sums in by_layer),
+        layers=tuple(map(LayerBytes, experts, kept, others)),
         outside=sum(spec.bytes for spec in plan.shard(None).values()),
-        group=max(scheme.group_size for scheme in plan.schemes),
-        block=fp8[0] if isinstance(fp8, tuple) else 1,
+        groups=frozenset(plan.schemes[layer].group_size for layer in plan.quantized_layers),
+        blocks=blocks,
         longest=int(config.get("max_position_embeddings") or 0),
     )
 
 
 def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
     """Why vLLM cannot split this model over `parallel` cards; None if it can."""
-    sizes = model.sizes
-    heads, kv_heads, width, head = (sizes[word] for word in ("heads", "kv_heads", "width", "head_dim"))
-    if heads % parallel:
-        return f"{heads} attention heads are not a multiple of {parallel}"
-    if kv_heads % parallel and parallel % kv_heads:
-        return f"{kv_heads} key-value heads and {parallel} cards are no multiples of each other"
-    if width % (parallel * model.group):
-        return f"an expert's width {width} / {parallel} is not a multiple of the group of {model.group}"
-    if parallel > 1 and (heads // parallel * head % model.block or max(1, kv_heads // parallel) * head % model.block):
-        return f"the attention split in {parallel} does not consist of whole FP8 blocks of {model.block} rows"
-    return None
+    return next(obstacles(parallel, model.facts, model.sizes, model.groups, model.blocks), None)
 
 
 def split(model: Model, cards: Cards, tensor_parallel: int | None) -> tuple[int, int]:
@@ -151,10 +170,11 @@ def split(model: Model, cards: Cards, tensor_parallel: int | None) -> tuple[int,
 
 
 def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
-    """Bytes of one token's keys and values on one card."""
-    heads = max(1, model.sizes["kv_heads"] // tensor_parallel)
+    """Bytes on one card of what is cached of a token."""
+    assert model.facts.kv_cache is not None
+    numbers = model.sizes.value(model.facts.kv_cache.numbers)
     layers = math.ceil(model.sizes["layers"] / pipeline_parallel)
-    return 2 * layers * heads * model.sizes["head_dim"] * KV_BYTES[kv]
+    return layers * numbers // cache_cards(tensor_parallel, model.facts, model.sizes) * KV_BYTES[kv]
 
 
 def fit(
@@ -201,10 +221,12 @@ def _weights(model: Model, tensor: int, pipeline: int) -> int:
     """Weight bytes on the fullest card: equal runs of layers, the embedding in the first, the head in the last."""
     per_stage = math.ceil(len(model.layers) / pipeline)
     stages = [model.layers[first : first + per_stage] for first in range(0, len(model.layers), per_stage)]
-    key_value_cards = min(tensor, model.sizes["kv_heads"])
+    cards = {
+        name: module_cards(name, tensor, model.facts, model.sizes) for layer in model.layers for name in layer.linears
+    }
     in_layers = max(
         sum(
-            (layer.experts + layer.attention) / tensor + layer.key_value / key_value_cards + layer.replicated
+            layer.experts / tensor + sum(size / cards[name] for name, size in layer.linears.items()) + layer.others
             for layer in stage
         )
         for stage in stages
@@ -213,12 +235,27 @@ def _weights(model: Model, tensor: int, pipeline: int) -> int:
 
 
 def _activations(model: Model, cards: Cards, tensor: int) -> int:
-    """Bytes live at the peak of a prefill step: vLLM's two MoE workspaces, hidden states, q/k/v (16 bit), logits."""
+    """Bytes live at the peak of a prefill step: vLLM's two MoE workspaces, hidden states, what attention reads (all in
+    16 bit), and logits.
+    """
     sizes, tokens = model.sizes, step_tokens(cards)
     width, hidden = sizes["width"] // tensor, sizes["hidden"]
     experts = tokens * sizes["chosen"] * (max(2 * width, hidden) + width)
-    attention = tokens * (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"] // tensor
+    attention = tokens * _attention_rows(model, tensor)
     return 2 * (experts + attention + 4 * tokens * hidden) + 2 * 4 * SEQUENCES * sizes["vocabulary"]
+
+
+def _attention_rows(model: Model, tensor: int) -> int:
+    """How many numbers a card makes of a token before attention: all rows but those of its output."""
+    facts, sizes = model.facts, model.sizes
+    assert facts.tensor_parallel is not None
+    rows = {
+        name: sizes.value(shape[0])
+        for name, shape in facts.every_layer.linears.items()
+        if name not in facts.tensor_parallel.columns
+    }
+    divided = sum(count for name, count in rows.items() if name in facts.tensor_parallel.rows)
+    return divided // tensor + sum(rows.values()) - divided
 
 
 def step_tokens(cards: Cards) -> int:
@@ -237,6 +274,17 @@ def assumptions(cards: Sequence[Cards]) -> list[str]:
     ]
 
 
+def notes(model: Model, fits: Iterable[Fit]) -> list[str]:
+    """What some of these ways to divide the model need besides memory, one line each."""
+    shares = {row.tensor_parallel: model.sizes["width"] // row.tensor_parallel for row in fits}
+    return [
+        f"vLLM 0.33 or newer for TP {ranks}: {share} of an expert's width on a card are no multiple of {MARLIN_TILE}, "
+        "and older ones do not fill up Marlin's tiles"
+        for ranks, share in sorted(shares.items())
+        if share % MARLIN_TILE
+    ]
+
+
 def common_fits(model: Model) -> list[Fit]:
     """Estimates for common sets of cards, from small to large, without those that fit fewer than 8,192 tokens.
 
@@ -244,8 +292,6 @@ def common_fits(model: Model) -> list[Fit]:
     is listed only if the maximum context does not fit in 16 bit.
     """
     rows: list[Fit] = []
-    if "kv_heads" not in model.sizes:  # until tensor parallelism follows the facts
-        return rows
     for cards in map(parse_cards, COMMON):
         for kv in KV_BYTES:
             row = fit(model, cards, kv=kv)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from quantizers.architectures.sizes import Sizes
 
-from .plan import KEPT, Plan, file_size, index_json
+from .plan import KEPT, Action, Plan, file_size, index_json
 
 
 def kind_of_tensor(name: str) -> str:
@@ -14,11 +14,17 @@ def kind_of_tensor(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
+def _kind(action: Action, plan: Plan) -> str:
+    """The same, but the number of a layer that predicts further tokens is kept: it has other actions."""
+    name = kind_of_tensor(action.source)
+    return name.replace(".*.", f".{action.layer}.", 1) if action.layer in plan.mtp else name
+
+
 def kinds(plan: Plan) -> list[dict[str, object]]:
     """Every kind of tensor with its action, count, and bytes before and after, in the order of the plan."""
     sums: dict[tuple[str, str], tuple[int, int, int]] = {}
     for action in plan.actions:
-        key = kind_of_tensor(action.source), action.kind
+        key = _kind(action, plan), action.kind
         tensors, before, after = sums.get(key, (0, 0, 0))
         written = sum(spec.bytes for spec in action.outputs.values())
         sums[key] = tensors + 1, before + action.spec.bytes, after + written
@@ -71,4 +77,4 @@ def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
         "index_bytes": index,
         "shards": shards,
         "layer_source_bytes": layer_source,
-    }
+    } | ({"mtp": {"layers": list(plan.mtp), "bytes": sum(source[n] for n in plan.mtp)}} if plan.mtp else {})

@@ -98,7 +98,7 @@ def new_recipe(model: str) -> str:
 source:
   model: {source}
   revision: main                       # a branch, tag or commit
-  trust_remote_code: false             # nothing from the checkpoint is executed
+  trust_remote_code: false             # tokenizer: may run code of its own; nothing else from the checkpoint ever does
 calibration: software-engineer         # a shipped set, or a path relative to this file
 # calibration: {{set: software-engineer, tokens: 131072}}   # so many tokens of it, drawn evenly over its categories
 experts:

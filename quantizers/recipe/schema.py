@@ -31,11 +31,16 @@ class Source(Strict):
     """A Hub id, or a folder relative to the recipe."""
     revision: str = "main"
     """Of a Hub id: a branch, tag or commit."""
-    trust_remote_code: bool = False
-    """Whether code from the checkpoint may be executed."""
+    trust_remote_code: Literal[False, "tokenizer", True] = False
+    """`tokenizer` lets the tokenizer run code of its own. Nothing else of a source ever runs: `true` is the same."""
     facts: Annotated[str, Field(min_length=1)] | None = None
     """A file with your own facts about the model's family, relative to the recipe; `quantize new --facts` writes one.
     Without it the kept facts are taken."""
+
+    @property
+    def trusts_tokenizer(self) -> bool:
+        """Whether the tokenizer may run code of its own."""
+        return self.trust_remote_code is not False
 
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -6,16 +6,18 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.architecture import Architecture, Options, ServerName
 from quantizers.architectures.sizes import Sizes
 from quantizers.calibration.data import language_counts
 from quantizers.calibration.set import read_set
 from quantizers.calibration.tally import by_language
+from quantizers.calibration.tokenizer import own_class
 from quantizers.checkpoint.reader import Checkpoint, block_size
 from quantizers.plan.cards import parse_cards
 from quantizers.plan.job import Job
 from quantizers.plan.plan import Plan
-from quantizers.plan.serving_memory import assumptions, common_fits, serving_model
+from quantizers.plan.serving_memory import assumptions, common_fits, notes, serving_model
+from quantizers.plan.tensor_parallel import unsaid
 from quantizers.recipe.locations import set_location
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.own_files import CARD
@@ -40,7 +42,7 @@ def add_card_facts(report: dict[str, Any], job: Job, data: CalibrationData) -> N
     report["calibration"]["datasets"] = list(dict.fromkeys(datasets))
     report["calibration"]["languages"] = language_counts(calibration, data.samples)
     report["calibration"]["by_language"] = by_language(calibration, data)
-    report["serving"] = serving(job.plan, job.facts, job.sizes, job.opened)
+    report["serving"] = serving(job.plan, job.facts, job.sizes, job.opened, report["source"]["model"])
 
 
 def about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[str, Any]:
@@ -74,21 +76,59 @@ def source_front_matter(source: Checkpoint) -> dict[str, Any]:
         return {}
 
 
-def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint) -> dict[str, Any]:
-    """Parsers, sampling defaults, and how the model fits into the memory of common cards."""
+def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, name: str) -> dict[str, Any]:
+    """The servers' options, sampling defaults, and how the model fits into the memory of common cards.
+
+    Args:
+        name: of the source, for options that only some models of the family have.
+
+    Returns:
+        servers: those that know the family.
+        parsers, sglang: options of vLLM and of SGLang, `true` for one without a value; sglang is null without SGLang.
+        transformers: false if it does not know the model type; its class alone would not read the experts' tensors.
+        sampling, longest, fits, assumptions: defaults of the source's generation, the model's context in tokens, and
+            see `common_fits`.
+        cards_unknown: why there are no fits, where the facts do not say what cards hold.
+    """
     try:
         generation = json.loads((source.folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         generation = {}
-    vllm = facts.servers.get("vllm")
+    about = {
+        "servers": sorted(facts.servers),
+        "sglang": server_options(facts, "sglang", name, source) if "sglang" in facts.servers else None,
+        "parsers": server_options(facts, "vllm", name, source) if "vllm" in facts.servers else {},
+        "sampling": {key: generation[key] for key in SAMPLING_KEYS if key in generation},
+    } | ({} if _in_transformers(facts) else {"transformers": False})
+    if problem := unsaid(facts):
+        return about | {
+            "longest": source.config.get("max_position_embeddings") or 0,
+            "fits": [],
+            "assumptions": [],
+            "cards_unknown": problem,
+        }
     model = serving_model(plan, facts, sizes, source.config, plan.fp8_form(block_size(source)))
     fits = common_fits(model)
-    return {
-        "servers": sorted(facts.servers),
-        "sglang": facts.servers["sglang"].options if "sglang" in facts.servers else None,
-        "parsers": vllm.options if vllm else {},
-        "sampling": {key: generation[key] for key in SAMPLING_KEYS if key in generation},
+    return about | {
         "longest": model.longest,
         "fits": [row.as_dict() for row in fits],
-        "assumptions": assumptions([parse_cards(row.cards) for row in fits]) if fits else [],
+        "assumptions": [*assumptions([parse_cards(row.cards) for row in fits]), *notes(model, fits)] if fits else [],
     }
+
+
+def server_options(facts: Architecture, server: ServerName, model: str, source: Checkpoint) -> Options:
+    """What a server is started with: options of the family, of this model, and for a tokenizer with code of its own."""
+    published = (one.options.get(server, {}) for one in facts.published if model in one.models)
+    try:
+        settings = json.loads((source.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        settings = {}
+    code: Options = {"trust-remote-code": True} if isinstance(settings, dict) and own_class(settings) else {}
+    return facts.servers[server].options | next(published, {}) | code
+
+
+def _in_transformers(facts: Architecture) -> bool:
+    """Whether transformers knows the model type in config.json, by which it finds the class and fuses the experts."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return facts.model_type in CONFIG_MAPPING_NAMES

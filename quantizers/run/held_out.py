@@ -8,7 +8,8 @@ from typing import Any
 from eval.fidelity.figures import Measured, Text, figures
 from eval.fidelity.held_out import cut, past_the_model, positions, texts
 from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.texts import load_tokenizer, token_tensors
+from quantizers.calibration.texts import token_tensors
+from quantizers.calibration.tokenizer import load_tokenizer
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.system.errors import QuantizeError
 
@@ -49,7 +50,7 @@ def held_out(data: CalibrationData, source: Checkpoint, vocabulary: int, trust_r
     """
     limit = positions(source.config)
     tokens = cut(token_tensors(data, vocabulary), limit)
-    scored = texts(data.samples, tokens, load_tokenizer(str(source.folder), trust_remote_code))
+    scored = texts(data.samples, tokens, load_tokenizer(str(source.folder), trust_remote_code=trust_remote_code))
     return HeldOut(
         scored,
         {"name": data.name, "digest": data.digest, "past_the_model": past_the_model(data.samples, limit)},

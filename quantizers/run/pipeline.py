@@ -184,7 +184,7 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
 
 def _samples(job: Job, name: str, tokens: int | None = None) -> CalibrationData:
     """The samples of a set that the recipe names, or `tokens` tokens of them."""
-    return samples(set_location(name, job.path), job.opened.folder, job.recipe.source.trust_remote_code, tokens)
+    return samples(set_location(name, job.path), job.opened.folder, job.recipe.source.trusts_tokenizer, tokens)
 
 
 def load_held_out(job: Job) -> HeldOut | None:
@@ -193,7 +193,7 @@ def load_held_out(job: Job) -> HeldOut | None:
     if not gate:
         return None
     data = _samples(job, gate.data)
-    return held_out(data, job.opened, job.sizes["vocabulary"], job.recipe.source.trust_remote_code)
+    return held_out(data, job.opened, job.sizes["vocabulary"], job.recipe.source.trusts_tokenizer)
 
 
 def refuse_other_texts(work: Path, layers: int, held: HeldOut, output: Path) -> None:

@@ -138,6 +138,6 @@ def _prove(
         "layers": as_rows(mix.found),
         "audit": audit.as_dict() | {"digests": written},
         "gates": own_gates(audit, consumers),
-        "serving": serving(plan, facts, mix.sizes, source),
+        "serving": serving(plan, facts, mix.sizes, source, settings["source"]),
     }
     return report | ({"consumers": consumers.as_dict()} if consumers else {})

@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 from conftest import Finished
 from huggingface_hub import ModelCard
+from own_tokenizer import write_own_tokenizer
 
 from eval.report.card import card
 from eval.report.card_pictures import calibration_figure, draw
 from eval.report.front_matter import front_matter
+from quantizers.architectures.families import architecture_for
 from quantizers.calibration.languages import CODES
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.run.card_facts import server_options
 from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 Report = dict[str, Any]
@@ -202,3 +206,123 @@ def test_a_family_that_vllm_does_not_know_has_no_command_to_serve_it(published: 
     text = card(unknown)
     assert "vllm serve" not in text
     assert "No release of vLLM that was known when this was made has a model of this family." in text
+
+
+# Families with more than attention and routed experts ----------------------------------------------
+
+
+def kinds(*rows: tuple[str, str]) -> list[dict[str, Any]]:
+    return [
+        {"kind": kind, "action": action, "tensors": 1, "bytes_before": 1, "bytes_after": 1} for kind, action in rows
+    ]
+
+
+ATTENTION = "model.layers.*.self_attn."
+SHARED = "model.layers.*.mlp.shared_experts.up_proj.weight"
+PER_ROW = kinds(
+    (f"{ATTENTION}q_proj.weight", "keep"),
+    (f"{ATTENTION}q_proj.weight_scale", "keep"),
+    (f"{ATTENTION}q_proj.bias", "keep"),
+    (f"{ATTENTION}q_norm.weight", "keep"),
+    (f"{ATTENTION}o_proj.weight", "keep"),
+    (SHARED, "keep"),
+)
+IN_BLOCKS = kinds(
+    (f"{ATTENTION}kv_a_proj_with_mqa.weight", "keep"),
+    (f"{ATTENTION}kv_a_proj_with_mqa.weight_scale_inv", "rename"),
+    (f"{ATTENTION}kv_a_layernorm.weight", "keep"),
+    (f"{ATTENTION}kv_b_proj.weight", "keep"),
+    (SHARED, "keep"),
+)
+ROW = {"tensors": 1, "bytes_before": 1, "bytes_after": 1}
+
+
+def with_plan(report: Report, **changes: Any) -> Report:
+    """The report of a model into whose norms nothing is folded."""
+    return report | {"plan": report["plan"] | {"actions": {"keep": ROW, "quantize": ROW}} | changes}
+
+
+def test_a_card_says_what_is_kept_besides_attention_and_in_which_form(published: Report) -> None:
+    mtp = {"layers": [92], "bytes": 4_321_000_000}
+    text = card(with_plan(published, layers=92, dense_layers=[0, 1, 2], mtp=mtp, kinds=PER_ROW))
+    assert (
+        "Kept, in FP8 with a scale per row: attention (`q_proj`, `o_proj`); the MLP of layers 0, 1, 2, without routed "
+        "experts; the shared experts. Layer 92 predicts further tokens, for speculative decoding (MTP): kept whole, "
+        "routed experts in FP8 with a scale per row too (4.3 GB)."
+    ) in text
+    assert "(89 layers, " in text
+    actions = {"keep": ROW, "rename": ROW, "quantize": ROW}
+    text = card(with_plan(published, layers=61, dense_layers=[0], kinds=IN_BLOCKS, actions=actions))
+    assert (
+        "Kept, in FP8 with a scale per block: attention (`kv_a_proj_with_mqa`, `kv_b_proj`); the MLP of layer 0,"
+        in text
+    )
+    assert "MTP" not in text
+    plain = [row for row in PER_ROW if not row["kind"].endswith("_scale")]
+    assert "Kept, in 16 bits: attention (`q_proj`, `o_proj`); the shared experts." in card(
+        with_plan(published, kinds=plain)
+    )
+
+
+def test_a_card_speaks_of_folded_norms_only_where_there_are_any(published: Report) -> None:
+    folded = card(published)
+    assert "folded into the norm and compensated in the router;" in folded
+    assert "the ratio of the folded norm, each expert against its source matrix." in folded
+    assert "Kept, in" not in folded
+    kept = card(with_plan(published, kinds=PER_ROW))
+    assert "folded" not in kept
+    assert "within each expert (no norm and no router is changed: the shared experts read these norms too);" in kept
+    assert "Each expert was checked against its source matrix." in kept
+    assert "(no norm and no router is changed);" in card(with_plan(published))
+
+
+def test_an_option_without_a_value_has_none_in_the_commands_and_its_reason_below(published: Report) -> None:
+    options = {"disable-shared-experts-fusion": True, "tool-call-parser": "its"}
+    about = published["serving"] | {"fits": [], "sglang": options, "parsers": {"trust-remote-code": True}}
+    text = card(published | {"serving": about})
+    assert (
+        "```\npython -m sglang.launch_server --model-path PATH_OR_ID \\\n    --disable-shared-experts-fusion \\\n"
+        in text
+    )
+    assert (
+        "\\\n    --tool-call-parser its\n```\n\n`--disable-shared-experts-fusion`: without it SGLang puts the kept"
+        in text
+    )
+    assert "vllm serve PATH_OR_ID \\\n    --trust-remote-code" in text
+    assert "`--trust-remote-code`: the tokenizer is code of its own." in text
+    assert "True" not in text.partition("## How to run it")[2].partition("\n## ")[0]
+    assert "from transformers import AutoModelForCausalLM\n" in text
+    unknown = card(published | {"serving": about | {"transformers": False}})
+    assert "from transformers" not in unknown
+    assert "transformers does not know this type of model." in unknown
+
+
+@pytest.mark.parametrize(
+    ("model", "vllm", "sglang"),
+    [
+        (
+            "zai-org/GLM-4.6-FP8",
+            {"reasoning-parser": "glm45", "tool-call-parser": "glm45"},
+            {"disable-shared-experts-fusion": True, "reasoning-parser": "glm45", "tool-call-parser": "glm45"},
+        ),
+        (
+            "zai-org/GLM-4.7-FP8",
+            {"reasoning-parser": "glm45", "tool-call-parser": "glm47"},
+            {"disable-shared-experts-fusion": True, "reasoning-parser": "glm45", "tool-call-parser": "glm47"},
+        ),
+        (
+            "a/finetune",
+            {"reasoning-parser": "glm45"},
+            {"disable-shared-experts-fusion": True, "reasoning-parser": "glm45"},
+        ),
+    ],
+)
+def test_options_of_a_model_are_added_to_those_of_its_family(
+    model: str, vllm: dict[str, Any], sglang: dict[str, Any], tmp_path: Path
+) -> None:
+    facts = architecture_for({"model_type": "glm4_moe"}, "config.json")
+    source = Checkpoint(tmp_path, model, {}, {})
+    assert server_options(facts, "vllm", model, source) == vllm
+    assert server_options(facts, "sglang", model, source) == sglang
+    write_own_tokenizer(tmp_path, tmp_path / "ran")
+    assert server_options(facts, "vllm", model, source) == vllm | {"trust-remote-code": True}

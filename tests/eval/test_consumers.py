@@ -25,12 +25,15 @@ from eval.consumers.rules import (
     EMBEDDINGS,
     EXPERTS,
     HEAD,
-    KINDS,
     MLP,
+    MTP_EXPERTS,
+    MTP_LINEAR,
+    MTP_OTHER,
     OUTPUT,
     ROUTER,
     SERVERS,
     SGLANG,
+    SHARED,
     VLLM,
     VLLM_BEFORE,
     find,
@@ -40,6 +43,7 @@ from eval.consumers.vllm import ask_vllm
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
+from quantizers.checkpoint.fp8 import ROWS
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.making import expected_tensors, make_plan
@@ -53,6 +57,8 @@ BLOCK = (128, 128)
 ATTENTION_GROUP, EXPERT_GROUP = "attention_fp8_block", "routed_experts"
 ONLY_PUBLISHED = r"re:.*block_sparse_moe\.experts\.\d+\.(w1|w2|w3)$"
 EXPERT = "model.layers.1.block_sparse_moe.experts.2"
+BEYOND = ["glm4_moe", "deepseek_v3"]
+WITHOUT_NUMBERS = r"re:.*\.experts\.\d+\.(gate_proj|up_proj|down_proj)$"
 Section = dict[str, Any]
 Output = tuple[dict[str, Any], dict[str, Spec]]
 
@@ -105,7 +111,7 @@ def test_a_good_output_has_no_findings(bits: Any, group: Any) -> None:
         OUTPUT: "FP8 block 128x128",
         MLP: "-",
         EXPERTS: f"INT{bits} group {group}",
-    }
+    } | dict.fromkeys((SHARED, MTP_LINEAR, MTP_EXPERTS, MTP_OTHER), "-")
     assert found.schemes[STORED] == expected | {ROUTER: "F32", HEAD: "BF16", EMBEDDINGS: "BF16"}
     for engine in (*(server.name for server in SERVERS), TRANSFORMERS):
         assert found.schemes[engine] == expected | dict.fromkeys((ROUTER, HEAD, EMBEDDINGS), "plain")
@@ -460,9 +466,9 @@ def test_no_match_is_an_error_for_sglang_only() -> None:
     ("sizes", "group", "ranks", "reason"),
     [
         ({}, 32, 1, "ok"),
-        ({}, 32, 2, "k and v per rank, 64, is not a multiple of the FP8 block, 128"),
+        ({}, 32, 2, "self_attn.k_proj's rows per rank, 64, are not a multiple of the FP8 block, 128"),
         ({}, 32, 4, "the experts' width per rank, 16, is not a multiple of the group, 32"),
-        ({}, 32, 8, "4 heads do not divide"),
+        ({}, 32, 8, "4 attention heads are not a multiple of 8"),
         ({"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 128}, 32, 2, "ok"),
         ({"num_key_value_heads": 1, "num_attention_heads": 8, "head_dim": 128}, 32, 2, "ok"),
         ({"hidden_size": 192}, 32, 1, "hidden size 192 is not a multiple of 128, which Marlin needs"),
@@ -486,8 +492,8 @@ def test_tensor_parallel_of_m21_with_large_groups() -> None:
     _, config = published
     facts, sizes, plan = planned(config, Experts(group_size=128))
     rules = read_rules(output_config(config, facts, plan, BLOCK)["quantization_config"])
-    schemes = {r.kind: r.scheme for r in server_readings(VLLM, facts, Sizes(sizes | {"layers": 1}), rules)}
-    answers = [tensor_parallel(n, sizes, [schemes[ATTENTION]], [schemes[EXPERTS]]) for n in (1, 2, 4, 8)]
+    readings = list(server_readings(VLLM, facts, Sizes(sizes | {"layers": 1}), rules))
+    answers = [tensor_parallel(n, facts, sizes, readings) for n in (1, 2, 4, 8)]
     assert answers[:3] == ["ok", "ok", "ok"]
     assert "192, is not a multiple of the group, 128" in answers[3]
 
@@ -495,7 +501,8 @@ def test_tensor_parallel_of_m21_with_large_groups() -> None:
 def test_text_and_json() -> None:
     found = checked(changed(lambda s: s.update(format="mixed-precision")))
     text = render(found)
-    assert text.splitlines()[0].split("  ")[-1].strip() == KINDS[-1]
+    assert text.splitlines()[0].split("  ")[-1].strip() == EMBEDDINGS
+    assert MLP not in text
     assert "(2 times)" in text
     assert "SGLang: stops before it loads a tensor" in text
     assert json.loads(json.dumps(found.as_dict()))["findings"][0]["count"] == 2
@@ -512,6 +519,17 @@ VARIANTS: dict[str, Callable[[Section], object]] = {
     "everything": lambda s: (s["config_groups"][ATTENTION_GROUP].update(targets=["re:.*"]), s["ignore"].clear()),
     "no formats": lambda s: [group.pop("format") for group in s["config_groups"].values()],
     "one layer": lambda s: s["config_groups"][EXPERT_GROUP].update(targets=[r"re:.*layers\.1\.mlp\.experts.*"]),
+}
+
+
+BEYOND_VARIANTS: dict[str, Callable[[Section], object]] = {
+    "good": lambda s: None,
+    "no layer numbers": lambda s: s["config_groups"][EXPERT_GROUP].update(targets=[WITHOUT_NUMBERS]),
+    "FP8 first": lambda s: s.update(config_groups=dict(reversed(s["config_groups"].items()))),
+    "Linear": lambda s: [group.update(targets=["Linear"]) for group in s["config_groups"].values()],
+    "ignore one part": lambda s: s["ignore"].append(r"re:.*\.(q_a_proj|q_proj|shared_experts\.up_proj)$"),
+    "ignore the whole": lambda s: s["ignore"].append(r"re:.*\.(fused_qkv_a_proj|qkv_proj)$"),
+    "ignore the layer beyond": lambda s: s["ignore"].append(r"re:.*layers\.3\..*"),
 }
 
 
@@ -534,17 +552,24 @@ print(json.dumps([ask_vllm(Path(folder)) for folder in sys.argv[1:]]))
 @needs_vllm
 def test_vllm_answers_as_the_rules_say(tmp_path: Path) -> None:
     """All variants in one process of an environment that has vLLM, whose start takes long."""
-    for number, mistake in enumerate(VARIANTS.values()):
+    configs = {name: changed(mistake)[0] for name, mistake in VARIANTS.items()}
+    for name, mistake in BEYOND_VARIANTS.items():
+        for family in BEYOND:
+            configs[f"{family}: {name}"], _ = made(family)
+            mistake(configs[f"{family}: {name}"]["quantization_config"])
+    for number, config in enumerate(configs.values()):
         (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "config.json").write_text(json.dumps(changed(mistake)[0]))
+        (tmp_path / str(number) / "config.json").write_text(json.dumps(config))
     done = subprocess.run(
-        [os.environ[VLLM_PYTHON], "-c", ASK, *(str(tmp_path / str(number)) for number in range(len(VARIANTS)))],
+        [os.environ[VLLM_PYTHON], "-c", ASK, *(str(tmp_path / str(number)) for number in range(len(configs)))],
         cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, check=True
     )  # fmt: skip
     answers = json.loads(done.stdout.splitlines()[-1])  # vLLM prints on standard output too
-    for name, answer in zip(VARIANTS, answers, strict=True):
+    for name, answer in zip(configs, answers, strict=True):
         assert answer["differences"] == [], name
-        assert answer["asked"] == 2 * 3 + 2, name
+        # With one dense layer, two with experts and one beyond; MLA has two linear layers more than q, k, v and o.
+        linear = {"glm4_moe": 4, "deepseek_v3": 6}.get(name.partition(":")[0], 0)
+        assert answer["asked"] == (4 * linear + 3 + 2 if linear else 2 * 3 + 2), name
 
 
 def test_a_family_that_no_server_knows_is_said_to_be_one() -> None:
@@ -556,6 +581,112 @@ def test_a_family_that_no_server_knows_is_said_to_be_one() -> None:
     assert "no release of vLLM or SGLang" in finding.problem
     assert found.tensor_parallel == {}
     assert set(found.schemes) == {STORED, TRANSFORMERS}
+
+
+# Shared experts, MLA, and layers that predict further tokens ----------------------------------------
+
+
+def made(family: str, **changes: Any) -> Output:
+    """The output of a tiny model of a family, in the form that it is published in."""
+    config = families.config(family, **changes)
+    section = config.get("quantization_config")
+    fp8 = None if section is None else BLOCK if "weight_block_size" in section else ROWS
+    facts = architecture_for(config, "x")
+    sizes = sizes_of(facts, config, "x")
+    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), Experts(), "x", fp8)
+    tensors = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
+    return copy.deepcopy(output_config(config, facts, plan, fp8)), tensors
+
+
+def groups_of(output: Output) -> Section:
+    return output[0]["quantization_config"]["config_groups"]
+
+
+@pytest.mark.parametrize("family", [*BEYOND, "kimi_k2", "glm4_moe_lite"])
+def test_a_good_output_of_such_a_family_has_at_most_notes(family: str) -> None:
+    found = checked(made(family))
+    notes = [(finding.severity, finding.engine) for finding in found.findings]
+    assert notes == ([("note", f"{VLLM.name}, {VLLM_BEFORE.name}")] if family in ("deepseek_v3", "kimi_k2") else [])
+    assert found.errors == []
+    text = render(found)
+    assert "every engine reads it as it is stored" in text
+    assert ("note: " in text) == bool(notes)
+    for engine in SERVERS:
+        row, stored = found.schemes[engine.name], found.schemes[STORED]
+        for kind in (ATTENTION, OUTPUT, MLP, SHARED, EXPERTS, MTP_LINEAR, MTP_EXPERTS):
+            assert row[kind] == {"BF16": "plain"}.get(stored[kind], stored[kind])
+    assert (MTP_EXPERTS in text) == (family != "kimi_k2")
+
+
+@pytest.mark.parametrize("family", BEYOND)
+def test_an_expert_target_without_layer_numbers_takes_the_experts_of_the_layer_beyond(family: str) -> None:
+    """The main model is read as it is stored, so the mistake shows in speculative decoding alone."""
+    output = made(family)
+    groups_of(output)["routed_experts"]["targets"] = [WITHOUT_NUMBERS]
+    found = checked(output)
+    for engine in SERVERS:
+        assert found.schemes[engine.name][EXPERTS] == "INT4 group 32"
+        assert found.schemes[engine.name][MTP_EXPERTS] == "INT4 group 32"
+        assert "MTP experts: takes the scheme INT4 group 32 (group 'routed_experts'" in said(found, engine.name)
+    assert said(found, TRANSFORMERS) == ""
+
+
+@pytest.mark.parametrize("family", BEYOND)
+def test_an_fp8_target_that_does_not_know_sglangs_prefix_stops_sglang_alone(family: str) -> None:
+    output = made(family)
+    (group,) = [group for name, group in groups_of(output).items() if name != "routed_experts"]
+    group["targets"] = [target for target in group["targets"] if "decoder" not in target]
+    found = checked(output)
+    assert {error.engine for error in found.errors} == {SGLANG.name}
+    assert "MTP experts: no group matches gate_proj" in said(found, SGLANG.name)
+    assert found.errors[0].where == "model.decoder.mlp.experts"
+
+
+@pytest.mark.parametrize("family", BEYOND)
+@pytest.mark.parametrize("entry", ["eh_proj", "shared_head", "embed_tokens$"])
+def test_ignore_must_name_what_only_the_layer_beyond_has(family: str, entry: str) -> None:
+    output = made(family)
+    ignore = output[0]["quantization_config"]["ignore"]
+    ignore[:] = [pattern for pattern in ignore if not (entry in pattern and pattern.startswith("re:"))]
+    assert "MTP other: no group matches" in said(checked(output), SGLANG.name)
+
+
+def test_a_model_whose_files_lack_the_layer_that_its_config_speaks_of_is_fine() -> None:
+    config, tensors = made("glm4_moe")
+    beyond = "model.layers.3."
+    found = checked((config, {name: spec for name, spec in tensors.items() if not name.startswith(beyond)}))
+    assert found.findings == []
+    assert found.schemes[VLLM.name][MTP_EXPERTS] == "-"
+    half = {name: spec for name, spec in tensors.items() if "3.mlp.experts.1." not in name}
+    assert "up_proj is missing" in said(checked((config, half)), VLLM.name)
+
+
+@pytest.mark.parametrize("family", BEYOND)
+def test_transformers_takes_the_first_group_that_names_experts_for_the_routed_ones(family: str) -> None:
+    output = made(family)
+    section = output[0]["quantization_config"]
+    section["config_groups"] = dict(reversed(groups_of(output).items()))
+    found = checked(output)
+    assert {error.engine for error in found.errors} == {TRANSFORMERS}
+    assert "experts: takes the scheme FP8" in said(found, TRANSFORMERS)
+
+
+@pytest.mark.parametrize("lost", ["q_a", "kv_a"])
+def test_the_parts_of_mlas_fused_layer_need_one_scheme(lost: str) -> None:
+    output = made("deepseek_v3")
+    output[0]["quantization_config"]["ignore"].append(rf"re:.*layers\.[012]\.self_attn\.{lost}_proj")
+    found = checked(output)
+    for engine in SERVERS:
+        assert "`ignore` covers only some of q_a_proj, kv_a_proj_with_mqa" in said(found, engine.name)
+        assert found.schemes[engine.name][MTP_LINEAR] == "FP8 block 128x128"
+
+
+def test_keys_that_servers_read_beside_the_method_are_no_mistake() -> None:
+    assert made("deepseek_v3")[0]["quantization_config"]["scale_fmt"] == "ue8m0"
+    config, tensors = made("kimi_k2")
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    (warning,) = [finding for finding in checked((config, tensors)).findings if finding.severity == "warning"]
+    assert warning.where == "quantization_config.scale_fmt"
 
 
 def test_a_router_that_a_server_asks_for_must_be_ignored_or_in_no_group() -> None:

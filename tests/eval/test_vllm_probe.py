@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from source_forms import per_row, write_plain
 from torch import Tensor
 from whole_models import stored
 
+from eval.consumers.folder import check_folder
+from eval.consumers.rules import VLLM
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known
 from quantizers.plan.job import prepare
@@ -27,11 +30,19 @@ from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 
 EXPERTS = "model.layers.1.block_sparse_moe.experts"
+BLOCKS = "FP8 block 128x128"
+SCHEMES = {"glm4_moe": "FP8 per channel"}  # of the experts in layers that predict further tokens, or else BLOCKS
 Damage = Callable[[dict[str, Any], dict[str, Tensor]], object]
 
 
 def facts_of(model_type: str) -> Architecture:
     return architecture_for({"model_type": model_type}, "here")
+
+
+def without_numbers(config: dict[str, Any]) -> None:
+    """The target of the INT4 experts as it is in families that have no layers beyond the last."""
+    group = config["quantization_config"]["config_groups"]["routed_experts"]
+    group["targets"] = [r"re:.*\.experts\.\d+\.(gate_proj|up_proj|down_proj)$"]
 
 
 def without_a_scale(_config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -112,7 +123,8 @@ def probed(*words: object) -> tuple[int, dict[str, Any]]:
 def test_vllm_reads_every_family_as_it_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In one process: the schemes are those of our rules, and every tensor lies in its own model, byte for byte.
 
-    With a scale per block and per row of FP8, without FP8, and with a layer that has no experts.
+    With a scale per block and per row of FP8, without FP8, with a layer that has no experts, and with one that predicts
+    further tokens, whose experts are as the source has them; a config that takes them for INT4 is named by vLLM and us.
     """
     recipes = [families.write_job(tmp_path / str(number), model) for number, model in enumerate(families.MODELS)]
     per_row(write_plain(tmp_path / "plain", "qwen3_moe"), tmp_path / "rows" / "model", torch.bfloat16)
@@ -121,15 +133,34 @@ def test_vllm_reads_every_family_as_it_was_written(tmp_path: Path, capsys: pytes
     for recipe, folder in zip(recipes, folders, strict=True):
         change(recipe, lambda body: body.pop("verify"))
         run(prepare(str(recipe)), Options(folder, torch.device("cpu")))
-    code, report = probed(*folders)
+    misread = shutil.copytree(folders[[*families.MODELS].index("deepseek_v3")], tmp_path / "misread")
+    config, _ = stored(misread)
+    without_numbers(config)
+    (misread / "config.json").write_text(json.dumps(config))
+    code, report = probed(*folders, misread)
+    damaged = report["checked"].pop()
     with capsys.disabled():
         versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
         print(f"\n{versions} read {', '.join(one['model_class'] for one in report['checked'])}")
     assert [one["problems"] for one in report["checked"]] == [[]] * len(folders)
-    assert code == 0
-    for folder, one in zip(folders, report["checked"], strict=True):
+    for recipe, folder, one in zip(recipes, folders, report["checked"], strict=True):
+        source, tensors = stored(recipe.parent / "model")
         assert one["tensors"] == len(stored(folder)[1])
         assert "INT4 group 32" in str(one["schemes"]["experts"])
+        asked = {str(a) for name, a in one.get("looked_up_by_mtp", {}).items() if ".experts." in name}
+        experts = "plain" if "quantization_config" not in source else SCHEMES.get(source["model_type"], BLOCKS)
+        has = any(families.is_mtp(source, name) for name in tensors)
+        assert asked == ({str({experts: 1})} if has else set())
+        assert ("MTP experts" in one["schemes"]) == has
+    assert sum("looked_up_by_mtp" in one for one in report["checked"]) == 3
+    assert code == 1
+    assert any(line.startswith("vLLM, loading the MTP model's weights: ") for line in damaged["problems"])
+    assert not [line for line in damaged["problems"] if "the rules here say" in line]
+    found = check_folder(misread)
+    assert found is not None
+    (error,) = [error for error in found.errors if VLLM.name in error.engine]
+    assert error.where == "model.layers.3.mlp.experts.0.gate_proj"
+    assert "MTP experts: takes the scheme INT4 group 32" in error.problem
     served = {facts.model_class: facts for facts in map(facts_of, known()) if "vllm" in facts.servers}
     assert {one["model_class"] for one in report["checked"]} == set(served)
     for one in report["checked"]:

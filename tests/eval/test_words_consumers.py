@@ -26,7 +26,7 @@ from quantizers.checkpoint.safetensors_header import Spec
 AWQ = Kind("awq", group=64).section()
 WITHOUT_KEY = {key: value for key, value in AWQ.items() if key != "zero_point"}
 GPTQ = Kind("gptq", symmetric=True, group=64).section()
-USUAL = ("gate", "lm_head")  # what stays plain
+USUAL = ("gate", "lm_head", "eh_proj", "shared_head.head")  # what stays plain
 AT = "model.layers.0"
 EXPERTS = f"{AT}.block_sparse_moe.experts"
 
@@ -71,7 +71,9 @@ def test_a_usual_checkpoint_is_read_as_it_is_stored(family: str, section: dict[s
     assert VLLM.name not in warning.engine.split(", ")
     taken, stored = found.schemes[VLLM.name], found.schemes[STORED]
     quantized = {kind for kind, text in stored.items() if "INT" in text}
-    assert quantized == {"attention q,k,v", "attention o", "experts"}
+    plain = {"router", "lm_head", "embeddings", "MTP other"}
+    assert quantized == {kind for kind, text in stored.items() if text != "-"} - plain
+    assert quantized >= {"attention q,k,v", "attention o", "experts"}
     assert {kind: text for kind, text in taken.items() if text not in ("plain", "-")} == {
         kind: stored[kind] for kind in quantized
     }
@@ -120,17 +122,16 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import (
     get_dynamic_override, is_layer_gptq_quantized, override_config)
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
-FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-
-def answer(section, listed, kind, name):
+def answer(section, listed, kind, name, together):
+    experts = kind.endswith("experts") and not name.endswith("_proj")
     try:
         if section["quant_method"] == "awq":
             AutoAWQConfig.from_config(section)
-            return not is_layer_skipped(name, listed, {} if kind == "experts" else FUSED, match_mode="substring")
+            return not is_layer_skipped(name, listed, {} if experts else together, match_mode="substring")
         config = AutoGPTQConfig.from_config(section)
         if get_dynamic_override(config, layer_name=name) == False:
             return False
-        if kind != "experts" and not is_layer_gptq_quantized(name, listed, FUSED):
+        if not experts and not is_layer_gptq_quantized(name, listed, together):
             return False
         override_config(config, prefix=name)
         return [config.weight_bits, config.group_size]
@@ -163,6 +164,7 @@ def test_vllms_own_functions_answer_alike() -> None:
         config = families.config(family, num_hidden_layers=2)
         facts = architecture_for(config, "x")
         sizes = sizes_of(facts, config, "x")
+        together = VLLM.of_family(facts).fused
         for section in sections:
             words, tensors = read_words(section, "x"), headers(family, section)
             listed = _listed(section, words, by_module(tensors))
@@ -170,11 +172,11 @@ def test_vllms_own_functions_answer_alike() -> None:
             errors = check(config, tensors, facts, sizes).errors
             stops = any(error.where.startswith("quantization_config") for error in errors)
             for kind, name, _ in _asked(facts, sizes):
-                if kind in ("lm_head", "embeddings", "router"):
+                if kind in ("lm_head", "embeddings", "router", "MTP other"):
                     continue
-                questions.append([section, listed, kind, name])
+                questions.append([section, listed, kind, name, together])
                 try:
-                    quantized = not stops and _is_quantized(kind, name, words, listed)
+                    quantized = not stops and _is_quantized(kind, name, words, listed, together)
                     scheme = True if words.layout == "awq" else list(words.of(name) or ())
                     ours.append("refused" if stops else scheme if quantized else False)
                 except Refused:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from commands import quantize
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import architecture_for, known
+from quantizers.architectures.families import architecture_for, known, published_config
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.facts_text import facts_text
@@ -256,14 +256,75 @@ def test_where_nothing_differs_the_facts_are_the_kept_ones(tmp_path: Path) -> No
     assert read_back(fitted, tmp_path) == kept.model_copy(update={"published": []})
 
 
+def few_layers(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Spec]]:
+    """A published model with few layers and experts: its config.json and its headers."""
+    facts = architecture_for(config, "x")
+    small = config | {facts.sizes["layers"].key: 4, facts.sizes["experts"].key: 16}
+    return small, expected_tensors(facts, sizes_of(facts, small, "x"), small, "x")
+
+
 @pytest.mark.parametrize("family", known())
 def test_every_published_model_has_no_difference_from_its_facts(family: str) -> None:
-    for one in load(known()[family], Architecture).published[:1]:
-        facts, sizes = architecture_for(one.config, "x"), sizes_of(architecture_for(one.config, "x"), one.config, "x")
-        config = one.config | {facts.sizes["layers"].key: 2}
-        tensors = expected_tensors(facts, sizes_of(facts, config, "x"), config, "x")
-        assert sizes["experts"] > 2
+    for one in load(known()[family], Architecture).published:
+        config, tensors = few_layers(one.config)
         assert fit_facts(config, tensors, "here").differences == []
+
+
+def of_glm() -> tuple[dict[str, Any], dict[str, Spec]]:
+    """Layers 0 to 2 without experts, 3 with them, 4 predicts a further token."""
+    found = published_config("zai-org/GLM-4.6-FP8")
+    assert found is not None
+    return few_layers(found[1])
+
+
+def test_layers_that_predict_further_tokens_may_lack_what_is_optional_or_be_left_out() -> None:
+    config, tensors = of_glm()
+    lacking = {name: spec for name, spec in tensors.items() if name != "model.layers.4.shared_head.head.weight"}
+    without_layer = {name: spec for name, spec in tensors.items() if not name.startswith("model.layers.4.")}
+    assert len(without_layer) < len(lacking) < len(tensors)
+    for there in (lacking, without_layer):
+        assert fit_facts(config, there, "here").differences == []
+    del lacking["model.layers.4.enorm.weight"]
+    (difference,) = fit_facts(config, lacking, "here").differences
+    assert (difference.what, difference.name, difference.written) == (
+        "missing", "model.layers.*.enorm.weight", "taken out",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layers", "section"),
+    [([4], "mtp_layer"), ([3, 4], "moe_layer"), ([0, 1, 2], "dense_layer"), ([0, 1, 2, 3, 4], "every_layer")],
+)
+def test_an_unknown_tensor_belongs_to_the_kind_of_layer_that_has_it(
+    layers: list[int], section: str, tmp_path: Path
+) -> None:
+    config, tensors = of_glm()
+    tensors |= {f"model.layers.{layer}.gain": Spec("BF16", (4,)) for layer in layers}
+    fitted = fit_facts(config, tensors, "here")
+    assert [(one.name, one.written, one.tensors) for one in fitted.differences] == [
+        ("model.layers.*.gain", "kept", len(layers))
+    ]
+    facts = read_back(fitted, tmp_path)
+    assert "gain" in getattr(facts, section).tensors
+    assert fitted.suspects == (["gain"] if section in ("moe_layer", "every_layer") else [])
+    assert ("gain" in facts.modules.without) == (section != "mtp_layer")
+    assert {action.source for action in planned(facts, config, tensors).actions} == set(tensors)
+
+
+def test_a_tensor_that_config_json_denies_is_found(tmp_path: Path) -> None:
+    config, tensors = of_glm()
+    fitted = fit_facts(config | {"use_qk_norm": False}, tensors, "here")
+    assert {one.name for one in fitted.differences} == {f"model.layers.*.self_attn.{x}_norm.weight" for x in "qk"}
+    facts = read_back(fitted, tmp_path)
+    assert facts.every_layer.tensors["self_attn.q_norm.weight"].when is None
+    assert len(planned(facts, config | {"use_qk_norm": False}, tensors).actions) == len(tensors)
+
+
+def test_layers_are_counted_without_those_that_predict_further_tokens() -> None:
+    config, tensors = of_glm()
+    del config["num_hidden_layers"]
+    fitted = fit_facts(config, tensors, "here")
+    assert fitted.values["sizes"]["layers"] == {"key": "num_hidden_layers", "otherwise": 4}
 
 
 @pytest.mark.parametrize(
@@ -307,7 +368,7 @@ def test_an_unknown_family_is_made_like_a_known_one(tmp_path: Path) -> None:
     config |= {"model_type": "mine", "architectures": ["MineForCausalLM"]}
     with pytest.raises(ArchitectureError, match=r"^here: model_type 'mine' is not known; .*--like minimax_m2 or"):
         fit_facts(config, tensors, "here")
-    with pytest.raises(ArchitectureError, match=r"^--like x: no such family; give one of minimax_m2"):
+    with pytest.raises(ArchitectureError, match=r"^--like x: no such family; give one of deepseek_v3"):
         fit_facts(config, tensors, "here", "x")
     facts = read_back(fit_facts(config, tensors, "here", "minimax_m2"), tmp_path)
     assert (facts.model_type, facts.model_class, facts.servers) == ("mine", "MineForCausalLM", {})
@@ -395,7 +456,7 @@ def test_a_recipe_for_a_model_without_facts_is_not_written(
         (tmp_path / name / "config.json").write_text(text)
     (tmp_path / "empty").mkdir()
     for name, said in (
-        ("odd", "odd/config.json: model_type 'foo_moe': no facts for this architecture; give one of minimax_m2, "),
+        ("odd", "odd/config.json: model_type 'foo_moe': no facts for this architecture; give one of deepseek_v3, "),
         ("none", "none/config.json: model_type is missing; give a transformers checkpoint"),
         ("cut", "cut/config.json:1: not valid JSON; download this file again"),
         ("empty", "empty/config.json: cannot be read (No such file or directory); check the folder"),

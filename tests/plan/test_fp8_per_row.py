@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tiny
-from source_forms import PER_ROW
+from families import PER_ROW
 
 from eval.consumers.check import STORED, check
 from eval.consumers.findings import Consumers
@@ -97,7 +97,7 @@ def test_rows_divide_among_cards_where_blocks_do_not() -> None:
     assert tensor_parallel_problem(rows, 2) is None
     assert (
         tensor_parallel_problem(blocks, 2)
-        == "the attention split in 2 does not consist of whole FP8 blocks of 128 rows"
+        == "self_attn.k_proj's rows per rank, 64, are not a multiple of the FP8 block, 128"
     )
 
 

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
 import yaml
 
+from eval.consumers.parallel import tensor_parallel
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import all_published, architecture_for, known, published_config
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.plan.cards import parse_cards
 from quantizers.plan.job import prepare
 from quantizers.plan.making import expected_tensors, make_plan
-from quantizers.plan.serving_memory import serving_model, tensor_parallel_problem
+from quantizers.plan.serving_memory import (
+    Model,
+    fit,
+    kv_bytes_per_token,
+    notes,
+    serving_model,
+    tensor_parallel_problem,
+)
+from quantizers.plan.tensor_parallel import obstacles
 from quantizers.recipe.schema import Experts
-from quantizers.system.errors import ArchitectureError
+from quantizers.system.errors import ArchitectureError, CheckpointError, InputError
 from quantizers.system.shipped import shipped
 from quantizers.system.strict_yaml import load
 
@@ -44,6 +55,16 @@ def planned(model: str) -> Any:
     sizes = sizes_of(facts, config, model)
     specs = expected_tensors(facts, sizes, config, model)
     return facts, sizes, config, make_plan(facts, sizes, specs, Experts(), model, (128, 128))
+
+
+def served(model: str, **changes: Any) -> Model:
+    """With few experts, which decide nothing here but the weights' bytes, and changes to the published config.json."""
+    facts, config = published_config(model) or ({}, {})
+    assert isinstance(facts, Architecture)
+    small = config | {facts.sizes["experts"].key: 16} | changes
+    sizes = sizes_of(facts, small, model)
+    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, small, model), Experts(), model, (128, 128))
+    return serving_model(plan, facts, sizes, small, plan.fp8_form((128, 128)))
 
 
 @pytest.mark.parametrize("model", SIZES)
@@ -111,13 +132,94 @@ def test_shipped_recipes_are_planned_offline() -> None:
         ("Qwen/Qwen3-30B-A3B-FP8", [1, 2, 4, 8]),  # the published FP8 experts do not run on 4 cards (vllm#25292)
         ("Qwen/Qwen3-235B-A22B-FP8", [1, 2, 4, 8, 16]),  # nor these on 8 (QwenLM/Qwen3#1485)
         ("mistralai/Mixtral-8x7B-v0.1", [1, 2, 4, 8, 16, 32]),
+        ("zai-org/GLM-4.6-FP8", [1, 2, 4, 8, 16]),
+        ("zai-org/GLM-4.5-Air-FP8", [1, 2, 4]),
+        ("zai-org/GLM-4.7-Flash", [1, 2, 4]),
+        ("deepseek-ai/DeepSeek-V3", [1, 2, 4, 8, 16]),
+        ("moonshotai/Kimi-K2-Instruct", [1, 2, 4, 8, 16]),
+        ("moonshotai/Kimi-K2-Instruct-0905", [1, 2, 4, 8, 16]),
     ],
 )
 def test_tensor_parallelism(model: str, fits: list[int]) -> None:
-    facts, sizes, config, plan = planned(model)
-    block = plan.fp8_form((128, 128))
-    serving = serving_model(plan, facts, sizes, config, block)
+    serving = served(model)
     assert [n for n in (1, 2, 4, 8, 16, 32) if tensor_parallel_problem(serving, n) is None] == fits
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "reason"),
+    [
+        ("zai-org/GLM-4.5-Air-FP8", 8, "the experts' width per rank, 176, is not a multiple of the group, 32"),
+        ("zai-org/GLM-4.7-Flash", 8, "20 attention heads are not a multiple of 8"),
+        (  # sglang#3345
+            "deepseek-ai/DeepSeek-V3",
+            32,
+            "mlp.gate_proj's rows per rank, 576, are not a multiple of the FP8 block, 128",
+        ),
+        (
+            "deepseek-ai/DeepSeek-V3",
+            32,
+            "mlp.shared_experts.down_proj's columns per rank, 64, are not a multiple of the FP8 block, 128",
+        ),
+    ],
+)
+def test_what_keeps_a_model_from_more_cards(model: str, ranks: int, reason: str) -> None:
+    one = served(model)
+    assert any(reason in found for found in obstacles(ranks, one.facts, one.sizes, one.groups, one.blocks))
+
+
+def test_merged_modules_that_lie_whole_end_within_a_block_only_in_the_last() -> None:
+    """kv_a of 576 rows after q_a of 1536: 4.5 blocks. With 1600 rows of q_a, kv_a would begin within a block."""
+    assert tensor_parallel_problem(served("deepseek-ai/DeepSeek-V3"), 1) is None
+    odd = served("deepseek-ai/DeepSeek-V3", q_lora_rank=1600)
+    assert tensor_parallel_problem(odd, 8) == (
+        "self_attn.q_a_proj's rows, 1600, are merged with others and not a multiple of the FP8 block, 128"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "one", "eight"),
+    [
+        ("deepseek-ai/DeepSeek-V3", 61 * 576 * 2, 61 * 576 * 2),  # every card needs what all heads are made of
+        ("moonshotai/Kimi-K2-Instruct", 61 * 576 * 2, 61 * 576 * 2),
+        ("zai-org/GLM-4.7-Flash", 47 * 576 * 2, 47 * 576 * 2),
+        ("zai-org/GLM-4.6-FP8", 92 * 2 * 8 * 128 * 2, 92 * 2 * 128 * 2),
+        ("zai-org/GLM-4.5-Air-FP8", 46 * 2 * 8 * 128 * 2, 46 * 2 * 128 * 2),
+    ],
+)
+def test_bytes_of_a_cached_token(model: str, one: int, eight: int) -> None:
+    serving = served(model)
+    assert [kv_bytes_per_token(serving, "auto", ranks) for ranks in (1, 8)] == [one, eight]
+    assert kv_bytes_per_token(serving, "auto", 16) == eight
+
+
+def test_what_every_card_holds_of_deepseek() -> None:
+    """q_a, kv_a, router and norms lie whole on each of 8 cards; all else is divided."""
+    model = served("deepseek-ai/DeepSeek-V3")
+    alone, together = (fit(model, parse_cards(cards), 16).weights for cards in ("1x900GiB", "8x900GiB"))
+    of_a = 1536 * 7168 + 12 * 56 * 4 + 576 * 7168 + 5 * 56 * 4  # FP8 with scales in float32
+    norms = 2 * (7168 + 7168 + 1536 + 512)
+    whole = 61 * (of_a + norms) + 58 * (2 * 16 * 7168 + 4 * 16)
+    assert together == math.ceil((alone - whole) / 8 + whole)
+
+
+def test_a_share_that_does_not_fill_marlin_s_tiles_is_noted() -> None:
+    air = served("zai-org/GLM-4.5-Air-FP8")
+    fits = [fit(air, parse_cards("4x96GiB"), 16, tensor_parallel=ranks) for ranks in (1, 2, 4)]
+    (note,) = notes(air, fits)
+    assert note.startswith("vLLM 0.33 or newer for TP 4: 352 of an expert's width")
+    assert notes(air, fits[:2]) == []
+
+
+@pytest.mark.parametrize("key", ["kv_cache", "tensor_parallel"])
+def test_facts_that_do_not_say_what_cards_hold_are_refused_for_cards_alone(key: str) -> None:
+    facts, config = published_config("zai-org/GLM-4.7-Flash") or ({}, {})
+    assert isinstance(facts, Architecture)
+    config = config | {"n_routed_experts": 8}
+    sizes, old = sizes_of(facts, config, "x"), facts.model_copy(update={key: None})
+    plan = make_plan(old, sizes, expected_tensors(old, sizes, config, "x"), Experts(), "x", (128, 128))
+    with pytest.raises(InputError, match=rf"^the facts of glm4_moe_lite have no {key}, so .*; add them as in") as why:
+        serving_model(plan, old, sizes, config, None)
+    assert tensor_parallel(1, old, sizes, []) == str(why.value)
 
 
 def test_a_derived_size_is_that_of_a_given_one() -> None:
@@ -199,3 +301,58 @@ def test_scales_of_either_dtype_are_planned() -> None:
         renamed = [a for a in plan.actions if a.kind == "rename"]
         assert {a.spec.dtype for a in renamed} == {dtype}
         assert all(spec == a.spec for a in renamed for spec in a.outputs.values())
+
+
+def small(model: str, layers: int = 5) -> tuple[Architecture, Any, dict[str, Spec]]:
+    """Facts, sizes and tensors of a published model with few layers and experts."""
+    found = published_config(model)
+    assert found is not None
+    facts, config = found
+    config = config | {"num_hidden_layers": layers, "n_routed_experts": 16}
+    sizes = sizes_of(facts, config, "x")
+    return facts, sizes, expected_tensors(facts, sizes, config, "x")
+
+
+@pytest.mark.parametrize(
+    ("model", "ending", "other"),
+    [
+        ("zai-org/GLM-4.6-FP8", ".weight_scale", "F32"),
+        ("deepseek-ai/DeepSeek-V3", "e_score_correction_bias", "BF16"),
+        ("zai-org/GLM-4.6-FP8", "mlp.gate.weight", "F32"),
+    ],
+)
+def test_what_is_not_verified_is_taken_in_either_form(model: str, ending: str, other: Any) -> None:
+    facts, sizes, tensors = small(model)
+    changed = {n: Spec(other, s.shape) if n.endswith(ending) else s for n, s in tensors.items()}
+    assert changed != tensors
+    plan = make_plan(facts, sizes, changed, Experts(), "x", (128, 128))
+    kept = {a.source: spec for a in plan.actions for spec in a.outputs.values() if a.source.endswith(ending)}
+    assert kept
+    assert {spec.dtype for spec in kept.values()} == {other}
+
+
+def test_glm_46_lacks_two_matrices_of_the_layer_that_predicts_further_tokens() -> None:
+    """embed_tokens and shared_head.head (vllm#25993); one of them in FP8 is refused by name."""
+    facts, sizes, tensors = small("zai-org/GLM-4.6-FP8")
+    names = [f"model.layers.5.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
+    without = {name: spec for name, spec in tensors.items() if name not in names}
+    assert len(without) == len(tensors) - 2
+    assert make_plan(facts, sizes, without, Experts(), "x", (128, 128)).mtp == (5,)
+    head = {names[1]: Spec("F8_E4M3", tensors[names[1]].shape)}
+    with pytest.raises(CheckpointError, match=rf"^x: {re.escape(names[1])} is F8_E4M3; BF16 or F16 or F32 is needed"):
+        make_plan(facts, sizes, tensors | head, Experts(), "x", (128, 128))
+
+
+def test_computed_buffers_of_kimi_are_carried_along() -> None:
+    facts, sizes, tensors = small("moonshotai/Kimi-K2-Instruct")
+    buffers = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": Spec("F32", (32,)) for n in range(5)}
+    plan = make_plan(facts, sizes, tensors | buffers, Experts(), "x", (128, 128))
+    assert {a.source for a in plan.actions if a.kind == "carry"} == buffers.keys()
+    assert not plan.mtp
+
+
+def test_more_layers_than_the_config_speaks_of_are_refused() -> None:
+    facts, sizes, tensors = small("deepseek-ai/DeepSeek-V3")
+    more = {name.replace("model.layers.5.", "model.layers.6."): spec for name, spec in tensors.items()}
+    with pytest.raises(CheckpointError, match=r"model\.layers\.6\..* is not among the facts of deepseek_v3"):
+        make_plan(facts, sizes, tensors | more, Experts(), "x", (128, 128))

@@ -126,7 +126,8 @@ def test_a_run_costs_what_it_reads_hashes_and_dequantizes(
     routed = 2 * 3 * 128 * 64
     forced = 16 * (2 * 128 * 64 + 64**2) + 3 * 128**2
     assert needs.tokens is not None
-    forward = needs.tokens * (attention + forced + routed) + 2 * 12 * 128 * (attention + routed)
+    kept = attention + 16 * 128  # and the router
+    forward = needs.tokens * (kept + forced + routed) + 2 * 12 * 128 * (kept + routed)
     assert seconds("layers", RATES={"CPU": (1, math.inf)}) == 2 * 4 * forward
 
 

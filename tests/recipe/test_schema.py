@@ -121,7 +121,7 @@ def test_what_experts_refuse(write: Any, text: str, said: str) -> None:
     [
         ("source: {model: ''}", "r.yaml:2: source.model: String should have at least 1 character"),
         ("source: {model: a, revison: x}", "r.yaml:2: source.revison: unknown key (did you mean revision?)"),
-        ("source: {model: a, trust_remote_code: no}", "r.yaml:2: source.trust_remote_code: should be a valid boolean"),
+        ("source: {model: a, trust_remote_code: no}", "r.yaml:2: source.trust_remote_code: should be False, 'tok"),
         ("source: {model: a}\nkeep: attention", "r.yaml:3: keep: should be 'everything-else', not 'attention'"),
         ("source: {model: a}\nverify: {coverage: {min_routed_tokens: -1}}", "r.yaml:3: verify.coverage.min_routed"),
         ("source: {model: a}\nverify: {coverage: {max_uncovered: 2}}", "r.yaml:3: verify.coverage.max_uncovered:"),

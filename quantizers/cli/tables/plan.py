@@ -28,7 +28,9 @@ def plan_table(numbers: dict[str, Any]) -> str:
             f"output {size(numbers['output_bytes'])} ({numbers['output_bytes']:,} bytes of shards and index) in "
             f"{len(numbers['shards'])} shards, {size(numbers['expert_bytes'])} of it experts; "
             f"source {size(numbers['source_bytes'])}",
+            *mtp_lines(numbers),
             *unserved(numbers),
+            *unsaid_lines(numbers),
             "",
             *(scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
             *needs_lines(numbers["needs"]),
@@ -43,11 +45,25 @@ def dense_words(numbers: dict[str, Any]) -> str:
     return f"{dense} of them without experts, the others with " if dense else ""
 
 
+def mtp_lines(numbers: dict[str, Any]) -> list[str]:
+    """A line about layers that predict further tokens, if there are any."""
+    if "mtp" not in numbers:
+        return []
+    layers = numbers["mtp"]["layers"]
+    which = f"layer{'s' if layers[1:] else ''} {', '.join(map(str, layers))}"
+    return [f"{which}, to predict further tokens (MTP), kept whole, experts too: {size(numbers['mtp']['bytes'])}"]
+
+
 def unserved(numbers: dict[str, Any]) -> list[str]:
     """A line about a family that vLLM does not know."""
     if "vllm" in numbers["servers"]:
         return []
     return ["no release of vLLM that is known here has a model of this family; transformers can load the output"]
+
+
+def unsaid_lines(numbers: dict[str, Any]) -> list[str]:
+    """A line about facts that do not say how servers divide such a model."""
+    return [f"--vram would be refused: {numbers['cards_unknown']}"] if numbers["cards_unknown"] else []
 
 
 def scheme_lines(schemes: dict[str, Any]) -> list[str]:
@@ -134,10 +150,11 @@ def fit_table(result: dict[str, Any]) -> str:
             f"planned from {result['basis']}",
             "",
             f"memory of the fullest card at {first['context']:,} tokens, KV cache in "
-            f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token over all "
-            "cards); longest: the context that fits",
+            f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token "
+            f"{'over all cards' if result['kv_divided'] else 'on every card'}); longest: the context that fits",
             plain(header, rows),
             *unserved(result),
+            *result["notes"],
             "",
             *(_fit_line(row, result["longest"]) for row in result["fits"]),
             "",

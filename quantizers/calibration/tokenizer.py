@@ -1,0 +1,80 @@
+"""Loads a model's tokenizer. Nothing else of a checkpoint can run code of its own, and a tokenizer only if it may."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from quantizers.system.errors import CalibrationError
+
+
+def load_tokenizer(source: str, revision: str = "main", trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a checkpoint. Nobody is asked on a terminal.
+
+    One with code of its own, and one of a model type that transformers does not know, are loaded without the model's
+    config class, which transformers would otherwise look up: it may have code too, or not be there.
+
+    Args:
+        source: a folder, or a Hub id.
+        revision: of a Hub id.
+        trust_remote_code: whether code of the tokenizer, from its repository, may run.
+
+    Raises:
+        CalibrationError: there is none, it cannot be read, or it has code that may not run.
+    """
+    from transformers import AutoTokenizer, PreTrainedConfig
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    from .sources.hub import quiet
+
+    try:
+        with nullcontext() if Path(source).is_dir() else quiet():
+            own = own_class(get_tokenizer_config(source, revision=revision))
+            if own is not None and not trust_remote_code:
+                raise CalibrationError(
+                    f"{source}: its tokenizer is code of its own ({own}), which is not run; read it, and allow it with "
+                    "source.trust_remote_code: tokenizer in the recipe, or without a recipe with --trust-remote-code"
+                )
+            inert = {"config": PreTrainedConfig()} if own or not _knows_model(source, revision) else {}
+            return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=own is not None, **inert)
+    except CalibrationError:
+        raise
+    except Exception as failure:  # the library does not document what it raises
+        problem = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+        raise CalibrationError(
+            f"{source}: no tokenizer can be read ({problem}); give a model's folder or Hub id"
+        ) from failure
+
+
+def _knows_model(source: str, revision: str) -> bool:
+    """Whether transformers knows the model type of a checkpoint, or there is none that it would look up."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    try:
+        model_type = PreTrainedConfig.get_config_dict(source, revision=revision)[0].get("model_type")
+    except OSError:  # a folder or repository of a tokenizer alone
+        return True
+    return model_type is None or model_type in CONFIG_MAPPING
+
+
+def own_class(settings: dict[str, Any]) -> str | None:
+    """The class that a tokenizer_config.json says is in the checkpoint, as module.class; None for one of transformers.
+
+    It is a name by itself, or, in older files, a pair of a slow and a fast one of which one may be null.
+    """
+    entry = settings.get("auto_map") or {}
+    entry = entry.get("AutoTokenizer") if isinstance(entry, dict) else entry
+    names = [entry] if isinstance(entry, str) else entry or []
+    return next((name for name in reversed(names) if name), None)
+
+
+def own_code(tokenizer: Any) -> list[str]:
+    """The source code of a tokenizer that is no part of transformers, and of the modules beside it that it imports."""
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    if type(tokenizer).__module__.startswith("transformers."):
+        return []
+    file = inspect.getfile(type(tokenizer))
+    return [Path(name).read_text(encoding="utf-8") for name in (file, *sorted(get_relative_import_files(file)))]
