@@ -11,8 +11,10 @@ machine or torch gives another, equally good one.
     python scripts/train_tiny_model.py --family qwen3_moe --steps 600 --output /tmp/tiny-qwen3
 
 makes a Qwen3-MoE of the same size from the same texts, likewise as published: a bfloat16 router
-that chooses after a softmax, without a bias, and bfloat16 block scales. It does not travel with the
-program. About a quarter of an hour on one core.
+that chooses after a softmax, without a bias, and bfloat16 block scales. `--family glm4_moe` makes a
+GLM-4.5: a dense layer before three with experts, a shared expert in each of these, FP8 with a scale
+per row, and a layer that predicts further tokens, which is written by hand since transformers builds
+none. These do not travel with the program. About a quarter of an hour each on one core.
 
 Text: the calibration texts of this project (Apache-2.0; never the held-out ones) and the running
 Python's standard library (PSF-2.0). Every file the model learns from is written to PROVENANCE.md.
@@ -35,6 +37,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     PreTrainedModel,
@@ -73,8 +77,10 @@ class Family:
         block: the published name of a layer's MoE block; transformers' is `mlp`.
         matrices: the published names of an expert's gate, up and down.
         router, scale: the published dtypes of the router and of FP8 scales.
-        bias: whether the router has a bias, which then balances the experts; else a term in the loss does.
-        planted: norms that get outlier channels, and all parameters that read what comes out of them.
+        bias: the layer's buffer with the router's bias, which then balances the experts; else a term in the loss does.
+        planted: norms that get outlier channels, and all parameters that read what comes out of them, in any layer.
+        per_row: FP8 has a scale per row, not per block.
+        mtp: a layer that predicts further tokens follows the last one.
     """
 
     untrained: Callable[[], PreTrainedModel]
@@ -83,8 +89,10 @@ class Family:
     matrices: tuple[str, str, str]
     router: torch.dtype
     scale: torch.dtype
-    bias: bool
+    bias: str | None
     planted: dict[str, tuple[str, ...]]
+    per_row: bool = False
+    mtp: bool = False
 
 
 def training_texts(folder: Path) -> list[tuple[str, str, str]]:
@@ -139,10 +147,15 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def balance(model: PreTrainedModel, counts: list[torch.Tensor], rate: float) -> None:
+def with_experts(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers that are not dense."""
+    return [layer for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+
+
+def balance(model: PreTrainedModel, bias: str, counts: list[torch.Tensor], rate: float) -> None:
     """DeepSeek-V3's loss-free balancing (arXiv 2408.15664): the bias follows the sign of the load error."""
-    for layer, count in zip(model.model.layers, counts, strict=True):
-        layer.mlp.e_score_correction_bias += rate * torch.sign(count.float().mean() - count.float())
+    for layer, count in zip(with_experts(model), counts, strict=True):
+        layer.get_buffer(bias).add_(rate * torch.sign(count.float().mean() - count.float()))
 
 
 def imbalance(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -164,7 +177,8 @@ def train(model: PreTrainedModel, family: Family, own: np.ndarray, library: np.n
         lr=1.0,
         betas=(0.9, 0.95),
     )
-    counts = [torch.zeros(EXPERTS) for _ in range(LAYERS)]
+    layers = with_experts(model)
+    counts = [torch.zeros(EXPERTS) for _ in layers]
 
     def count_routed(index: int) -> Callable[..., None]:
         def hook(_: object, __: object, output: tuple[torch.Tensor, ...]) -> None:
@@ -177,8 +191,8 @@ def train(model: PreTrainedModel, family: Family, own: np.ndarray, library: np.n
         # must serve the token. Without it a tiny model's function jumps wherever two experts change places.
         return arguments[0] * (1 + ROUTER_NOISE * torch.randn_like(arguments[0])), *arguments[1:]
 
-    hooks = [layer.mlp.gate.register_forward_hook(count_routed(i)) for i, layer in enumerate(model.model.layers)]
-    hooks += [layer.mlp.gate.register_forward_pre_hook(disturb) for layer in model.model.layers]
+    hooks = [layer.mlp.gate.register_forward_hook(count_routed(i)) for i, layer in enumerate(layers)]
+    hooks += [layer.mlp.gate.register_forward_pre_hook(disturb) for layer in layers]
     started, smooth = time.time(), None
     for step in range(steps):
         rate = PEAK_RATE * min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
@@ -198,7 +212,9 @@ def train(model: PreTrainedModel, family: Family, own: np.ndarray, library: np.n
         optimiser.zero_grad(set_to_none=True)
         if family.bias:
             with torch.no_grad():
-                balance(model, counts, BALANCE_RATE if step < 0.7 * steps else 0.0)  # then the router settles
+                balance(
+                    model, family.bias, counts, BALANCE_RATE if step < 0.7 * steps else 0.0
+                )  # then the router settles
         for count in counts:
             count.zero_()
         smooth = output.loss.item() if smooth is None else 0.98 * smooth + 0.02 * output.loss.item()
@@ -228,28 +244,31 @@ def plant_outliers(model: PreTrainedModel, planted: dict[str, tuple[str, ...]], 
         return powers_of_two(o)
 
     for layer in model.model.layers:
+        parameters = dict(layer.named_parameters())
         for norm, readers in planted.items():
             o = factors(HIDDEN, 3, 32.0)
-            layer.get_parameter(norm).mul_(o)
+            parameters[norm].mul_(o)
             for reader in readers:
-                layer.get_parameter(reader).div_(o)
-        for expert in range(EXPERTS):
+                if reader in parameters:
+                    parameters[reader].div_(o)
+        for expert in range(EXPERTS if hasattr(layer.mlp, "experts") else 0):
             o = factors(WIDTH, 2, 16.0)
             layer.mlp.experts.gate_up_proj[expert, WIDTH:].mul_(o[:, None])
             layer.mlp.experts.down_proj[expert].div_(o)
 
 
-def to_fp8(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, columns) float32 as e4m3 and scales of this dtype per 128x128 block: weight = q * scale."""
-    rows, columns = math.ceil(weight.shape[0] / 128), math.ceil(weight.shape[1] / 128)
+def to_fp8(weight: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, columns) float32 as e4m3, and scales of this dtype per block (height, width): weight = q * scale."""
+    height, width = block
+    rows, columns = math.ceil(weight.shape[0] / height), math.ceil(weight.shape[1] / width)
     scale = torch.empty(rows, columns, dtype=dtype)
     codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
     for i in range(rows):
         for j in range(columns):
-            block = weight[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
-            scale[i, j] = block.abs().max() / 448.0
+            part = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
+            scale[i, j] = weight[part].abs().max() / 448.0
             # By the scale as it is stored: rounding it is then no error of the codes.
-            codes[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128] = (block / scale[i, j]).to(torch.float8_e4m3fn)
+            codes[part] = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn)
     return codes, scale
 
 
@@ -257,30 +276,47 @@ def to_fp8(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 def published_tensors(model: PreTrainedModel, family: Family) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
 
-    def fp8(name: str, weight: torch.Tensor) -> None:
-        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = to_fp8(weight.float(), family.scale)
+    def put(name: str, tensor: torch.Tensor) -> None:
+        weight = tensor.float()
+        if name.endswith(".gate.weight"):
+            tensors[name] = weight.to(family.router)
+        elif name.endswith("e_score_correction_bias"):
+            tensors[name] = weight
+        elif not name.endswith(("_proj.weight", *(f"{matrix}.weight" for matrix in family.matrices))):
+            tensors[name] = weight.bfloat16()
+        elif family.per_row:
+            tensors[name], tensors[f"{name}_scale"] = to_fp8(weight, family.scale, (1, weight.shape[1]))
+        else:
+            tensors[name], tensors[f"{name}_scale_inv"] = to_fp8(weight, family.scale, (128, 128))
 
-    inner = model.model
-    tensors["model.embed_tokens.weight"] = inner.embed_tokens.weight.bfloat16()
-    tensors["model.norm.weight"] = inner.norm.weight.bfloat16()
-    tensors["lm_head.weight"] = model.lm_head.weight.bfloat16()
-    for i, layer in enumerate(inner.layers):
-        at = f"model.layers.{i}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{at}.{norm}.weight"] = getattr(layer, norm).weight.bfloat16()
-        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            fp8(f"{at}.self_attn.{projection}", getattr(layer.self_attn, projection).weight)
-        for norm in ("q_norm", "k_norm"):
-            tensors[f"{at}.self_attn.{norm}.weight"] = getattr(layer.self_attn, norm).weight.bfloat16()
-        moe = f"{at}.{family.block}"
-        tensors[f"{moe}.gate.weight"] = layer.mlp.gate.weight.to(family.router)
-        if family.bias:
-            tensors[f"{moe}.e_score_correction_bias"] = layer.mlp.e_score_correction_bias.float()
-        for e in range(EXPERTS):
-            gate_up, down = layer.mlp.experts.gate_up_proj[e], layer.mlp.experts.down_proj[e]
-            for name, weight in zip(family.matrices, (gate_up[:WIDTH], gate_up[WIDTH:], down), strict=True):
-                fp8(f"{moe}.experts.{e}.{name}", weight)
+    for inner, tensor in model.state_dict().items():
+        name = inner.replace(".mlp.", f".{family.block}.")
+        fused = name.rpartition(".")[2]
+        if fused not in ("gate_up_proj", "down_proj"):
+            put(name, tensor)
+            continue
+        gate, up, down = family.matrices
+        for e, weight in enumerate(tensor):
+            expert = f"{name.removesuffix(fused)}{e}"
+            if fused == "down_proj":
+                put(f"{expert}.{down}.weight", weight)
+            else:
+                put(f"{expert}.{gate}.weight", weight[:WIDTH])
+                put(f"{expert}.{up}.weight", weight[WIDTH:])
+    if family.mtp:
+        tensors |= mtp_layer(tensors)
     return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+
+
+def mtp_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The layer that predicts further tokens: the last one's tensors, and what such a layer has besides, untrained."""
+    last, prefix = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
+    made = {prefix + name.removeprefix(last): t for name, t in tensors.items() if name.startswith(last)}
+    made |= {f"{prefix}{name}.weight": torch.ones(HIDDEN).bfloat16() for name in ("enorm", "hnorm", "shared_head.norm")}
+    made[f"{prefix}eh_proj.weight"] = (torch.eye(HIDDEN).repeat(1, 2) / 2).bfloat16()  # the mean of both
+    made[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    made[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"]
+    return made
 
 
 def untrained_minimax_m2() -> PreTrainedModel:
@@ -406,7 +442,71 @@ def published_qwen3_moe() -> dict[str, object]:
     }
 
 
+def untrained_glm4_moe() -> PreTrainedModel:
+    """From config.json itself."""
+    fields = {k: v for k, v in published_glm4_moe().items() if k not in ("architectures", "quantization_config")}
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**fields))
+
+
+def published_glm4_moe() -> dict[str, object]:
+    eight_bits = {"num_bits": 8, "type": "float", "symmetric": True}
+    return {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 0,
+        "first_k_dense_replace": 1,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "initializer_range": 0.02,
+        "intermediate_size": 3 * HIDDEN,
+        "max_position_embeddings": 2048,
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": WIDTH,
+        "n_group": 1,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": HEADS,
+        "num_experts_per_tok": TOP_K,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": KV_HEADS,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": ROTARY_DIM / HEAD_DIM,
+        "quantization_config": {
+            "config_groups": {
+                "group_0": {
+                    "input_activations": eight_bits | {"strategy": "token", "dynamic": True},
+                    "targets": ["Linear"],
+                    "weights": eight_bits | {"strategy": "channel", "dynamic": False},
+                }
+            },
+            "format": "float-quantized",
+            "ignore": [
+                "lm_head",
+                *(f"model.layers.{layer}.mlp.gate" for layer in range(1, LAYERS + 1)),
+                *(f"model.layers.{LAYERS}.{name}" for name in ("eh_proj", "shared_head.head")),
+            ],
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+        },
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": ROPE_THETA,
+        "routed_scaling_factor": 2.5,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_qk_norm": True,
+        "vocab_size": VOCAB,
+    }
+
+
 READ_THE_MOE_NORM = ("mlp.gate.weight", "mlp.experts.gate_up_proj")
+READ_THE_ATTENTIONS_NORM = tuple(f"self_attn.{one}_proj.weight" for one in "qkv")
 FAMILIES = {
     "minimax_m2": Family(
         untrained=untrained_minimax_m2,
@@ -415,7 +515,7 @@ FAMILIES = {
         matrices=("w1", "w3", "w2"),
         router=torch.float32,
         scale=torch.float32,
-        bias=True,
+        bias="mlp.e_score_correction_bias",
         planted={"post_attention_layernorm.weight": READ_THE_MOE_NORM},
     ),
     "qwen3_moe": Family(
@@ -425,11 +525,29 @@ FAMILIES = {
         matrices=("gate_proj", "up_proj", "down_proj"),
         router=torch.bfloat16,
         scale=torch.bfloat16,
-        bias=False,
+        bias=None,
         planted={
             "post_attention_layernorm.weight": READ_THE_MOE_NORM,
-            "input_layernorm.weight": tuple(f"self_attn.{one}_proj.weight" for one in "qkv"),
+            "input_layernorm.weight": READ_THE_ATTENTIONS_NORM,
         },
+    ),
+    "glm4_moe": Family(
+        untrained=untrained_glm4_moe,
+        published_config=published_glm4_moe,
+        block="mlp",
+        matrices=("gate_proj", "up_proj", "down_proj"),
+        router=torch.bfloat16,
+        scale=torch.bfloat16,
+        bias="mlp.gate.e_score_correction_bias",
+        planted={
+            "post_attention_layernorm.weight": (
+                *READ_THE_MOE_NORM,
+                *(f"mlp.{block}{one}_proj.weight" for block in ("shared_experts.", "") for one in ("gate", "up")),
+            ),
+            "input_layernorm.weight": READ_THE_ATTENTIONS_NORM,
+        },
+        per_row=True,
+        mtp=True,
     ),
 }
 
@@ -440,7 +558,7 @@ def save(tensors: dict[str, torch.Tensor], output: Path) -> None:
     for name, tensor in tensors.items():
         layer = int(name.split(".")[2]) if name.startswith("model.layers.") else -1
         shard = 0 if layer in (-1, 0) else 1 if layer in (1, 2) else 2
-        if layer == 1 and name.endswith("weight_scale_inv"):
+        if layer == 1 and name.endswith(("weight_scale_inv", "weight_scale")):
             shard = 2
         shards[shard][name] = tensor
     index: dict[str, str] = {}

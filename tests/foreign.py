@@ -36,14 +36,15 @@ def make(target, job):
     config.rope_parameters = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.5}
     model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.bfloat16)
     weights = QuantizationArgs(**job["weights"])
-    targets = ["re:.*experts.*proj$"] if job["experts_only"] else ["Linear"]
+    targets = ["re:.*[.]experts[.].*proj$"] if job["experts_only"] else ["Linear"]
     scheme = QuantizationScheme(targets=targets, weights=weights)
     recipe = [QuantizationModifier(config_groups={"group_0": scheme}, ignore=["lm_head", "re:.*gate$"])]
     options = {}
     if job["awq"]:
-        readers = ["re:.*mlp.gate$"] * job["compensate"] + ["re:.*experts.*gate_proj$", "re:.*experts.*up_proj$"]
+        routed = ["re:.*mlp.experts.*gate_proj$", "re:.*mlp.experts.*up_proj$"]
+        readers = ["re:.*mlp.gate$"] * job["compensate"] + routed
         mappings = [
-            AWQMapping("re:.*post_attention_layernorm$", readers),
+            AWQMapping(job["norms"], readers),
             AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
         ]
         recipe.insert(0, AWQModifier(mappings=mappings))
@@ -67,7 +68,7 @@ def bf16_copy(source: Path, folder: Path) -> Path:
     checkpoint = open_folder(source)
     tensors = {}
     for name in checkpoint.tensors:
-        if not name.endswith("_scale_inv"):
+        if not name.endswith(("_scale_inv", "_scale")):
             tensor = checkpoint.tensor(name)
             if tensor.dtype == torch.float8_e4m3fn:
                 tensor = read_weight(checkpoint, name.removesuffix(".weight"), torch.device("cpu")).bfloat16()
@@ -115,9 +116,9 @@ def oneshots(copy: Path, jobs: dict[Path, dict[str, object]]) -> list[Path]:
     Args:
         jobs: for each folder `weights`, the arguments of QuantizationArgs; and where they are wanted
             `experts_only`; `awq`, with the `sequences` of token ids to calibrate on; `compensate`: AWQ's mapping
-            of the norm includes the router.
+            of the norm includes the router; `norms`: which norms that mapping is for.
     """
-    plain = {"experts_only": False, "awq": False, "compensate": False}
+    plain = {"experts_only": False, "awq": False, "compensate": False, "norms": "re:.*post_attention_layernorm$"}
     for folder in jobs:
         folder.parent.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(

@@ -2,7 +2,8 @@
 
 Runs one sequence at a time without padding, so padding tokens cannot count. Besides the counts, two more are
 kept: tokens whose choice depends on a margin below TIE, which another machine may route differently; and
-tokens that rank an expert among the first 2 K, which shows what would help an expert that no token chooses.
+tokens that rank an expert among the first 2 K, which shows what would help an expert that no token chooses. An expert
+outside the groups that a token's router chose has no rank.
 
 Legend: L layers with experts, C categories, E experts, T tokens of a sequence, K experts chosen per token.
 """
@@ -17,13 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from quantizers.architectures.sizes import Sizes
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import route_counts
 from quantizers.forward.states import Rows
 from quantizers.system.errors import QuantizeError
 from quantizers.team.ranks import ALONE, Ranks
 
-TIE = 1e-6  # difference between the scores of the experts ranked K and K + 1
+TIE = 1e-6  # difference between the scores of the experts ranked K and K + 1, or of the last group chosen and the next
 
 
 @dataclass(frozen=True)
@@ -97,15 +99,10 @@ def count_routes(
                 if router is None or chosen is None:
                     continue
                 place = sizes.moe_layers.index(number), rows[i]
-                scores = router.taken()  # (T, E)
-                best, order = scores.topk(min(2 * sizes["chosen"], sizes["experts"]), dim=-1)
-                k = sizes["chosen"]
-                tie = (
-                    best[:, k - 1] - best[:, k] < TIE if best.shape[1] > k else torch.zeros(len(best), dtype=torch.bool)
-                )
+                near_ones, tie = ranked(router.taken(), sizes)
                 counts[place] += route_counts(chosen, sizes["experts"]).cpu()
                 close[place] += route_counts(chosen[tie.to(chosen.device)], sizes["experts"]).cpu()
-                near[place] += route_counts(order, sizes["experts"]).cpu()
+                near[place] += route_counts(near_ones, sizes["experts"]).cpu()
             if router is not None:
                 router.remove()
         step(f"layer {number}")
@@ -116,11 +113,41 @@ def count_routes(
     return Routed(names, tokens, tuple(sizes.moe_layers), **sums)
 
 
-class _RouterScores:
-    """Captures, with a forward hook, the scores (T, E) by which a layer's router chooses experts.
+def ranked(scores: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which experts are near to being chosen, and which choices are nearly others.
 
-    transformers' routers return their logits first. Families with a correction bias pass it to the router
-    as an argument; with sigmoid scoring it is added to the probabilities.
+    Where a router divides the experts into groups, it adds up the best two scores of each, and chooses only in the
+    groups with the largest sums (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+    Args:
+        scores: (T, E) by which the router chooses.
+
+    Returns:
+        The experts that tokens rank among the first 2 K, int64 of one dimension, one entry a token and expert; and (T,)
+        bool, whether a token's choice depends on a margin below TIE.
+    """
+    tokens, experts = scores.shape
+    chosen, groups = sizes["chosen"], sizes.get("groups", 1)
+    tie = torch.zeros(tokens, dtype=torch.bool, device=scores.device)
+    if sizes.get("chosen_groups", 1) < groups:
+        in_groups = scores.view(tokens, groups, -1)
+        order = in_groups.topk(2).values.sum(-1).sort(descending=True)
+        last = sizes["chosen_groups"]
+        tie |= order.values[:, last - 1] - order.values[:, last] < TIE
+        outside = torch.zeros(tokens, groups, dtype=torch.bool, device=scores.device)
+        outside.scatter_(1, order.indices[:, last:], True)
+        scores = in_groups.masked_fill(outside.unsqueeze(-1), -torch.inf).view(tokens, experts)
+    best, order_of_experts = scores.topk(min(2 * chosen, experts))
+    if best.shape[1] > chosen:
+        tie |= best[:, chosen - 1] - best[:, chosen] < TIE
+    return order_of_experts[best > -torch.inf], tie
+
+
+class _RouterScores:
+    """Captures, with a forward hook, the scores (T, E) by which a layer's router chooses experts, or groups of them.
+
+    transformers' routers return their logits first. Families with a correction bias pass it to the router as an
+    argument, or it is a buffer of the router; with sigmoid scoring it is added to the probabilities.
     """
 
     def __init__(self, layer: torch.nn.Module, model: LayeredModel) -> None:
@@ -128,10 +155,10 @@ class _RouterScores:
         self._scores: torch.Tensor | None = None
         self._hook = layer.get_submodule(model.facts.modules.router).register_forward_hook(self._capture)
 
-    def _capture(self, _module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _capture(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         logits = (output[0] if isinstance(output, tuple) else output).float()
         self._scores = logits.sigmoid() if self._sigmoid else logits
-        for extra in inputs[1:]:
+        for extra in (*inputs[1:], *module.buffers()):
             if isinstance(extra, torch.Tensor) and extra.shape == logits.shape[-1:]:
                 self._scores = self._scores + extra
 

@@ -15,7 +15,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.forward.smoothing import INPUT_NORM, row_scale, stored_norm_ratio
+from quantizers.forward.smoothing import row_scale, stored_norm_ratio
 from quantizers.forward.weights import read_weight
 
 
@@ -51,12 +51,14 @@ def weight_errors(
         experts.add(g / smooth, gate)
         experts.add(u / smooth / rows.unsqueeze(1), up)
         experts.add(d * rows, down)
-    ratio = None
-    if INPUT_NORM in facts.tensors(dense):
-        ratio = stored_norm_ratio(source, candidate, facts.layer(layer, INPUT_NORM), facts.norm.offset).to(device)
+    ratios = {
+        norm: stored_norm_ratio(source, candidate, facts.layer(layer, norm), facts.norm.offset).to(device)
+        for norm in facts.smoothing
+        if norm in facts.tensors(dense)
+    }
     for name in facts.linears(dense):
         original = read_weight(source, facts.layer(layer, name), device)
         weight = read_weight(candidate, facts.layer(layer, name), device)
-        reads_norm = ratio is not None and not name.endswith("o_proj") and len(ratio) == weight.shape[1]
-        attention.add(weight / ratio if reads_norm and ratio is not None else weight, original)
+        ratio = ratios.get(facts.scaled_with(name) or "")
+        attention.add(weight if ratio is None else weight / ratio, original)
     return {"experts": experts.relative(), "attention": attention.relative()}

@@ -252,6 +252,7 @@ class Architecture(Facts):
     expert_prefix: str
     expert_linears: dict[Matrix, LinearFacts]
     norm: NormFacts
+    smoothing: dict[str, list[str]] = {}
     router: RouterFacts
     modules: Modules
     targets: Targets
@@ -270,6 +271,8 @@ class Architecture(Facts):
         for word in NEEDED:
             if word not in self.sizes:
                 yield f"sizes: {word} is missing"
+        if ("groups" in self.sizes) != ("chosen_groups" in self.sizes):
+            yield "sizes: groups and chosen_groups belong together; give both or neither"
         if self.rotary_dim_key and "head_dim" not in self.sizes:
             yield "sizes: head_dim is missing, of which rotary_dim_key names a part"
         for expression in self._expressions():
@@ -291,6 +294,14 @@ class Architecture(Facts):
             tensors, linears = self.tensors(dense=False), self.linears(dense=False)
             if reader not in (ROUTER, EXPERTS, "residual", *linears, *tensors, *self.outside):
                 yield f"norm.readers: {reader} is neither {ROUTER}, {EXPERTS} nor residual, nor any tensor"
+        kinds = (False, True)
+        linear = {name for dense in kinds for name in self.linears(dense)}
+        for before, readers in self.smoothing.items():
+            if not any(before in self.tensors(dense) for dense in kinds) and before not in linear:
+                yield f"smoothing: {before} is neither a tensor nor a linear module of a layer"
+            for reader in readers:
+                if reader not in linear:
+                    yield f"smoothing.{before}: {reader} is no linear module of a layer"
         for name in self.modules.without:
             if not any(name in (*self.tensors(dense), *self.linears(dense)) for dense in (False, True)):
                 yield f"modules.without: {name} is neither a linear module nor a tensor of a layer"
@@ -357,6 +368,10 @@ class Architecture(Facts):
         Only the router and the experts are compensated. Everything else keeps its bytes, and would read another input.
         """
         return [reader for reader in self.norm.readers if reader not in (ROUTER, EXPERTS)]
+
+    def scaled_with(self, linear: str) -> str | None:
+        """The norm, or the linear module, whose output a linear module reads, if a scale may lie between the two."""
+        return next((before for before, readers in self.smoothing.items() if linear in readers), None)
 
     def tensors(self, dense: bool) -> dict[str, TensorFacts]:
         """The tensors of a layer, of one without experts if `dense`, that are no linear module's."""

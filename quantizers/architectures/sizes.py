@@ -101,6 +101,15 @@ def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
             f"{facts.sizes['groups'].key} {sizes['groups']} groups, of which the router adds up the best two; correct "
             "this file"
         )
+    if sizes.get("chosen_groups", 0) > sizes.get("groups", 0):
+        raise ArchitectureError(
+            f"{where}: {facts.sizes['chosen_groups'].key} is larger than {facts.sizes['groups'].key}; correct this file"
+        )
+    if "groups" in sizes and not sizes["chosen"] <= sizes["chosen_groups"] * sizes["experts"] // sizes["groups"]:
+        raise ArchitectureError(
+            f"{where}: {facts.sizes['chosen_groups'].key} {sizes['chosen_groups']} of {sizes['groups']} groups have "
+            f"fewer experts than {facts.sizes['chosen'].key} {sizes['chosen']}; correct this file"
+        )
     if sizes["layers"] * sizes["experts"] > MOST_EXPERTS:
         raise ArchitectureError(
             f"{where}: {facts.sizes['layers'].key} {sizes['layers']} with {facts.sizes['experts'].key} "

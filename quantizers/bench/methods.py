@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.architecture import EXPERTS, ROUTER, Architecture
 from quantizers.calibration.data import CalibrationData
 from quantizers.calibration.samples import samples
 from quantizers.calibration.texts import token_tensors
@@ -23,7 +23,7 @@ from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.device.devices import forward_dtype, machine, versions
 from quantizers.output import journal
 from quantizers.output.context import Context
-from quantizers.plan.folding import folds
+from quantizers.plan.folding import obstacle
 from quantizers.plan.job import Job
 from quantizers.plan.making import make_plan
 from quantizers.recipe.locations import set_location
@@ -40,20 +40,43 @@ class Method:
     """One row of the table.
 
     Attributes:
+        compensate_router: the router is multiplied by the scales that were folded into the norm that it reads.
+        others_left_out: scales are folded into the norm although more than the router and the experts reads it, and
+            what else does is left as it is.
         router: the dtype in which the compensated router is written; None for the one in which servers hold it.
     """
 
     name: str
     experts: Experts
     compensate_router: bool = True
+    others_left_out: bool = False
     router: Literal["F32", "BF16"] | None = None
 
 
-def methods(base: Experts, facts: Architecture, dtype: torch.dtype) -> list[Method]:
+@dataclass(frozen=True)
+class Methods:
+    """The rows of the table.
+
+    Attributes:
+        rows: in their order.
+        base: the name of the row that the others are compared with: the library's AWQ as far as it is exact.
+        left_out: why a row does not apply to the family, or would repeat another one, by its name.
+    """
+
+    rows: list[Method]
+    base: str
+    left_out: dict[str, str]
+
+
+def methods(base: Experts, facts: Architecture, dtype: torch.dtype) -> Methods:
     """Round to nearest, the library's AWQ with and without the router, and ours, adding one improvement at a time.
 
     Then ours without the fold, and with the router unrounded: what the fold gains, and what writing the compensated
-    router in bfloat16 costs where servers hold it so. A row that would repeat another one is left out.
+    router in bfloat16 costs where servers hold it so.
+
+    Where the norm has other readers, nothing may be folded into it. The library folds nevertheless with the mapping
+    that it keeps for such a family, and compensates the router and the experts alone: that takes the place of the row
+    without the router. Ours is shown without any scales besides.
 
     Args:
         base: gives the bits and group size of all methods.
@@ -65,24 +88,41 @@ def methods(base: Experts, facts: Architecture, dtype: torch.dtype) -> list[Meth
         return base.model_copy(update={"awq": Awq(), "engine": "gram"} | changes)
 
     plain = {"scales": "minmax", "rounding": "nearest", "routed_weight": 0.0}
-    library = experts(engine="llmcompressor", **plain)
-    default = experts(scales="mse", rounding="gptq", routed_weight=0.9)
+    best = {"scales": "mse", "rounding": "gptq", "routed_weight": 0.9}
+    library, default = experts(engine="llmcompressor", **plain), experts(**best)
+    left_out: dict[str, str] = {}
     rows = [Method("round to nearest", experts(awq=False, **plain))]
-    if folds(facts, library, "the benchmark"):
+    against = obstacle(facts, "llmcompressor")
+    if against is None:
         rows.append(Method("llm-compressor AWQ, router left out", library, compensate_router=False))
+        compared = Method("llm-compressor AWQ, router compensated", library)
+    else:
+        left_out |= dict.fromkeys(
+            ("llm-compressor AWQ, router left out", "llm-compressor AWQ, router compensated"), against
+        )
+        if facts.also_reads_the_norm:
+            rows.append(Method("llm-compressor AWQ, other readers left out", library, others_left_out=True))
+        compared = Method("llm-compressor AWQ, norm not folded", library)
     rows += [
-        Method("llm-compressor AWQ, router compensated", library),
+        compared,
         Method("gram AWQ, minmax, nearest, a = 0", experts(**plain)),
         Method("gram AWQ, mse, nearest, a = 0.9", experts(scales="mse", rounding="nearest", routed_weight=0.9)),
         Method("gram AWQ, mse, gptq, a = 0", experts(scales="mse", rounding="gptq", routed_weight=0.0)),
         Method("gram AWQ, mse, gptq, a = 0.9 (default)", default),
     ]
-    if folds(facts, default, "the benchmark"):
-        kept = default.model_copy(update={"awq": Awq(fold=False)})
-        rows.append(Method("gram AWQ, default, norm not folded", kept))
-        if facts.router.served == "BF16" and dtype == torch.float32:
-            rows.append(Method("gram AWQ, default, router in F32", default, router="F32"))
-    return rows
+    kept, unrounded = "gram AWQ, default, norm not folded", "gram AWQ, default, router in F32"
+    against = obstacle(facts, "gram")
+    if against is not None:
+        rows.append(Method("gram without scales, mse, gptq, a = 0.9", experts(awq=False, **best)))
+        return Methods(rows, compared.name, left_out | dict.fromkeys((kept, unrounded), against))
+    rows.append(Method(kept, default.model_copy(update={"awq": Awq(fold=False)})))
+    if facts.router.served == "F32":
+        left_out[unrounded] = "the default is that"
+    elif dtype != torch.float32:
+        left_out[unrounded] = "this machine's forward pass would round it"
+    else:
+        rows.append(Method(unrounded, default, router="F32"))
+    return Methods(rows, compared.name, left_out)
 
 
 def variant(job: Job, method: Method) -> Job:
@@ -90,6 +130,9 @@ def variant(job: Job, method: Method) -> Job:
     facts, source = job.facts, job.opened
     if method.router is not None:
         facts = facts.model_copy(update={"router": facts.router.model_copy(update={"served": method.router})})
+    if method.others_left_out:
+        readers = {"readers": [ROUTER, EXPERTS]}
+        facts = facts.model_copy(update={"norm": facts.norm.model_copy(update=readers)})
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     plan = make_plan(facts, job.sizes, specs, method.experts, str(source.folder), block_size(source))
     recipe = job.recipe.model_copy(update={"experts": method.experts})
@@ -114,7 +157,8 @@ def compare_methods(
         work: folder for the temporary outputs; the system's by default.
 
     Returns:
-        rows (method, seconds, kl, top1, perplexity increase, router), and what they were measured on.
+        rows (method, seconds, kl, top1, perplexity increase, router), `base` and `left_out` of `Methods`, and what they
+        were measured on.
     """
     source = job.source
     if job.allocation:
@@ -131,10 +175,11 @@ def compare_methods(
     )
     data = spread(whole, most_tokens)
     tokens = token_tensors(data, job.sizes["vocabulary"])
+    compared = methods(job.recipe.experts, job.facts, forward_dtype(device))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=work) as folder:
         outputs = []
-        for number, method in enumerate(methods(job.recipe.experts, job.facts, forward_dtype(device))):
+        for number, method in enumerate(compared.rows):
             changed = variant(job, method)
             seconds = []
             for repeat in range(repeats):
@@ -145,7 +190,8 @@ def compare_methods(
                 quantize_layers(changed, data, tokens, context, compensate_router=method.compensate_router)
                 counted = ("solve",) if method.experts.engine == "llmcompressor" else ("observe", "solve")
                 entries = journal.done_layers(place, job.sizes["layers"])
-                seconds.append(sum(entry["seconds"][phase] for entry in entries for phase in counted))
+                # A layer without experts has neither.
+                seconds.append(sum(entry["seconds"].get(phase, 0.0) for entry in entries for phase in counted))
             assemble(changed, place / "output")
             outputs.append(open_folder(place / "output"))
             rows.append({"method": method.name, "seconds": sorted(seconds)[len(seconds) // 2]})
@@ -163,6 +209,8 @@ def compare_methods(
         }
     return {
         "rows": rows,
+        "base": compared.base,
+        "left_out": compared.left_out,
         "repeats": repeats,
         "calibration": data.summary(),
         "held_out_tokens": results[0]["tokens"],

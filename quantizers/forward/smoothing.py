@@ -14,7 +14,6 @@ from quantizers.system.errors import CheckpointError
 # scales that do not match its norm, or of another expert, is off by 50 % and more.
 CLOSE_ENOUGH = 0.35
 SAME_FACTOR = 2**-6
-INPUT_NORM = "input_layernorm.weight"  # which the attention reads, in every family so far
 
 
 def norm_ratio(before: torch.Tensor, after: torch.Tensor, offset: int) -> torch.Tensor:
@@ -78,9 +77,25 @@ def _norm(matrices: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def router_state(
-    before: torch.Tensor, after: torch.Tensor, smooth: torch.Tensor
-) -> Literal["compensated", "not compensated", "unclear"]:
+State = Literal["compensated", "not compensated", "unclear"]
+
+
+def reader_state(before: torch.Tensor, after: torch.Tensor, smooth: torch.Tensor, within: float) -> State:
+    """Whether a matrix (R, H), perhaps a quantized one, is the source's, or the source's times the norm's ratio (H,).
+
+    Args:
+        within: the relative error up to which it is the one or the other.
+    """
+    both = [
+        float((after - wanted).norm() / wanted.norm().clamp(min=torch.finfo(torch.float32).tiny))
+        for wanted in (before * smooth, before)
+    ]
+    if not min(both) < within:
+        return "unclear"
+    return "compensated" if both[0] < both[1] else "not compensated"
+
+
+def router_state(before: torch.Tensor, after: torch.Tensor, smooth: torch.Tensor) -> State:
     """Whether a router (E, H) equals the source's, or the source's multiplied by the norm's ratio (H,).
 
     Each channel's factor is estimated by least squares over all experts, which averages out the errors of

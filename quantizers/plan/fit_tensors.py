@@ -45,7 +45,10 @@ def _without(values: Values, facts: Architecture, kind: Kind) -> str | None:
     ):  # fmt: skip
         return NO_WORDS
     del part(values, kind.section)[kind.name]
-    for names in (values["norm"]["readers"], values["modules"].get("without", [])):
+    smoothing, divided = values.get("smoothing", {}), values.get("tensor_parallel", {})
+    for entries in (smoothing, *divided.values()):
+        entries.pop(kind.name, None)
+    for names in (values["norm"]["readers"], values["modules"].get("without", []), *smoothing.values()):
         if kind.name in names:
             names.remove(kind.name)
     return f"head: {facts.embedding}" if kind.name == facts.head else "taken out"

@@ -34,7 +34,7 @@ from stitch.write.config import output_config
 from stitch.write.digests import ShardDigest, changes, recorded_digests
 
 from .folder import config_differences, side_file_differences, strays
-from .layer import NOT_COMPENSATED, LayerAudit, audit_kept, audit_layer
+from .layer import NOT_COMPENSATED, LayerAudit, audit_kept, audit_layer, missing_layer
 from .packed_scheme import stored_schemes
 from .words import SECTION_FILES, Account, audit_words_layer, comparable
 
@@ -133,7 +133,7 @@ def verify(
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
     plan = _plan(source, renamed, facts, sizes, schemes)
-    _check_names(plan, candidate, audit)
+    _check_names(plan, facts, candidate, audit)
     config = output_config(source.config, facts, plan, plan.fp8_form(block_size(source)))
     audit.differences += config_differences(candidate.config, config, ours=bool(recorded))
     audit.differences += strays(folder, {info.file.name for info in candidate.tensors.values()})
@@ -185,7 +185,7 @@ def _audit_words(
     audit.differences = [line for line in audit.differences if line.partition(":")[0] not in SECTION_FILES]
     audit.differences += config_differences(comparable(candidate.config), comparable(source.config), ours=False)
     audit.differences += strays(candidate.folder, {info.file.name for info in candidate.tensors.values()})
-    for layer in (*range(sizes["layers"]), None):
+    for layer in (*range(sizes["layers"]), *sizes.mtp, None):
         found = audit_words_layer(layer, facts, sizes, source, candidate, device=device, account=account)
         audit.add(found)
         if layer is not None:
@@ -256,9 +256,17 @@ def _recorded(folder: Path) -> Mapping[str, ShardDigest]:
     return {name: digest for name, digest in recorded_digests(report).items() if is_plain(name)}
 
 
-def _check_names(plan: Plan, candidate: Checkpoint, audit: Audit) -> None:
+def _check_names(plan: Plan, facts: Architecture, candidate: Checkpoint, audit: Audit) -> None:
     expected: dict[str, Spec] = {}
+    absent = set()
+    for layer in plan.mtp:
+        names = plan.shard(layer)
+        if not names.keys() & candidate.tensors.keys():
+            absent.add(layer)
+            audit.differences.append(missing_layer(facts, layer, len(names)))
     for action in plan.actions:
+        if action.layer in absent:
+            continue
         for name, spec in action.outputs.items():
             expected[name] = spec
             info = candidate.tensors.get(name)

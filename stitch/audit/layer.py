@@ -18,7 +18,7 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.kind import accelerated
-from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state
+from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, reader_state, router_state
 from quantizers.forward.weights import ExpertWeights, read_weight
 from quantizers.plan.plan import KEPT, Action
 from quantizers.plan.units import unit_of_experts, units_of
@@ -26,6 +26,7 @@ from quantizers.system.errors import CheckpointError
 
 ROUTER_ULPS = 2
 NOT_COMPENSATED = "not compensated, though"
+WITHOUT_A_FOLD = "quantize again without scales in this norm"
 
 
 @dataclass
@@ -55,6 +56,17 @@ class LayerAudit:
 def written_from(actions: Sequence[Action]) -> LayerAudit:
     """Of a shard whose kept tensors were compared when it was written, see `stitch.write.shard.write_shard`."""
     return LayerAudit(len(actions), sum(action.kind in KEPT for action in actions))
+
+
+def missing_layer(facts: Architecture, layer: int, tensors: int) -> str:
+    """The difference where a candidate lacks all of a layer that predicts further tokens.
+
+    Most programs leave such layers out, since transformers builds none of them.
+    """
+    return (
+        f"{facts.layer(layer, '').rstrip('.')}: none of the {tensors} tensors of this layer is there, which predicts "
+        "further tokens; speculative decoding needs it"
+    )
 
 
 def audit_kept(actions: Sequence[Action], source: Checkpoint, candidate: Checkpoint, audit: LayerAudit) -> None:
@@ -105,7 +117,8 @@ def audit_layer(
     if bool(((before == 0) != (after == 0)).any()):
         audit.differences.append(f"{norm_name}: zero where the source is not, or the other way round")
     routers = source.tensor(router_name).to(device), candidate.tensor(router_name).to(device)
-    _check_router(router_name, norm_name, smooth, *routers, audit)
+    _check_router(router_name, norm_name, smooth, *routers, audit, repairable=not facts.also_reads_the_norm)
+    _check_other_readers(layer, facts, source, candidate, smooth, audit)
     experts = {
         expert: [facts.expert(layer, expert, matrix) for matrix in MATRICES] for expert in range(sizes["experts"])
     }
@@ -211,6 +224,8 @@ def _check_router(
     before: torch.Tensor,
     after: torch.Tensor,
     audit: LayerAudit,
+    *,
+    repairable: bool,
 ) -> None:
     expected = before.float() * smooth
     ulp = torch.nextafter(expected.abs(), expected.new_full((), torch.inf)) - expected.abs()
@@ -221,13 +236,64 @@ def _check_router(
         return
     folded = int((smooth != 1).sum())
     if router_state(before, after, smooth) == "not compensated":
+        remedy = "repair it with `quantize stitch --experts THIS --repair-router`" if repairable else WITHOUT_A_FOLD
         audit.differences.append(
             f"{router_name}: {NOT_COMPENSATED} {norm_name} was divided in {folded} of {len(smooth)} channels: "
-            "the router chooses other experts than the source's; repair it with "
-            "`quantize stitch --experts THIS --repair-router`"
+            f"the router chooses other experts than the source's; {remedy}"
         )
     else:
         audit.differences.append(
             f"{router_name}: {int(off.sum())} elements differ from the source's times the norm's ratio by more than "
             f"{ROUTER_ULPS} ulp of float32"
         )
+
+
+def _check_other_readers(
+    layer: int,
+    facts: Architecture,
+    source: Checkpoint,
+    candidate: Checkpoint,
+    smooth: torch.Tensor,
+    audit: LayerAudit,
+) -> None:
+    """What else reads a norm that was divided must have been multiplied as the experts were.
+
+    The mappings of other programs leave it out in some families: llm-compressor 0.14 the shared experts of GLM-4.x.
+    """
+    if not bool((smooth != 1).any()):
+        return
+    left: list[str] = []
+    for reader in facts.also_reads_the_norm:
+        try:
+            if _is_left(layer, reader, facts, source, candidate, smooth):
+                left.append(reader)
+        except BrokenSource:
+            raise
+        except CheckpointError as failure:
+            audit.differences.append(str(failure))
+    if left:
+        audit.differences.append(
+            f"{facts.layer(layer, left[0])}: {NOT_COMPENSATED} {facts.layer(layer, facts.norm.tensor)} was divided in "
+            f"{int((smooth != 1).sum())} of {len(smooth)} channels: {' and '.join(left)} read it and have the source's "
+            f"numbers; this cannot be repaired without changing bytes that are to be kept; {WITHOUT_A_FOLD}"
+        )
+
+
+def _is_left(
+    layer: int, reader: str, facts: Architecture, source: Checkpoint, candidate: Checkpoint, smooth: torch.Tensor
+) -> bool:
+    """Whether a reader of the norm has the source's numbers; the residual stream has no others."""
+    if reader == "residual":
+        return True
+    linear = reader in facts.linears(dense=False)
+    name = reader if reader in facts.outside else facts.layer(layer, reader)
+    if not linear and name not in candidate.tensors:
+        return False  # which is reported as missing
+
+    def numbers(checkpoint: Checkpoint) -> torch.Tensor:
+        return read_weight(checkpoint, name, smooth.device) if linear else checkpoint.tensor(name).to(smooth).float()
+
+    with _broken():
+        before = numbers(source)
+    after = numbers(candidate)
+    return before.shape == after.shape and reader_state(before, after, smooth, CLOSE_ENOUGH) == "not compensated"

@@ -5,18 +5,18 @@ became of it:
 
     kept       the same bytes
     converted  the same numbers in another dtype: FP16 of BF16, or of FP8 by way of BF16
-    folded     a norm that was divided by AWQ's scale, a router that was multiplied by it
+    folded     a norm that was divided by AWQ's scale; a router, or a matrix that is no integer, multiplied by it
     quantized  integers of a format, and how far they are from the source, with AWQ's scales undone
 
 What is none of these is a difference, and so is a tensor that is missing or that nothing accounts for. AWQ's scales are
-undone as far as the checkpoint shows them: norms by their ratio; those between v and o, and up and down, by least
-squares.
+undone as far as the checkpoint shows them: norms by their ratio; those between two matrices, such as up and down, by
+least squares. The facts say where there may be any (`smoothing`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,10 @@ from quantizers.checkpoint.integer_words import PARTS, words_of
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.forward.smoothing import (
     CLOSE_ENOUGH,
-    INPUT_NORM,
+    SAME_FACTOR,
+    State,
     matrix_errors,
+    reader_state,
     router_state,
     row_scale,
     stored_norm_ratio,
@@ -38,7 +40,7 @@ from quantizers.forward.smoothing import (
 from quantizers.forward.weights import read_weight
 from quantizers.system.errors import CheckpointError
 
-from .layer import NOT_COMPENSATED, LayerAudit
+from .layer import NOT_COMPENSATED, WITHOUT_A_FOLD, LayerAudit, missing_layer
 
 SCALES = (".weight_scale_inv", ".weight_scale")  # of FP8
 OTHERS = ("torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache")  # which saving a model changes
@@ -91,9 +93,19 @@ def audit_words_layer(
     """
     audit = LayerAudit()
     inside = facts.layer(layer, "") if layer is not None else None
-    layers = tuple(facts.layer(number, "") for number in range(sizes["layers"]))
+    layers = tuple(facts.layer(number, "") for number in (*range(sizes["layers"]), *sizes.mtp))
+    if (
+        layer is not None
+        and layer in sizes.mtp
+        and not any(name.startswith(facts.layer(layer, "")) for name in candidate.tensors)
+    ):
+        audit.tensors = sum(name.startswith(facts.layer(layer, "")) for name in source.tensors)
+        if audit.tensors:
+            audit.differences.append(missing_layer(facts, layer, audit.tensors))
+        return audit
     ratios = {} if layer is None else _ratios(layer, facts, source, candidate, audit)
     folded = {} if layer is None else _folded(layer, facts, sizes, source, candidate, ratios=ratios, audit=audit)
+    quantized: list[str] = []
     for name, info in source.tensors.items():
         belongs = name.startswith(inside) if inside is not None else not name.startswith(layers)
         if not belongs or facts.is_unread(name):
@@ -104,6 +116,7 @@ def audit_words_layer(
             account.became["scales of FP8, taken up by their matrices"] += 1
             continue
         if f"{module}.qweight" in candidate.tensors:
+            quantized.append(module)
             account.read |= {f"{module}.{part}" for part in (*PARTS, "bias")}
             account.became[f"quantized to {describe(candidate, module)}"] += 1
         elif name not in candidate.tensors:
@@ -118,9 +131,8 @@ def audit_words_layer(
             else:
                 audit.kept += became == "kept byte for byte"
                 account.became[became] += 1
-    if layer is not None:
-        found = _errors(layer, facts, sizes, source, candidate, device=device, ratios=ratios, audit=audit)
-        account.error = max(account.error, *found.values(), 0.0)
+    found = _errors(layer, facts, sizes, source, candidate, quantized, device=device, ratios=ratios, audit=audit)
+    account.error = max(account.error, *found.values(), 0.0)
     return audit
 
 
@@ -151,13 +163,14 @@ def _plain(name: str, source: Checkpoint, candidate: Checkpoint, device: torch.d
 def _ratios(
     layer: int, facts: Architecture, source: Checkpoint, candidate: Checkpoint, audit: LayerAudit
 ) -> dict[str, torch.Tensor]:
-    """What each of a layer's two norms was divided by, by the norm's name in the layer.
+    """What each of a layer's norms was divided by, by the norm's name in the layer.
 
     One that cannot be compared is not among them; why is added to the differences, but for one that is missing: the
     source's absence is the family's, and the candidate's is reported by its account.
     """
     found: dict[str, torch.Tensor] = {}
-    for short in (facts.norm.tensor, INPUT_NORM):
+    linears = facts.linears(dense=True) | facts.linears(dense=False)
+    for short in dict.fromkeys((facts.norm.tensor, *(before for before in facts.smoothing if before not in linears))):
         name = facts.layer(layer, short)
         if name not in source.tensors or name not in candidate.tensors:
             continue
@@ -180,13 +193,32 @@ def _folded(
     ratios: Mapping[str, torch.Tensor],
     audit: LayerAudit,
 ) -> dict[str, str]:
-    """A layer's norms and router that carry a scale of AWQ's; adds a router that lacks it to the differences.
+    """A layer's norms, router and matrices that carry a scale of AWQ's; adds what lacks it to the differences.
+
+    Matrices that are quantized are compared in `_errors`.
 
     Args:
         ratios: see `_ratios`.
     """
     divided = {short: ratio for short, ratio in ratios.items() if bool((ratio != 1).any())}
     folded = {facts.layer(layer, short): "norms divided by a scale" for short in divided}
+    for short, scale in divided.items():
+        left = []
+        others = facts.also_reads_the_norm if short == facts.norm.tensor else []
+        for linear in dict.fromkeys((*facts.smoothing.get(short, ()), *others)):
+            name = facts.layer(layer, f"{linear}.weight")
+            if name in candidate.tensors and name in source.tensors:
+                state = _reader_state(name, source, candidate, scale)
+                if state == "compensated":
+                    folded[name] = "matrices multiplied by their norm's scale"
+                elif state == "not compensated":
+                    left.append(linear)
+        if left:
+            audit.differences.append(
+                f"{facts.layer(layer, left[0])}: {NOT_COMPENSATED} {facts.layer(layer, short)} was divided in "
+                f"{int((scale != 1).sum())} of {len(scale)} channels: {' and '.join(left)} read it and have the "
+                f"source's numbers; {WITHOUT_A_FOLD}"
+            )
     ratio = divided.get(facts.norm.tensor)
     norm, router = facts.layer(layer, facts.norm.tensor), facts.layer(layer, facts.router.tensor)
     if layer in sizes.dense or ratio is None or router not in candidate.tensors:
@@ -204,12 +236,22 @@ def _folded(
     return folded
 
 
+def _reader_state(name: str, source: Checkpoint, candidate: Checkpoint, ratio: torch.Tensor) -> State:
+    """Whether a matrix that is no integer was multiplied by its norm's ratio; one of another shape is "unclear"."""
+    if candidate.tensors[name].shape != source.tensors[name].shape:
+        return "unclear"  # which its account reports
+    cpu = torch.device("cpu")
+    before, after = (read_weight(one, name.removesuffix(".weight"), cpu) for one in (source, candidate))
+    return reader_state(before, after, ratio, SAME_FACTOR)
+
+
 def _errors(
-    layer: int,
+    layer: int | None,
     facts: Architecture,
     sizes: Sizes,
     source: Checkpoint,
     candidate: Checkpoint,
+    quantized: Sequence[str],
     *,
     device: torch.device,
     ratios: Mapping[str, torch.Tensor],
@@ -218,36 +260,41 @@ def _errors(
     """The relative error of each of a layer's quantized matrices; adds those that are too far to the differences.
 
     Args:
+        quantized: the modules.
         ratios: see `_ratios`.
     """
-    dense = layer in sizes.dense
     on_device = {short: ratio.to(device) for short, ratio in ratios.items()}
-    smooth, first = on_device.get(facts.norm.tensor), on_device.get(INPUT_NORM)
-    # AWQ's scale on the inputs of a linear layer, by the last part of its name.
-    scaled = dict.fromkeys(("q_proj", "k_proj", "v_proj"), first) | dict.fromkeys(("gate_proj", "up_proj"), smooth)
+    smooth = on_device.get(facts.norm.tensor)
     found: dict[str, float] = {}
-    for expert in range(0 if dense else sizes["experts"]):
+    others = dict.fromkeys(quantized)
+    for expert in range(0 if layer is None or layer in sizes.dense else sizes["experts"]):
+        assert layer is not None
         modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
-        if not all(f"{module}.qweight" in candidate.tensors for module in modules):
+        if not all(module in others for module in modules):
             continue
+        for module in modules:
+            del others[module]
         both = _both(modules, source, candidate, device, audit)
         if both is not None and smooth is not None:
             found |= dict(zip(modules, matrix_errors(*both, smooth).tolist(), strict=True))
-    audit.weight_error = max(found.values(), default=None)
-    for short in facts.linears(dense):
-        module, last = facts.layer(layer, short), short.rpartition(".")[2]
-        if f"{module}.qweight" not in candidate.tensors:
-            continue
+    if layer is not None:
+        audit.weight_error = max(found.values(), default=None)
+    inside = "" if layer is None else facts.layer(layer, "")
+    linears = facts.linears(layer in sizes.dense)
+    for module in others:
         both = _both([module], source, candidate, device, audit)
-        if both is not None:
-            (wanted,), (weight,) = both
-            ratio = scaled.get(last)
-            wanted = wanted if ratio is None else wanted * ratio
-            if last in ("v_proj", "up_proj"):
-                wanted = wanted * row_scale(weight, wanted).unsqueeze(1)
-            if last in ("o_proj", "down_proj"):
-                wanted = wanted * row_scale(weight.T, wanted.T)
-            found[module] = float((weight - wanted).norm() / wanted.norm().clamp(min=torch.finfo(torch.float32).tiny))
+        if both is None:
+            continue
+        (wanted,), (weight,) = both
+        short = module.removeprefix(inside)
+        before = facts.scaled_with(short) if short in linears else None
+        if before in on_device:
+            wanted = wanted * on_device[before]
+        if short in facts.smoothing:  # from its rows a scale may have moved
+            wanted = wanted * row_scale(weight, wanted).unsqueeze(1)
+        if before in linears:
+            wanted = wanted * row_scale(weight.T, wanted.T)
+        found[module] = float((weight - wanted).norm() / wanted.norm().clamp(min=torch.finfo(torch.float32).tiny))
     audit.differences += [
         f"{module}.qweight: {error:.0%} away from the source's matrix; it is another one, or was scaled in a way that "
         "the norms do not show"

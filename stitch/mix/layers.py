@@ -72,9 +72,10 @@ def examine(
         if bool((ratio != 1).any()):
             if facts.also_reads_the_norm:
                 raise CheckpointError(
-                    f"{experts.folder}: layer {layer}: {facts.norm.tensor} was smoothed, but "
-                    f"{', '.join(facts.also_reads_the_norm)} reads it too and would keep its bytes; give experts that "
-                    "were made without smoothing this norm"
+                    f"{experts.folder}: layer {layer}: {facts.norm.tensor} was divided in {int((ratio != 1).sum())} of "
+                    f"{len(ratio)} channels, but {' and '.join(facts.also_reads_the_norm)} read it too and would keep "
+                    "the source's bytes: its experts fit the divided norm alone, so neither norm would be right for "
+                    "both; give experts that were quantized without scales in this norm"
                 )
             state = router_state(
                 source.tensor(router), experts.tensor(experts.require(router, "the router").name), ratio

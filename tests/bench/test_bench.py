@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,30 +133,55 @@ def small_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def test_all_methods_go_through_a_whole_model(small_job: Job) -> None:
     result = methods.compare_methods(small_job, CPU, repeats=1, most_tokens=256)
-    names = [method.name for method in methods.methods(small_job.recipe.experts, small_job.facts, torch.float32)]
+    asked = methods.methods(small_job.recipe.experts, small_job.facts, torch.float32)
+    names = [method.name for method in asked.rows]
     assert [row["method"] for row in result["rows"]] == names
     assert all(row["kl"] > 0 for row in result["rows"])
     text = methods_table(result)
     assert all(name in text for name in names)
     assert any("norm not folded" in name for name in names)
-    assert not any("router in F32" in name for name in names)  # which is how MiniMax-M2's is served
+    assert asked.left_out == {"gram AWQ, default, router in F32": "the default is that"}  # as MiniMax-M2's is served
+    assert text.endswith("\nleft out: gram AWQ, default, router in F32: the default is that")
 
 
-def test_rows_that_would_repeat_another_are_left_out(small_job: Job) -> None:
-    """Where the norm has another reader nothing is folded, so there is no router to leave out, keep or round."""
+def test_where_the_norm_has_another_reader_rows_with_a_fold_are_left_out_by_name(small_job: Job) -> None:
+    """Nothing is folded there, so no router is left out, kept or rounded; but the library folds nevertheless."""
     base, facts = small_job.recipe.experts, small_job.facts
     norm = facts.norm.model_copy(update={"readers": [*facts.norm.readers, "self_attn.q_proj"]})
-    names = [method.name for method in methods.methods(base, facts.model_copy(update={"norm": norm}), torch.float32)]
-    assert len(names) == 6
-    assert not any(word in name for name in names for word in ("left out", "not folded", "F32"))
+    other = facts.model_copy(update={"norm": norm})
+    found = methods.methods(base, other, torch.float32)
+    assert len(found.rows) == 8
+    assert [row.name for row in found.rows if row.others_left_out] == ["llm-compressor AWQ, other readers left out"]
+    assert found.base == "llm-compressor AWQ, norm not folded"
+    assert not found.left_out.keys() & {row.name for row in found.rows}
+    assert len(found.left_out) == 4
+    (why,) = set(found.left_out.values())
+    assert why.startswith("post_attention_layernorm.weight is also read by self_attn.q_proj, ")
+    jobs = {row.name: methods.variant(replace(small_job, facts=other), row) for row in found.rows}
+    assert [name for name, job in jobs.items() if job.plan.folds] == ["llm-compressor AWQ, other readers left out"]
+    table = methods_table(
+        {
+            "rows": [{"method": name, "kl": 1, "top1": 1, "router": 1, "increase": 0, "seconds": 1} for name in jobs],
+            "base": found.base,
+            "left_out": found.left_out,
+            "calibration": {"tokens": 1},
+            "held_out_tokens": 1,
+            "machine": {"threads": 1},
+            "repeats": 1,
+        }
+    )
+    assert table.count("left out: ") == 1
+    assert all(name in table for name in found.left_out)
 
 
 @pytest.mark.slow
 def test_a_router_written_in_float32_is_measured_unrounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = prepare(str(families.write_job(tmp_path, "qwen3_moe")))
     base, facts = job.recipe.experts, job.facts
-    assert not any(method.router for method in methods.methods(base, facts, torch.bfloat16))  # it would be rounded
-    rows = [m for m in methods.methods(base, facts, torch.float32) if m.router or m.name.endswith("(default)")]
+    assert not any(method.router for method in methods.methods(base, facts, torch.bfloat16).rows)  # it would be rounded
+    compared = methods.methods(base, facts, torch.float32)
+    rows = [m for m in compared.rows if m.router or m.name.endswith("(default)")]
+    compared = replace(compared, rows=rows)
     assert [row.router for row in rows] == [None, "F32"]
     seen = []
 
@@ -167,13 +193,30 @@ def test_a_router_written_in_float32_is_measured_unrounded(tmp_path: Path, monke
         return measured_by_all(source, candidates, *arguments, **options)
 
     measured_by_all = methods.measure
-    monkeypatch.setattr(methods, "methods", lambda *arguments: rows)
+    monkeypatch.setattr(methods, "methods", lambda *arguments: compared)
     monkeypatch.setattr(methods, "measure", measure)
     result = methods.compare_methods(job, CPU, repeats=1, most_tokens=256)
     rounded, unrounded = seen
     assert torch.equal(rounded, unrounded.bfloat16().float())
     assert not torch.equal(rounded, unrounded)
     assert result["rows"][0]["kl"] != result["rows"][1]["kl"]
+
+
+@pytest.mark.slow
+def test_the_librarys_mapping_without_the_shared_expert_is_far_worse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a model with a dense layer, whose seconds are none."""
+    job = prepare(str(families.write_job(tmp_path, "glm4_moe")))
+    found = methods.methods(job.recipe.experts, job.facts, torch.float32)
+    rows = [row for row in found.rows if row.others_left_out or row.name == found.base]
+    found = replace(found, rows=rows)
+    monkeypatch.setattr(methods, "methods", lambda *arguments: found)
+    result = methods.compare_methods(job, CPU, repeats=1, most_tokens=256)
+    left_out, exact = result["rows"]
+    assert left_out["method"] == "llm-compressor AWQ, other readers left out"
+    assert left_out["kl"] > 5 * exact["kl"]
+    assert exact["seconds"] > 0
 
 
 def test_both_routes_go_through_a_whole_model(small_job: Job) -> None:

@@ -173,6 +173,18 @@ def test_a_difference_is_named_and_the_new_facts_fit(name: str, tmp_path: Path) 
             planned(kept, config, tensors)
 
 
+def test_a_linear_module_that_is_missing_is_named_nowhere(tmp_path: Path) -> None:
+    config, tensors = published()
+    for part in ("weight", "weight_scale_inv"):
+        without(f"self_attn.v_proj.{part}")(config, tensors)
+    fitted = fit_facts(config, tensors, "here")
+    assert fitted.fits
+    facts = read_back(fitted, tmp_path)
+    assert facts.smoothing == {"input_layernorm.weight": ["self_attn.q_proj", "self_attn.k_proj"]}
+    assert facts.tensor_parallel is not None
+    assert "v_proj" not in str(facts.tensor_parallel)
+
+
 def test_a_size_is_written_as_the_expression_that_holds() -> None:
     config, tensors = published(head_dim=32)
     del config["head_dim"]

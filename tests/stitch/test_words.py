@@ -146,3 +146,131 @@ def test_what_contradicts_the_source_is_a_difference(
     assert said in report["differences"][0]
     assert len(report["differences"]) <= 2
     assert len(set(report["differences"])) == len(report["differences"])
+
+
+# Families with shared experts, dense layers, MLA, and a layer beyond the last ----------------------------------
+
+BLOCK = "post_attention_layernorm"
+PLAIN = {
+    "glm4_moe": {"input_layernorm": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]},
+    "deepseek_v3": {
+        "input_layernorm": ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"],
+        "self_attn.q_a_layernorm": ["self_attn.q_b_proj"],
+        "self_attn.kv_a_layernorm": ["self_attn.kv_b_proj"],
+    },
+}
+
+
+@pytest.fixture(scope="module", params=list(PLAIN))
+def with_shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("words-shared") / "source"
+    return request.param, families.write(folder, request.param, num_hidden_layers=2)
+
+
+def all_smoothed(family: str, source: Path, folder: Path, *, left_out: tuple[str, ...] = ()) -> Path:
+    """A BF16 copy of which every norm was divided and every reader multiplied, but those that end as `left_out` says;
+    up's rows divided and down's columns multiplied, in every kind of MLP. Layer 0 is dense; the layer after layer 1,
+    which predicts further tokens, is left as it is.
+    """
+    weights = {name: tensor.float() for name, tensor in families.source_weights(source).items()}
+    config = json.loads((source / "config.json").read_text())
+    generator = torch.Generator().manual_seed(1)
+    for layer in range(2):
+        at = f"model.layers.{layer}."
+        inside = [name.removeprefix(at).removesuffix(".weight") for name in weights if name.startswith(at)]
+        mlp = [n for n in inside if n.startswith("mlp.") and n.endswith(("gate_proj", "up_proj"))]
+        norms = PLAIN[family] | {BLOCK: [*mlp, *["mlp.gate"] * (layer == 1)]}
+        for norm, readers in norms.items():
+            scale = 2 ** torch.randint(-1, 2, weights[f"{at}{norm}.weight"].shape, generator=generator).float()
+            weights[f"{at}{norm}.weight"] /= scale
+            for reader in readers:
+                if not reader.endswith(left_out or "nothing"):
+                    weights[f"{at}{reader}.weight"] *= scale
+        for up in [n for n in mlp if n.endswith("up_proj")]:
+            scale = 1 + torch.rand(weights[f"{at}{up}.weight"].shape[0], generator=generator)
+            weights[f"{at}{up}.weight"] /= scale[:, None]
+            weights[f"{at}{up.replace('up_proj', 'down_proj')}.weight"] *= scale
+    return tiny.write(folder, config, {name: tensor.bfloat16() for name, tensor in weights.items()})
+
+
+def awq_of(copy: Path, source: Path, folder: Path, plain: str = "nothing") -> Path:
+    """Quantized, but for modules whose name has `plain` in it."""
+
+    def chosen(module: str) -> Kind | None:
+        return Kind("awq") if module.endswith("_proj") and plain not in module else None
+
+    awq_gptq.checkpoint(copy, folder, Kind("awq"), chosen=chosen)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((source / file).read_bytes())
+    return folder
+
+
+def test_scales_in_every_kind_of_layer_are_undone(
+    with_shared: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family, source = with_shared
+    copy = all_smoothed(family, source, tmp_path / "copy")
+    _, report = verified(monkeypatch, capsys, awq_of(copy, source, tmp_path / "awq"), "--source", source)
+    assert report["differences"] == []
+    assert f"{2 * len(PLAIN[family]) + 2} norms divided by a scale" in report["account"]
+    assert "1 routers multiplied by their norm's scale" in report["account"]
+    left = "2 matrices multiplied by their norm's scale"  # kv_a of two layers, which is no _proj here
+    assert (left in report["account"]) == (family == "deepseek_v3")
+    assert 0.05 < float(report["account"][-1].split()[4]) < 0.2
+
+
+@pytest.mark.parametrize("plain", ["nothing", "shared_experts"], ids=["quantized", "left plain"])
+def test_a_shared_expert_without_its_norms_scale_is_found(
+    plain: str,
+    with_shared: tuple[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    family, source = with_shared
+    copy = all_smoothed(family, source, tmp_path / "copy", left_out=("shared_experts.gate_proj",))
+    _, report = verified(monkeypatch, capsys, awq_of(copy, source, tmp_path / "awq", plain), "--source", source)
+    at = "model.layers.1.mlp.shared_experts.gate_proj"
+    (line,) = [one for one in report["differences"] if at in one]
+    assert line.startswith(f"{at}: not compensated, though" if plain != "nothing" else f"{at}.qweight: ")
+
+
+def test_an_attention_without_its_norms_scale_is_found(
+    with_shared: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family, source = with_shared
+    readers = list(PLAIN[family].values())[-1]
+    copy = all_smoothed(family, source, tmp_path / "copy", left_out=(readers[-1],))
+    _, report = verified(monkeypatch, capsys, awq_of(copy, source, tmp_path / "awq"), "--source", source)
+    found = report["differences"]
+    assert [line.partition(".qweight")[0] for line in found] == [f"model.layers.{n}.{readers[-1]}" for n in range(2)]
+
+
+def test_matrices_of_the_layer_beyond_the_last_are_compared_too(
+    with_shared: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family, source = with_shared
+    copy = all_smoothed(family, source, tmp_path / "copy")
+
+    flipped = ("eh_proj", "mlp.experts.3.down_proj", "mlp.shared_experts.up_proj")
+
+    def wrong(tensors: Tensors) -> None:
+        for module in flipped:
+            name = f"model.layers.2.{module}.qweight"
+            tensors[name] = tensors[name].flip(0)
+
+    awq_gptq.checkpoint(copy, tmp_path / "awq", Kind("awq"), edit=wrong)
+    _, report = verified(monkeypatch, capsys, tmp_path / "awq", "--source", source)
+    found = {line.partition(".qweight")[0] for line in report["differences"] if ".qweight: " in line}
+    assert found == {
+        f"model.layers.2.{n}" for n in ("eh_proj", "mlp.experts.3.down_proj", "mlp.shared_experts.up_proj")
+    }
+    awq_gptq.checkpoint(copy, tmp_path / "without", Kind("awq"), edit=without_the_last)
+    _, report = verified(monkeypatch, capsys, tmp_path / "without", "--source", source)
+    (line,) = [one for one in report["differences"] if one.startswith("model.layers.2")]
+    assert line.startswith("model.layers.2: none of the ")
+
+
+def without_the_last(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith("model.layers.2.")]:
+        del tensors[name]

@@ -82,8 +82,8 @@ def scaling_table(result: dict[str, Any]) -> str:
 
 
 def methods_table(result: dict[str, Any]) -> str:
-    """What `quantize bench methods` prints; ratios are relative to the library's AWQ with the router compensated."""
-    base = next(row for row in result["rows"] if row["method"] == "llm-compressor AWQ, router compensated")
+    """What `quantize bench methods` prints; ratios are relative to the row that `base` names."""
+    base = next(row for row in result["rows"] if row["method"] == result["base"])
     rows = [
         (
             row["method"],
@@ -98,7 +98,11 @@ def methods_table(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     calibration = result["calibration"]
+    reasons: dict[str, list[str]] = {}
+    for name, why in result["left_out"].items():
+        reasons.setdefault(why, []).append(name)
     return plain(("method", "KL", "ratio", "top-1", "router", "perplexity", "seconds", "faster"), rows) + (
         f"\n\n{calibration['tokens']:,} calibration tokens, {result['held_out_tokens']:,} held-out; "
         f"{result['machine']['threads']} threads; seconds: observe + solve, median of {result['repeats']}"
+        + "".join(f"\nleft out: {'; '.join(names)}: {why}" for why, names in reasons.items())
     )
