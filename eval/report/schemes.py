@@ -43,6 +43,7 @@ def choice_lines(schemes: dict[str, Any]) -> list[str]:
     """The choice in a few lines."""
     shares, coarsest = schemes["by_matrix"], schemes["coarsest"]
     kl = [row["loss"][coarsest] for row in schemes["layers"]]
+    numbers = [row["layer"] for row in schemes["layers"]]
     worst, least = kl.index(max(kl)), kl.index(min(kl))
     parts = ", ".join(f"{NAMES[matrix]} {share:.0%}" for matrix, share in sorted(shares.items(), key=lambda p: -p[1]))
     above = "; the budget is above the largest possible" if schemes["above_the_largest"] else ""
@@ -54,8 +55,8 @@ def choice_lines(schemes: dict[str, Any]) -> list[str]:
     return [
         f"{schemes['chosen']}: {size(schemes['output_bytes'])} of shards, {schemes['bits_per_weight']:.4g} bits per "
         f"weight, within {limit_text(schemes)}{above}",
-        f"predicted KL of a layer as {coarsest}: most {kl[worst]:.2g} (layer {worst}), least {kl[least]:.2g} "
-        f"(layer {least}), first {kl[0]:.2g}; of it {parts}",
+        f"predicted KL of a layer as {coarsest}: most {kl[worst]:.2g} (layer {numbers[worst]}), least {kl[least]:.2g} "
+        f"(layer {numbers[least]}), first {kl[0]:.2g}; of it {parts}",
         *([halved_line] if halved else []),
     ]
 

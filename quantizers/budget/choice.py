@@ -34,7 +34,7 @@ def choose_schemes(job: Job, tokens: Sequence[torch.Tensor], context: Context, o
     from .measure import measure_schemes, refuse_processes
 
     assert job.allocation is not None
-    refuse_processes(context.ranks.count, context.work, job.sizes["layers"])
+    refuse_processes(context.ranks.count, context.work, job.sizes.moe_layers)
     entries = measure_schemes(job, tokens, context)
     schemes = job.allocation.spell(chosen_candidates(job.allocation, entries))
     journal.refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
@@ -49,20 +49,20 @@ def chosen_candidates(allocation: Allocation, entries: Entries) -> list[int]:
 def describe_choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
     """For report.json and `quantize plan`: candidates, bounds, and each layer's scheme with what was measured."""
     picked = chosen_candidates(allocation, entries)
-    schemes = allocation.spell(picked)
+    schemes = [allocation.candidates[index] for index in picked]
     layers = [
         {
-            "layer": number,
+            "layer": entry["layer"],
             "scheme": str(scheme),
             "bits": scheme.bits,
             "group_size": scheme.group_size,
-            "bytes": allocation.shard_bytes[number][index],
+            "bytes": row[index],
             **{
                 key: entry[key]
                 for key in ("kl", "disturbance", "growth", "at_half", "loss", "error", "by_matrix", "experts")
             },
         }
-        for number, (scheme, index, entry) in enumerate(zip(schemes, picked, entries, strict=True))
+        for scheme, index, entry, row in zip(schemes, picked, entries, allocation.shard_bytes, strict=True)
     ]
     coarsest = str(allocation.candidates[0])
     return allocation.as_dict() | {
@@ -106,7 +106,7 @@ def apply_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | N
     if found is None:
         raise InputError(f"{output}: no run of this recipe has measured its layers there; leave --output out")
     schemes = [Scheme(row["bits"], row["group_size"]) for row in found["layers"]]
-    return replace(job, plan=job.plan.with_schemes(schemes)), found
+    return replace(job, plan=job.plan.with_schemes(job.allocation.spread(schemes))), found
 
 
 def read_choice(job: Job, output: Path) -> dict[str, Any] | None:
@@ -123,7 +123,7 @@ def read_choice(job: Job, output: Path) -> dict[str, Any] | None:
         same = isinstance(settings, dict) and settings.get("hash") == settings_hash(job.recipe, job.path)
         return report.get("schemes") if same else None
     work = journal.work_folder(output)
-    entries = read_measurements(work, job.sizes["layers"])
+    entries = read_measurements(work, job.sizes.moe_layers)
     try:
         settings = json.loads((work / "run.json").read_text())["experts"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -21,12 +21,13 @@ number of layers; this check makes them a quarter longer. (After the last layer'
 then has up to twice the KL per disturbance, and so would the half of that. On the tiny model it is 1.0 to 2.1 times,
 which is within the tolerance; where KL saturates it tends to 4 times.)
 
-    schemes/00003.json        layer 3 is measured
+    schemes/00003.json        layer 3 is measured, or passed if it has no experts
     schemes/states-00004.bin  states entering layer 4: the source's, the source's at the branches' tokens, then the
                               branches of layers 0 to 3
     schemes/kl.json           KL of every branch; written last
 
-One process measures. An interrupted measurement resumes as the run itself does.
+All states pass through a layer without experts, and none branches off there. One process measures. An interrupted
+measurement resumes as the run itself does.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor], context: Context) 
         QuantizeError: states or logits are not finite.
     """
     layers, work, check = job.sizes["layers"], context.work, context.check
-    found = read_measurements(work, layers)
+    found = read_measurements(work, job.sizes.moe_layers)
     if found is not None:
         _remove(work)  # a walk may have been interrupted just after it wrote its last file
         return found
@@ -95,10 +96,11 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor], context: Context) 
     with progress("measuring", layers, done, "layer") as step, contextlib.closing(ahead):
         for number in range(done, layers):
             check()
-            walk.layer(number, next(ahead), check, step)
+            measured = walk.layer if number not in job.sizes.dense else walk.dense_layer
+            measured(number, next(ahead), check, step)
     write_json(work / FOLDER / "kl.json", walk.divergences(check))
     _remove(work)
-    entries = read_measurements(work, layers)
+    entries = read_measurements(work, job.sizes.moe_layers)
     assert entries is not None
     return entries
 
@@ -135,7 +137,7 @@ class _Walk:
         return self.work / FOLDER / f"states-{layer:05d}.bin"
 
     def _place(self, branch: int, number: int) -> int:
-        """Where a branch's n-th sequence lies: branch 0 is the source's, branch l + 1 layer l's, halves last."""
+        """Where a branch's n-th sequence lies, halves last: branch 0 is the source's, then come layers with experts."""
         before = len(self.halved) * max(branch - 1, 0)
         return len(self.lengths) + branch * len(self.probes) + before + number
 
@@ -147,8 +149,31 @@ class _Walk:
     def _rows(self, layer: int) -> Rows:
         """States entering a layer: the source's sequences, then the branches of the layers before it."""
         branch = [*self.branch_lengths, *(self.branch_lengths[k] for k in self.halved)]
-        lengths = [*self.lengths, *self.branch_lengths, *branch * layer]
+        before = sum(number < layer for number in self.job.sizes.moe_layers)
+        lengths = [*self.lengths, *self.branch_lengths, *branch * before]
         return Rows(self._file(layer), lengths, self.job.sizes["hidden"], self.model.dtype)
+
+    def dense_layer(self, number: int, source: Held, check: Callable[[], None], step: Step) -> None:
+        """Take the source and all branches through a layer without experts.
+
+        Args:
+            source: the layer's tensors.
+        """
+        started, following = time.monotonic(), self._rows(number + 1)
+        with self.model.layer(number, source) as layer:
+            for i in range(len(self.states)):
+                following[i] = self.model.run(layer, self.states[i])[0]
+                check()
+        following.flush()
+        seconds = time.monotonic() - started
+        write_json(entry_file(self.work, number), {"layer": number, "seconds": seconds})
+        self._go_on(following)
+        step(f"{seconds:.1f} s, no experts")
+
+    def _go_on(self, following: Rows) -> None:
+        self.states.remove()
+        self.states = following
+        release_free_memory()
 
     def layer(self, number: int, source: Held, check: Callable[[], None], step: Step) -> None:
         """Measure a layer, take the source and all branches through it, and start its own branch.
@@ -196,7 +221,7 @@ class _Walk:
             )
             exact = [w.data[:count].clone() for w in (experts.gate_up_proj, experts.down_proj)]
             moved, size = list[float](), list[float]()
-            for n, (k, place) in enumerate(self._sequences(number + 1)):
+            for n, (k, place) in enumerate(self._sequences(1 + self.job.sizes.moe_layers.index(number))):
                 if n in (0, len(self.probes)):
                     self._disturb(experts, exact, found.coarsest, enlarged if n == 0 else enlarged / 2)
                 output = model.run(layer, self.states[self._place(0, k)])[0]
@@ -221,10 +246,8 @@ class _Walk:
             "seconds": time.monotonic() - started,
         }
         write_json(entry_file(self.work, number), entry)
-        self.states.remove()
-        self.states = following
         del found
-        release_free_memory()
+        self._go_on(following)
         step(f"{entry['seconds']:.1f} s, error {next(iter(errors.values()))[ALL_THREE] ** 0.5:.4f}")
 
     @staticmethod
@@ -242,7 +265,7 @@ class _Walk:
     def divergences(self, check: Callable[[], None]) -> list[dict[str, float]]:
         """Mean KL(source || branch) of each layer's branch in nats, see `parts`."""
         head = self.model.head()
-        branches = [self._sequences(1 + number) for number in range(self.job.sizes["layers"])]
+        branches = [self._sequences(1 + place) for place in range(len(self.job.sizes.moe_layers))]
         totals = [[0.0] * len(branch) for branch in branches]
         for k in range(len(self.probes)):
             source = self.states[self._place(0, k)]
@@ -279,13 +302,16 @@ def branch_sequences(lengths: Sequence[int]) -> list[int]:
 
 
 def branch_rows(lengths: Sequence[int], layers: int) -> int:
-    """Tokens of all branches together, which need room on the disk."""
+    """Tokens of all branches together, which need room on the disk; `layers` counts those with experts."""
     branch = [min(lengths[i], BRANCH_LENGTH) for i in branch_sequences(lengths)]
     return sum(branch) + layers * (sum(branch) + sum(branch[::HALF_EVERY]))
 
 
-def refuse_processes(count: int, work: Path, layers: int) -> None:
+def refuse_processes(count: int, work: Path, layers: Sequence[int]) -> None:
     """A budget is measured by one process.
+
+    Args:
+        layers: the numbers of those with experts.
 
     Raises:
         InputError: there are several, and nothing is measured yet.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ FOLDER = "schemes"
 TOLERANCE = 2.5  # ratio of KL per disturbance to that of the half: KL itself 1.6 to 10 times as large, ideally 4
 
 
-def read_measurements(work: Path, layers: int) -> list[dict[str, Any]] | None:
-    """The finished measurements, one entry a layer; None while they are not complete.
+def read_measurements(work: Path, layers: Sequence[int]) -> list[dict[str, Any]] | None:
+    """The finished measurements, one entry for each of these layers; None while they are not complete.
+
+    Args:
+        layers: the numbers of all layers with experts.
 
     Each has `layer`, `seconds`, `kl` and `disturbance` of its branch, and by a scheme's name `error`, `by_matrix` (all
     three are squares, relative to the states) and `loss`. `growth` is KL per disturbance over that of the half: 1 where
@@ -22,7 +26,7 @@ def read_measurements(work: Path, layers: int) -> list[dict[str, Any]] | None:
     """
     try:
         kl = json.loads((work / FOLDER / "kl.json").read_text())
-        entries = [json.loads(entry_file(work, number).read_text()) for number in range(layers)]
+        entries = [json.loads(entry_file(work, number).read_text()) for number in layers]
         return [_with_loss(entry, found) for entry, found in zip(entries, kl, strict=True)]
     except (OSError, ValueError, TypeError, KeyError):  # nothing there, or written by an older version
         return None

@@ -6,6 +6,9 @@ divided by the number of weights. Both are exact bounds on the sum of the layers
 
 A scheme is possible if its groups divide the matrices, and if vLLM can serve it: no group may cross the cards
 over which an expert is split. This module measures nothing and opens no file.
+
+Only layers with experts have a choice. "For each layer" means each of these; the others' shards are among what is the
+same under every choice.
 """
 
 from __future__ import annotations
@@ -33,15 +36,20 @@ class Allocation:
     """The possible schemes, their costs, and the limit.
 
     Attributes:
+        layers: the numbers of the layers with experts.
+        decoder_layers: how many layers there are, with those that have none.
         candidates: the possible schemes, in ascending order of size.
         shard_bytes: for each layer, the bytes of its shard with each candidate.
-        outside_bytes: bytes of the shard with the tensors outside the layers.
+        outside_bytes: bytes of all other shards: of layers without experts, of layers that predict further tokens, and
+            of the tensors outside the layers.
         weights: number of weights in all experts of one layer.
         width: an expert's width.
         limit: bound on the total cost, in `unit`s.
         unit: `bytes` of all shards, or `bits` of the experts' weights and scales.
     """
 
+    layers: tuple[int, ...]
+    decoder_layers: int
     candidates: tuple[Scheme, ...]
     shard_bytes: tuple[tuple[int, ...], ...]
     outside_bytes: int
@@ -67,7 +75,7 @@ class Allocation:
         return sum(self.candidates[i].bits_per_weight for i in chosen) / len(chosen)
 
     def cost(self, chosen: Sequence[int]) -> int:
-        """The total cost in `unit`s, including the tensors outside the layers if the unit is bytes."""
+        """The total cost in `unit`s, including all other shards if the unit is bytes."""
         outside = self.outside_bytes if self.unit == "bytes" else 0
         return outside + sum(row[i] for row, i in zip(self.costs, chosen, strict=True))
 
@@ -81,8 +89,13 @@ class Allocation:
         return self.cost(self.uniform(-1)) < self.limit
 
     def spell(self, chosen: Sequence[int]) -> list[Scheme]:
-        """The schemes for a candidate's index in each layer."""
-        return [self.candidates[i] for i in chosen]
+        """The schemes for a candidate's index in each layer, for `Plan.with_schemes`."""
+        return self.spread([self.candidates[i] for i in chosen])
+
+    def spread(self, schemes: Sequence[Scheme]) -> list[Scheme]:
+        """One scheme for every decoder layer, from each layer's; one without experts has the first layer's."""
+        own = dict(zip(self.layers, schemes, strict=True))
+        return [own.get(layer, schemes[0]) for layer in range(self.decoder_layers)]
 
     def best_uniform(self) -> list[Scheme]:
         """The largest scheme that fits when all layers use it, for estimates before anything is measured."""
@@ -132,16 +145,16 @@ def candidates(sizes: Sizes, parallel: int) -> tuple[Scheme, ...]:
     )
 
 
-def _shard_bytes(plan: Plan, possible: Sequence[Scheme]) -> Iterator[tuple[int, ...]]:
-    """For each layer the bytes of its shard with each scheme."""
+def _shard_bytes(plan: Plan, layers: Sequence[int], possible: Sequence[Scheme]) -> Iterator[tuple[int, ...]]:
+    """For each of these layers the bytes of its shard with each scheme."""
     # Layers with the same tensors and the same number of digits in their names have shards of the same size, so few
     # sizes are computed.
     sizes: dict[tuple[tuple[int, Kind, Spec], ...], tuple[int, ...]] = {}
-    by_layer: list[list[Action]] = [[] for _ in range(plan.layers)]
+    by_layer: dict[int, list[Action]] = {layer: [] for layer in layers}
     for action in plan.actions:
-        if action.layer is not None and action.layer not in plan.mtp:
+        if action.layer in by_layer:
             by_layer[action.layer].append(action)
-    for actions in by_layer:
+    for actions in by_layer.values():
         key = tuple((len(action.source), action.kind, action.spec) for action in actions)
         if key not in sizes:
             sizes[key] = tuple(
@@ -160,11 +173,6 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
     Raises:
         RecipeError: no group size fits the matrices, or the budget is smaller than the smallest output.
     """
-    if sizes.dense:
-        raise RecipeError(
-            f"{where}: layers {', '.join(map(str, sorted(sizes.dense)))} have no experts, and a budget is measured on "
-            "models in which all have; give experts.bits and group_size"
-        )
     parallel = experts.tensor_parallel or 1
     possible = candidates(sizes, parallel)
     if not possible:
@@ -172,17 +180,16 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
             f"{where}: no group of 32, 64 or 128 divides the experts' width {sizes['width']} over {parallel} cards; "
             "lower experts.tensor_parallel"
         )
-    rows = tuple(_shard_bytes(plan, possible))
+    layers = tuple(sizes.moe_layers)
+    rows = tuple(_shard_bytes(plan, layers, possible))
     weights = 3 * sizes["experts"] * sizes["hidden"] * sizes["width"]
-    outside = sum(file_size(plan.shard(part)) for part in plan.kept_parts)
+    outside = sum(file_size(plan.shard(part)) for part in plan.parts if part not in layers)
     if experts.budget is not None:
-        result = Allocation(
-            possible, rows, outside, weights, sizes["width"], parse_bytes(experts.budget, where), "bytes"
-        )
+        limit, unit = parse_bytes(experts.budget, where), "bytes"
     else:
         assert experts.bits_per_weight is not None
-        limit = math.floor(experts.bits_per_weight * weights * plan.layers)
-        result = Allocation(possible, rows, outside, weights, sizes["width"], limit, "bits")
+        limit, unit = math.floor(experts.bits_per_weight * weights * len(layers)), "bits"
+    result = Allocation(layers, plan.layers, possible, rows, outside, weights, sizes["width"], limit, unit)
     smallest = result.uniform(0)
     if result.cost(smallest) > result.limit:
         bytes_ = result.output_bytes(smallest)

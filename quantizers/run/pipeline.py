@@ -162,7 +162,7 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     needed = output_bytes(job, resolved.data.values() if options.with_data else ()) + between
     needed += held_out_bytes(job.sizes, sum(len(text.tokens) for text in texts), itemsize) + in_files
     if job.allocation:
-        branches = branch_rows([len(t) for t in tokens], job.sizes["layers"])
+        branches = branch_rows([len(t) for t in tokens], len(job.sizes.moe_layers))
         walked = calibration_bytes(job.sizes, rows + branches, itemsize) + between_bytes(
             job.sizes, rows + branches, itemsize
         )
@@ -283,7 +283,7 @@ def write_report(
     report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
     if job.allocation:
         report["seconds"]["measuring"] = sum(
-            entry["seconds"] for entry in read_measurements(work, job.sizes["layers"]) or ()
+            entry["seconds"] for entry in read_measurements(work, job.sizes.moe_layers) or ()
         )
     report["peak_memory_bytes"] = max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)])
     add_card_facts(report, job, data)

@@ -97,7 +97,7 @@ def prove(
         "notes": [NOT_SIMULATED, *folders_left_out(source.folder)],
     }
     if job.allocation:
-        entries = read_measurements(context.work, job.sizes["layers"])
+        entries = read_measurements(context.work, job.sizes.moe_layers)
         assert entries is not None
         report["schemes"] = describe_choice(job.allocation, entries)
     consumers = check_folder(folder, job.own)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import families
 import pytest
 import torch
 import yaml
 from one_layer import make_layer
+from runs import cut_in_layer
 from torch import Tensor
 
 from eval.consumers.check import STORED
@@ -489,6 +492,38 @@ def test_a_budget_above_everything_takes_the_best_and_says_so(tmp_path: Path, bu
     entries = [{"loss": {str(s): 1 / s.bits_per_weight for s in job.allocation.candidates}} for _ in range(4)]
     assert job.allocation.spell(choice.chosen_candidates(job.allocation, entries)) == [Scheme(8, 32)] * 4
     assert job.allocation.as_dict()["above_the_largest"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_moe with a dense layer between"])
+def test_a_budget_where_some_layers_have_no_experts(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dense layer at the start, with a layer that predicts further tokens at the end; and one in the middle."""
+    monkeypatch.setitem(families.MODELS, "qwen3_moe with a dense layer between", {"mlp_only_layers": [1]})
+    recipe = families.write_job(tmp_path, model)
+    body = yaml.safe_load(recipe.read_text())
+    body["experts"] = {"bits_per_weight": 6}
+    recipe.write_text(yaml.safe_dump(body))
+    job = prepare(str(recipe))
+    with_experts = [1, 2] if model == "deepseek_v3" else [0, 2]
+    report = run(job, Options(tmp_path / "output", CPU))
+    schemes = report["schemes"]
+    assert report["audit"]["differences"] == []
+    assert not [finding for finding in report["consumers"]["findings"] if finding["severity"] == "error"]
+    assert [row["layer"] for row in schemes["layers"]] == with_experts
+    assert schemes["bits_per_weight"] <= 6
+    shards = [path.stat().st_size for path in (tmp_path / "output").glob("*.safetensors")]
+    assert schemes["output_bytes"] == sum(shards)
+    # Every branch passes through the layers after its own, of which one has no experts. KL is what their sum foretells.
+    assert 0.3 < schemes["predicted_kl"] / report["kl"]["mean"] < 3
+    named = re.findall(r"\(layer (\d+)\)", "\n".join(choice_lines(schemes)))
+    assert len(named) == 2
+    assert {int(number) for number in named} <= set(with_experts)
+    resumed = Options(tmp_path / "resumed", CPU)
+    cut_in_layer(1, job, resumed)
+    run(job, resumed)
+    assert hashes(tmp_path / "resumed") == hashes(tmp_path / "output")
 
 
 def test_one_scheme_for_all_layers_is_written_as_ever(finished: Any) -> None:

@@ -12,6 +12,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.plan.allocation import Allocation, allocation, candidates
@@ -125,6 +126,27 @@ def test_costs_are_the_files_bytes() -> None:
     assert found.best_uniform() == [Scheme(8, 32)] * 12
     losses = [{str(scheme): 1 / scheme.bits_per_weight for scheme in found.candidates}] * 12
     assert found.spell(found.choose(losses)) == [Scheme(8, 32)] * 12
+
+
+def test_layers_without_experts_have_no_choice_and_are_paid_for() -> None:
+    """DeepSeek-V3 with few layers and experts: three dense layers, and one that predicts further tokens."""
+    facts, config = published_config("deepseek-ai/DeepSeek-V3") or ({}, {})
+    assert isinstance(facts, Architecture)
+    config = config | {"num_hidden_layers": 6, "n_routed_experts": 16}
+    sizes = sizes_of(facts, config, "x")
+    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), Experts(), "x", (128, 128))
+    for limit in ({"budget": "100GB"}, {"bits_per_weight": 4.6}):
+        found = allocation(plan, sizes, Experts.model_validate(limit), "r.yaml:6: experts")
+        assert found.layers == (3, 4, 5)
+        chosen = [0, len(found.candidates) - 1, 1]
+        schemes = found.spell(chosen)
+        assert schemes == [found.candidates[i] for i in (0, 0, 0, *chosen)]
+        files = plan.with_schemes(schemes).shards()
+        assert found.output_bytes(chosen) == sum(map(file_size, files.values()))
+        assert len(files) == 6 + 1 + 1
+    experts = 3 * 16 * 7168 * 2048
+    assert found.limit == math.floor(4.6 * 3 * experts)
+    assert found.as_dict()["limit"] == pytest.approx(4.6)
 
 
 def test_a_budget_of_a_uniform_choice_is_never_worse_than_it() -> None:
