@@ -43,7 +43,7 @@ JOURNAL_ONLY = (
     "held_out",
 )  # left out of `layers`: elsewhere in the report
 NOT_SIMULATED = (
-    "vLLM quantizes activations to FP8 at run time in what is kept in FP8; that is not simulated in these figures."
+    "vLLM quantizes activations to FP8 for what is kept in FP8, at run time; that is not simulated in these figures."
 )
 
 

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 from edited import edit
-from source_forms import ACTIVATIONS, per_row, write_plain
+from source_forms import per_row, write_plain
 from whole_models import finished_weights, run_whole, stored
 
 from eval.consumers.check import STORED
@@ -77,7 +77,7 @@ def test_the_config_says_a_scale_per_row_and_dynamic_activations(made: Made) -> 
         "targets": [r"re:.*self_attn\.(q|k|v|o|qkv)_proj$", r"re:.*\.mlp\.(gate|up|down|gate_up)_proj$"],
         "format": "float-quantized",
         "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
-        "input_activations": ACTIVATIONS,
+        "input_activations": families.PER_ROW["config_groups"]["group_0"]["input_activations"],
     }
     assert sorted(section["config_groups"]) == ["attention_fp8_channel", "routed_experts"]
     assert "re:.*self_attn.*" not in section["ignore"]
