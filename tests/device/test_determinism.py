@@ -16,6 +16,7 @@ from one_layer import GROUP, make_layer, sliced
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.fidelity.score import score_text
+from quantizers.architectures.sizes import Sizes
 from quantizers.budget.measure import _Walk
 from quantizers.budget.output_errors import scheme_errors
 from quantizers.cli import main as cli
@@ -321,7 +322,7 @@ def test_figures_without_operations_that_have_no_order() -> None:
     states, head = (torch.randn(n, 16, generator=generator).bfloat16() for n in (40, 50))
     model: Any = SimpleNamespace(device=states.device, final=lambda rows: rows, head=lambda: head)
     walk: Any = object.__new__(_Walk)
-    walk.model, walk.job = model, SimpleNamespace(sizes={"layers": 1})
+    walk.model, walk.job = model, SimpleNamespace(sizes=Sizes(layers=1))
     walk.lengths, walk.probes, walk.halved, walk.branch_lengths = [], [0], range(1), [40]
     walk.states = [states, states + 1, states]
     with InOrder(0) as watch:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.fidelity import logits
 from eval.fidelity.score import score_text
+from quantizers.architectures.sizes import Sizes
 from quantizers.budget.measure import _Walk
 from quantizers.solve import symmetric
 
@@ -81,7 +82,7 @@ def test_kl_of_the_lanes_in_bfloat16(source: Model, candidate: Model) -> None:
     """What a budget is measured by: a lane with the candidate's states, and one with the source's own."""
     walk: Any = object.__new__(_Walk)  # with no more than the sum needs
     walk.model = SimpleNamespace(head=lambda: source[1], final=lambda rows: rows)
-    walk.job = SimpleNamespace(sizes={"layers": 2})
+    walk.job = SimpleNamespace(sizes=Sizes(layers=2))
     walk.lengths, walk.probes, walk.halved, walk.branch_lengths = [], [0], range(1), [POSITIONS]
     same = source[0].clone()
     walk.states = [source[0], candidate[0], same, same, candidate[0]]
