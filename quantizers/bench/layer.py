@@ -106,7 +106,7 @@ def measure_layer(
         with clock.block("observe"):
             observe(model, layer, states, recorded)
         norm = held.tensor(facts.layer(number, facts.norm.tensor)) if plan.folds else None
-        with listening(device) as inside:
+        with listening(Clock(device)) as inside:
             residents = Residents(memory.resident, memory.unit, memory.smallest)
             solved = solve_layer(model, layer, norm, recorded, settings, weights=weights.unit, residents=residents)
         context.__exit__(None, None, None)

@@ -22,7 +22,7 @@ from quantizers.checkpoint.reader import CONFIG
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.device.devices import forward_dtype, machine
 from quantizers.device.kind import accelerated
-from quantizers.device.timing import listening
+from quantizers.device.timing import Clock, listening
 from quantizers.forward.halves import finish
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import recorded
@@ -103,7 +103,7 @@ def _run(at: dict[str, int], hidden: int, width: int, device: torch.device, *, w
         blocks.append(recorded(x.to(device, dtype), chosen.to(device), weight.to(device)))
     gate_up = (normal(at["experts"], 2 * width, hidden) * hidden**-0.5).to(device, dtype)
     down = (normal(at["experts"], hidden, width) * width**-0.5).to(device, dtype)
-    with torch.no_grad(), listening(device) as clock:
+    with torch.no_grad(), listening(Clock(device)) as clock:
         solve(
             blocks, lambda first, last: (gate_up[first:last].clone(), down[first:last].clone()),
             norm=norm.to(device), router=router.to(device), activation=torch.nn.functional.silu,

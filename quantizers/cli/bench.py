@@ -126,6 +126,35 @@ def layer(
 
 
 @bench.command()
+def count(
+    *,
+    like: Annotated[str, typer.Option(help="a model whose facts are kept here, such as minimax-m2.1")],
+    tokens: Annotated[int, typer.Option(min=16, help="calibration tokens")] = 131072,
+    length: Annotated[int, typer.Option(min=16, help="tokens of a sequence")] = 8192,
+    experts: Annotated[int | None, typer.Option(min=2, help="fewer than the model has")] = None,
+    card: Annotated[
+        str | None,
+        typer.Option(help="h100, h200, a100, rtx-pro-6000, 4090, or cpu: this machine; without it all cards"),
+    ] = None,
+    device_memory: DeviceMemoryOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """One layer of a model's real size, counted without a GPU: launches, bytes, arithmetic, waits, memory, seconds.
+
+    Example: quantize bench count --like minimax-m2.1 --card h100
+    """
+    from quantizers.system.byte_size import parse_bytes
+
+    limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
+    from quantizers.bench.count import count_layer
+    from quantizers.cli.tables.bench import count_table
+
+    result = count_layer(like, tokens, length=min(length, tokens), experts=experts, card=card, limit=limit)
+    emit(result, as_json, count_table(result))
+
+
+@bench.command()
 def scaling(
     *,
     hidden: Annotated[int, typer.Option(min=128, help="of the random layers")] = 128,

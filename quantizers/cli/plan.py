@@ -96,7 +96,7 @@ def plan(
         emit(result, as_json, fit_table(result))
         return
     from quantizers.cli.tables.plan import plan_table, tensors_table
-    from quantizers.plan.run_needs import estimate_run, memory_on_gpu
+    from quantizers.cost.estimate import estimate_run, memory_on_gpu
     from quantizers.plan.summary import listing, summary
     from quantizers.plan.tensor_parallel import unsaid
 

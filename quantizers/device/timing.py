@@ -1,6 +1,6 @@
 """Timing of named blocks of code, active only within `listening`.
 
-    with listening(device) as clock:
+    with listening(Clock(device)) as clock:
         solve(…)
     clock.seconds()          # {"forced pass": 2.4, "sums": 0.6, …}
 
@@ -14,7 +14,9 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -61,16 +63,24 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # in torch
 
 
-_listener: ContextVar[Clock | None] = ContextVar("listener", default=None)
+class Listener(Protocol):
+    """Who is told of blocks: a clock, or a counter."""
+
+    def block(self, name: str) -> AbstractContextManager[None]:
+        """What surrounds a block."""
+
+
+Heard = TypeVar("Heard", bound=Listener)
+
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 @contextlib.contextmanager
-def listening(device: torch.device) -> Iterator[Clock]:
-    """Time all blocks that this thread enters within this one."""
-    clock = Clock(device)
-    token = _listener.set(clock)
+def listening(listener: Heard) -> Iterator[Heard]:
+    """Let a listener, such as a `Clock`, surround all blocks that this thread enters within this one."""
+    token = _listener.set(listener)
     try:
-        yield clock
+        yield listener
     finally:
         _listener.reset(token)
 
@@ -79,9 +89,9 @@ def listening(device: torch.device) -> Iterator[Clock]:
 def phase(name: str) -> Iterator[None]:
     """Time the block under `name` if this thread is within `listening`, and say that it is what is done now."""
     doing(name)
-    clock = _listener.get()
-    if clock is None:
+    listener = _listener.get()
+    if listener is None:
         yield
     else:
-        with clock.block(name):
+        with listener.block(name):
             yield

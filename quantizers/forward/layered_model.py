@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +85,7 @@ class LayeredModel:
         short.num_hidden_layers = 1
         with torch.device("meta"):
             inner = model_class(short).model
-        self.layer_class = type(inner.layers[0])
+        self.layer_class: Callable[..., torch.nn.Module] = type(inner.layers[0])
         # inv_freq is computed, not loaded, so it would stay empty on the meta device.
         self.rotary = type(inner.rotary_emb)(config=config).to(device)
         self.final_norm = inner.norm
@@ -128,6 +128,7 @@ class LayeredModel:
             stored or self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype, experts=experts
         )
         load_layer(module, weights, self.facts, left_out)
+        del weights  # otherwise what `release_experts` releases would live here until the block ends
         module.requires_grad_(False)
         try:
             yield module

@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from quantizers.architectures.matrices import Matrix
@@ -137,7 +138,14 @@ class Plan:
 
     def of_layer(self, layer: int | None) -> list[Action]:
         """The actions of one layer, or, for None, of the tensors outside the layers."""
-        return [action for action in self.actions if action.layer == layer]
+        return self._by_layer.get(layer, [])
+
+    @cached_property
+    def _by_layer(self) -> dict[int | None, list[Action]]:
+        found: dict[int | None, list[Action]] = {}
+        for action in self.actions:
+            found.setdefault(action.layer, []).append(action)
+        return found
 
     def fp8_form(self, block: tuple[int, int]) -> Fp8 | None:
         """The form of the FP8 weights that the plan keeps: ROWS, or `block` as it is given; None without any."""

@@ -18,7 +18,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 
@@ -73,7 +73,7 @@ class Quantized:
         context: Context,
         lengths: Sequence[int],
         *,
-        writer: ThreadPoolExecutor,
+        writer: Executor,
         compensate_router: bool = True,
     ) -> None:
         self.job, self.model, self.lane, self.context = job, model, lane, context
@@ -147,12 +147,16 @@ class Quantized:
             tensors: on the CPU, for the file.
             made: the same where the layer was solved.
         """
+        digest = self._store(visit, tensors)
         job, number = self.job, visit.number
-        path = self.context.work / "output" / job.plan.shard_file(number)
-        digest = write_shard(tensors, path, kept_hashes(job.plan, number, visit.source), job.plan.carried(number))
         audit = written_from(job.plan.of_layer(number))
         audit_layer(number, job.facts, job.sizes, visit.there, made, device=self.context.device, audit=audit)
         return digest, audit
+
+    def _store(self, visit: Visit, tensors: Mapping[str, torch.Tensor]) -> ShardDigest:
+        plan, number = self.job.plan, visit.number
+        path = self.context.work / "output" / plan.shard_file(number)
+        return write_shard(tensors, path, kept_hashes(plan, number, visit.source), plan.carried(number))
 
     @contextlib.contextmanager
     def layer(self, visit: Visit) -> Iterator[torch.nn.Module]:

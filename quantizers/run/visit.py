@@ -116,7 +116,7 @@ def visits(
             watch.lap("read")
             with device_memory_errors(number):
                 visit = Visit(number, source, source.to(model.device), watch)
-                _pass_through(visit, reference, candidates, texts, ranks)
+                pass_through(visit, reference, candidates, texts, ranks)
             del source
             yield visit
             for lane in lanes:
@@ -126,9 +126,10 @@ def visits(
             release_free_memory()
 
 
-def _pass_through(
-    visit: Visit, reference: Lane, candidates: Sequence[Candidate], texts: Sequence[Text], ranks: Ranks
+def pass_through(
+    visit: Visit, reference: Lane, candidates: Sequence[Candidate], texts: Sequence[Text], ranks: Ranks = ALONE
 ) -> None:
+    """All that one visit does once its bytes are there, see `visits`."""
     number, watch = visit.number, visit.watch
     # Its experts are needed for texts alone: whoever makes a layer from them reads them unit by unit, as stored.
     with reference.model.layer(number, visit.there, experts=bool(texts)) as layer:

@@ -21,7 +21,7 @@ from quantizers.forward.recorded import Recorded, usable_rows
 
 from .input_sums import Unit
 from .symmetric import add_gram, gram, mirror
-from .token_weights import Survey, token_weights
+from .token_weights import Blend, Survey, Table, token_weights
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 ROUTED_PER_COLUMN = 32  # tokens routed for each column of w2: with more, every n-th block goes into `changes`
@@ -69,48 +69,87 @@ def width_sums(
     """
     count, double_width, _ = gate_up.shape
     width, device = double_width // 2, gate_up.device
-    total = torch.zeros(count, width, width, device=device)
-    magnitude, mass = torch.zeros(count, width, device=device), torch.zeros(count, 1, device=device)
-    seen, dropped = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
-    changes = None if source is None else torch.zeros_like(total)
-    routed_mass = torch.zeros(count, dtype=torch.float64, device=device)
+    sums = _Sums(
+        torch.zeros(count, width, width, device=device),
+        torch.zeros(count, width, device=device),
+        torch.zeros(count, 1, device=device),
+        torch.zeros(count, dtype=torch.int64, device=device),
+        torch.zeros(count, dtype=torch.int64, device=device),
+        None if source is None else torch.zeros(count, width, width, device=device),
+        torch.zeros(count, dtype=torch.float64, device=device),
+    )
     step = max(1, found.routed() // (ROUTED_PER_COLUMN * width))
     products = torch.empty(0, device=device, dtype=gate_up.dtype)
     for number in range(0, len(blocks), every):
         block, table = blocks[number], found.tables[number]
-        with phase("forced pass"):
-            if products.shape[-1] != len(block.x):  # else the memory of the last block is used again
-                products = gate_up.new_empty(count * double_width, len(block.x))
-            torch.mm(gate_up.flatten(0, 1), block.x.mT, out=products)
-            h = _gated(products.view(count, double_width, -1), activation)
-        with phase("sums"):
-            good = usable_rows(h, 1)  # (c, T)
-            if accelerated(device) or not bool(good.all()):
-                h.masked_fill_(~good.unsqueeze(1), 0)
-            good &= block.usable
-            # √w in the dtype of h, so that one operand serves both sides of the sum; and w is what it is squared.
-            root = token_weights(block, found.blended, *unit).mul_(good).sqrt_().to(h.dtype)
-            mass += root.float().square().sum(1, keepdim=True)
-            seen += good.sum(1)
-            dropped += (~good).sum(1)
-        if source is not None and changes is not None and number % step == 0 and table.most(*unit):
-            with phase("changes"):
-                routed_mass += _add_changes(changes, h, good, block, table.routed(*unit), source, activation)
-        with phase("sums"):
-            rows = h.mul_(root.unsqueeze(1)).mT
-            add_gram(total, rows, rows)
-            magnitude += h.abs_().mul_(root.unsqueeze(1)).sum(-1, dtype=torch.float32)
-        del h, rows  # otherwise they would live until the next block is done
-    mass = mass.clamp(min=torch.finfo(torch.float32).tiny)
-    share = found.blended.share[unit[0] : unit[1]] / routed_mass
-    share = torch.where(routed_mass > 0, share, torch.zeros_like(share)).float()
+        if products.shape[-1] != len(block.x):  # else the memory of the last block is used again
+            products = gate_up.new_empty(count * double_width, len(block.x))
+        compared = source if number % step == 0 and table.most(*unit) else None
+        _add_block(sums, block, table, found.blended, gate_up, compared, products, activation=activation, unit=unit)
+    mass = sums.mass.clamp(min=torch.finfo(torch.float32).tiny)
+    share = found.blended.share[unit[0] : unit[1]] / sums.routed_mass
+    share = torch.where(sums.routed_mass > 0, share, torch.zeros_like(share)).float()
     return WidthSums(
-        mirror(total).div_(mass.unsqueeze(-1)),
-        magnitude / mass,
-        None if changes is None else changes.mul_(share[:, None, None]),
-        seen,
-        dropped,
+        mirror(sums.total).div_(mass.unsqueeze(-1)),
+        sums.magnitude / mass,
+        None if sums.changes is None else sums.changes.mul_(share[:, None, None]),
+        sums.seen,
+        sums.dropped,
     )
+
+
+@dataclass
+class _Sums:
+    """What is added up block by block: see `WidthSums`, without being divided by the mass of all rows."""
+
+    total: torch.Tensor
+    magnitude: torch.Tensor
+    mass: torch.Tensor
+    seen: torch.Tensor
+    dropped: torch.Tensor
+    changes: torch.Tensor | None
+    routed_mass: torch.Tensor
+
+
+def _add_block(
+    sums: _Sums,
+    block: Recorded,
+    table: Table,
+    blended: Blend,
+    gate_up: torch.Tensor,
+    source: torch.Tensor | None,
+    products: torch.Tensor,
+    *,
+    activation: Activation,
+    unit: Unit,
+) -> None:
+    """Add one block.
+
+    Args:
+        source: as for `width_sums`; None for a block that does not go into `changes`.
+        products: (c · 2I, T), memory for x w1ᵀ above x w3ᵀ; overwritten.
+    """
+    with phase("forced pass"):
+        torch.mm(gate_up.flatten(0, 1), block.x.mT, out=products)
+        h = _gated(products.view(len(gate_up), gate_up.shape[1], -1), activation)
+    with phase("sums"):
+        good = usable_rows(h, 1)  # (c, T)
+        if accelerated(h.device) or not bool(good.all()):
+            h.masked_fill_(~good.unsqueeze(1), 0)
+        good &= block.usable
+        # √w in the dtype of h, so that one operand serves both sides of the sum; and w is what it is squared.
+        root = token_weights(block, blended, *unit).mul_(good).sqrt_().to(h.dtype)
+        sums.mass += root.float().square().sum(1, keepdim=True)
+        sums.seen += good.sum(1)
+        sums.dropped += (~good).sum(1)
+    if source is not None and sums.changes is not None:
+        with phase("changes"):
+            routed = table.routed(*unit)
+            sums.routed_mass += _add_changes(sums.changes, h, good, block, routed, source, activation)
+    with phase("sums"):
+        rows = h.mul_(root.unsqueeze(1)).mT
+        add_gram(sums.total, rows, rows)
+        sums.magnitude += h.abs_().mul_(root.unsqueeze(1)).sum(-1, dtype=torch.float32)
 
 
 def _add_changes(

@@ -15,7 +15,7 @@ import torch
 from quantizers.forward.recorded import Recorded
 
 from .symmetric import add_gram, mirror
-from .token_weights import Blend, Survey
+from .token_weights import Blend, Survey, Table
 
 Unit = tuple[int, int]  # first and last (exclusive) of its experts
 
@@ -56,13 +56,17 @@ def sweep(
             size += torch.linalg.vector_norm(block.x, 1, dim=0, dtype=torch.float32)
         for unit, gram in routed.items():
             if table.most(*unit):
-                rows, weight = table.routed(*unit)
-                picked = block.x[rows].mul_(weight.unsqueeze(-1).to(block.x.dtype))  # (c, m, H)
-                add_gram(gram, picked, picked)
-                del picked  # otherwise it would live until the next one is made
+                _add_routed(gram, block, table, unit)
     for gram in routed.values():
         mirror(gram)
     return InputSums(mirror(total), size / max(found.blended.tokens, 1)) if with_all else None, routed
+
+
+def _add_routed(total: torch.Tensor, block: Recorded, table: Table, unit: Unit) -> None:
+    """Add Σ r² x xᵀ (c, H, H) over the rows of a block that are routed to a unit's experts."""
+    rows, weight = table.routed(*unit)
+    picked = block.x[rows].mul_(weight.unsqueeze(-1).to(block.x.dtype))  # (c, m, H)
+    add_gram(total, picked, picked)
 
 
 def blended_gram(routed: torch.Tensor, all_gram: torch.Tensor, blended: Blend, unit: Unit) -> torch.Tensor:

@@ -182,18 +182,37 @@ def gptq(
         last = min(first + PANEL, columns)
         for start in range(first, last, BLOCK):
             end = min(start + BLOCK, last)
-            for j in range(start, end):
-                code = torch.div(work[:, j], steps[:, j], out=codes[:, j]).round_().clamp_(*code_range(bits))
-                error = torch.addcmul(work[:, j], code, steps[:, j], value=-1, out=errors[:, j - first])
-                work[:, j + 1 : end].addcmul_(factor[:, j, j + 1 : end, None], error.unsqueeze(1), value=-1)
+            own, left = slice(start, end), errors[:, start - first : end - first]
+            _round_block(work[:, own], steps[:, own], factor[:, own, own], codes[:, own], left, bits)
             if end < last:
-                share, spread = factor[:, start:end, end:last], errors[:, start - first : end - first]
-                work[:, end:last].baddbmm_(share.mT, spread, alpha=-1)
+                work[:, end:last].baddbmm_(factor[:, own, end:last].mT, left, alpha=-1)
         if last < columns:
             work[:, last:].baddbmm_(factor[:, first:last, last:].mT, errors[:, : last - first], alpha=-1)
     # Taken by the inverse order. To scatter by the order gives the same, but where algorithms must be deterministic,
     # torch does that on a GPU by sorting all elements, with several int64 for each of them in memory.
     return _in_order(codes, order.argsort(dim=-1)).mT, used
+
+
+def _round_block(
+    work: torch.Tensor,
+    steps: torch.Tensor,
+    factor: torch.Tensor,
+    codes: torch.Tensor,
+    errors: torch.Tensor,
+    bits: int,
+) -> None:
+    """Round the columns of a block, each column's error spread over those after it in the block.
+
+    Args:
+        work: (E, b, R), what is left of the columns; changed.
+        steps: (E, b, R), their scales.
+        factor: (E, b, b), an error's share in each later column.
+        codes, errors: (E, b, R), filled here.
+    """
+    for j in range(work.shape[1]):
+        code = torch.div(work[:, j], steps[:, j], out=codes[:, j]).round_().clamp_(*code_range(bits))
+        error = torch.addcmul(work[:, j], code, steps[:, j], value=-1, out=errors[:, j])
+        work[:, j + 1 :].addcmul_(factor[:, j, j + 1 :, None], error.unsqueeze(1), value=-1)
 
 
 def _in_order(matrices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

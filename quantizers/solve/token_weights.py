@@ -112,20 +112,11 @@ def survey(blocks: Iterable[Recorded], experts: int, routed_weight: float, full_
     mass: torch.Tensor | None = None
     rows = 0
     for block in blocks:
-        chosen, usable = block.chosen.long(), block.usable.unsqueeze(-1)
-        # Whatever is left out goes to an expert after the last. A sort that is stable leaves rows in their order.
-        known = torch.where(usable, chosen, experts)
-        listed = torch.where(block.weight != 0, known, experts).flatten()
-        order = listed.argsort(stable=True)
-        parts.append(((order // chosen.shape[1]).int(), block.weight.flatten()[order]))
-        counted = (route_counts(index, experts + 1)[:experts] for index in (listed, known))
-        numbers.append(torch.cat([*counted, block.usable.sum().view(1)]))
-        # scatter_add_, as in route_counts, is for whole numbers only: a GPU adds in the order in which its threads
-        # come. A token chooses an expert at most once, so here every number has a place of its own.
-        table = torch.zeros(len(chosen), experts, dtype=torch.float64, device=chosen.device)
-        squares = table.scatter_(1, chosen, block.weight.double().square()).sum(0)
+        order, weight, counts, squares = _of_block(block, experts)
+        parts.append((order, weight))
+        numbers.append(counts)
         mass = squares if mass is None else mass + squares
-        rows += len(chosen)
+        rows += len(block.x)
     assert mass is not None, "a calibration set has at least one sequence"
     together = torch.stack(numbers)  # (blocks, 2E + 1)
     listed, counts = together[:, :experts], together[:, experts : 2 * experts].sum(0)
@@ -138,6 +129,25 @@ def survey(blocks: Iterable[Recorded], experts: int, routed_weight: float, full_
         for part, start, count, row in zip(parts, starts, listed, found[:, :experts].tolist(), strict=True)
     ]
     return Survey(tables, Blend(counts, mass, share, int(found[:, -1].sum()), full_share_at), rows)
+
+
+def _of_block(block: Recorded, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One block's rows and weights in the order of experts, see `Table`; its numbers; its Σ r² of each expert.
+
+    The numbers are (2E + 1,) int64: of each expert the rows that count and all rows that chose it, and the usable rows.
+    """
+    chosen, usable = block.chosen.long(), block.usable.unsqueeze(-1)
+    # Whatever is left out goes to an expert after the last. A sort that is stable leaves rows in their order.
+    known = torch.where(usable, chosen, experts)
+    listed = torch.where(block.weight != 0, known, experts).flatten()
+    order = listed.argsort(stable=True)
+    counted = (route_counts(index, experts + 1)[:experts] for index in (listed, known))
+    counts = torch.cat([*counted, block.usable.sum().view(1)])
+    # scatter_add_, as in route_counts, is for whole numbers only: a GPU adds in the order in which its threads
+    # come. A token chooses an expert at most once, so here every number has a place of its own.
+    table = torch.zeros(len(chosen), experts, dtype=torch.float64, device=chosen.device)
+    squares = table.scatter_(1, chosen, block.weight.double().square()).sum(0)
+    return (order // chosen.shape[1]).int(), block.weight.flatten()[order], counts, squares
 
 
 def squared_weights(block: Recorded, first: int, last: int) -> torch.Tensor:

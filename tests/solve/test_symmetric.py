@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from quantizers.device.timing import listening, phase
+from quantizers.device.timing import Clock, listening, phase
 from quantizers.solve.symmetric import add_gram, blocks, mirror, quadratic_loss
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_the_loss_is_that_of_all_inputs(columns: int) -> None:
 def test_a_clock_counts_blocks_while_it_listens() -> None:
     with phase("unheard"):
         pass
-    with listening(CPU) as clock:
+    with listening(Clock(CPU)) as clock:
         for _ in range(2):
             with phase("a"):
                 pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quantizers.system.byte_size import gib
 from quantizers.system.progress import duration
 from quantizers.system.text_table import plain, size
 
@@ -65,6 +66,47 @@ def layer_table(result: dict[str, Any]) -> str:
             f"{size(result['written_bytes'])}",
             f"all {model['layers']} layers with experts of {result['like']}, this many tokens: "
             f"{duration(model['seconds'])}; {duration(model['seconds_overlapped'])} with reading and writing meanwhile",
+        ]
+    )
+
+
+def count_table(result: dict[str, Any]) -> str:
+    """What `quantize bench count` prints: a layer's work by phase, then what it takes on each card."""
+    cards, memory, held = result["cards"], result["memory"], result["held_out"]
+    columns = ("phase", "launches", "read GB", "written GB", "TFLOP bf16", "fp32", "factor", "waits", "to GB",
+               "from GB", "peak GiB", *(f"{name} s" for name in cards))  # fmt: skip
+
+    def row(name: str, work: dict[str, Any], seconds: list[float]) -> tuple[str, ...]:
+        flops = (work["flops"].get(kind, 0) / 1e12 for kind in ("bfloat16", "float32", "factorization"))
+        return (
+            name, f"{work['launches']:,}", *(f"{work[key] / 1e9:,.1f}" for key in ("bytes_read", "bytes_written")),
+            *(f"{flop:,.1f}" if flop else "" for flop in flops), f"{work['synchronisations']:,}",
+            *(f"{work[key] / 1e9:.2f}" for key in ("bytes_to_device", "bytes_to_host")),
+            f"{work['peak_bytes'] / 2**30:.1f}", *(f"{second:.2f}" for second in seconds),
+        )  # fmt: skip
+
+    rows = [
+        row(name, work, [card["phases"][name] for card in cards.values()]) for name, work in result["phases"].items()
+    ]
+    rows.append(row("layer", result["layer"], [card["layer"] for card in cards.values()]))
+    sizes, first = result["sizes"], next(iter(cards.values()))
+    small = [name for name, card in cards.items() if not card["fits"]]
+    return "\n".join(
+        [
+            plain(columns, rows),
+            "",
+            f"one layer of {result['like']}: {sizes['experts']} experts of {sizes['hidden']} x {sizes['width']}, "
+            f"{result['tokens']:,} tokens in {result['sequences']} sequences, {held['texts']} held-out texts of "
+            f"{held['tokens']:,} tokens through source and output",
+            f"memory: {gib(result['peak_bytes'])} alive at most, {gib(memory['peak'])} set aside; the sums of "
+            f"{memory['resident']} of {memory['units']} units of {memory['unit']} experts are held"
+            + (f"; that is more than {', '.join(small)} has: give --card" if small else ""),
+            f"files, beside the phases: {size(result['source_bytes'])} read and hashed in {first['reading']:.1f} s, "
+            f"{size(result['written_bytes'])} hashed, written and read back in {first['writing']:.1f} s",
+            f"all {result['layers']} layers with experts: "
+            + ", ".join(f"{name} {duration(card['all_layers'])}" for name, card in cards.items()),
+            "counted, not measured. Rates:",
+            *(f"  {line}" for line in result["assumptions"]),
         ]
     )
 

@@ -79,16 +79,20 @@ def needs_lines(needs: dict[str, Any]) -> list[str]:
     rows = []
     for device in ("CPU", "GPU"):
         states = "?" if needs["states"] is None else size(needs["states"][device])
-        time = "?" if needs["seconds"] is None else _time(needs["seconds"][device])
         least, most = needs["memory"][device]
-        memory = f"{size(least)} to {size(most)}"
-        rows.append((device, size(needs["output"]), states, memory, time))
+        memory, time = f"{size(least)} to {size(most)}", "?"
+        if needs["seconds"] is not None and device in needs["seconds"]:
+            time = _time(needs["seconds"][device])
+        name = device
+        if device == "GPU" and needs["card"] is not None:
+            name, memory = f"GPU ({needs['card']})", f"{memory}; counted {size(needs['counted_peak'])}"
+        rows.append((name, size(needs["output"]), states, memory, time))
     tokens = "calibration set of unknown size" if needs["tokens"] is None else f"{needs['tokens']:,} tokens at most"
     if needs["held_out"] != 0:
         tokens += f" and {'a' if needs['held_out'] is None else format(needs['held_out'], ',')} held-out ones"
     return [
         f"a run with its {tokens} needs about",
-        plain(("on a", "disk for the output", "hidden states", "memory of the device", "time"), rows),
+        plain(("on a", "disk for the output", "hidden states", "memory of the device", "time, counted"), rows),
         f"and {size(needs['host'])} of host memory beside it, {size(needs['source'])} of source on the disk or in the "
         "Hub's cache. Hidden states lie in host memory where they fit, else on the disk. Assumed:",
         *(f"  {line}" for line in needs["assumptions"]),

@@ -1,0 +1,111 @@
+"""How long counted work takes on a card, by the rates that its vendor states and the shares of them that are reached.
+
+An operation takes as long as its bytes or its arithmetic, whichever is more, and never less than the smallest kernel.
+Launching goes on beside it: a phase takes the time of its operations or that of launching them, whichever is more, and
+the copies over the bus, which wait for each other. None of this has been measured on a GPU by this program so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quantizers.plan.cards import GIB, SEEN
+from quantizers.system.errors import InputError
+from quantizers.system.near_names import did_you_mean
+
+from .work import Operation, Work
+
+# Seconds: for this process to launch an operation, to make a view, to wait for the device; and the smallest kernel.
+LAUNCH, VIEW, SYNC, KERNEL = 6e-6, 0.8e-6, 20e-6, 2e-6
+BUS = 8e9  # bytes a second over PCIe, from and to memory that is not pinned
+HOST = 10e9  # bytes a second that this process's operations on the host's memory move
+# What of a stated rate is reached. Cholesky factors and triangular solves of a batch are far from the products' rate.
+BANDWIDTH, REACHED = 0.8, {"bfloat16": 0.6, "float32": 0.75, "float64": 0.8, "factorization": 0.15}
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU.
+
+    Attributes:
+        name: as it is printed.
+        memory: bytes that torch sees.
+        bandwidth: bytes a second, as stated.
+        bfloat16, float32, float64: operations a second, as stated; products of matrices in bfloat16 with float32 sums.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    bfloat16: float
+    float32: float
+    float64: float
+
+    def rate(self, kind: str) -> float:
+        """Operations a second that are reached."""
+        stated = self.float32 if kind == "factorization" else getattr(self, kind)
+        return float(stated) * REACHED[kind]
+
+    def seconds(self, work: Work) -> float:
+        """How long a phase takes."""
+        on_it = sum(self._one(operation) * times for operation, times in work.operations.items())
+        return max(on_it, launching(work)) + crossing(work)
+
+    def _one(self, operation: Operation) -> float:
+        moved = (operation.read + operation.written) / (BANDWIDTH * self.bandwidth)
+        computed = operation.flops / self.rate(operation.kind) if operation.kind else 0.0
+        return max(moved, computed, KERNEL * operation.launches)
+
+
+def launching(work: Work) -> float:
+    """Seconds that this process needs to ask for a phase's work."""
+    return work.launches * LAUNCH + work.views * VIEW + work.syncs * SYNC + work.host_bytes / HOST
+
+
+def crossing(work: Work) -> float:
+    """Seconds that a phase's copies take on the bus."""
+    return (work.to_device + work.to_host) / BUS
+
+
+def _card(name: str, seen: str, bandwidth: float, bfloat16: float, float32: float, float64: float) -> Card:
+    return Card(name, int(SEEN[seen] * GIB), bandwidth * 1e12, bfloat16 * 1e12, float32 * 1e12, float64 * 1e12)
+
+
+# TB/s; then TFLOP/s in bfloat16, float32 and float64, without sparsity.
+CARDS: Mapping[str, Card] = {
+    "h100": _card("H100", "H100", 3.35, 989, 67, 33.5),
+    "h200": _card("H200", "H200", 4.8, 989, 67, 33.5),
+    "a100": _card("A100", "A100", 2.04, 312, 19.5, 9.7),
+    "rtx-pro-6000": _card("RTX PRO 6000", "RTX-PRO-6000", 1.79, 504, 125, 1.95),
+    "4090": _card("RTX 4090", "RTX-4090", 1.01, 165, 83, 1.29),
+}
+
+
+def card_of(name: str) -> Card:
+    """The card of a name.
+
+    Raises:
+        InputError: none is known by it; the message lists those that are.
+    """
+    found = CARDS.get(name.lower())
+    if found is None:
+        raise InputError(
+            f"--card {name}: its rates are not known{did_you_mean(name.lower(), CARDS)}; give one of {', '.join(CARDS)}"
+        )
+    return found
+
+
+def rates(cards: Sequence[Card]) -> list[str]:
+    """The rates behind the seconds on some cards, one line each."""
+    of_cards = "; ".join(
+        f"{card.name} {card.bandwidth / 1e12:g} TB/s, {card.bfloat16 / 1e12:g} and {card.float32 / 1e12:g} TFLOP/s"
+        for card in cards
+    )
+    return [
+        f"stated, bfloat16 and float32: {of_cards}",
+        f"reached: {BANDWIDTH:.0%} of the bandwidth, {REACHED['bfloat16']:.0%} in bfloat16, {REACHED['float32']:.0%} "
+        f"in float32, {REACHED['factorization']:.0%} of float32 in batched factorizations",
+        f"{LAUNCH * 1e6:g} us a launch, {VIEW * 1e6:g} us a view, {SYNC * 1e6:g} us a synchronisation, at least "
+        f"{KERNEL * 1e6:g} us a kernel; {BUS / 1e9:g} GB/s over the bus, {HOST / 1e9:g} GB/s on the host",
+    ]

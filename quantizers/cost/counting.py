@@ -1,0 +1,333 @@
+"""Counts what code asks of an accelerator, while it runs on torch's meta device.
+
+There tensors have shapes and no numbers, and the program takes the way that it takes on every accelerator, see
+device/kind.py. Everything that torch dispatches is seen here, whoever calls it:
+
+    on the device        an operation: launches, bytes, arithmetic; or a view
+    to the host          bytes, and a synchronisation; the numbers come from `answer`
+    to the device        bytes
+    on the host          done if it is small; of a megabyte or more only its bytes are counted
+
+A look at a single number is a synchronisation, and finds that all is well: finite, nothing failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import mmap
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from quantizers.system.errors import QuantizeError
+
+from .operations import FREE, attention, changed, described, is_unordered, name_of, tensors
+from .work import Work
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+SMALL = 2**20  # bytes: what is smaller is done on the host
+RESERVE_NOTHING: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python knows the name from 3.13 on
+Answer = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+def untouched(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of zeros on the CPU, of any size: only the pages that are written to take memory."""
+    size = torch.Size(shape)
+    if not size.numel():
+        return torch.empty(size, dtype=dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | RESERVE_NOTHING
+    pages = mmap.mmap(-1, size.numel() * dtype.itemsize, flags=flags)
+    return torch.frombuffer(pages, dtype=dtype).view(size)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Done:
+    """What a function did the first time: its work inside and outside of blocks, with peaks above the start."""
+
+    inside: Mapping[str, Work]
+    outside: Work
+    result: Any
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
+    """Counts by phase while it is entered.
+
+    Args:
+        answer: gives the numbers of a tensor that is copied to the host; None for zeros.
+
+    Attributes:
+        phases: what was counted, in the order in which the phases began.
+
+    Raises:
+        QuantizeError: an operation whose sum has no order on a GPU.
+    """
+
+    def __init__(self, answer: Answer = lambda _: None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # in torch
+        self.phases: dict[str, Work] = {}
+        self._answer = answer
+        self._here = self._between = Work()  # what is not within a block belongs to the next lap
+        self._alive: dict[int, str] = {}  # storages on the device, and the operation that wrote to each last
+        self._now = 0
+        self._paused = self._given_back = False
+        self._done: dict[Any, _Done] = {}
+
+    @contextlib.contextmanager
+    def block(self, name: str) -> Iterator[None]:
+        """Count what is done within the block under `name`; see device/timing.py."""
+        self._here = self.phases.setdefault(name, Work())
+        self._note_peak()
+        try:
+            yield
+        finally:
+            self._here = self._between
+            self._note_peak()
+
+    def lap(self, name: str) -> None:
+        """Book all since the last lap that no block has counted under `name`."""
+        self.phases.setdefault(name, Work()).add(self._between)
+        self._here = self._between = Work()
+        self._note_peak()
+
+    def beside(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """`make`, with what it makes left out: the structure of a module, which takes no memory on a device either."""
+
+        def made(*arguments: Any, **named: Any) -> Any:
+            before, self._paused = self._paused, True
+            try:
+                return make(*arguments, **named)
+            finally:
+                self._paused = before
+
+        return made
+
+    def once(self, function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+        """`function`, done for arguments of each shape once, and counted as often as it is called.
+
+        Args:
+            function: what it does must follow from the shapes and dtypes of the tensors in its arguments.
+            name: what it is known by; None for itself.
+        """
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            key = name or function, *(_form(tensor) for tensor in _within((arguments, named)))
+            if key not in self._done:
+                self._done[key], result = self._first(function, arguments, named)
+                return result
+            done = self._done[key]
+            for phase, work in done.inside.items():
+                self._add(self.phases.setdefault(phase, Work()), work)
+            self._add(self._here, done.outside)
+            self._given_back = True
+            try:
+                return _mapped(done.result, lambda leaf: leaf.clone())
+            finally:
+                self._given_back = False
+
+        return counted
+
+    def _first(self, function: Callable[..., Any], arguments: Any, named: Any) -> tuple[_Done, Any]:
+        phases, here, between, start = self.phases, self._here, self._between, self._now
+        self.phases, outside = {}, Work(peak=start)
+        self._here = self._between = outside
+        try:
+            result = function(*arguments, **named)
+            inside = self.phases
+        finally:
+            self.phases, self._here, self._between = phases, here, between
+        for name, work in inside.items():
+            phases.setdefault(name, Work()).add(work)
+        here.add(outside)
+        for work in (*inside.values(), outside):
+            work.peak -= start
+        with self._unseen():
+            shapes = _mapped(result, torch.empty_like)
+        return _Done(inside, outside, shapes), result
+
+    def _add(self, to: Work, work: Work) -> None:
+        to.add(dataclasses.replace(work, peak=work.peak + self._now))
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def kernel(self, given: Sequence[torch.Tensor], operation: Any) -> None:
+        """Count an operation that a GPU has and the meta device has not."""
+        if given[0].is_meta and not self._paused:
+            self._here.operations[operation] += 1
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return function(*args, **kwargs)
+        name, given = name_of(function), tensors((args, kwargs))
+        there = [tensor.is_meta for tensor in given]
+        if name == "_local_scalar_dense" and there[0]:
+            return self._look(given[0])
+        if name == "_to_copy" and kwargs.get("device") in (CPU, META) and there[0] != (kwargs["device"] == META):
+            return self._crossing(given[0], kwargs.get("dtype") or given[0].dtype)
+        if name == "copy_" and there[0] != there[1] and given[1].dim():
+            return self._into(*given)
+        if not any(there) and kwargs.get("device") != META:
+            return self._on_host(function, name, args, kwargs, given)
+        result = function(*args, **kwargs)
+        if self._given_back:  # what a function that is not done again gives back
+            self._keep(result, name)
+        elif function.is_view or name in FREE or (name == "copy_" and _same(*given)):
+            self._here.views += 1
+            if not function.is_view:
+                self._keep(result, name)
+        else:
+            if is_unordered(function, args):
+                raise QuantizeError(
+                    f"{name} of {str(given[0].dtype).removeprefix('torch.')}: a GPU adds in the order in which its "
+                    "threads come, so the bytes would not be the same again; write it as an ordered sum"
+                )
+            self._here.operations[described(function, args, kwargs, result)] += 1
+            self._keep(result, name)
+        return result
+
+    def _look(self, tensor: torch.Tensor) -> bool | int | float:
+        self._here.syncs += 1
+        self._here.to_host += tensor.element_size()
+        if tensor.dtype == torch.bool:
+            return self._alive.get(tensor.untyped_storage()._cdata) != "any"  # any failed: no; all finite: yes
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _crossing(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The copy of a tensor on the other side of the bus."""
+        self._here.copies += 1
+        if not tensor.is_meta:
+            self._here.to_device += tensor.nbytes
+            made = torch.empty(tensor.shape, dtype=dtype, device=META)
+            self._keep(made, "_to_copy")
+            return made
+        self._here.syncs += 1
+        self._here.to_host += tensor.nbytes
+        answer = self._answer(tensor)
+        return untouched(tensor.shape, dtype) if answer is None else answer.to(dtype)
+
+    def _into(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """A copy over the bus into memory that is there."""
+        self._here.copies += 1
+        if target.is_meta:
+            self._here.to_device += source.nbytes
+        else:
+            self._here.syncs += 1
+            self._here.to_host += target.nbytes
+        return target
+
+    def _on_host(self, function: Any, name: str, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+        if name == "sum" and given[0].is_floating_point():
+            args = (torch.ones(given[0].shape, dtype=given[0].dtype), *args[1:]) if given[0].nbytes < SMALL else args
+        if function.is_view or (given and max(tensor.nbytes for tensor in given) < SMALL):
+            return function(*args, **kwargs)
+        # Shapes alone, to see what it would make.
+        arguments, named = tree_map(_shape_of, (args, kwargs | ({"device": META} if "device" in kwargs else {})))
+        shapes = function(*arguments, **named)
+        if not given and max((tensor.nbytes for tensor in tensors(shapes)), default=0) < SMALL:
+            return function(*args, **kwargs)
+        if name not in FREE:
+            cost = described(function, args, kwargs, shapes)
+            self._here.host_bytes += cost.read + cost.written
+        written = [target for target, _ in changed(function, args, kwargs)]
+        if written:
+            return written[0]
+        # A sum is one, so that nothing is divided by zero.
+        return tree_map(_numbers_of, shapes)
+
+    def _keep(self, result: Any, name: str) -> None:
+        for tensor in tensors(result):
+            if tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._alive:
+                    self._now += storage.nbytes()
+                    self._note_peak()
+                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+                self._alive[storage._cdata] = name
+
+    def _gone(self, key: int, size: int) -> None:
+        self._now -= size
+        del self._alive[key]
+
+    def _note_peak(self) -> None:
+        self._here.peak = max(self._here.peak, self._now)
+
+
+class OneKernel(TorchFunctionMode):
+    """Within it attention is one kernel, as on a GPU; the meta device has a matrix for all pairs of tokens."""
+
+    def __init__(self, counting: Counting) -> None:
+        super().__init__()
+        self._counting = counting
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.nn.functional.scaled_dot_product_attention or not args[0].is_meta:
+            return function(*args, **(kwargs or {}))
+        query, key, value = args[:3]
+        self._counting.kernel(args, attention(query, key, value, causal=bool((kwargs or {}).get("is_causal"))))
+        return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+def _form(tensor: torch.Tensor) -> Any:
+    """What a function that is done once is known by, of each tensor that it gets."""
+    return tensor.device.type, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _within(value: Any) -> list[torch.Tensor]:
+    """The tensors in arguments; dataclasses are looked into as well."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value):
+        value = [getattr(value, own.name) for own in dataclasses.fields(value)]
+    elif isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [tensor for item in value if not isinstance(item, int) for tensor in _within(item)]
+
+
+def _mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A result with its tensors on the device replaced; dataclasses, mappings and tuples are looked into."""
+    if isinstance(value, torch.Tensor):
+        return function(value) if value.is_meta else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value)(
+            **{own.name: _mapped(getattr(value, own.name), function) for own in dataclasses.fields(value)}
+        )
+    if isinstance(value, dict):
+        return {key: _mapped(item, function) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(item, function) for item in value)
+    return value
+
+
+def _shape_of(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META)
+
+
+def _numbers_of(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return untouched(leaf.shape, leaf.dtype) if leaf.nbytes >= SMALL else torch.ones(leaf.shape, dtype=leaf.dtype)
+
+
+def _same(target: torch.Tensor, source: torch.Tensor, *_: Any) -> bool:
+    """Whether something is copied onto itself, as at the end of `x[i] -= y`; torch leaves that out."""
+
+    def place(tensor: torch.Tensor) -> Any:
+        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride(), tensor.dtype
+
+    return bool(place(target) == place(source))

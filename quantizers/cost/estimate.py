@@ -1,0 +1,169 @@
+"""Disk, memory and time of a run before it starts, from the plan, the sizes of its data, and counted work.
+
+Bytes follow from shapes. Time is that of one visit to a layer of each kind and of the scoring, counted (whole_run.py),
+by rates that are assumed; `assumptions` lists them. On a GPU it is that of one H100, or of an H200 if a layer does not
+fit on that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quantizers.calibration.set import read_set
+from quantizers.plan.job import Job
+from quantizers.plan.solve_memory import DeviceMemory, device_memory
+from quantizers.plan.states import calibration_bytes
+from quantizers.recipe.locations import set_location
+from quantizers.system.errors import InputError
+
+from .cards import CARDS, Card, rates
+from .cpu import cpu_rates, this_cpu
+from .lengths import cut_to, longest_possible
+from .seconds import DISK, HASH
+from .visit import texts_of
+from .whole_run import count_run
+
+ITEMSIZES = {"CPU": 4, "GPU": 2}  # bytes of one element of a hidden state
+HOST = 1 << 30  # bytes of host memory for the program and its libraries
+OF_A_CARD = 0.9  # of its memory is used, as `device_limit` does
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All sizes in bytes, times in seconds.
+
+    Attributes:
+        tokens, held_out: upper bounds for the calibration set and the held-out set; None if the size is unknown until
+            the set is read. 0 held-out tokens mean that there is no evaluation.
+        source: bytes of the source.
+        output: disk space needed in addition to the source.
+        states: hidden states of the calibration set during the run, by kind of device: host memory, or disk space where
+            they do not fit.
+        host: host memory for two layers of the source, one of the output, what lies outside the layers, and the program
+            itself.
+        memory: device memory, by kind of device: with the sums of one unit of experts at a time, and with all that is
+            worth holding.
+        card: the GPU of the counted figures; None if no known one has the memory.
+        counted_peak: the most bytes that are alive on it.
+        operations: multiplications and additions of the layers and the proof.
+        seconds: by kind of device: `layers`, `proof`, and `all` for their sum.
+        drawn: whether `tokens` are those of the recipe's calibration.tokens.
+    """
+
+    tokens: int | None
+    held_out: int | None
+    source: int
+    output: int
+    states: dict[str, int] | None
+    host: int
+    memory: dict[str, tuple[int, int]]
+    card: str | None = None
+    counted_peak: int | None = None
+    operations: float | None = None
+    seconds: dict[str, dict[str, float]] | None = None
+    drawn: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, with the assumptions."""
+        return asdict(self) | {"assumptions": assumptions(self)}
+
+
+def estimate_run(job: Job, output_bytes: int) -> Estimate:
+    """Estimate a run of this job. This reads the YAML files of its sets, but none of their data.
+
+    Args:
+        output_bytes: size of the finished checkpoint.
+    """
+    lengths, drawn = _calibration(job)
+    perplexity = job.recipe.verify and job.recipe.verify.perplexity
+    held_out = longest_possible(set_location(perplexity.data, job.path)) if perplexity else []
+    plan, numbers = job.plan, range(job.plan.layers)
+    layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in numbers)
+    layer_output = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
+    outside = sum(action.spec.bytes for action in plan.of_layer(None))
+    tokens = None if lengths is None else sum(lengths)
+    memory = {}
+    for name in ITEMSIZES:
+        whole = device_memory(plan, job.sizes, _longest(job), name == "GPU", None, tokens)
+        memory[name] = (whole.smallest, whole.peak)
+    return Estimate(
+        tokens,
+        None if held_out is None else sum(held_out),
+        sum(action.spec.bytes for action in plan.actions),
+        output_bytes,
+        None if tokens is None else {n: calibration_bytes(job.sizes, tokens, size) for n, size in ITEMSIZES.items()},
+        2 * layer_source + layer_output + outside + HOST,
+        memory,
+        drawn=drawn,
+        **({} if lengths is None or held_out is None else _counted(job, lengths, held_out, output_bytes)),
+    )
+
+
+def _counted(job: Job, lengths: Sequence[int], held_out: Sequence[int], output: int) -> dict[str, Any]:
+    """What follows from counted work."""
+    card, memory = _card_for(job, sum(lengths))
+    work = count_run(job, lengths, texts_of(held_out), memory, output)
+    seconds = {"CPU": work.seconds(this_cpu(job.sizes))}
+    if card is None:
+        return {"operations": float(work.flops()), "seconds": seconds}
+    return {
+        "card": card.name,
+        "counted_peak": work.peak,
+        "operations": float(work.flops()),
+        "seconds": seconds | {"GPU": work.seconds(card)},
+    }
+
+
+def _card_for(job: Job, tokens: int) -> tuple[Card | None, DeviceMemory]:
+    """The first card whose memory is enough, and what is held there; without one, what is held with no limit."""
+    for name in ("h100", "h200"):
+        card = CARDS[name]
+        try:
+            return card, device_memory(job.plan, job.sizes, _longest(job), True, int(OF_A_CARD * card.memory), tokens)
+        except InputError:
+            continue
+    return None, device_memory(job.plan, job.sizes, _longest(job), True, None, tokens)
+
+
+def _longest(job: Job) -> int:
+    return read_set(set_location(job.recipe.calibration_set, job.path)).lengths[-1]
+
+
+def _calibration(job: Job) -> tuple[list[int] | None, bool]:
+    """Tokens of each calibration sequence at most, None if unknown; and whether they are a part of the set."""
+    most = longest_possible(set_location(job.recipe.calibration_set, job.path))
+    asked = job.recipe.calibration_tokens
+    if asked is None or (most is not None and asked >= sum(most)):
+        return most, False
+    longest = _longest(job)
+    return cut_to([longest] * -(-asked // longest) if most is None else most, asked), True
+
+
+def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
+    """What a run on a GPU holds there within `limit` bytes.
+
+    Raises:
+        InputError: the limit is too small even for one unit of experts at a time.
+    """
+    lengths, _ = _calibration(job)
+    return device_memory(job.plan, job.sizes, _longest(job), True, limit, None if lengths is None else sum(lengths))
+
+
+def assumptions(needs: Estimate) -> list[str]:
+    """The assumptions behind the figures, one line each."""
+    card = next((card for card in CARDS.values() if card.name == needs.card), CARDS["h100"])
+    return [
+        "tokens: the recipe's calibration.tokens; every held-out text as long as its sequence_length allows"
+        if needs.drawn
+        else "tokens: every sample as long as its sequence_length allows, which few are",
+        "time: counted for one layer of each kind, with held-out texts through source and output and the audit of its "
+        "shard, and for the proof: logits and one last reading of the shards; measuring for a budget comes on top",
+        *(f"on a GPU: {line}" for line in rates([card])),
+        f"on a CPU: {cpu_rates(len(os.sched_getaffinity(0)))}",
+        f"files: {DISK / 1e9:g} GB/s read or written, {HASH / 1e9:g} GB/s hashed",
+        "memory: with the sums of one unit of experts at a time, and with those of all, and on a GPU with the hidden "
+        "states as well; that is set aside, and counted is what is alive at most",
+    ]

@@ -1,0 +1,245 @@
+"""The visit to one layer, counted: what `quantize run` does there, on an accelerator that is not there.
+
+It is the run's own code (run/visit.py, run/quantized.py) with a model, lanes and a candidate whose tensors have no
+numbers. What a run does in the background is not done and only its bytes are known: reading and hashing the source,
+writing the shard, reading it back. Whatever is repeated with the same shapes is done once and counted as often as it
+happens: a column block of a matrix, a unit of experts, a block of rows, a sequence of the same length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+
+from eval.fidelity.figures import Text
+from quantizers.checkpoint.held import Held
+from quantizers.checkpoint.safetensors_header import TensorInfo
+from quantizers.checkpoint.tensor_bytes import torch_dtype
+from quantizers.device.devices import forward_dtype
+from quantizers.device.timing import listening
+from quantizers.forward.lane import Lane
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.forward.recorded import Recorded
+from quantizers.forward.states import Rows
+from quantizers.output.context import Context
+from quantizers.plan.job import Job
+from quantizers.plan.solve_memory import DeviceMemory
+from quantizers.plan.units import rows_of_block
+from quantizers.run.quantized import Quantized, Written
+from quantizers.run.visit import Visit, Watch, pass_through
+from quantizers.solve import expert_sums, gram_engine, input_sums, norm_search, refine, rounding, token_weights
+from quantizers.system.residents import Residents
+from stitch.write.digests import ShardDigest
+
+from .counting import META, Counting, OneKernel, untouched
+from .work import Work
+
+Result = TypeVar("Result")
+NOWHERE = Path("counted")  # nothing is written there
+# What units of experts, columns of a matrix and sweeps over it repeat with the same shapes.
+REPEATED = (
+    (gram_engine, "solve_unit"),
+    (input_sums, "_add_routed"),
+    (expert_sums, "_add_block"),
+    (token_weights, "_of_block"),
+    (norm_search, "scale_losses"),
+    (refine, "_sweep"),
+    (refine, "_set_codes"),
+    (rounding, "_round_block"),
+)
+
+
+@dataclass(frozen=True)
+class CountedVisit:
+    """What a visit costs.
+
+    Attributes:
+        phases: of the device's work, in their order.
+        source, shard: bytes of the layer as it is read and as it is written.
+    """
+
+    phases: Mapping[str, Work]
+    source: int
+    shard: int
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are alive on the device."""
+        return max(work.peak for work in self.phases.values())
+
+
+def count_visit(
+    job: Job, number: int, lengths: Sequence[int], texts: Sequence[Text], memory: DeviceMemory
+) -> CountedVisit:
+    """Count a visit to one layer.
+
+    Args:
+        job: its source need not be there.
+        number: of the layer.
+        lengths: calibration tokens of each sequence.
+        texts: held-out texts; only their lengths matter.
+        memory: what is held on the device.
+
+    Raises:
+        QuantizeError: an operation whose sum has no order on a GPU.
+    """
+    routing = _even_routing(job, sum(lengths))
+    counting = Counting(routing)
+    source = _untouched_source(job, [action.source for action in job.plan.of_layer(number)])
+    model = CountedModel(job, counting)
+    with torch.no_grad(), counting, listening(counting), _once(counting):
+        lanes = [_Lane(str(n), model, n, [len(t.tokens) for t in texts], NOWHERE, durable=False) for n in range(2)]
+        context = Context(
+            NOWHERE,
+            META,
+            Residents(memory.resident, memory.unit, memory.smallest),
+            inputs="device" if memory.inputs else "memory",
+            states="device" if memory.states else "memory",
+        )
+        candidate = _Candidate(job, model, lanes[1], context, lengths, writer=_AtOnce())
+        for lane in lanes:
+            lane.left = lane.states(number)
+        counting.lap("begin")
+        visit = Visit(number, source, source.to(META), _Laps(counting))
+        counting.lap("read")
+        pass_through(visit, lanes[0], [candidate], texts)
+        candidate.entry(visit)
+    phases = {name: work for name, work in counting.phases.items() if name != "begin"}
+    shard = sum(spec.bytes for spec in job.plan.shard(number).values())
+    return CountedVisit(phases, sum(info.size for info in source.tensors.values()), shard)
+
+
+def texts_of(lengths: Sequence[int]) -> list[Text]:
+    """Texts of these lengths without tokens of their own; those that are longer than the shortest count as long."""
+    shortest = min(lengths, default=0)
+    return [Text(torch.zeros(length, dtype=torch.int64), "counted", 1, length > shortest) for length in lengths]
+
+
+@contextlib.contextmanager
+def _once(counting: Counting) -> Iterator[None]:
+    """What is repeated with the same shapes is done once."""
+    with contextlib.ExitStack() as stack:
+        for module, name in REPEATED:
+            stack.enter_context(patch.object(module, name, counting.once(getattr(module, name))))
+        yield
+
+
+def _even_routing(job: Job, tokens: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """Answers the look at a layer's routing: each expert gets the same number of each block's tokens."""
+    experts, chosen, step = job.sizes["experts"], job.sizes["chosen"], rows_of_block(True)
+    rows = [min(step, tokens - first) for first in range(0, tokens, step)]
+
+    def answer(asked: torch.Tensor) -> torch.Tensor | None:
+        if asked.shape != (len(rows), 2 * experts + 1):
+            return None
+        return torch.tensor([[-(-count * chosen // experts)] * (2 * experts) + [count] for count in rows])
+
+    return answer
+
+
+def _untouched_source(job: Job, names: Sequence[str]) -> Held:
+    """Tensors of the source in one buffer, as a layer arrives; of zeros, in memory that nobody has touched."""
+    specs = {action.source: action.spec for action in job.plan.actions}
+    infos: dict[str, TensorInfo] = {}
+    start = 0
+    for name in names:
+        infos[name] = TensorInfo(name, specs[name].dtype, specs[name].shape, NOWHERE, start, start + specs[name].bytes)
+        start += -(-specs[name].bytes // 8) * 8
+    buffer = untouched((start,), torch.uint8)
+    stored = {
+        name: buffer[info.start : info.end].view(torch_dtype(info.dtype)).view(info.shape)
+        for name, info in infos.items()
+    }
+    return Held(NOWHERE, "counted", job.config, infos, None, stored, dict.fromkeys(infos, ""), buffer)
+
+
+class _Laps(Watch):
+    """Tells the counter of every lap."""
+
+    def __init__(self, counting: Counting) -> None:
+        super().__init__()
+        self._counting = counting
+
+    def lap(self, phase: str) -> None:
+        super().lap(phase)
+        self._counting.lap(phase)
+
+
+class CountedModel(LayeredModel):
+    """Layers whose weights are freed when their block ends, as a GPU's are when a module goes back to the meta device.
+
+    Args:
+        job: its source need not be there.
+    """
+
+    def __init__(self, job: Job, counting: Counting) -> None:
+        super().__init__(
+            _untouched_source(job, [job.facts.final_norm]), job.facts, job.sizes, META, forward_dtype(META)
+        )
+        self.layer_class = counting.beside(self.layer_class)
+        self._counting = counting
+
+    @contextlib.contextmanager
+    def layer(self, number: int, stored: Any = None, *, experts: bool = True) -> Iterator[torch.nn.Module]:
+        with super().layer(number, stored, experts=experts) as layer:
+            yield layer
+        _forget(layer)
+
+    def release_experts(self, layer: torch.nn.Module) -> None:
+        _forget(layer.get_submodule(self.facts.modules.experts))
+
+    def attend(self, layer: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
+        with OneKernel(self._counting):
+            return self._once(partial(super().attend, layer), "attend")(states)
+
+    def route(self, layer: torch.nn.Module, residual: torch.Tensor) -> Recorded:
+        return self._once(partial(super().route, layer), "route")(residual)
+
+    def finish(self, layer: torch.nn.Module, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._once(partial(super().finish, layer), "finish")(residual)
+
+    def _once(self, half: Callable[[torch.Tensor], Result], name: str) -> Callable[[torch.Tensor], Result]:
+        """Once for rows of each number: the layer has the same shapes in all lanes."""
+        return self._counting.once(half, name)
+
+
+def _forget(module: torch.nn.Module) -> None:
+    for part in module.modules():
+        part._parameters.clear()
+
+
+class _Lane(Lane):
+    """Held-out states that lie in the host's memory."""
+
+    def _rows(self, name: str, width: int, dtype: torch.dtype) -> Rows:
+        return Rows(None, self._lengths, width, dtype)
+
+
+class _Candidate(Quantized):
+    """Writes nothing, and audits what it would have written."""
+
+    def _write(self, visit: Visit, tensors: Mapping[str, torch.Tensor], made: Held) -> Written:
+        visit.watch.lap("pack")
+        written = super()._write(visit, tensors, made)
+        visit.watch.lap("audit")
+        return written
+
+    def _store(self, visit: Visit, tensors: Mapping[str, torch.Tensor]) -> ShardDigest:
+        return ShardDigest(bytes=0, sha256="", tensors="")
+
+
+class _AtOnce(Executor):
+    """Does what is submitted at once, in this thread, where it is counted."""
+
+    def submit(self, function: Callable[..., Result], /, *arguments: Any, **named: Any) -> Future[Result]:
+        done: Future[Result] = Future()
+        done.set_result(function(*arguments, **named))
+        return done
