@@ -17,12 +17,12 @@ import tiny
 import torch
 from conftest import REPOSITORY, Finished
 from hub_models import ModelHub
+from quantizers.plan.run_needs import estimate_run, memory_on_gpu
 
 from quantizers.cli.tables.plan import needs_lines
 from quantizers.forward import weights
 from quantizers.plan import run_needs
 from quantizers.plan.job import Job, prepare
-from quantizers.plan.run_needs import estimate_run, memory_on_gpu
 from quantizers.plan.summary import listing, summary
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
