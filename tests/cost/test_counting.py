@@ -116,8 +116,8 @@ def test_what_is_done_once_is_counted_as_often_as_it_happens(monkeypatch: pytest
 EXPERTS, CHOSEN, HIDDEN, WIDTH = 6, 2, 64, 64
 # What kernels of a CPU call themselves, so that a profiler sees more of them.
 INSIDE = {
-    "_to_copy", "abs", "add", "addmm_", "any", "arange", "cat", "clone", "copy_", "div_", "lt", "ones", "sub", "sum",
-    "tril", "where", "zeros",
+    "_to_copy", "abs", "add", "addmm_", "any", "arange", "cat", "clone", "copy_", "div_", "eq", "lt", "ones", "sub",
+    "sum", "tril", "where", "zeros",
 }  # fmt: skip
 
 
