@@ -103,7 +103,7 @@ def test_what_is_done_once_is_counted_as_often_as_it_happens(monkeypatch: pytest
     """Against the same visit in which everything is done every time. What a function frees of its arguments is known
     to be freed only when it returns, so a peak is never too small.
     """
-    size = Size(32, 256, 512)
+    size = Size(32, 128, 128)
     once = counted(size, [256, 256, 5000])
     monkeypatch.setattr(Counting, "once", lambda self, function, name=None: function)
     every = counted(size, [256, 256, 5000])
