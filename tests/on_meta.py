@@ -6,9 +6,8 @@ Looks at numbers are answered and counted.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,62 +98,3 @@ def looks_answered(experts: int, chosen: int, rows: list[int]) -> Iterator[list[
         for module in (fetch, token_weights):
             patched.setattr(module, "on_host", answer)
         yield looks
-
-
-class Count(TorchDispatchMode):
-    """What a device would have to do: bytes that come and go, looks, and the most bytes that are alive there.
-
-    Copies to the host give zeros. A look is told that all numbers are finite, and that no matrix has failed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.to_device = self.to_host = self.syncs = self.operations = 0
-        self.now = self.most = 0
-        self.known: dict[int, str] = {}  # the storages that are alive, and the operation that wrote to each last
-        self.paused = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = function._schema.name.removeprefix("aten::")
-        given = tensors((args, kwargs))
-        self.operations += 1
-        if name == "_local_scalar_dense" and given[0].is_meta:
-            self.syncs += 1
-            return self.known.get(given[0].untyped_storage()._cdata) != "any"
-        if name == "_to_copy" and given[0].is_meta and kwargs.get("device") == torch.device("cpu"):
-            self.syncs += 1
-            self.to_host += given[0].nbytes
-            return torch.zeros(given[0].shape, dtype=given[0].dtype)
-        result = function(*args, **kwargs)
-        made = tensors(result)
-        if name == "_to_copy" and not given[0].is_meta and made[0].is_meta:
-            self.to_device += given[0].nbytes
-        for tensor in made:
-            if tensor.is_meta and not self.paused:
-                self._alive(tensor.untyped_storage(), name)
-        return result
-
-    def beside(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """`make` with what it makes left out: the structure of a module, which has no memory on a device either."""
-
-        def made(*arguments: Any, **named: Any) -> Any:
-            self.paused = True
-            try:
-                return make(*arguments, **named)
-            finally:
-                self.paused = False
-
-        return made
-
-    def _alive(self, storage: torch.UntypedStorage, name: str) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.known:
-            self.now += size
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._gone, key, size)
-        self.known[key] = name
-
-    def _gone(self, key: int, size: int) -> None:
-        self.now -= size
-        del self.known[key]

@@ -110,6 +110,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
     def once(self, function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
         """`function`, done for arguments of each shape once, and counted as often as it is called.
 
+        What it frees of its arguments counts as alive until it returns, so that peaks are never too small.
+
         Args:
             function: what it does must follow from the shapes and dtypes of the tensors in its arguments.
             name: what it is known by; None for itself.
@@ -180,10 +182,12 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
             return self._into(*given)
         if not any(there) and kwargs.get("device") != META:
             return self._on_host(function, name, args, kwargs, given)
-        result = function(*args, **kwargs)
+        targets = changed(function, args, kwargs)
+        # What writes to one argument gives that back. It is not done, since many operations are slow on this device.
+        result = targets[0][0] if len(targets) == 1 and not function.is_view else function(*args, **kwargs)
         if self._given_back:  # what a function that is not done again gives back
             self._keep(result, name)
-        elif function.is_view or name in FREE or (name == "copy_" and _same(*given)):
+        elif function.is_view or name in FREE or _does_nothing(name, given, result):
             self._here.views += 1
             if not function.is_view:
                 self._keep(result, name)
@@ -324,10 +328,13 @@ def _numbers_of(leaf: Any) -> Any:
     return untouched(leaf.shape, leaf.dtype) if leaf.nbytes >= SMALL else torch.ones(leaf.shape, dtype=leaf.dtype)
 
 
-def _same(target: torch.Tensor, source: torch.Tensor, *_: Any) -> bool:
-    """Whether something is copied onto itself, as at the end of `x[i] -= y`; torch leaves that out."""
+def _does_nothing(name: str, given: Sequence[torch.Tensor], result: Any) -> bool:
+    """Whether torch leaves an operation out: on no element, or a copy onto itself, as at the end of `x[i] -= y`."""
 
     def place(tensor: torch.Tensor) -> Any:
         return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride(), tensor.dtype
 
-    return bool(place(target) == place(source))
+    made = tensors(result)
+    if made and not any(tensor.numel() for tensor in made):
+        return True
+    return name == "copy_" and bool(place(given[0]) == place(given[1]))

@@ -55,7 +55,7 @@ class Cpu:
 def cpu_rates(cores: int) -> str:
     """The rates behind the seconds, in one line."""
     return (
-        f"on {cores} core{'s' if cores > 1 else ''}, each {OF_A_CORE / 1e12:g} TFLOP/s in float32, of which "
+        f"{cores} core{'s' if cores > 1 else ''}, each {OF_A_CORE / 1e12:g} TFLOP/s in float32, of which "
         f"{REACHED['float32']:.0%} are reached, and {BANDWIDTH / 1e9:g} GB/s; {LAUNCH * 1e6:g} us an operation"
     )
 

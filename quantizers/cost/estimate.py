@@ -161,7 +161,7 @@ def assumptions(needs: Estimate) -> list[str]:
         else "tokens: every sample as long as its sequence_length allows, which few are",
         "time: counted for one layer of each kind, with held-out texts through source and output and the audit of its "
         "shard, and for the proof: logits and one last reading of the shards; measuring for a budget comes on top",
-        *(f"on a GPU: {line}" for line in rates([card])),
+        *(f"on a GPU, {line}" for line in rates([card])),
         f"on a CPU: {cpu_rates(len(os.sched_getaffinity(0)))}",
         f"files: {DISK / 1e9:g} GB/s read or written, {HASH / 1e9:g} GB/s hashed",
         "memory: with the sums of one unit of experts at a time, and with those of all, and on a GPU with the hidden "

@@ -99,7 +99,10 @@ def _written_to(function: Any) -> list[tuple[int | None, str, bool]]:
 
 def is_unordered(function: Any, args: Sequence[Any]) -> bool:
     """Whether its sum has no order on a GPU, and the order decides its bits."""
-    return name_of(function) in UNORDERED and any(tensor.is_floating_point() for tensor in tensors(args[:1]))
+    name = name_of(function)
+    if name not in UNORDERED or not any(tensor.is_floating_point() for tensor in tensors(args[:1])):
+        return False
+    return "index_put" not in name or (len(args) > 3 and bool(args[3]))  # which adds only if it is to accumulate
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> Operation:

@@ -13,6 +13,7 @@ from eval.fidelity.figures import Text
 from quantizers.checkpoint.tensor_bytes import torch_dtype
 from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import DeviceMemory
+from quantizers.system.progress import progress
 
 from .counting import META, Counting, untouched
 from .seconds import Device, layer_seconds, proving_seconds, reading_seconds, writing_seconds
@@ -74,9 +75,16 @@ def count_run(job: Job, lengths: Sequence[int], texts: Sequence[Text], memory: D
         output: bytes of the finished checkpoint.
     """
     dense, moe = sorted(job.sizes.dense), job.sizes.moe_layers
-    first = [_visit(job, number, lengths, texts, memory) for number in (moe[0], *dense[:1])]
+    first: list[CountedVisit] = []
+    numbers = (moe[0], *dense[:1])
+    with progress("counting", len(numbers) + bool(texts)) as step:
+        for number in numbers:
+            first.append(_visit(job, number, lengths, texts, memory))
+            step(f"layer {number}")
+        scoring = count_scoring(job, texts) if texts else {}
+        if texts:
+            step("held-out texts")
     around = sum(a.spec.bytes for a in job.plan.actions if a.layer is None or a.layer in job.plan.mtp)
-    scoring = count_scoring(job, texts) if texts else {}
     return CountedRun(first[0], first[1] if dense else None, (len(moe), len(dense)), scoring, around, output)
 
 

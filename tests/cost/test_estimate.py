@@ -19,10 +19,13 @@ from conftest import REPOSITORY, Finished
 from hub_models import ModelHub
 
 from quantizers.cli.tables.plan import needs_lines
-from quantizers.forward import weights
-from quantizers.plan import run_needs
+from quantizers.cost import estimate
+from quantizers.cost import seconds as files
+from quantizers.cost.cards import CARDS
+from quantizers.cost.estimate import estimate_run, memory_on_gpu
+from quantizers.cost.visit import texts_of
+from quantizers.cost.whole_run import count_run
 from quantizers.plan.job import Job, prepare
-from quantizers.plan.run_needs import estimate_run, memory_on_gpu
 from quantizers.plan.summary import listing, summary
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
@@ -62,6 +65,7 @@ def test_kinds_and_listing_hold_every_tensor(published_job: Job) -> None:
     assert (w2["action"], w2["tensors"], w2["bytes_before"]) == ("quantize", 62 * 256, 62 * 256 * 3072 * 1536)
 
 
+@pytest.mark.slow
 def test_needs_of_the_published_model(published_job: Job) -> None:
     job = published_job
     needs = estimate_run(job, 131_803_409_011)
@@ -77,62 +81,72 @@ def test_needs_of_the_published_model(published_job: Job) -> None:
     assert len(needs.as_dict()["assumptions"]) >= 4
 
 
-def test_the_readme_has_the_time_that_plan_prints(published_job: Job) -> None:
-    """Of the shipped recipe, parts included; both say that it is computed."""
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["README.md", "docs/long-runs-and-several-processes.md"])
+def test_the_pages_have_the_figures_that_plan_prints(published_job: Job, file: str) -> None:
+    """Of the shipped recipe, parts included: time and memory of one H100, counted."""
     job = published_job
     needs = estimate_run(job, int(str(summary(job.plan, job.sizes)["output_bytes"]))).as_dict()
-    row = next(line for line in needs_lines(needs)[1].splitlines() if line.startswith("GPU"))
-    (table,) = re.findall(r"computed, not measured: (.*?) \((.*?)\), if", (REPOSITORY / "README.md").read_text())
+    row = next(line for line in needs_lines(needs)[1].splitlines() if line.startswith("GPU (H100)"))
+    page = (REPOSITORY / file).read_text()
+    (table,) = re.findall(r"counted, on one H100: (.*?) \((.*?)\), if", page)
     assert row.endswith("  " + ": ".join(table))
+    (peak,) = re.findall(r"counted, on an H100: ([\d.]+ GB)", page)
+    assert f"; counted {peak}  " in row
 
 
-def test_a_run_costs_what_it_reads_hashes_and_dequantizes(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The counts of run_needs.py against a run whose work is counted; what is read, tests/run/test_visit.py counts."""
-    dequantized = list[int]()  # also by the audit's thread
+class NoTime:
+    """A device on which only files take time."""
+
+    name = "none"
+
+    def seconds(self, work: Any) -> float:
+        return 0.0
+
+
+def test_a_run_reads_hashes_and_writes(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seconds of files, with one rate at a time: the next layer is read while a shard is written."""
     job = prepare(str(finished.recipe))
-
-    real = weights.is_finite  # of all numbers that are made of what is stored
-    monkeypatch.setattr(weights, "is_finite", lambda numbers: dequantized.append(numbers.numel()) or real(numbers))
-    run(job, Options(tmp_path / "output", torch.device("cpu")))
-    source = sum(action.spec.bytes for action in job.plan.actions)
     output = sum((finished.folder / file).stat().st_size for file in job.plan.shards())
-    held = [a for a in job.plan.actions if a.kind not in ("drop", "rename")]
-    in_layers = sum(math.prod(a.spec.shape) for a in held if a.layer is not None)
-    # For the texts and the audit, the source's and the output's; the source's again for the norm's scale, twice, and
-    # to be solved. The attention, a tenth, is dequantized for the texts only.
-    assert sum(dequantized) == pytest.approx(7 * in_layers, rel=0.15)
+    memory = memory_on_gpu(job, 2**30)
+    work = count_run(job, [128] * 4, texts_of([128] * 2), memory, output)
+    layers = [(sum(a.spec.bytes for a in job.plan.of_layer(n)), job.plan.shard(n)) for n in range(job.plan.layers)]
+    sizes = [(source, sum(spec.bytes for spec in shard.values())) for source, shard in layers]
+    around = sum(action.spec.bytes for action in job.plan.of_layer(None))
 
-    def seconds(part: str, **rates: Any) -> float:
-        with pytest.MonkeyPatch.context() as patched:
-            endless = {"RATES": {"CPU": (math.inf, math.inf)}, "WEIGHTS": {"CPU": math.inf}}
-            for name, value in (endless | {"DISK_RATE": math.inf, "HASH_RATE": math.inf} | rates).items():
-                patched.setattr(run_needs, name, value)
-            needed = estimate_run(job, output).seconds
-        assert needed is not None
-        return needed["CPU"][part]
+    def seconds(disk: float, hashing: float) -> dict[str, float]:
+        monkeypatch.setattr(files, "DISK", disk)
+        monkeypatch.setattr(files, "HASH", hashing)
+        return work.seconds(NoTime())
 
-    assert seconds("all") == 0
-    assert seconds("layers", DISK_RATE=1) == source + output
-    assert seconds("proof", DISK_RATE=1) == output
-    assert seconds("layers", HASH_RATE=1) == source + 3 * output
-    assert seconds("proof", HASH_RATE=1) == output
-    assert seconds("layers", WEIGHTS={"CPU": 1}) == 7 * sum(math.prod(a.spec.shape) for a in held)
-    needs = estimate_run(job, output)
-    assert needs.held_out == 12 * 128
-    assert seconds("proof", RATES={"CPU": (1, math.inf)}) == 2 * 2 * 12 * 128 * 128 * job.sizes["vocabulary"]
-    attention = 2 * 128 * (job.sizes["heads"] + job.sizes["kv_heads"]) * job.sizes["head_dim"]
-    routed = 2 * 3 * 128 * 64
-    forced = 16 * (2 * 128 * 64 + 64**2) + 3 * 128**2
-    assert needs.tokens is not None
-    kept = attention + 16 * 128  # and the router
-    forward = needs.tokens * (kept + forced + routed) + 2 * 12 * 128 * (kept + routed)
-    assert seconds("layers", RATES={"CPU": (1, math.inf)}) == 2 * 4 * forward
+    assert seconds(math.inf, math.inf)["all"] == 0
+    reading = seconds(1, math.inf)
+    assert reading["layers"] == sum(max(source, shard) for source, shard in sizes) + 2 * around
+    assert reading["proof"] == output
+    hashing = seconds(math.inf, 1)
+    assert hashing["layers"] == sum(max(source, 3 * shard) for source, shard in sizes) + 4 * around
+    assert hashing["proof"] == output
 
 
-def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:
+def test_a_run_is_its_layers_and_its_scoring(finished: Finished) -> None:
+    """Arithmetic by hand: products of the scoring, and as many visits as layers."""
+    job = prepare(str(finished.recipe))
+    work = count_run(job, [128] * 4, texts_of([100, 300]), memory_on_gpu(job, 2**30), 0)
+    assert work.layers == (len(job.sizes.moe_layers), len(job.sizes.dense))
+    logits = 2 * 2 * (99 + 299) * job.sizes["hidden"] * job.sizes["vocabulary"]
+    assert work.scoring["scoring"].flops["bfloat16"] == logits
+    visit = sum(sum(phase.flops.values()) for phase in work.routed.phases.values())
+    assert work.flops() == work.layers[0] * visit + sum(work.scoring["scoring"].flops.values())
+    card = CARDS["h100"]
+    one = files.layer_seconds(work.routed, card)
+    assert one.layer >= sum(one.phases.values())
+    assert work.seconds(card)["layers"] > work.layers[0] * one.layer
+    assert work.peak == max(work.routed.peak, work.scoring["scoring"].peak)
+
+
+def test_needs_follow_each_source_s_own_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are counted by source; memory is that of a set whose every sequence is as long as the longest."""
+    monkeypatch.setattr(estimate, "_counted", lambda *_: {})  # not the work
     tiny.make(tmp_path / "model")
     (tmp_path / "recipe.yaml").write_text("source: {model: model}\ncalibration: set.yaml\n")
     source = "{dataset: a/b, columns: [t], shape: text, samples: 5, category: c%s}"

@@ -1,0 +1,173 @@
+"""What a visit asks of an accelerator, by phase, as formulas in the layer's sizes: whatever is added is named.
+
+Formulas of launches, waits and the bus are exact at every size below, and bytes of three phases are counted by hand. A
+change that is meant changes a formula; a change that is not meant fails here, on a laptop.
+
+Legend: E experts, N units of 16 experts, H hidden, I expert width, B blocks of 8,192 rows, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from counted_layer import ROWS, Size, counted
+
+from quantizers.bench.count import published_job
+from quantizers.cost.visit import CountedVisit
+from quantizers.solve import gram_engine, input_sums
+from quantizers.system.errors import QuantizeError
+
+SIZES = [Size(16, 256, 256), Size(32, 256, 512), Size(48, 512, 256, B=2)]
+
+# A column of GPTQ is 5 operations, the last of a block 4; of refine 8 a sweep, and of 2 sweeps the last of a group 7.
+LAUNCHES: dict[str, Callable[[Size], float]] = {
+    "read": lambda s: 0,
+    "materialise": lambda s: 170 + 54 * s.N,
+    "observe": lambda s: 138 * s.B,
+    "sums": lambda s: (
+        12 + 9 * s.N + 30 * s.B + 59 * s.N * s.B + (s.H + s.N * s.H) / 32 + s.B * (s.H + s.N * s.H + s.N * s.I) / 64
+    ),
+    "search": lambda s: 371 + 1177 * s.N + s.N * (s.H + s.I) * 15 / 16,
+    "dequantize": lambda s: 36 * s.N,
+    "rounding": lambda s: 799 * s.N + s.N * (s.H + s.I) * 813 / 32,
+    "forced pass": lambda s: 3 * s.N * s.B,
+    "changes": lambda s: 36 * s.N * s.B,
+    "solve": lambda s: 34 + 97 * s.N + s.N * s.I / 32,
+    "pack": lambda s: 5 + 15 * s.N,
+    "audit": lambda s: 40 + 128 * s.N,
+    "propagate": lambda s: 110 * s.B - 1,
+}
+# Three of `materialise` and five of `audit` see whether what is stored is finite.
+WAITS: dict[str, Callable[[Size], int]] = {
+    "materialise": lambda s: 3,
+    "sums": lambda s: 1,  # the routing
+    "solve": lambda s: 3,  # factorizations, the report's numbers, weights
+    "pack": lambda s: 1,
+    "audit": lambda s: 7,
+    "propagate": lambda s: 1,
+}
+COPIES: dict[str, Callable[[Size], int]] = {
+    "read": lambda s: 1, "sums": lambda s: 1, "solve": lambda s: 2, "pack": lambda s: 1, "audit": lambda s: 1,
+}  # fmt: skip
+# Scales of blocks of 128 x 128 are a float32 for 16,384 weights.
+TO_DEVICE: dict[str, Callable[[Size], float]] = {
+    "read": lambda s: 3 * s.E * s.H * s.I * (1 + 4 / 16384) + attention(s) + 4 * s.E * s.H + 4 * s.E,
+}
+TO_HOST: dict[str, Callable[[Size], float]] = {
+    "materialise": lambda s: 3,
+    "sums": lambda s: 8 * s.B * (2 * s.E + 1),
+    "solve": lambda s: 17 + 2176 * s.N,
+    # Half a byte a weight, a bfloat16 for 32 of them; the norm in bfloat16 and the router in float32.
+    "pack": lambda s: 3 * s.E * s.H * s.I * (1 / 2 + 2 / 32) + 2 * s.H + 4 * s.E * s.H,
+    "audit": lambda s: 6 + 12 * s.E,
+    "propagate": lambda s: 1,
+}
+# By hand. Forced pass, a block: a product that reads a unit's weights and x, silu in new memory, a product in place.
+# Dequantize, a weight: laid together as bytes, to float32, times its scale, looked at, rounded to bfloat16.
+# Pack, two codes: one shifted, one masked, joined, their signs flipped, laid in a buffer; scales and norm as they are
+READ: dict[str, Callable[[Size], float]] = {
+    "forced pass": lambda s: 2 * s.B * (2 * s.E * s.H * s.I + s.N * ROWS * s.H + 3 * s.E * s.I * ROWS),
+    "dequantize": lambda s: 3 * s.E * s.H * s.I * (1 + 1 + 4 + 4 + 4),
+    "pack": lambda s: 3 * s.E * s.H * s.I * ((1 + 1 + 2 + 1 + 1) / 2 + 2 / 32) + 2 * s.H + 4 * s.E * s.H,
+}
+WRITTEN: dict[str, Callable[[Size], float]] = {
+    "forced pass": lambda s: 2 * s.B * 4 * s.E * s.I * ROWS,
+    "dequantize": lambda s: 3 * s.E * s.H * s.I * (1 + 4 + 4 + 2),
+    "pack": lambda s: 3 * s.E * s.H * s.I * ((1 + 1 + 1 + 1 + 1) / 2 + 2 / 32) + 2 * s.H + 4 * s.E * s.H,
+}
+
+
+def attention(size: Size) -> int:
+    """Bytes of attention and norms as they are stored."""
+    job = published_job("minimax-m2.1", size.E, hidden=size.H, width=size.I)
+    kept = (a for a in job.plan.of_layer(0) if a.expert is None and "block_sparse_moe" not in a.source)
+    return sum(action.spec.bytes for action in kept)
+
+
+def differences(visit: CountedVisit, size: Size) -> list[str]:
+    """What differs from the formulas, one line each."""
+    found = []
+    for phase, work in visit.phases.items():
+        values = {
+            "launches": (work.launches, LAUNCHES), "waits": (work.syncs, WAITS), "copies": (work.copies, COPIES),
+            "bytes to the device": (work.to_device, TO_DEVICE), "bytes to the host": (work.to_host, TO_HOST),
+        }  # fmt: skip
+        for name, (number, formulas) in values.items():
+            wanted = formulas.get(phase, lambda _: 0)(size)
+            if number != wanted:
+                found.append(f"{phase}: {number:,} {name}, not {wanted:,}")
+    return found
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=str)
+def visit(request: pytest.FixtureRequest) -> tuple[CountedVisit, Size]:
+    return counted(request.param), request.param
+
+
+def test_every_phase_does_what_the_formulas_say(visit: tuple[CountedVisit, Size]) -> None:
+    assert differences(*visit) == []
+    assert [name for name in visit[0].phases if name not in LAUNCHES] == ["write"]
+
+
+def test_bytes_are_those_counted_by_hand(visit: tuple[CountedVisit, Size]) -> None:
+    found, size = visit
+    for phase, formula in READ.items():
+        assert found.phases[phase].read == pytest.approx(formula(size), rel=0.001)
+        assert found.phases[phase].written == pytest.approx(WRITTEN[phase](size), rel=0.001)
+
+
+def test_arithmetic_of_the_products(visit: tuple[CountedVisit, Size]) -> None:
+    found, s = visit
+    routed = s.B * ROWS * s.K  # rows, each through three matrices
+    assert found.phases["forced pass"].flops == {"bfloat16": 2 * s.B * ROWS * s.E * 2 * s.I * s.H}
+    assert found.phases["propagate"].flops == {
+        "bfloat16": 2 * routed * 3 * s.H * s.I, "float32": 2 * s.B * ROWS * s.H * s.E,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("texts", [[256] * 3, [256] * 3 + [5000]], ids=str)
+def test_what_held_out_texts_cost(texts: list[int]) -> None:
+    """Each text goes to attention and back, each block of rows to router and experts and back; in both lanes."""
+    size = SIZES[0]
+    phases = counted(size, texts).phases
+    tokens, blocks, state = sum(texts), -(-sum(texts) // 4096), 2 * size.H
+    assert phases["reference"].launches == 63 * len(texts) + 54 * blocks - 1
+    assert phases["candidate"].launches == 54 * blocks - 1, "the first layer's attention is the source's"
+    assert phases["reference"].to_device == 2 * tokens * state == 2 * phases["candidate"].to_device
+    assert phases["reference"].to_host == tokens * (2 * state + 4 * size.K) + 1
+    assert phases["reference"].syncs == len(texts) + 2 * blocks + 1
+
+
+def test_a_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = gram_engine.blended_gram
+
+    def waiting(routed: torch.Tensor, *others: Any) -> torch.Tensor:
+        assert bool(routed.isfinite().all()) or True
+        return real(routed, *others)
+
+    monkeypatch.setattr(gram_engine, "blended_gram", waiting)
+    assert "sums: 3 waits, not 1" in differences(counted(SIZES[1]), SIZES[1])
+
+
+def test_a_temporary_as_large_as_a_matrix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, size = gram_engine.blended_gram, SIZES[0]
+    before = counted(size)
+    monkeypatch.setattr(gram_engine, "blended_gram", lambda routed, *others: real(routed.clone(), *others))
+    after = counted(size)
+    assert len(differences(after, size)) == 1
+    assert differences(after, size)[0].startswith("sums: ")
+    moved = after.phases["sums"].written - before.phases["sums"].written
+    assert moved == 4 * size.E * size.H**2
+
+
+def test_a_sum_without_an_order_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scattered(total: torch.Tensor, block: Any, *_: Any) -> None:
+        index = torch.zeros(len(block.x), dtype=torch.int64, device=total.device)
+        total.view(-1).scatter_add_(0, index, block.x[:, 0].float())
+
+    monkeypatch.setattr(input_sums, "_add_routed", scattered)
+    with pytest.raises(QuantizeError, match=r"^scatter_add_ of float32: a GPU adds in the order in which its threads"):
+        counted(SIZES[0])
