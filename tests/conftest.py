@@ -15,6 +15,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 VLLM_PYTHON = "QUANTIZERS_TEST_VLLM_PYTHON"  # environment variable: an interpreter with .ci/vllm-requirements.txt
 needs_vllm = pytest.mark.skipif(VLLM_PYTHON not in os.environ, reason=f"{VLLM_PYTHON} names no interpreter with vLLM")
 THREADS = "QUANTIZERS_TEST_THREADS"  # environment variable; one thread when it is not set
+DEVICE = (
+    "QUANTIZERS_TEST_DEVICE"  # environment variable: the device of tests marked on_device; the CPU when it is not set
+)
 
 # From each file of calibration/embedded, this many lines, spread over the file.
 CALIBRATION = {"code": 12, "spoken": 6, "chat": 6}
@@ -58,6 +61,14 @@ def threads() -> Iterator[int]:
     torch.set_num_threads(count)
     yield count
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def device() -> Any:
+    """Where tests marked on_device compute, with the settings that a run makes there. Their oracles stay on the CPU."""
+    from quantizers.device.devices import choose_device
+
+    return choose_device(os.environ.get(DEVICE, "cpu"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -41,6 +41,11 @@ class Layer:
             out.append(seen(x, index, weight / weight.sum(-1, keepdim=True)))
         return out
 
+    def to(self, device: torch.device) -> Layer:
+        """The same layer on another device."""
+        here = (self.norm, self.router, self.gate_up, self.down)
+        return Layer(*(tensor.to(device) for tensor in here), [normed.to(device) for normed in self.normed])
+
     def weights(self) -> Weights:
         """The experts' matrices as the engine asks for them."""
         return sliced(self.gate_up, self.down)

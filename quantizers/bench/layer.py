@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from stitch.audit.layer import LayerAudit, audit_layer
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
 from .random_model import BLOCK, published, resized, write_random
+from .rates import device_rates, timed
 
 LAYER_PHASES = (
     "read", "hold", "materialise", "dequantize", "observe", "inputs", "forced pass", "sums", "changes", "search",
@@ -60,6 +60,7 @@ def measure_layer(
     length: int = 8192,
     limit: int | None = None,
     work: Path | None = None,
+    rates: dict[str, float] | None = None,
     **sizes: int,
 ) -> dict[str, Any]:
     """Take one random layer through all phases.
@@ -69,6 +70,7 @@ def measure_layer(
         tokens: calibration tokens, in sequences of `length`.
         experts: fewer than the model has, for small machines; phases in PER_EXPERT are extrapolated.
         limit: bytes of device memory that may be used, see `plan.solve_memory.device_memory`.
+        rates: the device's peak rates, where they were measured before.
         sizes: other sizes, by this program's names for them.
 
     Returns:
@@ -97,7 +99,7 @@ def measure_layer(
         model = LayeredModel(source, facts, size, device, dtype)
         states, recorded = _rows(folder, size, tokens, length, dtype)
         host["read"], source_bytes = _read_cold(source)
-        held, host["hold"] = _timed(device, lambda: hold(source, layer_names(source, facts, number)))
+        held, host["hold"] = timed(device, lambda: hold(source, layer_names(source, facts, number)))
         with clock.block("materialise"):
             there = held.to(device)
             weights = ExpertWeights(there, facts, size, number, device, dtype)
@@ -110,11 +112,11 @@ def measure_layer(
             residents = Residents(memory.resident, memory.unit, memory.smallest)
             solved = solve_layer(model, layer, norm, recorded, settings, weights=weights.unit, residents=residents)
         context.__exit__(None, None, None)
-        packed, host["pack"] = _timed(device, lambda: layer_tensors(plan, number, held, solved, near=there))
+        packed, host["pack"] = timed(device, lambda: layer_tensors(plan, number, held, solved, near=there))
         shard = folder / "shard.safetensors"
-        _, host["write"] = _timed(device, lambda: write_shard(packed.host, shard, kept_hashes(plan, number, held)))
+        _, host["write"] = timed(device, lambda: write_shard(packed.host, shard, kept_hashes(plan, number, held)))
         made = held_tensors(held, packed.device, shard)
-        _, host["audit"] = _timed(
+        _, host["audit"] = timed(
             device, lambda: audit_layer(number, facts, size, there, made, device=device, audit=LayerAudit())
         )
         with clock.block("install"):
@@ -127,7 +129,7 @@ def measure_layer(
         peak = peak_memory(device)
     measured = clock.seconds() | inside.seconds() | host
     measured = {phase: measured[phase] for phase in LAYER_PHASES}
-    rates = device_rates(device, dtype)
+    rates = rates or device_rates(device, dtype)
     total = sum(len(rows) for rows in states)
     return {
         "like": like,
@@ -159,20 +161,6 @@ def _rows(folder: Path, size: Sizes, tokens: int, length: int, dtype: torch.dtyp
     return states, recorded_rows(rows, size, dtype)
 
 
-def _timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
-    """The result of some work, and the seconds it took."""
-    _wait(device)
-    started = time.perf_counter()
-    result = work()
-    _wait(device)
-    return result, time.perf_counter() - started
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _read_cold(source: Checkpoint) -> tuple[float, int]:
     """Seconds to read all the checkpoint's files, and their bytes. The page cache is dropped first, as far as the
     system complies.
@@ -188,25 +176,6 @@ def _read_cold(source: Checkpoint) -> tuple[float, int]:
             while got := stream.readinto(buffer):
                 total += got
     return time.perf_counter() - started, total
-
-
-def device_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """The device's peak rates: operations per second of matmuls in `dtype` and float32, bytes per second of a copy."""
-    size = 8192 if device.type == "cuda" else 2048
-
-    def rate(kind: torch.dtype) -> float:
-        a = torch.randn(size, size, device=device).to(kind)
-        return 2.0 * size**3 / _best(device, lambda: a @ a)
-
-    block = torch.empty(2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
-    target = torch.empty_like(block)
-    copy = 2.0 * block.numel() / _best(device, lambda: target.copy_(block))
-    return {"matmul": rate(dtype), "matmul_float32": rate(torch.float32), "copy": copy}
-
-
-def _best(device: torch.device, work: Callable[[], Any], repeats: int = 5) -> float:
-    _timed(device, work)
-    return min(_timed(device, work)[1] for _ in range(repeats))
 
 
 def shares(

@@ -32,6 +32,15 @@ def read_measurements(work: Path, layers: Sequence[int]) -> list[dict[str, Any]]
         return None
 
 
+def measuring_seconds(work: Path, layers: int) -> float:
+    """Seconds that the finished pass took in all layers, of which some may have no experts.
+
+    Args:
+        layers: the number of all layers.
+    """
+    return float(sum(json.loads(entry_file(work, number).read_text())["seconds"] for number in range(layers)))
+
+
 def _with_loss(entry: dict[str, Any], kl: dict[str, float]) -> dict[str, Any]:
     """An entry completed from its branch's KL, which has the parts of `_Walk.parts`."""
     errors: dict[str, float] = entry["error"]

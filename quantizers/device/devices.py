@@ -22,7 +22,7 @@ SMALL_LAYER = 20_000_000  # weights in a layer's experts; below this one thread 
 def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     """The device of a name: `auto` is the first GPU if there is one, else the CPU. Several processes get a GPU each.
 
-    On a GPU this also makes the process deterministic, see `settle_gpu` in determinism.py.
+    On a GPU this also makes the process deterministic, before CUDA is first used: see `settle_gpu` in determinism.py.
 
     Raises:
         InputError: there is no such device, or an environment variable makes the GPU nondeterministic.
@@ -38,6 +38,8 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     if problem := _device_problem(name):
         raise InputError(f"--device {name}: {problem}")
     device = torch.device(name)
+    if device.type == "cuda":
+        settle_gpu()  # so far CUDA was only asked for the number of GPUs
     try:
         torch.zeros(1, device=device)
         if device.type == "cuda" and device.index is not None:
@@ -45,8 +47,6 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     except (RuntimeError, AssertionError) as failure:
         first = str(failure).splitlines()[0]
         raise InputError(f"--device {name}: {first}; give another device, or look at it with nvidia-smi") from None
-    if device.type == "cuda":
-        settle_gpu()  # no CUDA library has been used yet
     return device
 
 
@@ -122,22 +122,60 @@ def device_limit(device: torch.device, processes: int = 1) -> int:
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
-    """What decides bits on this machine: device, library versions, and on a CPU threads and instruction set."""
+    """What decides bits on this machine: device, versions of libraries, and settings.
+
+    On a CPU these are threads and instruction set. On a GPU they are what its libraries choose kernels by, and torch's
+    settings as torch says they are; threads, driver, amount of memory and allocator decide nothing there.
+    """
     from importlib.metadata import version
 
     import torch
 
-    from .determinism import WORKSPACE
-
     libraries = {"torch": torch.__version__, "transformers": version("transformers")}
     if device.type != "cpu":
-        gpu = {"cuda": torch.version.cuda, "cublas_workspace": os.environ.get(WORKSPACE)}
-        return {"device": torch.cuda.get_device_name(device)} | gpu | libraries
+        return _card(device) | libraries
     return {
         "device": "cpu",
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     } | libraries
+
+
+def _card(device: torch.device) -> dict[str, Any]:
+    import torch
+
+    from .determinism import LT_WORKSPACE, WORKSPACE
+    from .gpu_settings import settings_in_force
+
+    card = torch.cuda.get_device_properties(device)
+    return {
+        "device": card.name,
+        "multiprocessors": card.multi_processor_count,
+        "compute_capability": f"{card.major}.{card.minor}",
+        "cuda": torch.version.cuda,
+        "cublas": _package_version("cublas"),
+        "cusolver": _package_version("cusolver"),
+        "cublas_workspace": os.environ.get(WORKSPACE),
+        "cublaslt_workspace": os.environ.get(LT_WORKSPACE),
+    } | settings_in_force()
+
+
+def _package_version(library: str) -> str | None:
+    """The version of one of NVIDIA's libraries, from the package that torch's wheels bring it in: torch does not tell.
+
+    None where it is part of the system, as in images that build torch themselves.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    if torch.version.cuda is None:
+        return None
+    major = int(torch.version.cuda.partition(".")[0])
+    try:
+        return version(f"nvidia-{library}" if major >= 13 else f"nvidia-{library}-cu{major}")
+    except PackageNotFoundError:
+        return None
 
 
 def machine(device: torch.device) -> dict[str, Any]:

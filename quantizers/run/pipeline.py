@@ -20,7 +20,7 @@ import torch
 from eval.coverage.gates import check_floors
 from quantizers.budget.choice import choose_schemes
 from quantizers.budget.measure import branch_rows
-from quantizers.budget.measurements import read_measurements
+from quantizers.budget.measurements import measuring_seconds
 from quantizers.calibration.data import CalibrationData
 from quantizers.calibration.samples import samples
 from quantizers.calibration.texts import token_tensors
@@ -282,9 +282,7 @@ def write_report(
     earlier = sum(sum(entry["seconds"].values()) for entry in layers)
     report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
     if job.allocation:
-        report["seconds"]["measuring"] = sum(
-            entry["seconds"] for entry in read_measurements(work, job.sizes.moe_layers) or ()
-        )
+        report["seconds"]["measuring"] = measuring_seconds(work, job.sizes["layers"])
     report["peak_memory_bytes"] = max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)])
     add_card_facts(report, job, data)
     folder = work / "output"

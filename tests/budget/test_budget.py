@@ -503,16 +503,28 @@ def test_a_budget_where_some_layers_have_no_experts(
     monkeypatch.setitem(families.MODELS, "qwen3_moe with a dense layer between", {"mlp_only_layers": [1]})
     recipe = families.write_job(tmp_path, model)
     body = yaml.safe_load(recipe.read_text())
-    body["experts"] = {"bits_per_weight": 6}
+    body["experts"] = {"bits_per_weight": 6.5}  # of a width of 32: INT4 for one of two layers, INT8 for the other
     recipe.write_text(yaml.safe_dump(body))
     job = prepare(str(recipe))
     with_experts = [1, 2] if model == "deepseek_v3" else [0, 2]
-    report = run(job, Options(tmp_path / "output", CPU))
+    entries, write = list[dict[str, Any]](), measure.write_json
+
+    def noted(path: Path, entry: Any) -> None:
+        write(path, entry)
+        if path.name != "kl.json":
+            entries.append(entry)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(measure, "write_json", noted)
+        report = run(job, Options(tmp_path / "output", CPU))
     schemes = report["schemes"]
     assert report["audit"]["differences"] == []
     assert not [finding for finding in report["consumers"]["findings"] if finding["severity"] == "error"]
     assert [row["layer"] for row in schemes["layers"]] == with_experts
-    assert schemes["bits_per_weight"] <= 6
+    assert sorted(chosen_of(report)) == [Scheme(4, 32), Scheme(8, 32)]
+    assert schemes["bits_per_weight"] <= 6.5
+    assert [entry["layer"] for entry in entries] == [0, 1, 2]
+    assert report["seconds"]["measuring"] == sum(entry["seconds"] for entry in entries)
     shards = [path.stat().st_size for path in (tmp_path / "output").glob("*.safetensors")]
     assert schemes["output_bytes"] == sum(shards)
     # Every branch passes through the layers after its own, of which one has no experts. KL is what their sum foretells.

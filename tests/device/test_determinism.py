@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,8 @@ from quantizers.budget.measure import _Walk
 from quantizers.budget.output_errors import scheme_errors
 from quantizers.cli import main as cli
 from quantizers.device import devices
-from quantizers.device.determinism import WORKSPACE, ordered
+from quantizers.device.determinism import ALLOCATOR, LT_WORKSPACE, UNDOING, WORKSPACE, ordered
+from quantizers.device.gpu_settings import SETTINGS, settings_in_force
 from quantizers.forward.recorded import Recorded, usable_rows
 from quantizers.forward.recorded import recorded as seen_by
 from quantizers.recipe.schema import Awq, Experts
@@ -37,90 +39,164 @@ aten = torch.ops.aten
 silu = torch.nn.functional.silu
 
 
+CARD = SimpleNamespace(name="a GPU", multi_processor_count=132, major=9, minor=0, total_memory=80 * 2**30)
+VARIABLES = (*UNDOING, *ALLOCATOR, WORKSPACE, LT_WORKSPACE)
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A stand-in for a GPU, on which nothing is set yet; the process's flags are given back afterwards."""
-    for name in (WORKSPACE, "NVIDIA_TF32_OVERRIDE"):
-        monkeypatch.delenv(name, raising=False)
+    """A stand-in for a GPU, on which nothing is set yet; the process's settings are given back afterwards."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is given back whatever the test does with it
+        monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: CARD)
     monkeypatch.setattr(torch, "zeros", lambda *_, **named: None)
-    matmul, memory = torch.backends.cuda.matmul, MEMORY
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        memory.fill_uninitialized_memory,
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-        matmul.allow_bf16_reduced_precision_reduction,
-        matmul.allow_fp16_reduced_precision_reduction,
+    # A build for the CPU alone refuses cuSOLVER, and only that.
+    linalg = ["_LinalgBackend.Default"]
+    monkeypatch.setattr(
+        torch.backends.cuda,
+        "preferred_linalg_library",
+        lambda *new: linalg.__setitem__(0, f"_LinalgBackend.{new[0].title()}") if new else linalg[0],
     )
+    before = [setting.read() for setting in SETTINGS]
     yield
-    torch.use_deterministic_algorithms(before[0])
-    memory.fill_uninitialized_memory = before[1]
-    torch.set_float32_matmul_precision(before[2])
-    torch.backends.cudnn.allow_tf32 = before[3]
-    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before[4:]
+    for setting, value in zip(SETTINGS, before, strict=True):
+        setting.write(value)
+
+
+SETTLED = {
+    "deterministic_algorithms": True,
+    "fill_uninitialized_memory": False,
+    "float32_matmul_precision": "highest",
+    "cudnn_allow_tf32": False,
+    "allow_bf16_reduced_precision_reduction": False,
+    "allow_fp16_reduced_precision_reduction": False,
+    "preferred_linalg_library": "cusolver",
+    "preferred_blas_library": "cublas",
+}
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda", "cuda:1"])
-def test_choosing_a_gpu_settles_how_it_computes(name: str, gpu: None) -> None:
+def test_choosing_a_gpu_settles_how_it_computes(name: str, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first tensor there; asked of torch itself."""
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "zeros", lambda *_, **named: seen.append(settings_in_force() | dict(os.environ)))
     torch.set_float32_matmul_precision("high")  # as with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
     assert torch.backends.cuda.matmul.allow_tf32
     assert devices.choose_device(name).type == "cuda"
+    (first,) = seen
+    assert SETTLED.items() <= first.items()
+    assert (first[WORKSPACE], first["PYTORCH_ALLOC_CONF"]) == (":4096:8", "expandable_segments:True")
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not MEMORY.fill_uninitialized_memory
-    assert os.environ[WORKSPACE] == ":4096:8"
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     assert not torch.backends.cudnn.allow_tf32
     assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    assert str(torch.backends.cuda.preferred_blas_library()) == "_BlasBackend.Cublas"
+
+
+def test_torch_has_other_settings_by_itself() -> None:
+    """All but the two that only an environment variable can change: see test_an_image_that_switches_tf32_on."""
+    found = settings_in_force()
+    assert found.keys() == SETTLED.keys()
+    same = {name for name, value in found.items() if value == SETTLED[name]}
+    assert same == {"float32_matmul_precision", "preferred_blas_library"}
+
+
+def test_a_setting_that_torch_does_not_take_is_named(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "preferred_linalg_library", lambda *_: "_LinalgBackend.Magma")
+    with pytest.raises(QuantizeError, match=r"^torch 2\S+: preferred_linalg_library is magma after it was set to cus"):
+        devices.choose_device("cuda")
 
 
 def test_choosing_the_cpu_sets_nothing(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its fingerprint has what it always had, so that runs begun by an earlier version go on."""
+    before = settings_in_force()
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     assert devices.choose_device("cpu").type == "cpu"
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert WORKSPACE not in os.environ
-    assert "cublas_workspace" not in devices.fingerprint(torch.device("cpu"))
+    assert settings_in_force() == before
+    assert not {WORKSPACE, *ALLOCATOR} & os.environ.keys()
+    assert devices.fingerprint(torch.device("cpu")) == {
+        "device": "cpu",
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("NVIDIA_TF32_OVERRIDE", "1", "NVIDIA_TF32_OVERRIDE=1: float32 products would keep 11 bits; unset it"),
+        ("NVIDIA_TF32_OVERRIDE", "1", "float32 products would keep 11 bits; unset it, or set it to 0"),
         (
-            WORKSPACE,
-            ":2048:8",
-            "CUBLAS_WORKSPACE_CONFIG=:2048:8: cuBLAS does not promise the same bytes with it; unset",
+            "CUBLAS_EMULATE_SINGLE_PRECISION",
+            "1",
+            "float32 products would be put together from products of bfloat16; un",
         ),
-        (WORKSPACE, "", "CUBLAS_WORKSPACE_CONFIG=: cuBLAS does not promise"),
+        ("CUBLAS_EMULATE_DOUBLE_PRECISION", "1", "float64 products would be put together from products of integers; u"),
+        ("PYTORCH_TUNABLEOP_ENABLED", "1", "torch would choose kernels by their speed, and so other ones another time"),
+        ("DISABLE_ADDMM_CUDA_LT", "1", "some products would be computed by another library; unset it"),
+        (WORKSPACE, ":2048:8", "cuBLAS does not promise the same bytes with it; unset"),
+        (WORKSPACE, "", "cuBLAS does not promise"),
     ],
 )
 def test_an_environment_without_the_same_bytes_is_refused(
     name: str, value: str, said: str, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = settings_in_force()
     monkeypatch.setenv(name, value)
     with pytest.raises(InputError) as refused:
         devices.choose_device("cuda")
-    assert str(refused.value).startswith(said)
+    assert str(refused.value).startswith(f"{name}={value}: {said}")
     assert "\n" not in str(refused.value)
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert settings_in_force() == before
+    if name != WORKSPACE:
+        monkeypatch.setenv(name, "0")
+        devices.choose_device("cuda")
 
 
-def test_a_gpu_that_is_not_there_sets_nothing(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variable_that_is_refused_is_tried_above() -> None:
+    (tried,) = test_an_environment_without_the_same_bytes_is_refused.pytestmark
+    assert {name for name, *_ in tried.args[1]} == {*UNDOING, WORKSPACE}
+
+
+def test_a_gpu_that_is_not_there_is_one_line(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such device")
 
     monkeypatch.setattr(torch, "zeros", missing)
     with pytest.raises(InputError, match=r"^--device cuda:1: no such device; give another device"):
         devices.choose_device("cuda:1")
-    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_fingerprint_of_a_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the memory, the driver, the threads or the allocator is in it."""
+    versions = {"nvidia-cublas": "13.1", "nvidia-cusolver-cu12": "11.7", "transformers": "5.17"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    devices.choose_device("cuda")
+    assert devices.fingerprint(torch.device("cuda")) == SETTLED | {
+        "device": "a GPU", "multiprocessors": 132, "compute_capability": "9.0",
+        "cuda": "13.0", "cublas": "13.1", "cusolver": None, "cublas_workspace": ":4096:8", "cublaslt_workspace": None,
+        "torch": torch.__version__, "transformers": "5.17",
+    }  # fmt: skip
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    found = devices.fingerprint(torch.device("cuda"))
+    assert (found["cublas"], found["cusolver"]) == (None, "11.7")
 
 
 def test_an_environment_that_is_as_good_is_kept_and_part_of_the_fingerprint(
@@ -130,24 +206,49 @@ def test_an_environment_that_is_as_good_is_kept_and_part_of_the_fingerprint(
     devices.choose_device("cuda")
     usual = devices.fingerprint(torch.device("cuda"))
     monkeypatch.setenv(WORKSPACE, ":16:8")
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setenv(LT_WORKSPACE, "1024")
     devices.choose_device("cuda")
     assert os.environ[WORKSPACE] == ":16:8"
-    assert devices.fingerprint(torch.device("cuda")) == usual | {"cublas_workspace": ":16:8"}
+    found = devices.fingerprint(torch.device("cuda"))
+    assert found == usual | {"cublas_workspace": ":16:8", "cublaslt_workspace": "1024"}
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_the_users_own_allocator_is_kept(name: str, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under any of the names that torch has for it; it is no part of the fingerprint."""
+    devices.choose_device("cuda")
+    usual = devices.fingerprint(torch.device("cuda"))
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    devices.choose_device("cuda")
+    assert {key: os.environ[key] for key in ALLOCATOR if key in os.environ} == {name: "max_split_size_mb:512"}
+    assert devices.fingerprint(torch.device("cuda")) == usual
+
+
+def test_amds_allocator_is_left_alone(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    devices.choose_device("cuda")
+    assert not set(ALLOCATOR) & os.environ.keys()
 
 
 @pytest.mark.slow
 def test_an_image_that_switches_tf32_on() -> None:
-    """In a process of its own: torch reads this variable once, when it starts."""
+    """In a process of its own: torch reads these variables once, when it starts; the allocator's on its first use."""
     script = (
         "import warnings; warnings.simplefilter('error')\n"
-        "import torch; from quantizers.device.determinism import settle_gpu\n"
-        "matmul = torch.backends.cuda.matmul; print(matmul.allow_tf32)\n"
-        "settle_gpu(); print(matmul.allow_tf32, matmul.fp32_precision, torch.backends.cudnn.allow_tf32)\n"
+        "import torch; from quantizers.device import determinism; from quantizers.device.gpu_settings import SETTINGS\n"
+        "found = {s.name: s for s in SETTINGS}; matmul = torch.backends.cuda.matmul\n"
+        "print(matmul.allow_tf32, found['preferred_blas_library'].read())\n"
+        "del found['preferred_linalg_library']  # refused by a build for the CPU alone\n"
+        "from quantizers.device import gpu_settings; gpu_settings.SETTINGS = tuple(found.values())\n"
+        "determinism.settle_gpu(); print(matmul.allow_tf32, matmul.fp32_precision, torch.backends.cudnn.allow_tf32)\n"
+        "print(found['preferred_blas_library'].read(), torch._C._accelerator_getAllocatorSettings())\n"
     )
-    environment = {k: v for k, v in os.environ.items() if k != WORKSPACE} | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+    environment |= {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "TORCH_BLAS_PREFER_CUBLASLT": "1"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
-    assert (done.stdout, done.stderr) == ("True\nFalse ieee False\n", "")
+    wanted = "True cublaslt\nFalse ieee False\ncublas expandable_segments:True\n"
+    assert (done.stdout, done.stderr) == (wanted, "")
 
 
 REFUSAL = (

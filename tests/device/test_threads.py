@@ -21,7 +21,7 @@ from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.device import devices
-from quantizers.device.devices import fingerprint, use_threads
+from quantizers.device.devices import use_threads
 from quantizers.output import journal
 from quantizers.run import layer_loop
 from quantizers.system.errors import OutputError
@@ -128,16 +128,6 @@ def test_an_evaluation_goes_on_with_its_threads(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert quantize(monkeypatch, *words) == 0
     assert json.loads(capsys.readouterr().out) == wanted
-
-
-def test_on_a_gpu_threads_are_no_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is the CPU's capability; the versions of transformers and CUDA are, on every device that has them."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    card, cpu = fingerprint(torch.device("cuda")), fingerprint(torch.device("cpu"))
-    assert card.keys() == {"device", "cuda", "cublas_workspace", "torch", "transformers"}
-    assert (card["device"], card["cuda"]) == ("a card", "13.0")
-    assert cpu.keys() == {"device", "threads", "cpu_capability", "torch", "transformers"}
 
 
 @pytest.mark.usefixtures("kept_threads")

@@ -158,18 +158,20 @@ def test_experts_at_a_time_do_not_change_a_code(awq: Any, bits: int, scales: str
         assert sorted(part.fallbacks) == sorted(whole.fallbacks)
 
 
-def test_two_calls_give_the_same_bits() -> None:
+@pytest.mark.on_device
+def test_two_calls_give_the_same_bits(device: torch.device) -> None:
     """Errors and lines of the report included."""
-    first, second = solve_layer(make_layer(2)), solve_layer(make_layer(2))
+    first, second = (solve_layer(make_layer(2).to(device)) for _ in range(2))
     assert_same(first, second)
     assert first.error == second.error
     assert first.fallbacks == second.fallbacks
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("seed", range(3))
-def test_errors_go_down(seed: int) -> None:
+def test_errors_go_down(seed: int, device: torch.device) -> None:
     """After the search not above before; AWQ, MSE scales and GPTQ each lower the error of what was calibrated."""
-    layer = make_layer(seed)
+    layer = make_layer(seed).to(device)
     solved = solve_layer(layer)
     for name in ("norm_search", "down_search"):
         assert 0 < solved.error[f"{name}_after"] <= solved.error[f"{name}_before"]

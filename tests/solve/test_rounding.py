@@ -173,14 +173,17 @@ def slow_loss(weight: torch.Tensor, scale: float, importance: torch.Tensor, bits
     return float((importance * (weight - (weight / scale).round().clamp(low, high) * scale).square()).sum())
 
 
+@pytest.mark.on_device
 @bit_widths
 @pytest.mark.parametrize("seed", range(2))
-def test_mse_scales_are_the_best_of_brute_force(seed: int, bits: int) -> None:
+def test_mse_scales_are_the_best_of_brute_force(seed: int, bits: int, device: torch.device) -> None:
     """Oracle: float64 loss of min-max and of 1.05, 1.03 … 0.67 times it, group by group."""
     assert pytest.approx([1.05 - 0.02 * k for k in range(20)]) == MSE_FACTORS
     weight = random_weight(seed, 2, 6, 96)
     importance = correlated_gram(seed, 2, 96, 50).diagonal(dim1=-2, dim2=-1)
-    base, chosen = minmax_scales(weight, 32, bits), mse_scales(weight, importance, 32, bits)
+    there = weight.to(device)
+    base = minmax_scales(there, 32, bits).cpu()
+    chosen = mse_scales(there, importance.to(device), 32, bits).cpu()
     assert chosen.dtype == torch.bfloat16
     moved = 0
     for e in range(2):
@@ -225,12 +228,13 @@ def test_mse_scales_without_a_usable_importance_are_minmax(value: float) -> None
     assert torch.equal(chosen[:1], mse_scales(weight[:1], importance[:1], 32, 4))
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("columns", [1, 32, 160])
 @pytest.mark.parametrize("tokens", [20, 500])
-def test_inverse_factor_against_float64(columns: int, tokens: int) -> None:
+def test_inverse_factor_against_float64(columns: int, tokens: int, device: torch.device) -> None:
     """Oracle: inverse(H) in float64, H with 1 % of the mean diagonal added; singular Gram matrices included."""
     gram = correlated_gram(6, 2, max(columns, 5), tokens)[:, :columns, :columns]
-    factor, used = inverse_factor(gram, 0.01)
+    factor, used = (found.cpu() for found in inverse_factor(gram.to(device), 0.01))
     assert used.tolist() == pytest.approx([0.01, 0.01])
     assert torch.equal(factor, factor.triu())
     assert (factor.diagonal(dim1=-2, dim2=-1) > 0).all()
@@ -274,10 +278,11 @@ def broken_grams(size: int) -> torch.Tensor:
     return grams
 
 
+@pytest.mark.on_device
 @bit_widths
-def test_gptq_without_a_usable_gram_rounds_to_nearest(bits: int) -> None:
+def test_gptq_without_a_usable_gram_rounds_to_nearest(bits: int, device: torch.device) -> None:
     """Damping infinity and nearest codes for the broken ones; the healthy one is as it is alone."""
-    weight, grams = random_weight(8, 6, 5, 64), broken_grams(64)
+    weight, grams = random_weight(8, 6, 5, 64).to(device), broken_grams(64).to(device)
     scale = minmax_scales(weight, 32, bits)
     codes, used = gptq(weight, grams, scale, bits)
     assert torch.isinf(used[:5]).all()

@@ -22,38 +22,44 @@ def test_blocks_cover_every_column_once(columns: int) -> None:
     assert len(parts) <= 8
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [8, 128, 200, 300])
-def test_weighted_sums_of_outer_products(columns: int, dtype: torch.dtype) -> None:
+def test_weighted_sums_of_outer_products(columns: int, dtype: torch.dtype, device: torch.device) -> None:
     """Oracle: Σ w v vᵀ in float64 of the same values; exactly symmetric; two sequences add up."""
     generator = torch.Generator().manual_seed(columns)
-    total, wanted = torch.zeros(2, columns, columns), torch.zeros(2, columns, columns, dtype=torch.float64)
+    total, wanted = (
+        torch.zeros(2, columns, columns, device=device),
+        torch.zeros(2, columns, columns, dtype=torch.float64),
+    )
     for tokens in (50, 7):
         v = torch.randn(2, tokens, columns, generator=generator).to(dtype)
         # A power of two, so that w v is exact in bfloat16 too.
         weighted = v * 2.0 ** torch.randint(-3, 3, (2, tokens, 1), generator=generator).to(dtype)
-        add_gram(total, weighted, v)
+        add_gram(total, weighted.to(device), v.to(device))
         wanted += weighted.double().mT @ v.double()
     mirror(total)
+    total = total.cpu()
     assert total.dtype == torch.float32
     assert torch.equal(total, total.mT)
     length = wanted.diagonal(dim1=-2, dim2=-1).sqrt()
     assert ((total.double() - wanted).abs() <= 1e-6 * length.unsqueeze(-1) * length.unsqueeze(-2)).all()
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("columns", [8, 128, 200, 300])
-def test_the_loss_is_that_of_all_inputs(columns: int) -> None:
+def test_the_loss_is_that_of_all_inputs(columns: int, device: torch.device) -> None:
     """Oracle: ‖D X‖² in float64, with a Gram matrix for each and one for all; arguments left alone."""
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn(3, 40, columns, generator=generator, dtype=torch.float64)
     delta = torch.randn(3, 5, columns, generator=generator, dtype=torch.float64)
     gram = x.mT @ x
-    before = delta.clone(), gram.clone()
-    torch.testing.assert_close(quadratic_loss(delta, gram), (delta @ x.mT).square().sum((1, 2)), rtol=1e-12, atol=0)
-    shared = quadratic_loss(delta, gram[:1])
+    there = delta.to(device, copy=True), gram.to(device, copy=True)
+    own, shared = quadratic_loss(*there).cpu(), quadratic_loss(there[0], there[1][:1]).cpu()
+    torch.testing.assert_close(own, (delta @ x.mT).square().sum((1, 2)), rtol=1e-12, atol=0)
     torch.testing.assert_close(shared, (delta @ x[:1].mT).square().sum((1, 2)), rtol=1e-12, atol=0)
-    assert torch.equal(delta, before[0])
-    assert torch.equal(gram, before[1])
+    assert torch.equal(delta, there[0].cpu())
+    assert torch.equal(gram, there[1].cpu())
 
 
 def test_a_clock_counts_blocks_while_it_listens() -> None:

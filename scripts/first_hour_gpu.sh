@@ -1,0 +1,175 @@
+#!/usr/bin/env bash
+# The first hour with a GPU: from the machine's rates to the same bytes after a kill, and a table to paste into an issue.
+#
+#     scripts/first_hour_gpu.sh                   # on the first GPU
+#     DEVICE=cpu scripts/first_hour_gpu.sh        # the same steps at small sizes on a machine without one
+#     STEPS="rates layer" scripts/first_hour_gpu.sh
+#
+# From a clone with the program and its tests installed (pip install -e '.[test]'). Exits with 1 if any step failed.
+# docs/gpu.md says what each step shows. Everything below may be set from outside.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}  # this clone, whatever else is installed
+
+DEVICE=${DEVICE:-cuda}
+OUT=${OUT:-out/first-hour-$DEVICE}                  # new or empty; each step's log, and the table
+PYTHON=${PYTHON:-python}
+RECIPE=${RECIPE:-tiny-minimax-m2-fp8-int4}          # small: it is run five times
+HELD_OUT=${HELD_OUT:-held-out}                      # the set by which the outputs of CPU and GPU are compared
+TESTS=${TESTS:-tests}                               # where tests marked on_device are looked for
+if [ "$DEVICE" = cpu ]; then
+    LIKE=${LIKE:-qwen3-30b-a3b-fp8} EXPERTS=${EXPERTS:-8} TOKENS=${TOKENS:-256} CARD=${CARD:-cpu}
+    PROFILED=${PROFILED:-"--experts $EXPERTS --tokens 64 --hidden 128 --width 64"}
+    MEMORY=${MEMORY:-"4GiB 90MiB"}                  # with the second the sums of one unit are held instead of two
+else
+    LIKE=${LIKE:-minimax-m2.1} EXPERTS=${EXPERTS:-256} TOKENS=${TOKENS:-131072} CARD=${CARD:-}
+    PROFILED=${PROFILED:-"--experts 16 --tokens 8192"}
+    MEMORY=${MEMORY:-"4GiB 200MiB"}                 # with the second inputs and states are not held
+fi
+STEPS=${STEPS:-machine rates tests memory cpu layer profile resume two}
+
+SKIPPED=77  # what a step returns that has nothing to do here; its figure says why
+
+quantize() { "$PYTHON" -m quantizers "$@"; }
+figure() { printf '%s\n' "$*" >"$FIGURE"; }  # a step's last word, for the table
+skip() { figure "$*"; return "$SKIPPED"; }
+figures() { "$PYTHON" scripts/first_hour_figures.py "$@" >"$FIGURE"; }
+
+# quantize_into FOLDER [OPTION…]: a run whose gates may fail. Both outputs are then compared; a broken run is no output.
+quantize_into() {
+    local status=0
+    quantize run "$RECIPE" --output "$@" || status=$?
+    [ "$status" = 0 ] || [ "$status" = 3 ]
+}
+
+# Hashes of all files but those that carry times and memory.
+hashes() {
+    (cd "$1" && find . -type f ! -name report.json ! -name report.html ! -name README.md -exec sha256sum {} + | sort -k 2)
+}
+
+# same_bytes FOLDER FOLDER
+same_bytes() {
+    hashes "$1" >"$1.sha256" && hashes "$2" >"$2.sha256" || return 1
+    if ! diff "$1.sha256" "$2.sha256"; then
+        figure "other bytes in $(diff "$1.sha256" "$2.sha256" | grep -c '^>') of $(wc -l <"$1.sha256") files"
+        return 1
+    fi
+    figure "the same bytes in $(wc -l <"$1.sha256") files"
+}
+
+# The output that the other steps compare with: made once, whichever step comes first.
+whole() { [ -f "$OUT/whole/config.json" ] || quantize_into "$OUT/whole" --device "$DEVICE" --device-memory "${MEMORY% *}"; }
+
+step_machine() {
+    quantize --version --json >"$OUT/machine.json" && cat "$OUT/machine.json"
+    command -v nvidia-smi >/dev/null && nvidia-smi
+    figures machine "$OUT/machine.json" "$DEVICE"
+}
+
+step_rates() {
+    "$PYTHON" -m quantizers.bench.rates --device "$DEVICE" --json >"$OUT/rates.json" && figures rates "$OUT/rates.json"
+}
+
+step_tests() {
+    local status=0
+    QUANTIZERS_TEST_DEVICE=$DEVICE "$PYTHON" -m pytest "$TESTS" -m on_device -n 0 | tee "$OUT/pytest.txt" || status=$?
+    figure "$(tail -n 1 "$OUT/pytest.txt" | sed 's/^=* *//; s/ *=*$//')"
+    return "$status"
+}
+
+step_memory() {
+    whole && quantize_into "$OUT/less" --device "$DEVICE" --device-memory "${MEMORY#* }" &&
+        same_bytes "$OUT/whole" "$OUT/less"
+}
+
+step_cpu() {
+    local source
+    whole && quantize_into "$OUT/on-cpu" --device cpu || return
+    source=$("$PYTHON" scripts/first_hour_figures.py source "$RECIPE") &&
+        quantize eval "$source" "$OUT/whole" "$OUT/on-cpu" --data "$HELD_OUT" --device "$DEVICE" --no-picture --json \
+            >"$OUT/eval.json" &&
+        figures gates "$OUT/whole/report.json" "$OUT/on-cpu/report.json" "$OUT/eval.json"
+}
+
+step_layer() {
+    local sizes=(--like "$LIKE" --tokens "$TOKENS" --experts "$EXPERTS")
+    quantize bench layer "${sizes[@]}" --device "$DEVICE" --json >"$OUT/layer.json" || return
+    local card=${CARD:-$("$PYTHON" scripts/first_hour_figures.py card "$OUT/layer.json")}
+    if [ -z "$card" ]; then
+        figures seconds "$OUT/layer.json"
+        return
+    fi
+    quantize bench count "${sizes[@]}" --card "$card" --json >"$OUT/count.json" &&
+        figures layer "$OUT/layer.json" "$OUT/count.json"
+}
+
+step_profile() {
+    local sizes words
+    read -ra sizes <<<"$PROFILED"
+    words=(scripts/profile_layer.py --device "$DEVICE" --like "$LIKE" "${sizes[@]}" --trace "$OUT/trace.json.gz")
+    "$PYTHON" "${words[@]}" | tee "$OUT/profile.txt" || return
+    figure "$(tail -n 1 "$OUT/profile.txt"); profile.txt, trace.json.gz"
+    command -v nsys >/dev/null || return 0
+    nsys profile --output "$OUT/nsys" --force-overwrite true "$PYTHON" "${words[@]}" >/dev/null &&
+        figure "$(tail -n 1 "$OUT/profile.txt"); profile.txt, trace.json.gz, nsys.nsys-rep"
+}
+
+step_resume() {
+    local entry=$OUT/resumed/.quantize/layers/00000.json
+    whole || return
+    "$PYTHON" -m quantizers run "$RECIPE" --output "$OUT/resumed" --device "$DEVICE" &
+    local run=$!
+    while kill -0 "$run" 2>/dev/null && [ ! -f "$entry" ]; do sleep 0.02; done
+    kill -KILL "$run" 2>/dev/null
+    wait "$run"
+    [ ! -f "$OUT/resumed/config.json" ] || { figure "the run ended before it could be killed"; return 1; }
+    [ -f "$entry" ] || { figure "the run ended before its first layer was done"; return 1; }
+    quantize_into "$OUT/resumed" --device "$DEVICE" && same_bytes "$OUT/whole" "$OUT/resumed"
+}
+
+step_two() {
+    local found
+    found=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+    [ "$DEVICE" = cpu ] || [ "$found" -ge 2 ] || { skip "one GPU"; return; }
+    local status=0
+    whole || return
+    "$PYTHON" -m torch.distributed.run --nproc-per-node 2 -m quantizers \
+        run "$RECIPE" --output "$OUT/two" --device "${DEVICE%%:*}" || status=$?
+    [ -f "$OUT/two/config.json" ] || return "$status"  # torchrun ends with 1 where a gate failed, too
+    same_bytes "$OUT/whole" "$OUT/two"
+}
+
+# row STEP: does it, keeps its log, and adds its row to the table.
+row() {
+    local status=0 result log=$OUT/$1.log started=$SECONDS
+    FIGURE=$OUT/$1.figure
+    rm -f "$FIGURE"
+    printf '== %s\n' "$1"
+    "step_$1" >"$log" 2>&1 || status=$?
+    case $status in
+        0) result=PASS ;;
+        "$SKIPPED") result=skipped ;;
+        *) result=FAIL failed=1 ;;
+    esac
+    [ -s "$FIGURE" ] || tail -n 1 "$log" | cut -c 1-200 >"$FIGURE"
+    printf '| %s | %s | %s | %d s |\n' "$1" "$result" "$(tr '|' '/' <"$FIGURE")" $((SECONDS - started)) |
+        tee -a "$OUT/table.md"
+}
+
+if [ -e "$OUT/table.md" ]; then
+    echo "$OUT: holds an earlier hour; remove it, or give another folder with OUT=" >&2
+    exit 2
+fi
+for step in $STEPS; do
+    if ! declare -F "step_$step" >/dev/null; then
+        echo "STEPS: $step is no step; the steps are machine rates tests memory cpu layer profile resume two" >&2
+        exit 2
+    fi
+done
+mkdir -p "$OUT" || exit
+failed=0
+printf '| step | result | figure | took |\n|---|---|---|---|\n' >"$OUT/table.md"
+for step in $STEPS; do row "$step"; done
+printf '\n%s, to paste into an issue:\n\n' "$OUT/table.md"
+cat "$OUT/table.md"
+exit "$failed"

@@ -1,0 +1,166 @@
+"""The first hour with a GPU, with a CPU in its place; and what is measured and said on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from tiny import write_job
+
+from quantizers.bench.count import count_layer
+from quantizers.bench.layer import measure_layer
+from quantizers.bench.rates import device_rates, waiting_rates
+
+SCRIPT, FIGURES = REPOSITORY / "scripts" / "first_hour_gpu.sh", REPOSITORY / "scripts" / "first_hour_figures.py"
+STEPS = [
+    "machine",
+    "rates",
+    "memory",
+    "cpu",
+    "profile",
+    "resume",
+    "two",
+]  # others: the tests, and a layer of real width
+
+
+def first_hour(output: Path, **variables: str) -> tuple[int, dict[str, tuple[str, str]], str]:
+    """Exit code, result and figure of each step, and what was said on standard error."""
+    given = {"DEVICE": "cpu", "OUT": str(output), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | given | variables
+    done = subprocess.run([SCRIPT], capture_output=True, text=True, check=False, env=environment)
+    table = output / "table.md"
+    rows = [line.strip("| ").split(" | ") for line in table.read_text().splitlines()[2:]] if table.exists() else []
+    assert not done.stdout or done.stdout.endswith(table.read_text())
+    return done.returncode, {step: (result, figure) for step, result, figure, _ in rows}, done.stderr
+
+
+@pytest.mark.slow
+def test_the_first_hour_on_a_cpu(tmp_path: Path) -> None:
+    """All but the two steps that take longest, at the smallest sizes."""
+    recipe = write_job(tmp_path / "job", layers=3)
+    small = {"RECIPE": str(recipe), "HELD_OUT": str(recipe.parent / "held-out.yaml"), "STEPS": " ".join(STEPS)}
+    code, table, said = first_hour(tmp_path / "out", **small)
+    logs = {step: (tmp_path / "out" / f"{step}.log").read_text() for step in table}
+    assert list(table) == STEPS
+    assert {step: result for step, (result, _) in table.items()} == dict.fromkeys(STEPS, "PASS"), (table, logs)
+    assert (code, said) == (0, "")
+    for step in ("memory", "resume", "two"):
+        assert re.fullmatch(r"the same bytes in \d\d files", table[step][1])
+    kl = re.fullmatch(r"the same \d gates; KL (\S+), of the CPU's output (\S+)", table["cpu"][1])
+    assert kl
+    assert kl[1] == kl[2] != "0.00000"
+    assert "going on after layer 1 of 3" in logs["resume"]
+    assert "one of 2 processes" in logs["two"]
+    assert f"{torch.__version__}" in table["machine"][1]
+    code, _, said = first_hour(tmp_path / "out")
+    assert (code, said) == (
+        2,
+        f"{tmp_path / 'out'}: holds an earlier hour; remove it, or give another folder with OUT=\n",
+    )
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_is_in_the_table(tmp_path: Path) -> None:
+    """A step that fails does not keep the others from being done."""
+    code, table, _ = first_hour(tmp_path / "out", STEPS="memory machine", RECIPE="nothing-of-that-name")
+    assert code == 1
+    assert table["memory"][0] == "FAIL"
+    assert "nothing-of-that-name" in table["memory"][1]
+    assert table["machine"][0] == "PASS"
+    code, table, said = first_hour(tmp_path / "other", STEPS="machine nonsense")
+    assert (code, table) == (2, {})
+    assert said.startswith("STEPS: nonsense is no step; the steps are machine rates")
+
+
+@pytest.fixture
+def figures(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Exit code and line of scripts/first_hour_figures.py, for these objects as its files."""
+
+    def ask(command: str, *contents: Any) -> tuple[int, str]:
+        files = []
+        for number, content in enumerate(contents):
+            files.append(str(tmp_path / f"{number}.json"))
+            Path(files[-1]).write_text(json.dumps(content))
+        words = [sys.executable, str(FIGURES), command, *files]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=PATHS)
+        assert not done.stderr
+        return done.returncode, done.stdout.strip()
+
+    return ask
+
+
+PATHS = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+
+
+def test_other_gates_or_another_kl_fail(figures: Callable[..., tuple[int, str]]) -> None:
+    def report(kl: bool) -> dict[str, Any]:
+        return {"gates": [{"name": "audit", "passed": True}, {"name": "kl", "passed": kl}]}
+
+    def evaluation(*kl: float) -> dict[str, Any]:
+        return {"candidates": [{"kl": {"mean": one}} for one in kl]}
+
+    said = "the same 2 gates; KL 0.01000, of the CPU's output 0.01050"
+    assert figures("gates", report(True), report(True), evaluation(0.01, 0.0105)) == (0, said)
+    assert figures("gates", report(True), report(True), evaluation(0.01, 0.012))[0] == 1
+    code, line = figures("gates", report(True), report(False), evaluation(0.01, 0.01))
+    assert (code, line.partition(";")[0]) == (1, "gates differ: kl")
+
+
+def test_a_layer_is_held_against_its_count_in_the_phases_of_both(figures: Callable[..., tuple[int, str]]) -> None:
+    """On a GPU more than twice the count fails; of a CPU it is only said."""
+
+    def counted(card: str, rounding: float) -> dict[str, Any]:
+        return {"cards": {card: {"phases": {"sums": 1.0, "rounding": rounding, "reference": 9.0, "read": 0.0}}}}
+
+    measured = {"seconds": {"sums": 1.5, "rounding": 6.5, "install": 9.0, "read": 9.0}}
+    said = "8.00 s, counted 5.00 s (H100), ratio 1.60; beyond 2 times: no phase"
+    assert figures("layer", measured, counted("H100", 4.0)) == (0, said)
+    said = "8.00 s, counted 3.00 s ({}), ratio 2.67; beyond 2 times: rounding"
+    assert figures("layer", measured, counted("H100", 2.0)) == (1, said.format("H100"))
+    assert figures("layer", measured, counted("CPU, 2 cores", 2.0)) == (0, said.format("CPU, 2 cores"))
+
+
+@pytest.mark.slow
+def test_what_bench_layer_and_bench_count_give_is_understood(figures: Callable[..., tuple[int, str]]) -> None:
+    """Both of a small layer, as the two commands would print it; all phases of the solution are in both."""
+    small = {"hidden": 128, "width": 64}
+    measured = measure_layer("qwen3-30b-a3b-fp8", 32, 8, torch.device("cpu"), length=32, **small)
+    counted = count_layer("qwen3-30b-a3b-fp8", 32, length=32, experts=8, card="cpu", **small)
+    code, line = figures("layer", measured, counted)
+    assert code == 0
+    assert re.match(r"\d+\.\d\d s, counted \d+\.\d\d s \(CPU, ", line)
+    (of_cpu,) = counted["cards"].values()
+    assert {"observe", "forced pass", "sums", "search", "rounding"} <= measured["seconds"].keys() & of_cpu[
+        "phases"
+    ].keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"), ("NVIDIA L40S", ""),
+    ],
+)  # fmt: skip
+def test_the_card_of_a_gpus_own_name(name: str, card: str, figures: Callable[..., tuple[int, str]]) -> None:
+    assert figures("card", {"machine": {"device": name}}) == (0, card)
+
+
+def test_rates_of_the_cpu() -> None:
+    """Of the size that they must have on any machine of this century."""
+    found = device_rates(torch.device("cpu"), torch.float32) | waiting_rates(torch.device("cpu"))
+    assert found.keys() == {
+        "matmul", "matmul_float32", "copy", "from_pageable", "launch", "synchronisation", "cholesky"
+    }  # fmt: skip
+    assert 1e9 < found["matmul"] < 1e16
+    assert 1e8 < found["copy"] < 1e14
+    assert 1e-8 < found["launch"] < 1e-2
