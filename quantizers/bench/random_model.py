@@ -21,6 +21,7 @@ from quantizers.checkpoint.tensor_bytes import torch_dtype
 from quantizers.plan.making import expected_tensors
 from quantizers.plan.plan import METADATA
 from quantizers.system.errors import InputError
+from quantizers.system.near_names import did_you_mean
 
 BLOCK = (128, 128)
 OUTLIERS = 8  # number of outlier channels in a norm, and the factor that enlarges them
@@ -39,7 +40,9 @@ def published(like: str) -> dict[str, Any]:
         for model in published.models:
             if like.casefold() in (model.casefold(), model.partition("/")[2].casefold()):
                 return published.config
-    raise InputError(f"--like {like}: no facts are kept for it; give one of {', '.join(published_models())}")
+    known = published_models()
+    meant = did_you_mean(like.casefold(), [model.partition("/")[2].casefold() for model in known])
+    raise InputError(f"--like {like}: no facts are kept for it{meant}; give one of {', '.join(known)}")
 
 
 def resized(config: dict[str, Any], **sizes: int) -> dict[str, Any]:

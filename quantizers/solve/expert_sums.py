@@ -81,7 +81,8 @@ def width_sums(
     step = max(1, found.routed() // (ROUTED_PER_COLUMN * width))
     products = torch.empty(0, device=device, dtype=gate_up.dtype)
     for number in range(0, len(blocks), every):
-        block, table = blocks[number], found.tables[number]
+        with phase("inputs"):  # which cross the bus here, if they do not lie on the device
+            block, table = blocks[number], found.tables[number]
         if products.shape[-1] != len(block.x):  # else the memory of the last block is used again
             products = gate_up.new_empty(count * double_width, len(block.x))
         compared = source if number % step == 0 and table.most(*unit) else None

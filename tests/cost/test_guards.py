@@ -33,6 +33,7 @@ LAUNCHES: dict[str, Callable[[Size], float]] = {
     "search": lambda s: 371 + 1177 * s.N + s.N * (s.H + s.I) * 15 / 16,
     "dequantize": lambda s: 36 * s.N,
     "rounding": lambda s: 799 * s.N + s.N * (s.H + s.I) * 813 / 32,
+    "inputs": lambda s: 0,
     "forced pass": lambda s: 3 * s.N * s.B,
     "changes": lambda s: 36 * s.N * s.B,
     "solve": lambda s: 34 + 97 * s.N + s.N * s.I / 32,
