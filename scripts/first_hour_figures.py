@@ -3,6 +3,7 @@
     python scripts/first_hour_figures.py machine VERSION.json DEVICE
     python scripts/first_hour_figures.py rates RATES.json
     python scripts/first_hour_figures.py source RECIPE                     where the recipe's model lies
+    python scripts/first_hour_figures.py least RECIPE DEVICE               the least --device-memory that a run takes
     python scripts/first_hour_figures.py gates REPORT.json REPORT.json EVALUATION.json
     python scripts/first_hour_figures.py card LAYER.json                     its name for bench count, if it has one
     python scripts/first_hour_figures.py seconds LAYER.json
@@ -63,6 +64,22 @@ def source(recipe: str) -> int:
     return 0
 
 
+def least(recipe: str, device: str) -> int:
+    """The bytes of a device with which as little as possible is held there."""
+    from quantizers.calibration.samples import samples
+    from quantizers.plan.job import prepare
+    from quantizers.plan.solve_memory import device_memory
+    from quantizers.recipe.locations import set_location
+
+    job = prepare(recipe)
+    place = set_location(job.recipe.calibration_set, job.path)
+    data = samples(place, job.opened.folder, job.recipe.source.trusts_tokenizer, job.recipe.calibration_tokens)
+    tokens = sum(len(sample.tokens) for sample in data.samples)
+    memory = device_memory(job.plan, job.sizes, data.lengths[-1], device != "cpu", None, tokens)
+    print(f"{memory.smallest}B")
+    return 0
+
+
 def gates(ours: str, cpus: str, evaluation: str) -> int:
     """Whether two runs passed the same gates, and how far both are from the source by one evaluation."""
     first, second = ({gate["name"]: gate["passed"] for gate in _read(report)["gates"]} for report in (ours, cpus))
@@ -77,8 +94,8 @@ def card(file: str) -> int:
     """The measured GPU's name among the cards that are counted."""
     from quantizers.cost.cards import CARDS
 
-    name = _read(file)["machine"]["device"].lower()
-    print(next((one for one in CARDS if all(word in name for word in one.lower().split("-"))), ""))
+    words = _read(file)["machine"]["device"].lower().replace("-", " ").split()  # a GH200 is no H200
+    print(next((one for one in CARDS if set(one.split("-")) <= set(words)), ""))
     return 0
 
 
@@ -111,7 +128,7 @@ def _read(file: str) -> Any:
 
 
 COMMANDS: dict[str, Callable[..., int]] = {
-    each.__name__: each for each in (machine, rates, source, gates, card, seconds, layer)
+    each.__name__: each for each in (machine, rates, source, least, gates, card, seconds, layer)
 }
 
 if __name__ == "__main__":

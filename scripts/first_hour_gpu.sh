@@ -20,12 +20,12 @@ TESTS=${TESTS:-tests}                               # where tests marked on_devi
 if [ "$DEVICE" = cpu ]; then
     LIKE=${LIKE:-qwen3-30b-a3b-fp8} EXPERTS=${EXPERTS:-8} TOKENS=${TOKENS:-256} CARD=${CARD:-cpu}
     PROFILED=${PROFILED:-"--experts $EXPERTS --tokens 64 --hidden 128 --width 64"}
-    MEMORY=${MEMORY:-"4GiB 90MiB"}                  # with the second the sums of one unit are held instead of two
 else
     LIKE=${LIKE:-minimax-m2.1} EXPERTS=${EXPERTS:-256} TOKENS=${TOKENS:-131072} CARD=${CARD:-}
     PROFILED=${PROFILED:-"--experts 16 --tokens 8192"}
-    MEMORY=${MEMORY:-"4GiB 200MiB"}                 # with the second inputs and states are not held
 fi
+MEMORY=${MEMORY:-4GiB}                              # for the recipe's runs: all is held, but in one, which gets LESS
+LESS=${LESS:-}                                      # the least that a run takes: one unit's sums, no inputs, no states
 STEPS=${STEPS:-machine rates tests memory cpu layer profile resume two}
 
 SKIPPED=77  # what a step returns that has nothing to do here; its figure says why
@@ -58,7 +58,7 @@ same_bytes() {
 }
 
 # The output that the other steps compare with: made once, whichever step comes first.
-whole() { [ -f "$OUT/whole/config.json" ] || quantize_into "$OUT/whole" --device "$DEVICE" --device-memory "${MEMORY% *}"; }
+whole() { [ -f "$OUT/whole/config.json" ] || quantize_into "$OUT/whole" --device "$DEVICE" --device-memory "$MEMORY"; }
 
 step_machine() {
     quantize --version --json >"$OUT/machine.json" && cat "$OUT/machine.json"
@@ -78,8 +78,9 @@ step_tests() {
 }
 
 step_memory() {
-    whole && quantize_into "$OUT/less" --device "$DEVICE" --device-memory "${MEMORY#* }" &&
-        same_bytes "$OUT/whole" "$OUT/less"
+    local less=$LESS
+    [ -n "$less" ] || less=$("$PYTHON" scripts/first_hour_figures.py least "$RECIPE" "$DEVICE") || return
+    whole && quantize_into "$OUT/less" --device "$DEVICE" --device-memory "$less" && same_bytes "$OUT/whole" "$OUT/less"
 }
 
 step_cpu() {

@@ -19,6 +19,10 @@ from tiny import write_job
 from quantizers.bench.count import count_layer
 from quantizers.bench.layer import measure_layer
 from quantizers.bench.rates import device_rates, waiting_rates
+from quantizers.plan.job import prepare
+from quantizers.plan.solve_memory import device_memory
+from quantizers.system.byte_size import parse_bytes
+from quantizers.system.errors import InputError
 
 SCRIPT, FIGURES = REPOSITORY / "scripts" / "first_hour_gpu.sh", REPOSITORY / "scripts" / "first_hour_figures.py"
 STEPS = [
@@ -149,10 +153,28 @@ def test_what_bench_layer_and_bench_count_give_is_understood(figures: Callable[.
     [
         ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GeForce RTX 4090", "4090"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"), ("NVIDIA L40S", ""),
+        ("NVIDIA H200", "h200"), ("NVIDIA GH200 480GB", ""),
     ],
 )  # fmt: skip
 def test_the_card_of_a_gpus_own_name(name: str, card: str, figures: Callable[..., tuple[int, str]]) -> None:
     assert figures("card", {"machine": {"device": name}}) == (0, card)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "accelerator"), [("cpu", False), ("cuda:1", True)])
+def test_the_least_memory_with_which_the_tiny_model_is_made_again(device: str, accelerator: bool) -> None:
+    """A byte less is refused; on a CPU one unit of two is held with it, on a GPU neither inputs nor states."""
+    words = [sys.executable, str(FIGURES), "least", "tiny-minimax-m2-fp8-int4", device]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=PATHS)
+    limit = parse_bytes(done.stdout, "least")
+    job = prepare("tiny-minimax-m2-fp8-int4")
+    tokens, longest = 76_544, 256  # as the run says, and the set's sequence_length
+    whole = device_memory(job.plan, job.sizes, longest, accelerator, 4 * 2**30, tokens)
+    less = device_memory(job.plan, job.sizes, longest, accelerator, limit, tokens)
+    held = [(memory.resident, memory.inputs, memory.states) for memory in (whole, less)]
+    assert held == ([(1, True, True), (1, False, False)] if accelerator else [(2, False, False), (1, False, False)])
+    with pytest.raises(InputError, match="of device memory is too little"):
+        device_memory(job.plan, job.sizes, longest, accelerator, limit - 1, tokens)
 
 
 def test_rates_of_the_cpu() -> None:
