@@ -99,11 +99,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         """`make`, with what it makes left out: the structure of a module, which takes no memory on a device either."""
 
         def made(*arguments: Any, **named: Any) -> Any:
-            before, self._paused = self._paused, True
-            try:
+            with self._unseen():
                 return make(*arguments, **named)
-            finally:
-                self._paused = before
 
         return made
 
@@ -232,8 +229,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         return target
 
     def _on_host(self, function: Any, name: str, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
-        if name == "sum" and given[0].is_floating_point():
-            args = (torch.ones(given[0].shape, dtype=given[0].dtype), *args[1:]) if given[0].nbytes < SMALL else args
+        if name == "sum" and given[0].is_floating_point() and given[0].nbytes < SMALL:
+            args = torch.ones_like(given[0]), *args[1:]  # so that nothing is divided by zero
         if function.is_view or (given and max(tensor.nbytes for tensor in given) < SMALL):
             return function(*args, **kwargs)
         # Shapes alone, to see what it would make.
@@ -247,7 +244,6 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         written = [target for target, _ in changed(function, args, kwargs)]
         if written:
             return written[0]
-        # A sum is one, so that nothing is divided by zero.
         return tree_map(_numbers_of, shapes)
 
     def _keep(self, result: Any, name: str) -> None:
@@ -323,6 +319,7 @@ def _shape_of(leaf: Any) -> Any:
 
 
 def _numbers_of(leaf: Any) -> Any:
+    """What large work on the host results in: zeros, or, of what is small, ones, by which may be divided."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return untouched(leaf.shape, leaf.dtype) if leaf.nbytes >= SMALL else torch.ones(leaf.shape, dtype=leaf.dtype)

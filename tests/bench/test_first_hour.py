@@ -25,15 +25,7 @@ from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError
 
 SCRIPT, FIGURES = REPOSITORY / "scripts" / "first_hour_gpu.sh", REPOSITORY / "scripts" / "first_hour_figures.py"
-STEPS = [
-    "machine",
-    "rates",
-    "memory",
-    "cpu",
-    "profile",
-    "resume",
-    "two",
-]  # others: the tests, and a layer of real width
+STEPS = ["machine", "rates", "memory", "cpu", "profile", "resume", "two"]  # without the tests and a layer of real width
 
 
 def first_hour(output: Path, **variables: str) -> tuple[int, dict[str, tuple[str, str]], str]:

@@ -172,3 +172,13 @@ def test_a_sum_without_an_order_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(input_sums, "_add_routed", scattered)
     with pytest.raises(QuantizeError, match=r"^scatter_add_ of float32: a GPU adds in the order in which its threads"):
         counted(SIZES[0])
+
+
+def test_the_source_s_experts_are_gone_when_the_layer_is_solved() -> None:
+    """Held-out texts pass through them; what comes after has them in memory no longer."""
+    size = SIZES[1]
+    experts = 2 * 3 * size.E * size.H * size.I  # bytes in bfloat16
+    with_texts, without = counted(size, [256]).phases, counted(size).phases
+    assert with_texts["reference"].peak > experts
+    for phase in ("observe", "sums", "rounding"):
+        assert abs(with_texts[phase].peak - without[phase].peak) < 0.1 * experts
