@@ -53,6 +53,7 @@ def _library(name: str, value: str) -> Setting:
 
 
 _products = torch.backends.cuda.matmul
+_LIBRARIES = (_library("preferred_linalg_library", "cusolver"), _library("preferred_blas_library", "cublas"))
 
 SETTINGS = (
     Setting("deterministic_algorithms", True, _deterministic, torch.use_deterministic_algorithms),
@@ -66,9 +67,9 @@ SETTINGS = (
     _attribute(torch.backends.cudnn, "allow_tf32", False, called="cudnn_allow_tf32"),
     _attribute(_products, "allow_bf16_reduced_precision_reduction", False),
     _attribute(_products, "allow_fp16_reduced_precision_reduction", False),
-    # By default torch chooses between libraries by the size of the problem, and differently in every version.
-    _library("preferred_linalg_library", "cusolver"),
-    _library("preferred_blas_library", "cublas"),
+    # By default torch chooses between NVIDIA's libraries by the size of the problem, and differently in every version.
+    # AMD's have other names, and not every build takes them.
+    *(() if torch.version.hip else _LIBRARIES),
 )
 
 
