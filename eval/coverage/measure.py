@@ -15,7 +15,7 @@ from quantizers.recipe.schema import CoverageGate, read_recipe
 from quantizers.system.errors import InputError
 from quantizers.system.near_names import did_you_mean
 from quantizers.system.shipped import find, shipped_names
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch
@@ -107,20 +107,20 @@ def question_of(
     return Question(location, revision, trusted, tuple(sets), rule, str(path), own, tokens)
 
 
-def measure_coverage(question: Question, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
+def measure_coverage(question: Question, device: torch.device, work: Path, team: Team = ALONE) -> dict[str, Any]:
     """The report on one set; see `eval.coverage.tables.report`."""
     from .tables import report
 
-    routed, (data,) = _stream(question, device, work, ranks)
+    routed, (data,) = _stream(question, device, work, team)
     found = {"model": question.model, "set": data.name} | report(routed.part("0:"), question.rule)
     return found | ({"drawn": asdict(data.drawn)} if data.drawn else {})
 
 
-def compare_coverage(question: Question, device: torch.device, work: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
+def compare_coverage(question: Question, device: torch.device, work: Path, team: Team = ALONE) -> dict[str, Any]:
     """What the second set wins and loses compared with the first; see `eval.coverage.compare.compare_counts`."""
     from .compare import SIDES, compare_counts, labels
 
-    routed, sets = _stream(question, device, work, ranks)
+    routed, sets = _stream(question, device, work, team)
     comparison = compare_counts(routed.part("0:"), routed.part("1:"), question.rule)
     names = [data.name for data in sets]
     called = zip(SIDES, names, question.sets, labels(names, question.sets), strict=True)
@@ -129,7 +129,7 @@ def compare_coverage(question: Question, device: torch.device, work: Path, ranks
     return {"model": question.model} | comparison
 
 
-def _stream(question: Question, device: torch.device, work: Path, ranks: Ranks) -> tuple[Routed, list[CalibrationData]]:
+def _stream(question: Question, device: torch.device, work: Path, team: Team) -> tuple[Routed, list[CalibrationData]]:
     """Stream all sets in one pass; the categories of set n get the prefix `n:`."""
     from quantizers.architectures.families import architecture_for
     from quantizers.architectures.sizes import sizes_of
@@ -144,22 +144,20 @@ def _stream(question: Question, device: torch.device, work: Path, ranks: Ranks) 
     from .gates import check_floors
     from .routing import count_routes
 
-    checkpoint = ranks.rank_zero_first(lambda: open_checkpoint(question.model, question.revision))
+    checkpoint = team.in_turn(lambda: open_checkpoint(question.model, question.revision))
     where = str(checkpoint.folder / "config.json")
     facts = architecture_for(checkpoint.config, where, question.own)
     sizes = sizes_of(facts, checkpoint.config, where)
     named = readable(checkpoint, facts)  # first, for reading the sets may take long
     trusted = question.trust_remote_code
-    loaded = ranks.rank_zero_first(
-        lambda: [samples(file, checkpoint.folder, trusted, question.tokens) for file in question.sets]
-    )
+    own = [samples(file, checkpoint.folder, trusted, question.tokens) for file in question.sets] if team.leads else None
+    loaded: list[CalibrationData] = team.tell(own)
     for data in loaded:
         check_floors(question.rule, [sample.category for sample in data.samples], question.where)
     sequences = [tokens for data in loaded for tokens in token_tensors(data, sizes["vocabulary"])]
     categories = [f"{n}:{sample.category}" for n, data in enumerate(loaded) for sample in data.samples]
     use_threads(sizes)
     model = LayeredModel(named, facts, sizes, device, forward_dtype(device))
-    ranks = ranks.at(work / "ranks", ranks.check)
-    shown = progress("streaming", sizes["layers"]) if ranks.leads else nullcontext(lambda _: None)
+    shown = progress("streaming", sizes["layers"]) if team.leads else nullcontext(lambda _: None)
     with shown as step:
-        return count_routes(model, sequences, categories, work, step, ranks), loaded
+        return count_routes(model, sequences, categories, work, step, team), loaded

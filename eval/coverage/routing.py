@@ -23,7 +23,7 @@ from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import route_counts
 from quantizers.forward.states import Rows
 from quantizers.system.errors import QuantizeError
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 TIE = 1e-6  # difference between the scores of the experts ranked K and K + 1, or of the last group chosen and the next
 
@@ -62,7 +62,7 @@ def count_routes(
     categories: Sequence[str],
     work: Path,
     step: Callable[[str], None] = lambda _: None,
-    ranks: Ranks = ALONE,
+    team: Team = ALONE,
 ) -> Routed:
     """Run texts through a model with natural routing.
 
@@ -71,7 +71,7 @@ def count_routes(
         categories: of each sequence.
         work: an empty folder for the hidden states.
         step: called after each layer.
-        ranks: the processes that share the sequences; each of them gets the result.
+        team: the processes that share the sequences; each keeps the states of its own, and gets the result.
 
     Raises:
         QuantizeError: a layer's output is not finite.
@@ -81,21 +81,22 @@ def count_routes(
     names = tuple(sorted(set(categories)))
     rows = [names.index(category) for category in categories]
     tokens = np.bincount(rows, weights=lengths, minlength=len(names)).astype(np.int64)
-    states = ranks.rank_zero_first(lambda: Rows(work / "states.bin", lengths, sizes["hidden"], model.dtype))
+    own = range(team.rank, len(rows), team.count)
+    states = Rows(work / f"states-{team.rank}.bin", [lengths[i] for i in own], sizes["hidden"], model.dtype)
     table = model.embedding()
-    for i in ranks.round_robin(len(sequences)):
-        states[i] = table[sequences[i].to(device)]
+    for row, i in enumerate(own):
+        states[row] = table[sequences[i].to(device)]
     del table
     shape = (len(sizes.moe_layers), len(names), sizes["experts"])
     counts, close, near = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
     for number in range(sizes["layers"]):
         with model.layer(number) as layer:
             router = None if number in sizes.dense else _RouterScores(layer, model)
-            for i in ranks.round_robin(len(rows)):
-                output, chosen = model.run(layer, states[i])
+            for row, i in enumerate(own):
+                output, chosen = model.run(layer, states[row])
                 if not bool(torch.isfinite(output).all()):
                     raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
-                states[i] = output
+                states[row] = output
                 if router is None or chosen is None:
                     continue
                 place = sizes.moe_layers.index(number), rows[i]
@@ -106,10 +107,9 @@ def count_routes(
             if router is not None:
                 router.remove()
         step(f"layer {number}")
-    own = {"counts": counts.unsqueeze(0), "close": close.unsqueeze(0), "near": near.unsqueeze(0)}
-    sums = {name: table.sum(0).numpy() for name, table in ranks.gather(own, torch.device("cpu")).items()}
-    if ranks.leads:
-        states.remove()
+    found = {"counts": counts.unsqueeze(0), "close": close.unsqueeze(0), "near": near.unsqueeze(0)}
+    sums = {name: table.sum(0).numpy() for name, table in team.gather(found, torch.device("cpu")).items()}
+    states.remove()
     return Routed(names, tokens, tuple(sizes.moe_layers), **sums)
 
 

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from quantizers.forward.lane import Lane
+from quantizers.team.team import ALONE, Team
 
 from .figures import Text, parts
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # of one text: the source's rows, the candidate's
+
+@dataclass(frozen=True)
+class _Compared:
+    """One text.
+
+    Attributes:
+        same, choices: expert choices that the candidate makes too, and all that the source makes; 0 without experts.
+        difference, size: ‖h_candidate − h_source‖² and ‖h_source‖² of the states that leave the layer.
+    """
+
+    same: int
+    choices: int
+    difference: float
+    size: float
 
 
-def compare(source: Lane, candidate: Lane, texts: Sequence[Text], *, routed: bool = True) -> dict[str, Any]:
+def compare(
+    source: Lane, candidate: Lane, texts: Sequence[Text], *, routed: bool = True, team: Team = ALONE
+) -> dict[str, Any]:
     """Figures of the layer that both lanes have just passed through.
 
     Args:
         routed: whether the layer has experts.
+        team: the processes that share the texts; each compares its own.
 
     Returns:
         agreement: the share of the source's expert choices that the candidate makes too, None without experts;
@@ -27,22 +43,27 @@ def compare(source: Lane, candidate: Lane, texts: Sequence[Text], *, routed: boo
         ‖h_candidate − h_source‖ / ‖h_source‖ of the states that leave the layer; and `long` with the same of the long
         texts, if they are reported separately (see `figures.parts`).
     """
-    compared = [
-        {
-            "agreement": _agreement([(source.chosen[i], candidate.chosen[i]) for i in part]) if routed else None,
-            "hidden_error": _relative_error([(source.left[i], candidate.left[i]) for i in part]),
-        }
-        for part in parts(texts)
-        if part
-    ]
+    own = {i: _of_text(source, candidate, i, routed) for i in source.left.share.owned}
+    all_of_them = {i: one for part in team.collect(own) for i, one in part.items()}
+    compared = [_together([all_of_them[i] for i in part], routed) for part in parts(texts) if part]
     return compared[0] | ({"long": compared[1]} if len(compared) > 1 else {})
 
 
-def _agreement(pairs: Sequence[Pair]) -> float:
-    same = sum((a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1).sum() for a, b in pairs)
-    return int(same) / sum(a.numel() for a, _ in pairs)
+def _of_text(source: Lane, candidate: Lane, number: int, routed: bool) -> _Compared:
+    a, b = source.left.of(number), candidate.left.of(number)
+    difference = float((a.float() - b.float()).double().square().sum())
+    size = float(a.double().square().sum())
+    if not routed:
+        return _Compared(0, 0, difference, size)
+    ours, theirs = source.chosen.of(number), candidate.chosen.of(number)
+    same = (ours.unsqueeze(-1) == theirs.unsqueeze(-2)).any(-1).sum()
+    return _Compared(int(same), ours.numel(), difference, size)
 
 
-def _relative_error(pairs: Sequence[Pair]) -> float:
-    difference = sum((a.float() - b.float()).double().square().sum() for a, b in pairs)
-    return math.sqrt(float(difference) / float(sum(a.double().square().sum() for a, _ in pairs)))
+def _together(texts: Sequence[_Compared], routed: bool) -> dict[str, Any]:
+    difference = size = 0.0
+    for one in texts:  # added in their order, without the correction that sum() makes since Python 3.12
+        difference += one.difference
+        size += one.size
+    agreement = sum(one.same for one in texts) / sum(one.choices for one in texts) if routed else None
+    return {"agreement": agreement, "hidden_error": math.sqrt(difference / size)}

@@ -1,6 +1,6 @@
 """Scores held-out texts with source and candidates once they have passed through all layers: −log p, KL, top-1.
 
-What is collected here is summarised by figures.py. Several ranks deal the texts among themselves.
+What is collected here is summarised by figures.py. Of several processes each one scores the texts it keeps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.system.atomic import atomic, disk_errors
 from quantizers.system.progress import Step
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 from .figures import Measured, Text
 from .logits import log_probabilities
@@ -29,28 +29,27 @@ Scores = tuple[np.ndarray, np.ndarray, np.ndarray]  # nll, kl, same: (N,) each o
 
 
 def score(
-    lanes: Sequence[Lane], texts: Sequence[Text], stage: Stage, kept: Path | None = None, ranks: Ranks = ALONE
+    lanes: Sequence[Lane], texts: Sequence[Text], stage: Stage, kept: Path | None = None, team: Team = ALONE
 ) -> list[Scores]:
-    """Score every text with every lane; the same result in all ranks, one entry per lane.
+    """Score every text with every lane; the same result in all processes, one entry per lane.
 
     Args:
         lanes: the source's, then the candidates'.
         texts: each has two tokens or more.
-        stage: shows progress, see `Stage`; it counts chunks of positions, since a long text takes as long as many
-            short ones. While this rank scores a text, every other rank scores one too, so their chunks are counted
-            with it.
+        stage: shows progress, see `Stage`; it counts this process's chunks of positions, since a long text takes as
+            long as many short ones.
         kept: a folder where scored texts are kept for the same call after an interruption; None for nowhere.
+        team: the processes that share the texts; each scores its own.
     """
     layers = lanes[0].model.sizes["layers"]
     states = [lane.states(layers) for lane in lanes]
     heads: dict[int, torch.Tensor] = {}
     tables: dict[str, torch.Tensor] = {}
-    chunks = [math.ceil((len(text.tokens) - 1) / CHUNK) for text in texts]
-    own = {i: sum(chunks[i : i + ranks.count]) for i in ranks.round_robin(len(texts))}
+    own = {i: math.ceil((len(texts[i].tokens) - 1) / CHUNK) for i in states[0].share.owned}
     paths = {i: kept / f"scores-{i:05d}.npy" for i in own} if kept else {}
     done = {i for i, path in paths.items() if path.exists()}
-    with stage("scoring", sum(chunks), sum(own[i] for i in done)) as step:
-        for i, scored_chunks in own.items():
+    with stage("scoring", sum(own.values()), sum(own[i] for i in done)) as step:
+        for i, chunks in own.items():
             if i in done:
                 tables[str(i)] = torch.from_numpy(np.load(paths[i]))
                 continue
@@ -58,14 +57,14 @@ def score(
                 if id(lane.model) not in heads:
                     heads[id(lane.model)] = lane.model.head()
             models = [(lane.model, heads[id(lane.model)]) for lane in lanes]
-            table = score_text(models, texts[i].tokens, [rows[i] for rows in states])
+            table = score_text(models, texts[i].tokens, [rows.of(i) for rows in states])
             if kept:
                 with disk_errors(paths[i]), atomic(paths[i]) as stream:
                     np.save(stream, table)
             tables[str(i)] = torch.from_numpy(table)
-            for _ in range(scored_chunks):
+            for _ in range(chunks):
                 step(f"text {i + 1} of {len(texts)}")
-    tables = ranks.gather(tables, torch.device("cpu"))
+    tables = team.gather(tables, torch.device("cpu"))
     nll, kl, same = np.moveaxis(np.concatenate([tables[str(i)].numpy() for i in range(len(texts))], axis=-1), 1, 0)
     return [(nll[n], kl[n], same[n].astype(bool)) for n in range(len(lanes))]
 

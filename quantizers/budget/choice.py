@@ -24,21 +24,24 @@ CHOICE = "choice.json"
 Entries = Sequence[Mapping[str, Any]]
 
 
-def choose_schemes(job: Job, tokens: Sequence[torch.Tensor], context: Context, output: Path) -> Job:
+def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context, output: Path) -> Job:
     """The job with the plan of the chosen schemes; measures first unless that has been done.
 
+    Args:
+        tokens: of the calibration samples; None in all ranks except 0.
+
     Raises:
-        InputError: several processes, and nothing has been measured yet.
         OutputError: the unfinished run has made another choice.
     """
-    from .measure import measure_schemes, refuse_processes
+    from .measure import measure_schemes
 
     assert job.allocation is not None
-    refuse_processes(context.ranks.count, context.work, job.sizes.moe_layers)
-    entries = measure_schemes(job, tokens, context)
-    schemes = job.allocation.spell(chosen_candidates(job.allocation, entries))
-    journal.refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
-    return replace(job, plan=job.plan.with_schemes(schemes))
+    entries, schemes = measure_schemes(job, tokens, context), None
+    if context.team.leads:
+        assert entries is not None
+        schemes = job.allocation.spell(chosen_candidates(job.allocation, entries))
+        journal.refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
+    return replace(job, plan=job.plan.with_schemes(context.team.tell(schemes)))
 
 
 def chosen_candidates(allocation: Allocation, entries: Entries) -> list[int]:

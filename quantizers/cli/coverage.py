@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 from .options import (
     GATE_FAILED,
@@ -82,11 +82,11 @@ def coverage(
         trust_remote_code=trust_remote_code,
         changes=changes_of(settings or (), calibration),
     )
-    ranks: Ranks = context.obj or ALONE
-    with shared_folder(work, ranks) as folder:
+    team: Team = context.obj or ALONE
+    with shared_folder(work, team) as folder:
         answer = compare_coverage if compare else measure_coverage
-        result = answer(question, choose_device(device, ranks), folder, ranks)
-    if not ranks.leads:
+        result = answer(question, choose_device(device, team), folder, team)
+    if not team.leads:
         return
     text = (compare_table if compare else coverage_table)(result)
     if not no_picture:

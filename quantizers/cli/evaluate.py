@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 from .options import (
     DebugOption,
@@ -69,25 +69,25 @@ def evaluate(
     from quantizers.run.proof import NOT_SIMULATED
     from quantizers.system.interrupts import interruptible
 
-    ranks: Ranks = context.obj or ALONE
+    team: Team = context.obj or ALONE
     refuse_unfinished_runs([source, *candidate])
     data_set = find_set(data, "held-out")
-    opened = ranks.rank_zero_first(lambda: [open_checkpoint(name) for name in (source, *candidate)])
+    opened = team.in_turn(lambda: [open_checkpoint(name) for name in (source, *candidate)])
     own = facts or next(filter(None, (carried_facts(one.folder) for one in opened[1:])), None)
-    if own is not None and facts is None and ranks.leads:
+    if own is not None and facts is None and team.leads:
         print(f"facts: {own}", file=sys.stderr, flush=True)
     where = str(opened[0].folder / "config.json")
     sizes = sizes_of(architecture_for(opened[0].config, where, own), opened[0].config, where)
     settings = begun_with(work / "evaluation", EVALUATION) if work else {}
-    use_threads(sizes, settings.get("threads"), ranks)
+    use_threads(sizes, settings.get("threads"), team)
     advice = "give the same command again" + (" to go on" if work else "; with --work DIR it would go on")
-    shared = shared_folder(work, ranks) if work is None else contextlib.nullcontext(work)
+    shared = shared_folder(work, team) if work is None else contextlib.nullcontext(work)
     with shared as folder, interruptible(advice) as check:
         results = measure(
-            opened[0], opened[1:], data_set, choose_device(device, ranks), folder / "evaluation", check,
-            weights=True, resumable=work is not None, trust_remote_code=trust_remote_code, ranks=ranks, own=own,
+            opened[0], opened[1:], data_set, choose_device(device, team), folder / "evaluation", check,
+            weights=True, resumable=work is not None, trust_remote_code=trust_remote_code, team=team, own=own,
         )  # fmt: skip
-    if not ranks.leads:
+    if not team.leads:
         return
     report: dict[str, Any] = {
         "source": source,

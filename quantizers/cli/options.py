@@ -16,7 +16,7 @@ import typer
 from quantizers.system.errors import InputError
 from quantizers.system.own_files import RECIPE, REPORT
 from quantizers.system.plain_json import finite
-from quantizers.team.ranks import Ranks
+from quantizers.team.team import Team
 
 GATE_FAILED = 3
 
@@ -201,13 +201,12 @@ def find_set(name: str, such_as: str) -> Path:
 
 
 @contextlib.contextmanager
-def shared_folder(folder: Path | None, ranks: Ranks) -> Iterator[Path]:
-    """A temporary folder below `folder`, created by rank 0 and used by all ranks."""
-    if not ranks.leads:
-        yield Path(ranks.receive("work"))
-        return
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as inner:
-        ranks.broadcast("work", inner)
-        yield Path(inner)
+def shared_folder(folder: Path | None, team: Team) -> Iterator[Path]:
+    """A temporary folder below `folder`, created by each machine's first process and used by all of them."""
+    if team.here.leads:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as inner:
+            yield Path(team.here.tell(inner))
+    else:
+        yield Path(team.here.tell())

@@ -10,7 +10,7 @@ import typer
 
 from quantizers.plan.job import Job
 from quantizers.system.errors import InputError
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 from .options import (
     GATE_FAILED,
@@ -84,20 +84,20 @@ def run(
     from quantizers.recipe.names import find_recipe
     from quantizers.system.byte_size import parse_bytes
 
-    ranks: Ranks = context.obj or ALONE
+    team: Team = context.obj or ALONE
     if folder is not None and output is not None and folder.absolute() != output.absolute():
         raise InputError(f"two outputs are given, {folder} and --output {output}; leave one out")
     output = output or folder
     changes = changes_of(settings or (), calibration)
     if output is None:
-        output = default_output(run_name(find_recipe(recipe)), say=ranks.leads)
+        output = default_output(run_name(find_recipe(recipe)), say=team.leads)
 
     def begin() -> Job:
         """Everything that may refuse, ask the user, or download; rank 0 does it first."""
-        if ranks.leads:
+        if team.leads:
             refuse_second_run(output)
         job = prepare(recipe, source_folder=source, changes=changes)
-        if fresh and ranks.leads:
+        if fresh and team.leads:
             from quantizers.output.journal import discard
 
             keep_own_recipe(job.path, output)
@@ -107,32 +107,32 @@ def run(
         return job
 
     limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
-    job = ranks.rank_zero_first(begin)
+    job = team.in_turn(begin)
     from quantizers.device.devices import choose_device, use_threads
     from quantizers.run.finished import of_another_source
     from quantizers.run.options import Options
     from quantizers.run.pipeline import assist
     from quantizers.run.pipeline import run as run_job
 
-    if ranks.leads and of_another_source(job):
+    if team.leads and of_another_source(job):
         print(
             f"{job.path}: the checkpoint beside it was made from another source than {job.location}, so this will "
             "not give the same bytes",
             file=sys.stderr,
         )
-    use_threads(job.sizes, begun_with(work_folder(output)).get("threads"), ranks)
+    use_threads(job.sizes, begun_with(work_folder(output)).get("threads"), team)
     options = Options(
         output,
-        choose_device(device, ranks),
+        choose_device(device, team),
         limit,
         paranoid,
         with_data,
         states,
         ignore_stop,
-        ranks,
+        team,
         typed(),
     )
-    if not ranks.leads:
+    if not team.leads:
         assist(job, options)
         return
     report = run_job(job, options)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from quantizers.architectures.sizes import Sizes
 from quantizers.system.errors import InputError, OutputError
 from quantizers.system.host_memory import available
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +19,9 @@ ONE_GPU = "torch finds one GPU; give cuda:0"
 SMALL_LAYER = 20_000_000  # weights in a layer's experts; below this one thread is faster than several
 
 
-def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
-    """The device of a name: `auto` is the first GPU if there is one, else the CPU. Several processes get a GPU each.
+def choose_device(name: str, team: Team = ALONE) -> torch.device:
+    """The device of a name: `auto` is the first GPU if there is one, else the CPU. Several processes get a GPU each,
+    and are connected to pass on tensors.
 
     On a GPU this also makes the process deterministic, before CUDA is first used: see `settle_gpu` in determinism.py.
 
@@ -33,8 +34,8 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and ranks.several:
-        name = f"cuda:{ranks.local}"
+    if name == "cuda" and team.several:
+        name = f"cuda:{team.local}"
     if problem := _device_problem(name):
         raise InputError(f"--device {name}: {problem}")
     device = torch.device(name)
@@ -47,6 +48,7 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     except (RuntimeError, AssertionError) as failure:
         first = str(failure).splitlines()[0]
         raise InputError(f"--device {name}: {first}; give another device, or look at it with nvidia-smi") from None
+    team.connect(device)
     return device
 
 
@@ -71,7 +73,7 @@ def _device_problem(name: str) -> str:
     return ""
 
 
-def use_threads(sizes: Sizes, begun_with: int | None = None, ranks: Ranks = ALONE) -> None:
+def use_threads(sizes: Sizes, begun_with: int | None = None, team: Team = ALONE) -> None:
     """Set torch's threads: one for a layer with few weights, else one per core. OMP_NUM_THREADS takes precedence.
 
     For small matrices the threads lose more time waiting for each other than they gain. On a CPU the number of
@@ -92,7 +94,7 @@ def use_threads(sizes: Sizes, begun_with: int | None = None, ranks: Ranks = ALON
             small = 3 * sizes["experts"] * sizes["hidden"] * sizes["width"] < SMALL_LAYER
             torch.set_num_threads(1 if small else len(os.sched_getaffinity(0)))
         return
-    chosen = given is not None and not (ranks.several and given == "1")
+    chosen = given is not None and not (team.several and given == "1")
     if chosen and given != str(begun_with):
         raise OutputError(
             f"OMP_NUM_THREADS is {given}, but the unfinished work here was begun with {begun_with} threads, and their "

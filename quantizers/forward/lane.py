@@ -1,7 +1,8 @@
 """One of the models that go through the layers side by side: the states of its held-out texts.
 
 The source is the first lane, and every candidate is one more. States lie in files, since what a layer leaves behind
-is what an interrupted run goes on from: the source's cannot be computed again without reading the source.
+is what an interrupted run goes on from: the source's cannot be computed again without reading the source. Several
+processes keep their parts in memory, and rank 0 writes all of them to the file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 from quantizers.system.errors import QuantizeError
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 from .halves import attend, finish
 from .layered_model import LayeredModel
@@ -30,7 +31,7 @@ class Lane:
         folder: an existing folder for the files, the same for all lanes.
         durable: whether states must be on disk before a layer counts as done.
         check: called between sequences; may raise to interrupt.
-        ranks: the processes that share the texts.
+        team: the processes that share the texts.
 
     Attributes:
         left: the states that left the layer that ran last; between its halves, the residual stream.
@@ -49,50 +50,56 @@ class Lane:
         *,
         durable: bool,
         check: Callable[[], None] = lambda: None,
-        ranks: Ranks = ALONE,
+        team: Team = ALONE,
     ) -> None:
         self.name, self.model, self.number = name, model, number
-        self._lengths, self._folder, self._durable, self._check, self._ranks = lengths, folder, durable, check, ranks
+        self._lengths, self._folder, self._durable, self._check, self._team = lengths, folder, durable, check, team
+        self._states: dict[int, Rows] = {}
         self.chosen = self._rows(f"chosen-{number}.bin", model.sizes["chosen"], torch.int32)
 
     def states(self, layer: int) -> Rows:
         """The states that enter a layer; the number of layers stands for those that leave the last."""
-        return self._rows(self._file(layer), self.model.sizes["hidden"], self.model.dtype)
+        if layer not in self._states:
+            self._states[layer] = self._rows(self._file(layer), self.model.sizes["hidden"], self.model.dtype)
+        return self._states[layer]
 
-    def require(self, layer: int) -> None:
-        """Refuse to go on at a layer whose states are gone, instead of taking zeros for them.
+    def resume(self, layer: int) -> None:
+        """Take the states that enter a layer from their file, of which rank 0 gives each process its part.
 
         Raises:
-            QuantizeError: there is no file of the states that enter it.
+            QuantizeError: there is no such file; zeros would be taken for them.
         """
         path = self._folder / self._file(layer)
-        if self._lengths and not path.exists():
+        if self._team.leads and self._lengths and not path.exists():
             raise QuantizeError(f"{path}: is gone, and with it what the next layer reads; start over with --fresh")
+        if self._team.several:
+            states = self.states(layer)
+            states.share.deal(states.flat, self._whole(layer).flat if self._team.leads else None)
+
+    def _whole(self, layer: int) -> Rows:
+        """The file of the states that enter a layer, with the rows of all processes."""
+        return Rows(self._folder / self._file(layer), self._lengths, self.model.sizes["hidden"], self.model.dtype)
 
     def _file(self, layer: int) -> str:
         return f"states-{self.number}-{layer:05d}.bin"
 
     def _rows(self, name: str, width: int, dtype: torch.dtype) -> Rows:
-        return self._ranks.rank_zero_first(lambda: Rows(self._folder / name, self._lengths, width, dtype))
+        path = None if self._team.several else self._folder / name
+        return Rows(path, self._lengths, width, dtype, team=self._team)
 
     def embed(self, texts: Sequence[torch.Tensor]) -> None:
         """Fill the states that enter layer 0 from token ids (T,) int64."""
-        states = self.states(0)
-        if self._ranks.leads:
-            embed(self.model, texts, states)
-        self._ranks.barrier()
+        embed(self.model, texts, self.states(0))
 
     def attend(self, number: int, layer: torch.nn.Module) -> None:
         """Take all texts through the first half of a layer with this lane's weights; `left` is then the residual."""
         self.left = self.states(number + 1)
-        attend(self.model, layer, self.states(number), self.left, self._check, self._ranks)
+        attend(self.model, layer, self.states(number), self.left, self._check)
 
     def attend_as(self, other: Lane, number: int) -> None:
         """Take over the residual of a lane that entered the layer with the same states and has the same attention."""
         self.left = self.states(number + 1)
-        if self._ranks.leads:
-            self.left.flat.copy_(other.left.flat)
-        self._ranks.barrier()
+        self.left.flat.copy_(other.left.flat)
 
     def finish(self, number: int, layer: torch.nn.Module) -> None:
         """Take them through the second half.
@@ -101,20 +108,30 @@ class Lane:
             QuantizeError: an output is not finite.
         """
         where = f"{self.name}: layer {number}"
-        finish(self.model, layer, self.left, where, self._check, self._ranks, chosen=self.chosen)
-        if self._durable and self._ranks.leads:
-            self.left.flush()
+        finish(self.model, layer, self.left, where, self._check, chosen=self.chosen)
+        if self._durable:
+            self._keep(number + 1)
+
+    def _keep(self, layer: int) -> None:
+        """Write the states that enter a layer to the disk."""
+        whole = self.left
+        if self._team.several:
+            whole = self._whole(layer) if self._team.leads else whole
+            self.left.share.collect(self.left.flat, whole.flat if self._team.leads else None)
+        if self._team.leads:
+            whole.flush()
 
     def forget(self, number: int) -> None:
         """Remove the states that entered a layer, once those that left it are kept."""
-        if self._ranks.leads:
+        self._states.pop(number, None)
+        if self._team.leads:
             (self._folder / self._file(number)).unlink(missing_ok=True)
 
 
 def embed(model: LayeredModel, texts: Sequence[torch.Tensor], states: Rows) -> None:
-    """Fill the states that enter layer 0 from token ids (T,) int64."""
-    if not texts:
+    """Fill the states that enter layer 0 from the token ids (T,) int64 of all texts."""
+    if not len(states):
         return
     table = model.embedding()
-    for i, tokens in enumerate(texts):
-        states[i] = table[tokens.to(table.device)]
+    for i, number in enumerate(states.share.sequences):
+        states[i] = table[texts[number].to(table.device)]

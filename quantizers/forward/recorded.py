@@ -13,6 +13,7 @@ import torch
 from quantizers.architectures.sizes import Sizes
 from quantizers.device.kind import accelerated
 
+from .share import Share
 from .states import Rows
 
 LARGEST = 1e16  # squares of this, times ten million tokens, are still finite in float32
@@ -56,22 +57,44 @@ def usable_rows(rows: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RecordedRows:
-    """The same of all sequences.
+    """The same of all sequences: the solver reads all rows again and again, at its own pace.
+
+    So every process has all of them at hand, of those that share a machine perhaps in memory that they share as well.
 
     Attributes:
         x, chosen, weight, usable: as in `Recorded`, but chosen is int32, and usable has one column.
+        shared: whether the processes of a machine have these rows in common.
     """
 
     x: Rows
     chosen: Rows
     weight: Rows
     usable: Rows
+    shared: bool = False
 
     def put(self, rows: slice, seen: Recorded) -> None:
         """Keep what was recorded of these rows, counted through all sequences."""
         for field in fields(seen):
             flat = getattr(self, field.name).flat[rows]
             flat.copy_(getattr(seen, field.name).view_as(flat))
+
+    def complete(self, share: Share) -> None:
+        """Get the rows that the other processes have recorded, each row once to every machine or process.
+
+        Args:
+            share: what this process has recorded.
+        """
+        team = share.team
+        if not team.several:
+            return
+        to = team.heads if self.shared else team
+        team.here.barrier()
+        for giver in range(to.count):
+            ranks = team.ranks_of(giver) if self.shared else (giver,)
+            rows = slice(share.rows_of(ranks[0])[0], share.rows_of(ranks[-1])[1])
+            for part in (self.x, self.chosen, self.weight, self.usable):
+                to.broadcast(part.flat[rows], giver)
+        team.here.barrier()
 
     def at(self, rows: slice, device: torch.device) -> Recorded:
         """These rows on a device: views where they lie there already."""
@@ -82,7 +105,7 @@ class RecordedRows:
 
     def sequence(self, number: int) -> slice:
         """The rows of one sequence."""
-        return slice(self.x.offsets[number], self.x.offsets[number + 1])
+        return slice(self.x.share.offsets[number], self.x.share.offsets[number + 1])
 
     def blocks(self, device: torch.device, length: int, check: Callable[[], None] = lambda: None) -> Sequence[Recorded]:
         """All rows in their order, `length` at a time, moved to the device when asked for; `check` is called then."""
@@ -95,18 +118,22 @@ class RecordedRows:
             rows.remove()
 
 
-def recorded_rows(make: Callable[[str, int, torch.dtype], Rows], sizes: Sizes, dtype: torch.dtype) -> RecordedRows:
+def recorded_rows(
+    make: Callable[[str, int, torch.dtype], Rows], sizes: Sizes, dtype: torch.dtype, *, shared: bool = False
+) -> RecordedRows:
     """Room for what a layer's experts are called with.
 
     Args:
         make: from a name, a width and a dtype to rows of all sequences.
         dtype: of the forward pass.
+        shared: whether what `make` makes is common to the processes of a machine.
     """
     return RecordedRows(
         make("x", sizes["hidden"], dtype),
         make("chosen", sizes["chosen"], torch.int32),
         make("weight", sizes["chosen"], torch.float32),
         make("usable", 1, torch.bool),
+        shared,
     )
 
 

@@ -2,6 +2,8 @@
 
 They lie one after the other, each (T, width). In a file, the page cache holds the parts in use; the process itself
 allocates no memory for them, however many tokens there are, and other processes can map the same file.
+
+Of several processes each one keeps a part of them, see share.py.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from pathlib import Path
 
 import torch
 
-from quantizers.plan.solve_memory import ROW_BLOCK
 from quantizers.system.atomic import disk_errors, sync_folder
 from quantizers.system.errors import QuantizeError
+from quantizers.team.team import ALONE, Team
+
+from .share import Share
 
 
 class Rows(Sequence[torch.Tensor]):
@@ -22,13 +26,15 @@ class Rows(Sequence[torch.Tensor]):
 
     Args:
         path: the file; if it does not exist, it is created with all its blocks allocated. None for memory.
-        lengths: T_i of each sequence.
+        lengths: T_i of each sequence, of all of them.
         width: number of columns.
         dtype: dtype of the elements.
         device: where they lie if not in a file.
+        team: the processes that share them, of which each keeps a part; without one, this process keeps all.
 
     Attributes:
-        flat: (Σ T_i, width), all rows.
+        share: which of the sequences are kept here.
+        flat: (Σ T_i, width), all rows that are kept here.
     """
 
     def __init__(
@@ -38,12 +44,12 @@ class Rows(Sequence[torch.Tensor]):
         width: int,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        *,
+        team: Team = ALONE,
     ) -> None:
-        self.path, self.lengths, self.width = path, list(lengths), width
-        self.offsets = [0]
-        for length in lengths:
-            self.offsets.append(self.offsets[-1] + length)
-        count = self.offsets[-1] * width
+        self.path, self.width, self.share = path, width, Share(lengths, team)
+        kept = self.share.kept_by(team.rank)
+        count = (kept.stop - kept.start) * width
         self._size = count * dtype.itemsize
         if path is None or not count:  # an empty file cannot be mapped
             self.flat = torch.empty(count, dtype=dtype, device=device).view(-1, width)
@@ -55,12 +61,13 @@ class Rows(Sequence[torch.Tensor]):
         self.flat = torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(-1, width)
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.share.sequences)
 
     def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]  # no slices
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self.flat[self.offsets[index] : self.offsets[index + 1]]
+        share, number = self.share, self.share.sequences[index]
+        return self.flat[share.offsets[number] - share.start : share.offsets[number + 1] - share.start]
 
     def __setitem__(self, index: int, value: torch.Tensor) -> None:
         self[index].copy_(value)
@@ -69,8 +76,12 @@ class Rows(Sequence[torch.Tensor]):
         return (self[i] for i in range(len(self)))
 
     def blocks(self) -> list[slice]:
-        """Slices of `flat` that cover it; they depend on nothing but its length."""
-        return [slice(start, start + ROW_BLOCK) for start in range(0, len(self.flat), ROW_BLOCK)]
+        """Slices of `flat`: the blocks of ROW_BLOCK rows, counted through all sequences, that are computed here."""
+        return self.share.blocks()
+
+    def of(self, sequence: int) -> torch.Tensor:
+        """One of the sequences that are kept here, by its number among all."""
+        return self[self.share.sequences.index(sequence)]
 
     def remove(self) -> None:
         """Remove the file; its blocks are freed once nobody maps it any more."""

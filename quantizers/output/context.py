@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quantizers.system.residents import Residents
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch
@@ -21,11 +21,12 @@ class Context:
     """Nothing in it decides what a recipe means.
 
     Attributes:
-        work: the folder of the unfinished run, inside the output folder.
+        work: see `journal.work_folder`. That of the first machine holds the run; of other machines it holds files
+            that nobody reads again once the processes have ended.
         device: where layers are computed.
         residents: units of experts whose sums are held at a time.
         check: called between steps; may raise to interrupt.
-        ranks: which process this is, of how many.
+        team: which process this is, of how many.
         inputs: where the inputs of the experts lie.
         states: where the calibration states between the layers lie.
     """
@@ -34,6 +35,6 @@ class Context:
     device: torch.device
     residents: Residents
     check: Callable[[], None] = lambda: None
-    ranks: Ranks = ALONE
+    team: Team = ALONE
     inputs: Place = "memory"
     states: Place = "memory"

@@ -15,7 +15,6 @@
     run.log           one line of figures for each layer
     moving            everything is verified, and the final move has started
     lock              held while a process works here
-    ranks/            files that several processes exchange
 
 A layer is done when its JSON file exists. That file is written last, after the shard and the held-out states are on
 disk, so a run that dies loses at most the layer that it was working on.
@@ -37,7 +36,7 @@ from typing import Any
 from quantizers.system.atomic import disk_errors, write_json
 from quantizers.system.errors import OutputError
 from quantizers.system.own_files import file_sha256
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 WORK = ".quantize"
 HELD_OUT = "held-out.json"
@@ -45,9 +44,9 @@ BEGUN = "begun.json"
 LIBRARIES = ("torch", "transformers")  # of the machine's part of the fingerprint
 
 
-def work_folder(output: Path) -> Path:
-    """The folder of an unfinished run."""
-    return output / WORK
+def work_folder(output: Path, node: int = 0) -> Path:
+    """The folder of an unfinished run; of another machine than the first, which may see the same disk, one inside."""
+    return output / WORK / f"node-{node}" if node else output / WORK
 
 
 def unfinished(output: Path) -> bool:
@@ -100,34 +99,37 @@ def refuse_second_run(output: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(output: Path, ranks: Ranks = ALONE) -> Iterator[None]:
+def locked(output: Path, team: Team = ALONE) -> Iterator[None]:
     """Lock the output folder for this run. The kernel releases the lock of a process that dies.
 
-    With several processes, rank 0 first takes an exclusive lock; then all ranks hold a shared lock, so that
-    no other run gets the lock before the last rank has ended.
+    Of several processes of a machine the first one takes an exclusive lock; then all hold a shared lock, so that no
+    other run gets the lock before the last of them has ended.
 
     Raises:
         OutputError: another process works here.
     """
-    work = work_folder(output)
+    work, here = work_folder(output, team.node), team.here
     with disk_errors(work):
         work.mkdir(parents=True, exist_ok=True)
         stream = (work / "lock").open("a+")
     with stream:
+        if not here.leads:
+            here.barrier()  # the first one has locked it, or has failed
         try:
-            if ranks.leads:
+            if here.leads:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if ranks.several:
+            if here.several:
                 fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             stream.seek(0)
             owner = stream.read().strip() or "another process"
             raise OutputError(f"{output}: {owner} is working here; wait for it, or choose another --output") from None
-        if ranks.leads:
+        if here.leads:
             with disk_errors(work):
                 stream.truncate(0)
                 stream.write(f"process {os.getpid()}")
                 stream.flush()
+            here.barrier()
         yield
 
 
@@ -298,3 +300,12 @@ def remove(work: Path) -> None:
     for name in last:
         (work / name).unlink(missing_ok=True)
     work.rmdir()
+
+
+def leave(output: Path, node: int) -> None:
+    """Remove what a machine other than the first had here, and the folders around it if they hold nothing else."""
+    work = work_folder(output, node)
+    shutil.rmtree(work, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        work.parent.rmdir()
+        output.rmdir()

@@ -77,7 +77,13 @@ class DeviceMemory:
 
 
 def device_memory(
-    plan: Plan, sizes: Sizes, longest: int, accelerator: bool, limit: int | None, tokens: int | None = None
+    plan: Plan,
+    sizes: Sizes,
+    longest: int,
+    accelerator: bool,
+    limit: int | None,
+    tokens: int | None = None,
+    processes: int = 1,
 ) -> DeviceMemory:
     """What is held on a device within a limit.
 
@@ -86,6 +92,7 @@ def device_memory(
         accelerator: see `device.kind`.
         limit: bytes that may be used; None for no limit.
         tokens: of the calibration set; None if that is not known, and then they stay in host memory.
+        processes: how many share the states between the layers; each needs all inputs of the experts.
 
     Raises:
         InputError: the limit is too small even for one unit of experts at a time.
@@ -98,7 +105,8 @@ def device_memory(
     inputs = states = 0
     resident, smallest = units, phases.peak(1)
     if accelerator and tokens is not None:
-        inputs, states = recorded_bytes(sizes, tokens, itemsize), between_bytes(sizes, tokens, itemsize)
+        inputs = recorded_bytes(sizes, tokens, itemsize)
+        states = between_bytes(sizes, -(-tokens // processes), itemsize)
     if limit is not None:
         if smallest > limit:
             raise InputError(

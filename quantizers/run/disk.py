@@ -18,9 +18,3 @@ def output_bytes(job: Job, data: Collection[Path] = ()) -> int:
     """
     output = int(str(summary(job.plan, job.sizes)["output_bytes"]))
     return output + sum(file.stat().st_size for file in (*side_files(job.opened.folder), *data))
-
-
-def handed_over(job: Job) -> int:
-    """Bytes of one layer's codes (int8) and scales (bfloat16), which ranks pass to each other as files."""
-    sizes, group = job.sizes, min(scheme.group_size for scheme in job.plan.schemes)
-    return 3 * sizes["experts"] * sizes["hidden"] * sizes["width"] * (group + 2) // group

@@ -20,7 +20,7 @@ import torch
 from eval.fidelity.figures import Measured, Text
 from eval.fidelity.score import measured, score
 from quantizers.calibration.data import CalibrationData
-from quantizers.checkpoint.held import Held, hold, layer_names
+from quantizers.checkpoint.held import Held, hold, layer_names, passed_on, received
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.allocator import release_free_memory, use_one_arena
@@ -56,7 +56,7 @@ def quantize_layers(
 
     Args:
         data, tokens: the calibration samples, and their token ids (T,) int64.
-        context: of rank 0; the other ranks call `assist_layers`. Its `work` holds `layers/` and `output/`; layers
+        context: of rank 0; the other processes call `assist_layers`. Its `work` holds `layers/` and `output/`; layers
             that have a journal entry there are not visited again.
         texts: held-out texts; empty for none.
         damaged: finished layers whose shards must be made again.
@@ -76,7 +76,7 @@ def quantize_layers(
         _refuse(entry, stop)
     lengths = [len(sequence) for sequence in tokens]
     order = {"done": len(entries), "damaged": list(damaged), "lengths": lengths}
-    context.ranks.broadcast("layers", order)
+    context.team.tell(order)
     with ExitStack() as stack:
         loop = _Loop(job, context, order, texts, stack, compensate_router)
         loop.begin(tokens)
@@ -99,11 +99,11 @@ def quantize_layers(
 
 
 def assist_layers(job: Job, context: Context, texts: Sequence[Text]) -> None:
-    """What the other ranks do while rank 0 is in `quantize_layers`: their share of every layer, without a journal."""
-    order = context.ranks.receive("layers")
+    """What the others do while rank 0 is in `quantize_layers`: their share of every layer, without a journal."""
+    order = context.team.tell()
     with ExitStack() as stack:
         loop = _Loop(job, context, order, texts, stack, True)
-        loop.begin(())
+        loop.begin(None)
         loop.go_on(())
         for _ in stack.enter_context(closing(loop.visits())):
             pass
@@ -135,7 +135,8 @@ class _Loop:
         self.model = LayeredModel(outside, facts, job.sizes, context.device, forward_dtype(context.device))
         self.model.head()  # only to check it: otherwise a NaN in it would be found after the last layer
         folder = context.work / "held-out"
-        folder.mkdir(exist_ok=True)
+        if context.team.leads:
+            folder.mkdir(exist_ok=True)
         lengths = [len(text.tokens) for text in texts]
         self.lanes = [
             Lane(
@@ -146,7 +147,7 @@ class _Loop:
                 folder,
                 durable=True,
                 check=context.check,
-                ranks=context.ranks,
+                team=context.team,
             )
             for number, name in enumerate((source.name, "the output"))
         ]
@@ -160,23 +161,26 @@ class _Loop:
             compensate_router=compensate_router,
         )
 
-    def begin(self, tokens: Sequence[torch.Tensor]) -> None:
+    def begin(self, tokens: Sequence[torch.Tensor] | None) -> None:
         """Embed the texts, those of the calibration set if they are needed, and write what lies outside the layers.
 
         Of that, only what the end needs stays in memory.
+
+        Args:
+            tokens: of the calibration set; None in all ranks except 0.
         """
         layers = self.job.sizes["layers"]
         for lane in self.lanes:
             if self.done == 0:
                 lane.embed([text.tokens for text in self.texts])
             else:
-                lane.require(self.done)
+                lane.resume(self.done)
                 lane.forget(self.done - 1)  # which a kill may have left
         if self.done < layers or self.damaged:
             self.candidate.embed(tokens)
         outside = self.model.checkpoint
         assert isinstance(outside, Held)
-        if self.context.ranks.leads:
+        if self.context.team.leads:
             write_kept(self.job, outside, self.context)
         self.model.checkpoint = outside.only([self.job.facts.final_norm, self.job.facts.head])
 
@@ -185,7 +189,7 @@ class _Loop:
         last = self.done if self.done < self.job.sizes["layers"] else max(self.damaged, default=-1) + 1
         if not last:
             return
-        with shown("going on", last, 0, self.context.check, self.context.ranks) as step:
+        with shown("going on", last, 0, self.context.check, self.context.team) as step:
             for number in range(last):
                 with device_memory_errors(number):
                     if number in self.damaged:
@@ -196,20 +200,22 @@ class _Loop:
                 step(f"layer {number}")
 
     def _finished(self, number: int) -> Held:
-        """The tensors of a finished shard, read from its file."""
-        source, folder = self.job.opened, self.context.work / "output"
+        """The tensors of a finished shard, which rank 0 reads from its file and passes on."""
+        source, folder, team = self.job.opened, self.context.work / "output", self.context.team
+        if not team.leads:
+            return received(team)
         tensors = read_header(folder / self.job.plan.shard_file(number))
-        return hold(Checkpoint(folder, source.name, source.config, tensors), tensors)
+        return passed_on(hold(Checkpoint(folder, source.name, source.config, tensors), tensors), team)
 
     def _make_again(self, number: int, entries: Sequence[dict[str, Any]]) -> None:
-        source, ranks = self.job.opened, self.context.ranks
+        source, team = self.job.opened, self.context.team
         held = hold(source, layer_names(source, self.job.facts, number))
         visit = Visit(number, held, held.to(self.model.device))
         with self.model.layer(number, visit.there, experts=False) as layer:
             self.candidate.prepare(visit, layer)
         with self.candidate.layer(visit):
             pass
-        if ranks.leads:
+        if team.leads:
             made = self.candidate.entry(visit)
             for key, what in (("source", "the source's tensors have"), ("digest", "it gets")):
                 if made[key] != entries[number][key]:
@@ -218,7 +224,7 @@ class _Loop:
                         "time; start over with --fresh"
                     )
             print(f"layer {number}: its shard was made again, with the bytes that it had", file=sys.stderr)
-        ranks.barrier()
+        team.barrier()
 
     def visits(self) -> Generator[Visit]:
         """Visit the layers that are left."""
@@ -229,17 +235,17 @@ class _Loop:
             self.texts,
             self.done,
             check=self.context.check,
-            ranks=self.context.ranks,
+            team=self.context.team,
         )
         self.candidate.remove()
 
     def measured(self, compared: Sequence[dict[str, Any]]) -> Measured | None:
-        """Score the texts, and put all figures together; None without texts, and of no use in other ranks than 0."""
+        """Score the texts, and put all figures together; None without texts, and of no use in other processes."""
         if not self.texts:
             return None
 
-        stage = partial(shown, check=self.context.check, ranks=self.context.ranks)
-        source, output = score(self.lanes, self.texts, stage, ranks=self.context.ranks)
+        stage = partial(shown, check=self.context.check, team=self.context.team)
+        source, output = score(self.lanes, self.texts, stage, team=self.context.team)
         return measured(source, output, self.texts, compared)
 
 

@@ -33,7 +33,7 @@ from quantizers.forward.layered_model import LayeredModel
 from quantizers.system.atomic import write_json
 from quantizers.system.errors import CheckpointError, OutputError
 from quantizers.system.plain_json import finite
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 from .held_out import HeldOut, held_out
 from .visit import Visit, shown, visits
@@ -53,7 +53,7 @@ def measure(
     resumable: bool = False,
     long: bool = True,
     trust_remote_code: bool = False,
-    ranks: Ranks = ALONE,
+    team: Team = ALONE,
     own: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Perplexity, KL and routing of candidates against their source on a held-out set.
@@ -67,7 +67,7 @@ def measure(
         resumable: keep `work` when interrupted, and resume from what it holds.
         long: also measure the set's long texts; a set that has only long texts is measured in any case.
         trust_remote_code: whether the tokenizer may run code of its own.
-        ranks: the processes that share the work; each of them calls this.
+        team: the processes that share the work; each of them calls this.
         own: a file with the user's own facts about the family.
 
     Returns:
@@ -81,7 +81,6 @@ def measure(
     """
     for candidate in candidates:
         refuse_swapped(source, candidate, f"give {candidate.name} first, and {source.name} after it")
-    ranks = ranks.at(work / "ranks", check)
     where = str(source.folder / "config.json")
     facts = architecture_for(source.config, where, own)
     sizes = sizes_of(facts, source.config, where)
@@ -91,27 +90,27 @@ def measure(
         other = sizes_of(facts, candidate.config, config_path)
         if candidate.config.get("model_type") != facts.model_type or (other, other.dense) != (sizes, sizes.dense):
             raise CheckpointError(f"{config_path}: is another model than {source.name}; give checkpoints of one model")
-    data = ranks.rank_zero_first(lambda: samples(data_set, source.folder, trust_remote_code))
+    data = team.tell(samples(data_set, source.folder, trust_remote_code) if team.leads else None)
     if not long and any(not sample.long for sample in data.samples):
         short = tuple(sample for sample in data.samples if not sample.long)
         data = replace(data, samples=short, digest=digest_of(short))
     held = held_out(data, source, sizes["vocabulary"], trust_remote_code)
     parts = [hold(one, outside_names(one, facts)) for one in opened]
     models = [LayeredModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
-    if ranks.leads:
+    if team.leads:
         if not resumable:
             shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
     try:
-        if ranks.leads and resumable:
+        if team.leads and resumable:
             _same_evaluation(work, opened, data, device, weights)
-        ranks.barrier()
-        results = _evaluate(models, opened, held, work, check, weights=weights, resumable=resumable, ranks=ranks)
+        team.barrier()
+        results = _evaluate(models, opened, held, work, check, weights=weights, resumable=resumable, team=team)
     except BaseException:
-        if ranks.leads and not resumable:
+        if team.leads and not resumable:
             shutil.rmtree(work, ignore_errors=True)
         raise
-    if not ranks.leads:
+    if not team.leads:
         return []
     shutil.rmtree(work, ignore_errors=True)
     return [held.figures(one, candidate.name) for one, candidate in zip(results, candidates, strict=True)]
@@ -149,7 +148,7 @@ def _evaluate(
     *,
     weights: bool,
     resumable: bool,
-    ranks: Ranks,
+    team: Team,
 ) -> list[Measured]:
     """Run all models over the texts; journaled layer by layer if `resumable`."""
     layers = models[0].sizes["layers"]
@@ -157,26 +156,25 @@ def _evaluate(
     def journal(number: int) -> Path:
         return work / f"layer-{number:05d}.json"
 
-    done = next((n for n in range(layers) if not (resumable and journal(n).exists())), layers)
-    ranks.barrier()  # no rank writes an entry before all have looked
+    done = team.tell(next((n for n in range(layers) if not (resumable and journal(n).exists())), layers))
     lengths = [len(text.tokens) for text in held.texts]
     lanes = [
-        Lane(one.name, model, number, lengths, work, durable=resumable, check=check, ranks=ranks)
+        Lane(one.name, model, number, lengths, work, durable=resumable, check=check, team=team)
         for number, (model, one) in enumerate(zip(models, opened, strict=True))
     ]
     for lane in lanes:
         if done == 0:
             lane.embed([text.tokens for text in held.texts])
         else:
-            lane.require(done)
+            lane.resume(done)
     candidates = [
-        _FromFiles(lane, one, weights and ranks.leads) for lane, one in zip(lanes[1:], opened[1:], strict=True)
+        _FromFiles(lane, one, weights and team.leads) for lane, one in zip(lanes[1:], opened[1:], strict=True)
     ]
-    entries = [json.loads(journal(number).read_text()) for number in range(done)]
-    visited = visits(opened[0], lanes[0], candidates, held.texts, done, check=check, ranks=ranks)
-    with shown("evaluating", layers, done, check, ranks) as step, contextlib.closing(visited):
+    entries = [json.loads(journal(number).read_text()) for number in range(done if team.leads else 0)]
+    visited = visits(opened[0], lanes[0], candidates, held.texts, done, check=check, team=team)
+    with shown("evaluating", layers, done, check, team) as step, contextlib.closing(visited):
         for visit in visited:
-            if ranks.leads:
+            if team.leads:
                 found = [
                     compared | ({"weight_error": candidate.weight_error} if weights else {})
                     for compared, candidate in zip(visit.compared, candidates, strict=True)
@@ -185,8 +183,8 @@ def _evaluate(
                 if resumable:
                     write_json(journal(visit.number), finite(found))
             step(f"layer {visit.number}")
-    scores = score(lanes, held.texts, partial(shown, check=check, ranks=ranks), work if resumable else None, ranks)
-    if not ranks.leads:
+    scores = score(lanes, held.texts, partial(shown, check=check, team=team), work if resumable else None, team)
+    if not team.leads:
         return []
     return [
         measured(scores[0], own, held.texts, [entry[number] for entry in entries])

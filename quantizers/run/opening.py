@@ -33,7 +33,7 @@ def opening_line(job: Job, options: Options, model: str, counts: tuple[int, int]
     going_on = f"; going on after layer {done} of {layers}" if done else ""
     return (
         f"{model} ({size(source)}, {routed} × {job.sizes['experts']} experts) → {short_path(options.output)} on "
-        f"{_machine(options.device, options.ranks.count)}; {tokens:,} calibration{texts} tokens{going_on}"
+        f"{_machine(options.device, options.team.count)}; {tokens:,} calibration{texts} tokens{going_on}"
     )
 
 

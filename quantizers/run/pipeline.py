@@ -7,17 +7,17 @@ place at the very end.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eval.coverage.gates import check_floors
+from eval.fidelity.figures import Text
 from quantizers.budget.choice import choose_schemes
 from quantizers.budget.measure import branch_rows
 from quantizers.budget.measurements import measuring_seconds
@@ -28,7 +28,7 @@ from quantizers.checkpoint.source_files import check_hashes, source_stats
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype
 from quantizers.device.kind import accelerated
 from quantizers.output import journal
-from quantizers.output.context import Context
+from quantizers.output.context import Context, Place
 from quantizers.output.folder import check_room, finished_report, move_into_place, refuse_strangers
 from quantizers.output.record import describe_files, text_sha256
 from quantizers.plan.job import Job
@@ -37,18 +37,20 @@ from quantizers.plan.states import between_bytes, calibration_bytes, held_out_by
 from quantizers.plan.units import work_units
 from quantizers.recipe.locations import set_location
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
-from quantizers.recipe.scheme import Scheme
 from quantizers.system.atomic import copy_file, sync_folder, write_text
 from quantizers.system.errors import InputError, OutputError
+from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
 from quantizers.system.own_files import CARD, PAGE
 from quantizers.system.progress import checked, peak_memory, progress
 from quantizers.system.residents import Residents
-from quantizers.team.rendezvous import RESUME
+from quantizers.team.heart import RESUME
+from quantizers.team.team import Team
 from stitch.write.beside import write_beside
 
+from .agree import agree
 from .card import write_with_card
-from .disk import handed_over, output_bytes
+from .disk import output_bytes
 from .finished import already_done
 from .held_out import HeldOut, held_out
 from .layer_loop import assist_layers, quantize_layers
@@ -61,7 +63,7 @@ METHOD = 5  # increased whenever the same settings would give different bytes
 
 
 def run(job: Job, options: Options) -> dict[str, Any]:
-    """Do the whole job, or what is left of it. With several ranks, rank 0 calls this and the others `assist`.
+    """Do the whole job, or what is left of it. Of several processes rank 0 calls this, and the others `assist`.
 
     Returns:
         The contents of report.json.
@@ -69,23 +71,24 @@ def run(job: Job, options: Options) -> dict[str, Any]:
     Raises:
         InputError: exit 2. QuantizeError: exit 1. Interrupted: 130 or 143.
     """
-    finished = finished_report(options.output)
+    team, finished = options.team, finished_report(options.output)
     if finished is not None:
-        options.ranks.broadcast("run", None)
+        team.tell(False)
         return already_done(job, options, finished)
     # Read the sets once, before anything slow: they may be edited during the run.
     resolved = resolve_recipe(job.recipe, job.path)
     refuse_strangers(options.output)
-    with (
-        journal.locked(options.output, options.ranks),
-        interruptible(RESUME) as check,
-    ):
+    with interruptible(RESUME) as interrupt:
+        check = team.heed(interrupt)
         work = journal.work_folder(options.output)
-        if (work / "moving").exists():
-            options.ranks.broadcast("run", None)
-        else:
-            _work(job, resolved, options, work, check)
-        return move_into_place(work, options.output)
+        moving = (work / "moving").exists()
+        team.tell(not moving)
+        if not moving:
+            agree(job, options)
+        with journal.locked(options.output, team):
+            if not moving:
+                _work(job, resolved, options, work, check)
+            return move_into_place(work, options.output)
 
 
 def assist(job: Job, options: Options) -> None:
@@ -95,27 +98,55 @@ def assist(job: Job, options: Options) -> None:
         InputError: this process differs from rank 0 in something that the output's bytes depend on.
         QuantizeError, Interrupted: as `run` does.
     """
-    with interruptible(RESUME) as check:
-        work = journal.work_folder(options.output)
-        ranks = options.ranks.at(work / "ranks", check)
-        message = ranks.receive("run")
-        if message is None:
+    team = options.team
+    with interruptible(RESUME) as interrupt:
+        check = team.heed(interrupt)
+        if not team.tell():
             return
-        job = replace(job, plan=job.plan.with_schemes([Scheme(**scheme) for scheme in message["schemes"]]))
-        for key, first, own in journal.differences(message["machine"], fingerprint(options.device)):
-            remedy = f"set OMP_NUM_THREADS={first} for all" if key == "threads" else "give all processes the same"
-            raise InputError(f"process {ranks.rank} has {key} {own}, but process 0 has {first}; {remedy}")
-        with journal.locked(options.output, ranks):
-            held = load_held_out(job)
-            residents = Residents(**message["residents"])
-            context = Context(work, options.device, residents, check, ranks, "files", "files")
-            assist_layers(job, context, held.texts if held else ())
+        agree(job, options)
+        work = journal.work_folder(options.output, team.node)
+        with journal.locked(options.output, team):
+            try:
+                limit, free = _memory(options)
+                team.collect((limit, free))
+                message: _Shared = team.tell()
+                context = message.context(work, options.device, check, team)
+                job = _with_schemes(job, None, context, options.output)
+                assist_layers(job, context, message.texts)
+            finally:
+                if team.node:
+                    journal.leave(options.output, team.node)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What rank 0 decides for all, and tells them.
+
+    Attributes:
+        residents, inputs, states: see `Context`.
+        texts: the held-out texts; empty for none.
+    """
+
+    residents: dict[str, int]
+    inputs: Place
+    states: Place
+    texts: Sequence[Text]
+
+    def context(self, work: Path, device: torch.device, check: Callable[[], None], team: Team) -> Context:
+        """The same for a process."""
+        return Context(work, device, Residents(**self.residents), check, team, self.inputs, self.states)
+
+
+def _memory(options: Options) -> tuple[int, int]:
+    """Bytes that this process may use on its device, and bytes that are free in its machine's memory."""
+    limit = options.device_memory or device_limit(options.device, options.team.here.count)
+    return limit, available()
 
 
 def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Callable[[], None]) -> None:
     started = time.monotonic()
-    source, device = job.opened, options.device
-    if options.ranks.several and job.recipe.experts.engine != "gram":
+    source, device, team = job.opened, options.device, options.team
+    if team.several and job.recipe.experts.engine != "gram":
         raise InputError(
             f"{job.path}: experts.engine: {job.recipe.experts.engine} works in one process; start quantize without "
             "torchrun, or choose gram"
@@ -128,9 +159,11 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     tokens = token_tensors(data, job.sizes["vocabulary"])
     held = load_held_out(job)  # before anything slow: a faulty set fails now
     itemsize, rows = forward_dtype(device).itemsize, sum(len(t) for t in tokens)
-    limit = options.device_memory or device_limit(device, options.ranks.count)
-    held_there = 0 if options.ranks.several or options.states != "auto" else rows  # what may lie on the device
-    memory = device_memory(job.plan, job.sizes, data.lengths[-1], accelerated(device), limit, held_there)
+    limits, frees = zip(*team.collect(_memory(options)), strict=True)
+    held_there = rows if options.states == "auto" else 0  # what may lie on the device
+    memory = device_memory(
+        job.plan, job.sizes, data.lengths[-1], accelerated(device), min(limits), held_there, team.count
+    )
     journal.refuse_changes(work, run_fingerprint(job, data, device), options.output)
     layers = job.sizes["layers"]
     journal.note_command(work, options.command, layers)
@@ -143,23 +176,20 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     damaged = find_damage(work, job.sizes["layers"], options.output, check)
     if options.paranoid:
         check_hashes(source, work, options.output, check)
-    shutil.rmtree(work / "ranks", ignore_errors=True)  # what killed processes were about to pass to each other
     for folder in ("layers", "output"):
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
-    ranks, between = options.ranks.at(work / "ranks", check), 0
-    if ranks.several:
-        between = handed_over(job)
-        if memory.units < ranks.count:
-            print(
-                f"{memory.units} units of {memory.unit} experts for {ranks.count} processes: some have none to solve",
-                file=sys.stderr,
-            )
-    inputs, states, in_files = places(job.sizes, memory, rows, itemsize, options)
-    residents = Residents(memory.resident, memory.unit, memory.smallest)
-    context = Context(work, device, residents, check, ranks, inputs, states)
+    if team.several and memory.units < team.count:
+        print(
+            f"{memory.units} units of {memory.unit} experts for {team.count} processes: some have none to solve",
+            file=sys.stderr,
+        )
+    inputs, states, in_files = places(job.sizes, memory, rows, itemsize, options, min(frees))
     texts = held.texts if held else []
-    needed = output_bytes(job, resolved.data.values() if options.with_data else ()) + between
+    residents = Residents(memory.resident, memory.unit, memory.smallest)
+    shared = _Shared(residents.as_dict(), inputs, states, texts)
+    context = shared.context(work, device, check, team)
+    needed = output_bytes(job, resolved.data.values() if options.with_data else ())
     needed += held_out_bytes(job.sizes, sum(len(text.tokens) for text in texts), itemsize) + in_files
     if job.allocation:
         branches = branch_rows([len(t) for t in tokens], len(job.sizes.moe_layers))
@@ -167,11 +197,11 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
             job.sizes, rows + branches, itemsize
         )
         check_room(work, needed + walked)
-        job = choose_schemes(job, tokens, context, options.output)
+    else:
+        check_room(work, needed)
+    team.tell(shared)
+    job = _with_schemes(job, tokens, context, options.output)
     check_room(work, needed)
-    schemes = [asdict(scheme) for scheme in job.plan.schemes]
-    together = {"schemes": schemes, "residents": residents.as_dict()}
-    ranks.broadcast("run", {"machine": fingerprint(device)} | together)
     verify = job.recipe.verify
     stop = verify.stop if verify and not options.ignore_stop else None
     measured = quantize_layers(job, data, tokens, context, texts, damaged=damaged, stop=stop)
@@ -180,6 +210,15 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     check()
     figures = held.figures(measured, "the output") if held and measured else None
     write_report(job, resolved, data, figures, started, context)
+
+
+def _with_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context, output: Path) -> Job:
+    """The job with the schemes that are chosen for its budget, if it has one.
+
+    Args:
+        tokens: of the calibration samples; None in all ranks except 0.
+    """
+    return choose_schemes(job, tokens, context, output) if job.allocation else job
 
 
 def _samples(job: Job, name: str, tokens: int | None = None) -> CalibrationData:

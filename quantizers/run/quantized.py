@@ -37,6 +37,8 @@ from quantizers.plan.job import Job
 from quantizers.solve.layer import solve_layer
 from quantizers.solve.solved import Solved
 from quantizers.system.progress import doing
+from quantizers.team.shared_memory import shared_memory
+from quantizers.team.team import ALONE, Team
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
 from stitch.write.digests import ShardDigest
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
@@ -55,7 +57,7 @@ class Quantized:
         lane: its held-out states.
         context: where the work is done.
         lengths: calibration tokens of each sequence.
-        writer: one thread, which writes shards and audits them; only rank 0 uses it.
+        writer: one thread, which writes shards and audits them.
         compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
 
     Attributes:
@@ -79,35 +81,41 @@ class Quantized:
         self.job, self.model, self.lane, self.context = job, model, lane, context
         self._writer, self._compensate_router = writer, compensate_router
 
-        def rows(place: Place, name: str, width: int, dtype: torch.dtype) -> Rows:
+        def rows(place: Place, name: str, width: int, dtype: torch.dtype, team: Team = ALONE) -> Rows:
             path = context.work / f"{name}.bin" if place == "files" else None
             device = model.device if place == "device" else None
-            return context.ranks.rank_zero_first(lambda: Rows(path, lengths, width, dtype, device))
+            return Rows(path, lengths, width, dtype, device, team=team)
 
-        self.states = rows(context.states, "states", job.sizes["hidden"], model.dtype)
-        self.recorded = recorded_rows(partial(rows, context.inputs), job.sizes, model.dtype)
+        own = "" if context.team.leads else f"-{context.team.rank}"
+        self.states = rows(context.states, f"states{own}", job.sizes["hidden"], model.dtype, context.team)
+        make = partial(rows, context.inputs)
+        shared = context.team.several and context.inputs != "device"
+        if shared:
+            make = partial(rows_in_common, context, lengths)
+        self.recorded = recorded_rows(make, job.sizes, model.dtype, shared=shared)
         self._made: Held | None = None
         self._writing: Future[Written] | None = None
         self._solved: dict[str, Any] = {}
 
-    def embed(self, tokens: Sequence[torch.Tensor]) -> None:
-        """Fill the states that enter layer 0 from token ids (T,) int64; only rank 0 needs to give them."""
-        if self.context.ranks.leads:
-            embed(self.model, tokens, self.states)
-        self.context.ranks.barrier()
+    def embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
+        """Fill the states that enter layer 0 from token ids (T,) int64, which rank 0 alone gives."""
+        lengths = self.states.share.lengths
+        together = torch.cat(list(tokens)) if tokens else torch.empty(sum(lengths), dtype=torch.int64)
+        self.context.team.broadcast(together)
+        embed(self.model, torch.split(together, lengths), self.states)
 
     def prepare(self, visit: Visit, layer: torch.nn.Module) -> None:
         """Observe and solve the layer, and begin to write it. A layer without experts is only written."""
         job, model, context, watch, number = self.job, self.model, self.context, visit.watch, visit.number
         doing("attention")
         if number in job.sizes.dense:
-            attend(model, layer, self.states, self.states, context.check, context.ranks)
+            attend(model, layer, self.states, self.states, context.check)
             self._begin_writing(visit, None)
             return
         settings = job.plan.settings(number)
         library = settings.engine == "llmcompressor"
         entering = [states.clone() for states in self.states] if library else []
-        observe(model, layer, self.states, self.recorded, context.check, context.ranks)
+        observe(model, layer, self.states, self.recorded, context.check)
         watch.lap("observe")
         weights = ExpertWeights(visit.there, job.facts, job.sizes, number, model.device, model.dtype)
         with model.layer(number, visit.there) if library else contextlib.nullcontext(layer) as whole:
@@ -122,7 +130,7 @@ class Quantized:
                 entering=entering,
                 check=context.check,
                 compensate_router=self._compensate_router,
-                ranks=context.ranks,
+                team=context.team,
             )
         weights.require_finite()
         del entering
@@ -136,7 +144,7 @@ class Quantized:
         tensors = layer_tensors(job.plan, number, visit.source, solved, near=visit.there)
         self._made = held_tensors(visit.source, tensors.device, context.work / "output" / job.plan.shard_file(number))
         self._solved = _for_the_journal(solved)
-        if context.ranks.leads:
+        if context.team.leads:
             self._writing = self._writer.submit(self._write, visit, tensors.host, self._made)
         visit.watch.lap("pack")
 
@@ -171,12 +179,12 @@ class Quantized:
             yield layer
 
     def _finish(self, number: int, layer: torch.nn.Module) -> None:
-        finish(self.model, layer, self.states, f"layer {number}", self.context.check, self.context.ranks)
+        finish(self.model, layer, self.states, f"layer {number}", self.context.check)
 
     def follow(self, number: int, stored: Held) -> None:
         """Take the calibration states through a layer that is finished."""
         with self.model.layer(number, stored) as layer:
-            attend(self.model, layer, self.states, self.states, self.context.check, self.context.ranks)
+            attend(self.model, layer, self.states, self.states, self.context.check)
             self._finish(number, layer)
 
     def entry(self, visit: Visit) -> dict[str, Any]:
@@ -219,9 +227,20 @@ class Quantized:
 
     def remove(self) -> None:
         """Remove the files of the states, if there are any."""
-        if self.context.ranks.leads:
-            self.states.remove()
+        self.states.remove()
+        if self.context.team.here.leads:
             self.recorded.remove()
+
+
+def rows_in_common(context: Context, lengths: Sequence[int], name: str, width: int, dtype: torch.dtype) -> Rows:
+    """Rows of all sequences that the processes of a machine have in common, in memory or in a file."""
+    here, path = context.team.here, context.work / f"{name}.bin"
+    if context.inputs == "files":
+        return here.in_turn(lambda: Rows(path, lengths, width, dtype))
+    with shared_memory(here, max(1, sum(lengths) * width * dtype.itemsize)) as memory:
+        rows = Rows(memory, lengths, width, dtype)
+    rows.path = None  # memory has nothing to be removed
+    return rows
 
 
 def _for_the_journal(solved: Solved | None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from quantizers.device.allocator import release_free_memory
 from quantizers.forward.lane import Lane
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import Step, checked, doing, progress
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 
 class Watch:
@@ -54,7 +54,7 @@ class Visit:
         source: its tensors, as read from the source.
         there: the same tensors on the device; on a CPU the same memory.
         watch: seconds by phase.
-        compared: for each candidate what `compare` found; empty without texts, and in all ranks except 0.
+        compared: for each candidate what `compare` found; empty without texts.
     """
 
     number: int
@@ -85,7 +85,7 @@ def visits(
     done: int,
     *,
     check: Callable[[], None] = lambda: None,
-    ranks: Ranks = ALONE,
+    team: Team = ALONE,
 ) -> Generator[Visit]:
     """Visit the layers in their order, from layer `done` on.
 
@@ -94,7 +94,7 @@ def visits(
         reference: the source's lane; its states, like those of all candidates, are those that enter layer `done`.
         texts: of the lanes; there may be none.
         check: called between steps; may raise to interrupt.
-        ranks: the processes that share the work.
+        team: the processes that share the work.
 
     Yields:
         Each visit once all lanes have passed through the layer. Asking for the next one says that all that is to be
@@ -104,10 +104,9 @@ def visits(
         QuantizeError: an output is not finite, or the device's memory is full.
     """
     model = reference.model
-    model = reference.model
     lanes = [reference, *(candidate.lane for candidate in candidates)]
     parts = [layer_names(source, model.facts, number) for number in range(done, model.sizes["layers"])]
-    with contextlib.closing(held_ahead(source, parts)) as ahead:
+    with contextlib.closing(held_ahead(source, parts, team)) as ahead:
         for number in range(done, model.sizes["layers"]):
             check()
             doing("reading")
@@ -116,7 +115,7 @@ def visits(
             watch.lap("read")
             with device_memory_errors(number):
                 visit = Visit(number, source, source.to(model.device), watch)
-                pass_through(visit, reference, candidates, texts, ranks)
+                pass_through(visit, reference, candidates, texts, team)
             del source
             yield visit
             for lane in lanes:
@@ -127,7 +126,7 @@ def visits(
 
 
 def pass_through(
-    visit: Visit, reference: Lane, candidates: Sequence[Candidate], texts: Sequence[Text], ranks: Ranks = ALONE
+    visit: Visit, reference: Lane, candidates: Sequence[Candidate], texts: Sequence[Text], team: Team = ALONE
 ) -> None:
     """All that one visit does once its bytes are there, see `visits`."""
     number, watch = visit.number, visit.watch
@@ -154,10 +153,10 @@ def pass_through(
                     candidate.lane.attend(number, layer)
                 candidate.lane.finish(number, layer)
                 watch.lap("candidate")
-        if texts and ranks.leads:
+        if texts:
             doing("comparing")
             routed = number not in reference.model.sizes.dense
-            visit.compared.append(compare(reference, candidate.lane, texts, routed=routed))
+            visit.compared.append(compare(reference, candidate.lane, texts, routed=routed, team=team))
             watch.lap("compare")
 
 
@@ -179,7 +178,7 @@ def device_memory_errors(number: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shown(title: str, total: int, done: int, check: Callable[[], None], ranks: Ranks) -> Iterator[Step]:
+def shown(title: str, total: int, done: int, check: Callable[[], None], team: Team) -> Iterator[Step]:
     """Progress in rank 0, none in the others; before each step, `check` may interrupt."""
-    with progress(title, total, done) if ranks.leads else contextlib.nullcontext(lambda _: None) as step:
+    with progress(title, total, done) if team.leads else contextlib.nullcontext(lambda _: None) as step:
         yield checked(step, check)

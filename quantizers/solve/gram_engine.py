@@ -25,7 +25,7 @@ from quantizers.forward.recorded import Recorded
 from quantizers.plan.units import units_of
 from quantizers.recipe.schema import Experts
 from quantizers.system.residents import Residents
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 from .awq import fold_norm
 from .expert_sums import Activation, WidthSums, width_sums
@@ -53,7 +53,7 @@ def solve(
     settings: Experts,
     unit: int,
     residents: Residents,
-    ranks: Ranks = ALONE,
+    team: Team = ALONE,
 ) -> Solved:
     """Solve one layer from sums.
 
@@ -67,7 +67,7 @@ def solve(
         activation: of the gate, usually SiLU.
         unit: experts of a unit, see `plan.units`.
         residents: how many units have their sums in memory at a time; decides no byte.
-        ranks: each process solves its share of the units, which are those of one process, so that not
+        team: each process solves its share of the units, which are those of one process, so that not
             even the shape of a matmul differs; all of them get the whole result.
 
     Returns:
@@ -81,7 +81,7 @@ def solve(
     """
     experts, hidden = router.shape
     units = units_of(experts, unit)
-    units = [units[i] for i in ranks.contiguous(len(units))]
+    units = [units[i] for i in team.share(len(units))]
     with phase("sums"):
         found = survey(blocks, experts, settings.routed_weight, full_share_at=hidden)
     held = HeldSums(blocks, found, hidden, residents)
@@ -97,7 +97,7 @@ def solve(
                 units,
                 experts,
                 within_memory=held.within_memory,
-                ranks=ranks,
+                team=team,
             )
             folded, smooth = fold_norm(norm, shared, offset)
     one = partial(_solve_unit, held, weights, inputs.gram, smooth, activation, settings)
@@ -105,7 +105,7 @@ def solve(
     careful = not accelerated(router.device)
     solved = _solve_units(one, held, units, careful=careful)
     solved |= _solve_units(one, held, [] if careful else _without_factor(solved, units), careful=True)
-    whole = _together([solved[unit] for unit in units], ranks, router.device)
+    whole = _together([solved[unit] for unit in units], team, router.device)
     # Numbers for the report are fetched once all units are under way: a GPU never waits for them.
     damping = {f"damping.{name}": used for name, used in whole.damping.items()}
     blended = {"routed_tokens": found.blended.routed_tokens, "share": found.blended.share}
@@ -193,14 +193,14 @@ def _without_factor(solved: dict[Unit, SolvedUnit], units: Sequence[Unit]) -> li
     return [unit for unit in units if str(unit) in used and bool(used[str(unit)].isinf().any())]
 
 
-def _together(parts: Sequence[SolvedUnit], ranks: Ranks, device: torch.device) -> SolvedUnit:
+def _together(parts: Sequence[SolvedUnit], team: Team, device: torch.device) -> SolvedUnit:
     """All experts in their order, from this process's units."""
     rows: dict[str, torch.Tensor] = {}
     for field in SolvedUnit.__annotations__:
         for key in list(getattr(parts[0], field)) if parts else ():  # popped, so that not all lies there twice
             rows[f"{field}.{key}"] = torch.cat([getattr(part, field).pop(key) for part in parts])
     whole = SolvedUnit({}, {}, {}, {})
-    for name, tensor in ranks.gather(rows, device).items():
+    for name, tensor in team.gather(rows, device).items():
         field, _, key = name.partition(".")
         getattr(whole, field)[key] = tensor
     return whole

@@ -15,7 +15,7 @@ from quantizers.forward.recorded import RecordedRows
 from quantizers.plan.units import rows_of_block, unit_of_experts
 from quantizers.recipe.schema import Experts
 from quantizers.system.residents import Residents
-from quantizers.team.ranks import ALONE, Ranks
+from quantizers.team.team import ALONE, Team
 
 from .gram_engine import Weights, solve
 from .report_lines import zero_groups, zero_lines
@@ -34,7 +34,7 @@ def solve_layer(
     entering: Sequence[torch.Tensor] = (),
     check: Callable[[], None] = lambda: None,
     compensate_router: bool = True,
-    ranks: Ranks = ALONE,
+    team: Team = ALONE,
 ) -> Solved:
     """Solve one layer.
 
@@ -47,10 +47,10 @@ def solve_layer(
         entering: hidden states entering the layer, (T, H) each; the llmcompressor engine runs the layer itself.
         check: called between sequences; may raise to interrupt.
         compensate_router: False leaves the published defect in, for comparison (llmcompressor only).
-        ranks: who does it together (gram only), with rows in files that all of them map.
+        team: who does it together (gram only); each has all rows.
 
     Returns:
-        The solution, the same for all ranks.
+        The solution, the same for all team.
     """
     modules, norm = model.facts.modules, None if norm is None else norm.to(model.device)
     experts: Any = layer.get_submodule(modules.experts)
@@ -67,7 +67,7 @@ def solve_layer(
             settings=settings,
             unit=unit_of_experts(accelerator, sizes["hidden"], sizes["width"]),
             residents=residents,
-            ranks=ranks,
+            team=team,
         )
     from .llmcompressor_engine import solve_with_llmcompressor
 

@@ -1,4 +1,5 @@
-"""Which process this is, of how many, and what the processes send each other.
+"""The processes that share one run: which of them this is, what they pass on to each other, and how each of them knows
+that the others are still there.
 
-What is shared out, broadcast and gathered has no meaning here.
+What is dealt out, broadcast and gathered has no meaning here.
 """

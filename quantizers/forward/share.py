@@ -1,0 +1,138 @@
+"""Which of the rows of many sequences a process computes, and which it keeps.
+
+Rows are dealt in whole blocks (see `states.Rows.blocks`), consecutive ones in the order of ranks. Attention needs whole
+sequences, and a sequence may reach across the border of two shares: then both processes keep all of it, and take it
+through attention both, which gives both the same bits. What follows attention is computed block by block, by the
+block's process alone; afterwards the rows of the sequences at the borders are passed on (`Share.complete`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quantizers.plan.solve_memory import ROW_BLOCK
+from quantizers.team.team import ALONE, Team
+
+
+class Share:
+    """One process's part of the rows of some sequences.
+
+    Args:
+        lengths: tokens of each sequence, of all of them.
+        team: who shares them.
+
+    Attributes:
+        offsets: where each sequence begins among all rows, and where the last one ends.
+        rows: first and last (exclusive) row of those that this process computes block by block.
+        sequences: those that it keeps: all that have a row among these.
+        start: the first row that it keeps.
+    """
+
+    def __init__(self, lengths: Sequence[int], team: Team = ALONE) -> None:
+        self.lengths, self.team = list(lengths), team
+        self.offsets = [0]
+        for length in lengths:
+            self.offsets.append(self.offsets[-1] + length)
+        self.rows = self.rows_of(team.rank)
+        self.sequences = self._touching(self.rows)
+        self.start = self.offsets[self.sequences.start]
+
+    @property
+    def total(self) -> int:
+        """Number of all rows."""
+        return self.offsets[-1]
+
+    @property
+    def owned(self) -> range:
+        """The sequences whose first row this process computes: each is one process's."""
+        first, last = self.rows
+        return range(*(sum(begin < row for begin in self.offsets[:-1]) for row in (first, last)))
+
+    def rows_of(self, rank: int) -> tuple[int, int]:
+        """First and last (exclusive) row that a process computes block by block."""
+        blocks = self.team.share(-(-self.total // ROW_BLOCK), rank)
+        return min(blocks.start * ROW_BLOCK, self.total), min(blocks.stop * ROW_BLOCK, self.total)
+
+    def kept_by(self, rank: int) -> slice:
+        """The rows that a process keeps, counted through all sequences."""
+        kept = self._touching(self.rows_of(rank))
+        return slice(self.offsets[kept.start], self.offsets[kept.stop])
+
+    def blocks(self) -> list[slice]:
+        """The blocks of this process, counted from `start`; cut in the same places whatever the number of processes."""
+        first, last = self.rows
+        starts = range(first, last, ROW_BLOCK)
+        return [slice(start - self.start, min(start + ROW_BLOCK, last) - self.start) for start in starts]
+
+    def complete(self, flat: torch.Tensor) -> None:
+        """Get the rows at the borders that others have computed.
+
+        Args:
+            flat: (rows kept, …), of which this process has computed its blocks.
+        """
+        borders = self._borders()
+        if not borders:
+            return
+        ours = [(max(first, self.rows[0]), min(last, self.rows[1])) for first, last in borders]
+        pieces = [flat[first - self.start : last - self.start] for first, last in ours if first < last]
+        parts = {"rows": torch.cat(pieces)} if pieces else {}
+        passed, place = self.team.gather(parts, flat.device)["rows"], 0
+        kept = self.kept_by(self.team.rank)
+        for first, last in borders:
+            if kept.start <= first and last <= kept.stop:
+                flat[first - self.start : last - self.start].copy_(passed[place : place + last - first])
+            place += last - first
+
+    def collect(self, flat: torch.Tensor, whole: torch.Tensor | None) -> None:
+        """Put together in rank 0 what the processes have computed.
+
+        Args:
+            flat: (rows kept, …), of this process.
+            whole: (all rows, …) on the CPU, filled here; None in the other ranks.
+        """
+        for owner in range(self.team.count):
+            first, last = self.rows_of(owner)
+            if owner == self.team.rank:
+                rows = flat[first - self.start : last - self.start]
+            elif whole is not None:
+                rows = whole[first:last]
+            else:
+                rows = flat.new_empty(last - first, *flat.shape[1:])  # this one is of no use here
+            self.team.broadcast(rows, owner)
+            if whole is not None and owner == self.team.rank:
+                whole[first:last].copy_(rows)
+
+    def deal(self, flat: torch.Tensor, whole: torch.Tensor | None) -> None:
+        """Give each process the rows that it keeps; the reverse of `collect`.
+
+        Args:
+            flat: (rows kept, …), filled here.
+            whole: (all rows, …) in rank 0; None in the others.
+        """
+        kept = self.kept_by(self.team.rank)
+        for part in range(self.team.count):
+            first, last = self.rows_of(part)
+            rows = flat.new_empty(last - first, *flat.shape[1:]) if whole is None else whole[first:last]
+            self.team.broadcast(rows)
+            begin, end = max(first, kept.start), min(last, kept.stop)
+            if begin < end:
+                flat[begin - self.start : end - self.start].copy_(rows[begin - first : end - first])
+
+    def _borders(self) -> list[tuple[int, int]]:
+        """First and last (exclusive) rows of the sequences that reach across a border; the same in all processes."""
+        ends = {self.rows_of(rank)[1] for rank in range(self.team.count - 1)}
+        return [
+            (begin, end)
+            for begin, end in zip(self.offsets, self.offsets[1:], strict=False)
+            if any(begin < border < end for border in ends)
+        ]
+
+    def _touching(self, rows: tuple[int, int]) -> range:
+        """The sequences that have a row among these."""
+        first, last = rows
+        if first == last:
+            return range(0)
+        begin = sum(end <= first for end in self.offsets[1:])
+        return range(begin, sum(start < last for start in self.offsets[:-1]))

@@ -1,0 +1,222 @@
+"""Each process of a run knows that the others are alive, whatever it is doing, and ends soon after one of them is lost.
+
+A layer may take hours, so a collective that waits for hours is nothing unusual, and neither torch nor its launcher
+says that a process on another machine is gone: with static rendezvous an agent does not see another one die. So each
+process has a thread that writes a beat into the store every few seconds, and reads those of the others. On its own
+machine the kernel tells of a death at once (pidfd).
+
+    place/3     its machine, and its number there; see joining.py
+    beat/3      a number that grows
+    ended/3     it has done its part, or failed: silence is no loss any more
+    failures    how many have failed; the first one prints why
+    failure     its exit code, with which all others end, silently
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from quantizers.system.errors import PeerFailed, QuantizeError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
+
+RESUME = "give the same command again to go on"
+INTERRUPTED = (130, 143)  # exit codes
+BEAT = 5.0  # seconds between two beats
+SILENCE = 30.0  # seconds without a beat, after which a process is lost
+GRACE = 15.0  # seconds that a process has to end in order, once it knows that another one is lost
+LONGEST_PAUSE = 0.05  # seconds between two looks while waiting
+
+
+class Heart:
+    """One process's beat, and its view of those of the others.
+
+    Args:
+        store: shared by all processes, and empty when the first one starts.
+        rank: which process this is.
+        names: of all processes, for messages.
+        pids: of those that run on this machine, by rank.
+        prints: whether this process prints why it ends when no store says who does: one of each machine.
+        launched: whether a launcher, which is the parent, keeps watch over this process and the store.
+
+    Attributes:
+        interrupt: called while waiting; may raise.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, names: Sequence[str], pids: dict[int, int], *, prints: bool, launched: bool
+    ) -> None:
+        self.rank, self.names, self.interrupt = rank, list(names), _nothing
+        self._store, self._prints = store, prints
+        self._parent = os.getppid() if launched else None
+        self._problem: QuantizeError | None = None
+        self._ended = threading.Event()
+        self._others = [other for other in range(len(names)) if other != rank]
+        self._alive: dict[int, int] = {}  # pidfds
+        self._looked = time.monotonic()
+        for other, pid in pids.items():
+            if other != rank:
+                try:
+                    self._alive[other] = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    self._problem = self._problem or self._lost(other)
+        for work in (self._beat, self._guard):
+            threading.Thread(target=work, daemon=True).start()
+
+    def check(self) -> None:
+        """Raise if this process is to end: interrupted, or another one has failed or is lost."""
+        self.interrupt()
+        if self._problem is not None:
+            raise self._problem
+        if lost := self._dead():
+            raise self._lost(lost[0])
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Return when `done` says so; until then raise as `check` does."""
+        pause = 0.0002
+        while not done():
+            self.check()
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def wait_for(self, store: Store, keys: list[str]) -> None:
+        """Wait until all these keys are in a store."""
+
+        def there() -> bool:
+            try:
+                return bool(store.check(keys))
+            except RuntimeError as failure:  # torch's DistError
+                raise self._store_is_gone(failure) from None
+
+        try:
+            self.wait(there)
+        except QuantizeError:
+            # Whoever ends in order sends everything before it ends, and a failure is better news than a death.
+            if there():
+                return
+            raise
+
+    def explain(self, failure: RuntimeError) -> QuantizeError:
+        """Why a connection to other processes broke: who is lost, once that is known, else the failure itself."""
+        ending = time.monotonic() + SILENCE + 2 * BEAT
+        try:
+            self.wait(lambda: time.monotonic() > ending)
+        except QuantizeError as known:
+            return known
+        first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+        return QuantizeError(f"the connection to the other processes broke ({first}); {RESUME}")
+
+    def finish(self) -> None:
+        """This process has done its part."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"ended/{self.rank}", "")
+        self._ended.set()
+
+    def last_words(self, message: str, code: int) -> tuple[str | None, int]:
+        """See `Team.last_words`. A launcher interrupts all others when one has ended; that is not why they end."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending already
+        try:
+            if code in INTERRUPTED:
+                lost, failed = self._dead(), self._failure()
+                if failed is not None:
+                    code = failed
+                elif lost:
+                    message, code = str(self._lost(lost[0])), 1
+            first = bool(self._store.add("failures", 1) == 1)
+            if first:
+                self._store.set("failure", str(code))
+            self._store.set(f"ended/{self.rank}", "")
+            return message if first else None, code
+        except RuntimeError:  # the store is gone
+            return message if self._prints else None, code
+        finally:
+            self._ended.set()
+
+    def _beat(self) -> None:
+        beats, heard = 0, dict.fromkeys(self._others, ("", time.monotonic()))
+        self._store.set_timeout(timedelta(seconds=SILENCE))
+        while not self._ended.is_set():
+            try:
+                self._store.set(f"beat/{self.rank}", str(beats))
+                beats += 1
+                self._problem = self._problem or self._heard(heard)
+            except RuntimeError as failure:
+                self._problem = self._problem or self._store_is_gone(failure)
+            if self._parent is not None and os.getppid() != self._parent:
+                self._problem = self._problem or QuantizeError(
+                    f"{self.names[self.rank]}: the launcher, which started this process, is gone; {RESUME}"
+                )
+            self._looked = time.monotonic()
+            self._ended.wait(BEAT)
+
+    def _heard(self, heard: dict[int, tuple[str, float]]) -> QuantizeError | None:
+        """What the store says of the others; `heard` has the last beat of each, and when it came."""
+        if (code := self._failure()) is not None:
+            return PeerFailed(code)
+        for other, (last, when) in heard.items():
+            beat = self._store.get(f"beat/{other}").decode() if self._has(f"beat/{other}") else ""
+            now = time.monotonic()
+            if beat != last:
+                heard[other] = beat, now
+            elif now - when > SILENCE and not self._has(f"ended/{other}"):
+                return QuantizeError(
+                    f"{self.names[other]} has not been heard of for {SILENCE:.0f} s: is the machine down, or its "
+                    f"network? {RESUME}"
+                )
+        return None
+
+    def _guard(self) -> None:
+        """End this process when it cannot: a kernel or a connection may wait for a lost process for ever."""
+        known: float | None = None
+        while not self._ended.wait(1.0):
+            now = time.monotonic()
+            if self._problem is None and now - self._looked > SILENCE + BEAT:
+                self._problem = self._store_is_gone(TimeoutError())
+            known = now if known is None and self._problem is not None else known
+            if known is not None and now - known > GRACE:
+                problem = self._problem
+                if self._prints and not isinstance(problem, PeerFailed):
+                    print(f"quantize: {problem}", file=sys.stderr, flush=True)
+                os._exit(problem.exit_code if problem else 1)
+
+    def _dead(self) -> list[int]:
+        """The processes of this machine that ended, and neither finished nor failed."""
+        ended = [rank for rank, handle in self._alive.items() if select.select([handle], [], [], 0)[0]]
+        if not ended:
+            return []
+        try:
+            if (code := self._failure()) is not None:
+                raise PeerFailed(code)
+            return [rank for rank in ended if not self._has(f"ended/{rank}")]
+        except RuntimeError as failure:
+            raise self._store_is_gone(failure) from None
+
+    def _failure(self) -> int | None:
+        """The exit code of the process that failed first, None while none has."""
+        return int(self._store.get("failure")) if self._has("failure") else None
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def _lost(self, rank: int) -> QuantizeError:
+        return QuantizeError(f"{self.names[rank]} is gone: killed, or out of memory? {RESUME}")
+
+    def _store_is_gone(self, failure: Exception) -> QuantizeError:
+        return QuantizeError(
+            f"{self.names[self.rank]}: the store of the first machine's launcher does not answer "
+            f"({type(failure).__name__}): {self.names[0]} is gone, or the network; {RESUME}"
+        )
+
+
+def _nothing() -> None:
+    pass
