@@ -5,7 +5,8 @@ Every matmul keeps its shape, and sums over sequences or experts are added up in
 Processes only pass on rows that one of them has computed; nothing is ever added up on the way. That is why the bytes
 are those of one process.
 
-All processes call the same methods in the same order. Whatever waits raises `QuantizeError` when a process is lost, and `PeerFailed` when one has failed and printed why.
+All processes call the same methods in the same order. Whatever waits raises `QuantizeError` when a process is lost, and
+`PeerFailed` when one has failed and printed why.
 """
 
 from __future__ import annotations
