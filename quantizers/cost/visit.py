@@ -33,7 +33,8 @@ from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import DeviceMemory
 from quantizers.plan.units import rows_of_block
-from quantizers.run.quantized import Quantized, Written
+from quantizers.run.quantized import Quantized
+from quantizers.run.shards import Shards
 from quantizers.run.visit import Visit, Watch, pass_through
 from quantizers.solve import expert_sums, gram_engine, input_sums, norm_search, refine, rounding, token_weights
 from quantizers.system.residents import Residents
@@ -104,7 +105,7 @@ def count_visit(
             inputs="device" if memory.inputs else "memory",
             states="device" if memory.states else "memory",
         )
-        candidate = _Candidate(job, model, lanes[1], context, lengths, writer=_AtOnce())
+        candidate = Quantized(job, model, lanes[1], context, lengths, shards=_Shards(job, context, _AtOnce()))
         for lane in lanes:
             lane.left = lane.states(number)
         counting.lap("begin")
@@ -223,16 +224,15 @@ class _Lane(Lane):
         return Rows(None, self._lengths, width, dtype)
 
 
-class _Candidate(Quantized):
+class _Shards(Shards):
     """Writes nothing, and audits what it would have written."""
 
-    def _write(self, visit: Visit, tensors: Mapping[str, torch.Tensor], made: Held) -> Written:
+    def begin(self, visit: Visit, tensors: Mapping[str, torch.Tensor], made: Held) -> None:
         visit.watch.lap("pack")
-        written = super()._write(visit, tensors, made)
+        super().begin(visit, tensors, made)
         visit.watch.lap("audit")
-        return written
 
-    def _store(self, visit: Visit, tensors: Mapping[str, torch.Tensor]) -> ShardDigest:
+    def store(self, number: int, tensors: Mapping[str, torch.Tensor], kept: Mapping[str, str]) -> ShardDigest:
         return ShardDigest(bytes=0, sha256="", tensors="")
 
 

@@ -9,7 +9,7 @@ get the bytes that the journal has for it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
@@ -33,11 +33,12 @@ from quantizers.plan.job import Job
 from quantizers.recipe.schema import Stop
 from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError, Stopped
-from quantizers.system.progress import layer_line, peak_memory, progress
+from quantizers.system.progress import doing, layer_line, peak_memory, progress
 from stitch.audit.layer import written_from
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
-from .quantized import Quantized
+from .quantized import Quantized, of_shard
+from .shards import Shards, Written
 from .visit import Visit, device_memory_errors, shown, visits
 
 
@@ -75,26 +76,30 @@ def quantize_layers(
     for entry in entries:
         _refuse(entry, stop)
     lengths = [len(sequence) for sequence in tokens]
-    order = {"done": len(entries), "damaged": list(damaged), "lengths": lengths}
+    # With limits for each layer, a run that stops after one has not worked on the next.
+    order = {"done": len(entries), "damaged": list(damaged), "lengths": lengths, "ahead": 0 if stop else None}
     context.team.tell(order)
     with ExitStack() as stack:
         loop = _Loop(job, context, order, texts, stack, compensate_router)
         loop.begin(tokens)
         loop.go_on(entries)
         with progress("quantizing", layers, len(entries), "layer", trusted=1) as step:
-            for visit in stack.enter_context(closing(loop.visits())):
-                with device_memory_errors(visit.number):  # of the audit, which ran beside the visit
-                    written = loop.candidate.entry(visit)
-                entry = written | {
-                    "routed": loop.candidate.routed(data, visit.number),
-                    "held_out": visit.compared[0] if visit.compared else None,
-                    "peak_memory_bytes": peak_memory(context.device),
-                }
-                write_json(journal.layer_file(work, visit.number), entry)
-                journal.log(work, layer_line(entry))
-                entries.append(entry)
-                step(_note(entry))
-                _refuse(entry, stop)
+            visited: dict[int, dict[str, Any]] = {}  # whose shards are not on disk yet
+            for visit, written in loop.written(stack):
+                if visit is not None:
+                    visited[visit.number] = loop.candidate.entry(visit) | {
+                        "routed": loop.candidate.routed(data, visit.number),
+                        "held_out": visit.compared[0] if visit.compared else None,
+                        "peak_memory_bytes": peak_memory(context.device),
+                    }
+                for number, shard in written.items():
+                    entry = visited.pop(number) | of_shard(shard)
+                    write_json(journal.layer_file(work, number), entry)
+                    journal.log(work, layer_line(entry))
+                    entries.append(entry)
+                    loop.forget(number)
+                    step(_note(entry))
+                    _refuse(entry, stop)
         return loop.measured([entry["held_out"] for entry in entries])
 
 
@@ -105,8 +110,9 @@ def assist_layers(job: Job, context: Context, texts: Sequence[Text]) -> None:
         loop = _Loop(job, context, order, texts, stack, True)
         loop.begin(None)
         loop.go_on(())
-        for _ in stack.enter_context(closing(loop.visits())):
-            pass
+        for _, written in loop.written(stack):
+            for number in written:
+                loop.forget(number)
         loop.measured(())
 
 
@@ -129,7 +135,7 @@ class _Loop:
     ) -> None:
         use_one_arena()
         self.job, self.context, self.texts = job, context, texts
-        self.done, self.damaged = order["done"], order["damaged"]
+        self.done, self.damaged, self.ahead = order["done"], order["damaged"], order["ahead"]
         source, facts = job.opened, job.facts
         outside = hold(source, [action.source for action in job.plan.of_layer(None)])
         self.model = LayeredModel(outside, facts, job.sizes, context.device, forward_dtype(context.device))
@@ -157,7 +163,7 @@ class _Loop:
             self.lanes[1],
             context,
             order["lengths"],
-            writer=stack.enter_context(ThreadPoolExecutor(max_workers=1)),
+            shards=Shards(job, context, stack.enter_context(ThreadPoolExecutor(max_workers=1))),
             compensate_router=compensate_router,
         )
 
@@ -215,8 +221,9 @@ class _Loop:
             self.candidate.prepare(visit, layer)
         with self.candidate.layer(visit):
             pass
+        (shard,) = self.candidate.shards.finished(ahead=0).values()
         if team.leads:
-            made = self.candidate.entry(visit)
+            made = self.candidate.entry(visit) | of_shard(shard)
             for key, what in (("source", "the source's tensors have"), ("digest", "it gets")):
                 if made[key] != entries[number][key]:
                     raise QuantizeError(
@@ -226,8 +233,25 @@ class _Loop:
             print(f"layer {number}: its shard was made again, with the bytes that it had", file=sys.stderr)
         team.barrier()
 
-    def visits(self) -> Generator[Visit]:
-        """Visit the layers that are left."""
+    def written(self, stack: ExitStack) -> Iterator[tuple[Visit | None, dict[int, Written]]]:
+        """Each visit to the layers that are left, with the shards that are on disk since the one before it.
+
+        After the last visit comes None, with the rest of the shards.
+        """
+        for visit in stack.enter_context(closing(self._visits())):
+            with device_memory_errors(visit.number):  # of the audit, which ran beside the visit
+                doing("audit")
+                written = self.candidate.shards.finished(self.ahead)
+                visit.watch.lap("write")
+            yield visit, written
+        yield None, self.candidate.shards.finished(ahead=0)
+
+    def forget(self, number: int) -> None:
+        """Remove the held-out states that entered a layer, which is in the journal."""
+        for lane in self.lanes:
+            lane.forget(number)
+
+    def _visits(self) -> Generator[Visit]:
         yield from visits(
             self.job.opened,
             self.lanes[0],

@@ -182,6 +182,8 @@ def _evaluate(
                 entries.append(found)
                 if resumable:
                     write_json(journal(visit.number), finite(found))
+            for lane in lanes:
+                lane.forget(visit.number)
             step(f"layer {visit.number}")
     scores = score(lanes, held.texts, partial(shown, check=check, team=team), work if resumable else None, team)
     if not team.leads:

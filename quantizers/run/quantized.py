@@ -17,8 +17,7 @@ import contextlib
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,13 +38,10 @@ from quantizers.solve.solved import Solved
 from quantizers.system.progress import doing
 from quantizers.team.shared_memory import shared_memory
 from quantizers.team.team import ALONE, Team
-from stitch.audit.layer import LayerAudit, audit_layer, written_from
-from stitch.write.digests import ShardDigest
-from stitch.write.shard import kept_hashes, layer_tensors, write_shard
+from stitch.write.shard import layer_tensors
 
+from .shards import Shards, Written
 from .visit import Visit
-
-Written = tuple[ShardDigest, LayerAudit]
 
 
 class Quantized:
@@ -57,7 +53,7 @@ class Quantized:
         lane: its held-out states.
         context: where the work is done.
         lengths: calibration tokens of each sequence.
-        writer: one thread, which writes shards and audits them.
+        shards: writes and audits them in the background.
         compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
 
     Attributes:
@@ -75,11 +71,11 @@ class Quantized:
         context: Context,
         lengths: Sequence[int],
         *,
-        writer: Executor,
+        shards: Shards,
         compensate_router: bool = True,
     ) -> None:
         self.job, self.model, self.lane, self.context = job, model, lane, context
-        self._writer, self._compensate_router = writer, compensate_router
+        self.shards, self._compensate_router = shards, compensate_router
 
         def rows(place: Place, name: str, width: int, dtype: torch.dtype, team: Team = ALONE) -> Rows:
             path = context.work / f"{name}.bin" if place == "files" else None
@@ -94,7 +90,6 @@ class Quantized:
             make = partial(rows_in_common, context, lengths)
         self.recorded = recorded_rows(make, job.sizes, model.dtype, shared=shared)
         self._made: Held | None = None
-        self._writing: Future[Written] | None = None
         self._solved: dict[str, Any] = {}
 
     def embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
@@ -144,27 +139,8 @@ class Quantized:
         tensors = layer_tensors(job.plan, number, visit.source, solved, near=visit.there)
         self._made = held_tensors(visit.source, tensors.device, context.work / "output" / job.plan.shard_file(number))
         self._solved = _for_the_journal(solved)
-        if context.team.leads:
-            self._writing = self._writer.submit(self._write, visit, tensors.host, self._made)
+        self.shards.begin(visit, tensors.host, self._made)
         visit.watch.lap("pack")
-
-    def _write(self, visit: Visit, tensors: Mapping[str, torch.Tensor], made: Held) -> Written:
-        """Write a shard, then audit it; what the file holds is then known to be what is in memory.
-
-        Args:
-            tensors: on the CPU, for the file.
-            made: the same where the layer was solved.
-        """
-        digest = self._store(visit, tensors)
-        job, number = self.job, visit.number
-        audit = written_from(job.plan.of_layer(number))
-        audit_layer(number, job.facts, job.sizes, visit.there, made, device=self.context.device, audit=audit)
-        return digest, audit
-
-    def _store(self, visit: Visit, tensors: Mapping[str, torch.Tensor]) -> ShardDigest:
-        plan, number = self.job.plan, visit.number
-        path = self.context.work / "output" / plan.shard_file(number)
-        return write_shard(tensors, path, kept_hashes(plan, number, visit.source), plan.carried(number))
 
     @contextlib.contextmanager
     def layer(self, visit: Visit) -> Iterator[torch.nn.Module]:
@@ -188,22 +164,11 @@ class Quantized:
             self._finish(number, layer)
 
     def entry(self, visit: Visit) -> dict[str, Any]:
-        """The journal's entry of a layer whose visit is over, once its shard is on disk; rank 0 alone.
-
-        Raises:
-            QuantizeError: the shard could not be written, or holds other bytes than it was written with.
-        """
-        assert self._writing is not None
-        doing("audit")
-        digest, audit = self._writing.result()
-        visit.watch.lap("write")
+        """The journal's entry of a layer whose visit is over, as far as it is known before its shard is on disk."""
         return {
             "layer": visit.number,
             "shard": self.job.plan.shard_file(visit.number),
-            "digest": digest,
             "source": visit.source.digest(),
-            "audit": audit.as_dict(),
-            "closeness": _closeness(audit.by_expert),
             "seconds": visit.watch.seconds,
             **self._solved,
         }
@@ -241,6 +206,12 @@ def rows_in_common(context: Context, lengths: Sequence[int], name: str, width: i
         rows = Rows(memory, lengths, width, dtype)
     rows.path = None  # memory has nothing to be removed
     return rows
+
+
+def of_shard(written: Written) -> dict[str, Any]:
+    """What the journal's entry says of a layer's shard once that is on disk."""
+    digest, audit = written
+    return {"digest": digest, "audit": audit.as_dict(), "closeness": _closeness(audit.by_expert)}
 
 
 def _for_the_journal(solved: Solved | None) -> dict[str, Any]:

@@ -97,14 +97,14 @@ def visits(
         team: the processes that share the work.
 
     Yields:
-        Each visit once all lanes have passed through the layer. Asking for the next one says that all that is to be
-        kept of it is on disk: the states that entered the layer are removed. Close the iterator to stop reading ahead.
+        Each visit once all lanes have passed through the layer. Its tensors are valid until the next one is asked for.
+        Whoever has kept what is to be kept of a layer tells the lanes to forget the states that entered it. Close the
+        iterator to stop reading ahead.
 
     Raises:
         QuantizeError: an output is not finite, or the device's memory is full.
     """
     model = reference.model
-    lanes = [reference, *(candidate.lane for candidate in candidates)]
     parts = [layer_names(source, model.facts, number) for number in range(done, model.sizes["layers"])]
     with contextlib.closing(held_ahead(source, parts, team)) as ahead:
         for number in range(done, model.sizes["layers"]):
@@ -118,8 +118,6 @@ def visits(
                 pass_through(visit, reference, candidates, texts, team)
             del source
             yield visit
-            for lane in lanes:
-                lane.forget(number)
             # Who asked may still hold the visit, while the next bytes are read.
             visit.source = visit.there = visit.source.only(())
             release_free_memory()

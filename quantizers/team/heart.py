@@ -9,12 +9,13 @@ machine the kernel tells of a death at once (pidfd).
     beat/3      a number that grows
     ended/3     it has done its part, or failed: silence is no loss any more
     failures    how many have failed; the first one prints why
-    failure     its exit code, with which all others end, silently
+    failure     its exit code, with which all others end, its machine, and its line: other machines print it too
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -45,8 +46,9 @@ class Heart:
         store: shared by all processes, and empty when the first one starts.
         rank: which process this is.
         names: of all processes, for messages.
+        nodes: which machine each is on.
         pids: of those that run on this machine, by rank.
-        prints: whether this process prints why it ends when no store says who does: one of each machine.
+        prints: whether this process prints what all processes of its machine have to say: one of each machine.
         launched: whether a launcher, which is the parent, keeps watch over this process and the store.
 
     Attributes:
@@ -54,10 +56,18 @@ class Heart:
     """
 
     def __init__(
-        self, store: Store, rank: int, names: Sequence[str], pids: dict[int, int], *, prints: bool, launched: bool
+        self,
+        store: Store,
+        rank: int,
+        names: Sequence[str],
+        nodes: Sequence[int],
+        pids: dict[int, int],
+        *,
+        prints: bool,
+        launched: bool,
     ) -> None:
         self.rank, self.names, self.interrupt = rank, list(names), _nothing
-        self._store, self._prints = store, prints
+        self._store, self._node, self._prints = store, nodes[rank], prints
         self._parent = os.getppid() if launched else None
         self._problem: QuantizeError | None = None
         self._ended = threading.Event()
@@ -129,14 +139,18 @@ class Heart:
             if code in INTERRUPTED:
                 lost, failed = self._dead(), self._failure()
                 if failed is not None:
-                    code = failed
+                    code = failed[0]
                 elif lost:
                     message, code = str(self._lost(lost[0])), 1
-            first = bool(self._store.add("failures", 1) == 1)
-            if first:
-                self._store.set("failure", str(code))
+            line: str | None = message
+            if self._store.add("failures", 1) == 1:
+                self._store.set("failure", json.dumps([code, self._node, message]))
+            else:
+                failed = self._failure()
+                said_elsewhere = failed is not None and failed[1] != self._node
+                line = failed[2] if failed and said_elsewhere and self._prints else None
             self._store.set(f"ended/{self.rank}", "")
-            return message if first else None, code
+            return line, code
         except RuntimeError:  # the store is gone
             return message if self._prints else None, code
         finally:
@@ -161,8 +175,8 @@ class Heart:
 
     def _heard(self, heard: dict[int, tuple[str, float]]) -> QuantizeError | None:
         """What the store says of the others; `heard` has the last beat of each, and when it came."""
-        if (code := self._failure()) is not None:
-            return PeerFailed(code)
+        if (failed := self._failure()) is not None:
+            return PeerFailed(failed[0])
         for other, (last, when) in heard.items():
             beat = self._store.get(f"beat/{other}").decode() if self._has(f"beat/{other}") else ""
             now = time.monotonic()
@@ -195,15 +209,15 @@ class Heart:
         if not ended:
             return []
         try:
-            if (code := self._failure()) is not None:
-                raise PeerFailed(code)
+            if (failed := self._failure()) is not None:
+                raise PeerFailed(failed[0])
             return [rank for rank in ended if not self._has(f"ended/{rank}")]
         except RuntimeError as failure:
             raise self._store_is_gone(failure) from None
 
-    def _failure(self) -> int | None:
-        """The exit code of the process that failed first, None while none has."""
-        return int(self._store.get("failure")) if self._has("failure") else None
+    def _failure(self) -> tuple[int, int, str] | None:
+        """Of the process that failed first its exit code, its machine and its line; None while none has."""
+        return tuple(json.loads(self._store.get("failure"))) if self._has("failure") else None
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
@@ -213,8 +227,8 @@ class Heart:
 
     def _store_is_gone(self, failure: Exception) -> QuantizeError:
         return QuantizeError(
-            f"{self.names[self.rank]}: the store of the first machine's launcher does not answer "
-            f"({type(failure).__name__}): {self.names[0]} is gone, or the network; {RESUME}"
+            f"{self.names[self.rank]}: the launcher of {self.names[0]}, by which all find each other, does not answer "
+            f"({type(failure).__name__}): it is gone, or its machine, or the network; {RESUME}"
         )
 
 

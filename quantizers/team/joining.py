@@ -83,6 +83,7 @@ def meet(store: Store, rank: int, count: int, local: int, host: str) -> Distribu
         store,
         rank,
         [f"rank {other} of {count} on {place.host}" for other, place in enumerate(places)],
+        numbers,
         {other: place.pid for other, place in enumerate(places) if numbers[other] == numbers[rank]},
         prints=local == 0,
         launched="TORCHELASTIC_RUN_ID" in os.environ,

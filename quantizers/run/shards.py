@@ -1,0 +1,101 @@
+"""Shards are audited and written in the background, by the processes of the first machine in turn.
+
+One process writes a shard while it takes the texts through the quantized layer, and waits for it at the end of the
+visit. Of several, each is so much faster that writing would be what all wait for: there the others begin the next
+layers meanwhile, and whoever wrote the layer before them is waited for when its turn comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+
+import torch
+
+from quantizers.checkpoint.held import Held
+from quantizers.output.context import Context
+from quantizers.plan.job import Job
+from stitch.audit.layer import LayerAudit, audit_layer, written_from
+from stitch.write.digests import ShardDigest
+from stitch.write.shard import kept_hashes, write_shard
+
+from .visit import Visit
+
+Written = tuple[ShardDigest, LayerAudit]
+
+
+class Shards:
+    """Those of one process, and which of the others' are on disk.
+
+    Args:
+        job: what is written.
+        context: where.
+        writer: one thread.
+
+    Attributes:
+        ahead: how many shards may be on their way while the next layer is worked on.
+    """
+
+    def __init__(self, job: Job, context: Context, writer: Executor) -> None:
+        self.job, self.context, self._writer = job, context, writer
+        self.ahead = len(context.team.ranks_of(0)) - 1
+        self._begun: list[int] = []  # layers, in their order; the same in all processes
+        self._own: dict[int, tuple[Future[ShardDigest], Future[LayerAudit]]] = {}
+        self._known: dict[int, Written] = {}
+
+    def begin(self, visit: Visit, tensors: Mapping[str, torch.Tensor], made: Held) -> None:
+        """Let a shard be audited and written, if it is this process's turn.
+
+        Args:
+            tensors: on the CPU, for the file.
+            made: the same where the layer was solved.
+        """
+        self._begun.append(visit.number)
+        if visit.number % (self.ahead + 1) != self.context.team.rank:
+            return
+        source = visit.source
+        if self.ahead:  # the source's memory gets other bytes before the shard is on disk
+            kept = {name for name in tensors if name in source.tensors}
+            tensors = {name: tensor.clone() if name in kept else tensor for name, tensor in tensors.items()}
+        hashes = kept_hashes(self.job.plan, visit.number, source)
+        audit = self._writer.submit(self.audit, visit, made)
+        self._own[visit.number] = self._writer.submit(self.store, visit.number, tensors, hashes), audit
+
+    def audit(self, visit: Visit, made: Held) -> LayerAudit:
+        """Compare what is going to be in the file with the source."""
+        job, number = self.job, visit.number
+        audit = written_from(job.plan.of_layer(number))
+        audit_layer(number, job.facts, job.sizes, visit.there, made, device=self.context.device, audit=audit)
+        return audit
+
+    def store(self, number: int, tensors: Mapping[str, torch.Tensor], kept: Mapping[str, str]) -> ShardDigest:
+        """Write a shard; what the file holds is then known to be what is in memory, see `write_shard`."""
+        path = self.context.work / "output" / self.job.plan.shard_file(number)
+        return write_shard(tensors, path, kept, self.job.plan.carried(number))
+
+    def finished(self, ahead: int | None = None) -> dict[int, Written]:
+        """The layers whose shards are on disk since the last call, in their order; all processes call this.
+
+        Args:
+            ahead: how many may still be on their way; None for `self.ahead`.
+
+        Raises:
+            QuantizeError: a shard could not be written, or holds other bytes than it was written with.
+        """
+        ahead = self.ahead if ahead is None else ahead
+        due = self._begun[: max(len(self._begun) - ahead, 0)]
+        for _, audit in self._own.values():
+            audit.result()  # it reads the source's memory
+        own = {n: (f.result(), a.result()) for n, (f, a) in self._own.items() if n in due or f.done()}
+        for number in own:
+            del self._own[number]
+        team = self.context.team
+        for found in team.here.collect(own) if team.node == 0 else ():
+            self._known.update(found)
+        if team.node:  # nothing is written here
+            self._known.update(dict.fromkeys(due))  # type: ignore[arg-type]
+        done = {}
+        while self._begun and self._begun[0] in self._known:
+            number = self._begun.pop(0)
+            done[number] = self._known.pop(number)
+        return done
