@@ -3,6 +3,7 @@
 python tests/stopping.py run RECIPE --output DIR        or below torchrun
 STOP_AFTER_LAYER=N    rank 0 gets SIGTERM as soon as layer N is in the journal
 KILLED_RANK=N         rank N gets SIGKILL as it begins to solve the second layer
+KILLED_ATTEMPT=N      only when torchrun has started the processes N times before
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def die_in_the_second(*arguments: Any, **named: Any) -> Any:
 
 
 layer_loop.write_json = stop_after
-if os.environ.get("KILLED_RANK", "nobody") == os.environ.get("RANK"):
+attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+if os.environ.get("KILLED_RANK", "nobody") == os.environ.get("RANK") and (
+    os.environ.get("KILLED_ATTEMPT", attempt) == attempt
+):
     quantized.solve_layer = die_in_the_second
 
 if __name__ == "__main__":

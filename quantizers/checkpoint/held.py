@@ -307,7 +307,7 @@ def _same_everywhere(held: Held, team: Team) -> None:
     for name, digest in held.hashes.items():
         if first[name] != digest:
             raise CheckpointError(
-                f"{held.tensors[name].file}: {name} has other bytes on the machine of {team.name} than on that of "
+                f"{team.name}: {held.tensors[name].file}: {name} has other bytes than on the machine of "
                 "rank 0; copy the source there again"
             )
 

@@ -18,7 +18,7 @@ from quantizers.team.team import Team
 from . import bench, calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
 from .options import emit
 
-SEVERAL = {"run", "eval", "coverage"}  # commands that work with several processes, started by torchrun
+SEVERAL = {"run", "eval", "coverage"}  # commands that work with several processes
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -84,7 +84,7 @@ def main() -> None:
     try:
         with stoppable(), ordered():
             if launched() and not {*sys.argv[1:2]} <= SEVERAL:
-                raise InputError("only run, eval and coverage work with several processes; start this without torchrun")
+                raise InputError("only run, eval and coverage work with several processes; start this by itself")
             team = join()
             code = app(prog_name="quantize", standalone_mode=False, obj=team) or 0  # typer.Exit is returned as a code
             team.finish()

@@ -74,7 +74,7 @@ def run(
 ) -> None:
     """Quantize a checkpoint, stitch it, verify and measure it. Goes on by itself where it was cut off.
 
-    torchrun --nproc-per-node N -m quantizers run … does it with N processes: the same bytes, sooner.
+    torchrun --nproc-per-node N -m quantizers run … does it with N processes, on several machines too: the same bytes, sooner.
 
     Example: quantize run tiny-minimax-m2-fp8-int4 --output out/tiny
     """

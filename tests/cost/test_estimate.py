@@ -82,7 +82,7 @@ def test_needs_of_the_published_model(published_job: Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["README.md", "docs/long-runs-and-several-processes.md"])
+@pytest.mark.parametrize("file", ["README.md", "docs/long-runs.md"])
 def test_the_pages_have_the_figures_that_plan_prints(published_job: Job, file: str) -> None:
     """Of the shipped recipe, parts included: time and memory of one H100, counted."""
     job = published_job

@@ -12,7 +12,7 @@ from tiny import make
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
-from quantizers.forward import states as states_module
+from quantizers.forward import share as share_module
 from quantizers.forward.halves import attend, finish, observe
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import recorded_rows
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LayeredModel:
 
 @pytest.fixture
 def layer(model: LayeredModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
-    monkeypatch.setattr(states_module, "ROW_BLOCK", BLOCK)
+    monkeypatch.setattr(share_module, "ROW_BLOCK", BLOCK)
     with model.layer(0) as module:
         yield module
 

@@ -49,7 +49,7 @@ def test_units_cover_the_experts_in_their_order() -> None:
 
 def test_the_documents_table_is_what_the_program_does() -> None:
     """A row for each published model of each family, by its shape."""
-    page = (REPOSITORY / "docs" / "long-runs-and-several-processes.md").read_text()
+    page = (REPOSITORY / "docs" / "long-runs.md").read_text()
     for _, published in all_published():
         facts = architecture_for(published.config, "config.json")
         sizes = sizes_of(facts, published.config, "config.json")
