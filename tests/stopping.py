@@ -3,6 +3,7 @@
 python tests/stopping.py run RECIPE --output DIR        or below torchrun
 STOP_AFTER_LAYER=N    rank 0 gets SIGTERM as soon as layer N is in the journal
 KILLED_RANK=N         rank N gets SIGKILL as it begins to solve the second layer
+HALTED_RANK=N         rank N does not begin to solve the second layer, and waits for what happens
 KILLED_ATTEMPT=N      only when torchrun has started the processes N times before
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 from quantizers.cli import main as cli
@@ -33,7 +35,16 @@ def die_in_the_second(*arguments: Any, **named: Any) -> Any:
     return real_solve(*arguments, **named)
 
 
+def halt_in_the_second(*arguments: Any, **named: Any) -> Any:
+    while next(layers) >= 1:
+        named["check"]()
+        time.sleep(0.01)
+    return real_solve(*arguments, **named)
+
+
 layer_loop.write_json = stop_after
+if os.environ.get("HALTED_RANK", "nobody") == os.environ.get("RANK"):
+    quantized.solve_layer = halt_in_the_second
 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
 if os.environ.get("KILLED_RANK", "nobody") == os.environ.get("RANK") and (
     os.environ.get("KILLED_ATTEMPT", attempt) == attempt

@@ -79,7 +79,7 @@ def evaluate(
     where = str(opened[0].folder / "config.json")
     sizes = sizes_of(architecture_for(opened[0].config, where, own), opened[0].config, where)
     settings = begun_with(work / "evaluation", EVALUATION) if work else {}
-    use_threads(sizes, settings.get("threads"), team)
+    use_threads(sizes, team.tell(settings.get("threads")), team)
     advice = "give the same command again" + (" to go on" if work else "; with --work DIR it would go on")
     shared = shared_folder(work, team) if work is None else contextlib.nullcontext(work)
     with shared as folder, interruptible(advice) as check:

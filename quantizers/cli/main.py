@@ -116,7 +116,7 @@ def _end(team: Team, message: str, code: int) -> NoReturn:
         line = None  # before the processes knew each other: rank 0 says the same
     for one in line.split("\n") if line else ():  # a line for each mistake
         print(f"quantize: {one}", file=sys.stderr)
-    if process:
+    if team.several:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # torch's groups would wait for the processes that are lost

@@ -74,7 +74,7 @@ def run(
 ) -> None:
     """Quantize a checkpoint, stitch it, verify and measure it. Goes on by itself where it was cut off.
 
-    torchrun --nproc-per-node N -m quantizers run … does it with N processes, on several machines too: the same bytes, sooner.
+    torchrun --nproc-per-node N -m quantizers run … does it with N processes, on several machines too: the same bytes.
 
     Example: quantize run tiny-minimax-m2-fp8-int4 --output out/tiny
     """
@@ -120,7 +120,7 @@ def run(
             "not give the same bytes",
             file=sys.stderr,
         )
-    use_threads(job.sizes, begun_with(work_folder(output)).get("threads"), team)
+    use_threads(job.sizes, team.tell(begun_with(work_folder(output)).get("threads")), team)
     options = Options(
         output,
         choose_device(device, team),

@@ -127,7 +127,7 @@ class Distributed(Team):
                 f"--device, and each machine a GPU for each of its processes"
             )
         heads = [rank for rank in self.ranks if self._places[rank].local == 0]
-        self.join(*process_groups(device, heads, self.ranks[self.rank]))
+        self.join(*process_groups(PrefixStore("groups", self._store), device, heads, self.rank, self.count))
 
     def heed(self, interrupt: Callable[[], None]) -> Callable[[], None]:
         self._heart.interrupt = interrupt

@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]  # public all the same
 
 LONGEST = timedelta(days=7)  # a collective may wait for a layer; heart.py notices who is lost
 
 
 def process_groups(
-    device: torch.device, heads: Sequence[int], rank: int
+    store: Store, device: torch.device, heads: Sequence[int], rank: int, count: int
 ) -> tuple[ProcessGroup, torch.device, ProcessGroup | None]:
     """The group of all processes, the device on which it wants tensors, and the group of some of them.
 
     Args:
+        store: of all processes of this attempt: a launcher's own still has what an attempt before this one wrote.
         device: of this process.
         heads: the ranks that get a group of their own, where these are more than one and not all.
-        rank: of this process.
+        rank, count: of this process, and how many there are.
     """
     import torch
     import torch.distributed as torch_distributed
@@ -34,7 +35,7 @@ def process_groups(
     threads = torch.get_num_threads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on a CPU it sets threads of its own choice, and says so
-        PartialState(cpu=device.type == "cpu", timeout=LONGEST)
+        PartialState(cpu=device.type == "cpu", timeout=LONGEST, store=store, rank=rank, world_size=count)
     torch.set_num_threads(threads)
     everyone = torch_distributed.group.WORLD
     assert everyone is not None

@@ -86,6 +86,7 @@ class Heart:
     def check(self) -> None:
         """Raise if this process is to end: interrupted, or another one has failed or is lost."""
         self.interrupt()
+        self._problem = self._problem or self._orphaned()
         if self._problem is not None:
             raise self._problem
         if lost := self._dead():
@@ -96,6 +97,8 @@ class Heart:
         pause = 0.0002
         while not done():
             self.check()
+            if pause == LONGEST_PAUSE:
+                self._look_for_a_failure()  # which `_beat` sees too, but later
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -166,10 +169,7 @@ class Heart:
                 self._problem = self._problem or self._heard(heard)
             except RuntimeError as failure:
                 self._problem = self._problem or self._store_is_gone(failure)
-            if self._parent is not None and os.getppid() != self._parent:
-                self._problem = self._problem or QuantizeError(
-                    f"{self.names[self.rank]}: the launcher, which started this process, is gone; {RESUME}"
-                )
+            self._problem = self._problem or self._orphaned()
             self._looked = time.monotonic()
             self._ended.wait(BEAT)
 
@@ -203,14 +203,28 @@ class Heart:
                     print(f"quantize: {problem}", file=sys.stderr, flush=True)
                 os._exit(problem.exit_code if problem else 1)
 
+    def _look_for_a_failure(self) -> None:
+        try:
+            failed = self._failure()
+        except RuntimeError as failure:
+            raise self._store_is_gone(failure) from None
+        if failed is not None:
+            raise PeerFailed(failed[0])
+
+    def _orphaned(self) -> QuantizeError | None:
+        """The launcher ends its processes when it ends itself, unless it is killed."""
+        if self._parent is None or os.getppid() == self._parent:
+            return None
+        name = self.names[self.rank]
+        return QuantizeError(f"{name}: the launcher, which started this process, is gone; {RESUME}")
+
     def _dead(self) -> list[int]:
         """The processes of this machine that ended, and neither finished nor failed."""
         ended = [rank for rank, handle in self._alive.items() if select.select([handle], [], [], 0)[0]]
         if not ended:
             return []
+        self._look_for_a_failure()
         try:
-            if (failed := self._failure()) is not None:
-                raise PeerFailed(failed[0])
             return [rank for rank in ended if not self._has(f"ended/{rank}")]
         except RuntimeError as failure:
             raise self._store_is_gone(failure) from None

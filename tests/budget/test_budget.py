@@ -44,7 +44,7 @@ from quantizers.solve import expert_unit, gram_engine
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import InputError, OutputError, QuantizeError
 from quantizers.system.residents import Residents
-from quantizers.team.ranks import Ranks
+from quantizers.team.team import Team
 from stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
@@ -455,8 +455,10 @@ def test_another_budget_or_choice_is_refused(done: Any, tmp_path: Path, budgeted
     entry.write_text(json.dumps(changed))
     with pytest.raises(OutputError, match="holds an unfinished run with another schemes"):
         run(job, options)
+    two = Team()
+    two.count = 2
     with pytest.raises(InputError, match="a budget is measured by one process, and 2 were started"):
-        run(job, Options(tmp_path / "several", CPU, ranks=Ranks(0, 2)))
+        run(job, Options(tmp_path / "several", CPU, team=two))
 
 
 def test_plan_shows_candidates_before_and_the_choice_after(

@@ -25,7 +25,7 @@ from quantizers.device.devices import use_threads
 from quantizers.output import journal
 from quantizers.run import layer_loop
 from quantizers.system.errors import OutputError
-from quantizers.team.ranks import Ranks
+from quantizers.team.team import Team
 
 
 @pytest.fixture
@@ -62,11 +62,13 @@ def test_another_number_of_processes_keeps_the_threads(
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     torch.set_num_threads(int(given or 2))
+    team = Team()
+    team.count = processes
     if isinstance(wanted, str):
         with pytest.raises(OutputError, match=wanted):
-            use_threads(sizes, begun_with, Ranks(0, processes))
+            use_threads(sizes, begun_with, team)
         return
-    use_threads(sizes, begun_with, Ranks(0, processes))
+    use_threads(sizes, begun_with, team)
     assert torch.get_num_threads() == wanted
 
 

@@ -1,4 +1,4 @@
-"""Two machines, each with its own folder and its own copy of the source: here two launchers on two loopback addresses."""
+"""Two machines, each with its own folder and copy of the source: here two launchers on two loopback addresses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from quantizers.output import journal
 
 pytestmark = pytest.mark.slow
 JOB = {"layers": 3, "words": 60, "samples": 40}  # three blocks of rows: none of the processes is without
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+STOPPING = REPOSITORY / "tests" / "stopping.py"
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(STOPPING.parent)]),
+}
 
 
 def free_port() -> int:
@@ -45,21 +49,24 @@ class Machines:
         for own in self.folders:
             write_job(own, **JOB)
 
-    def start(self, each: int, *more: str, second: dict[str, str] | None = None) -> list[subprocess.Popen[bytes]]:
+    def start(
+        self, each: int, *more: str, second: dict[str, str] | None = None, **both: str
+    ) -> list[subprocess.Popen[bytes]]:
         """A launcher on each machine, with so many processes each; what they say goes to `log`.
 
         Args:
             second: what the second machine has in its environment.
+            both: what both have there.
         """
         port, launchers = free_port(), []
         for number, folder in enumerate(self.folders):
             command = [
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number)),
                 *("--nproc-per-node", str(each), "--master-addr", "127.0.0.1", "--master-port", str(port)),
-                *("--local-addr", f"127.0.0.{number + 1}", "-m", "quantizers", "run", "recipe.yaml"),
+                *("--local-addr", f"127.0.0.{number + 1}", str(STOPPING), "run", "recipe.yaml"),
                 *("--output", "output", *more),
             ]
-            own = ENVIRONMENT | ((second or {}) if number else {})
+            own = ENVIRONMENT | both | ((second or {}) if number else {})
             with (folder / "log").open("wb") as log:
                 launchers.append(
                     subprocess.Popen(
@@ -115,7 +122,7 @@ def test_two_machines_give_the_bytes_of_one_process(tmp_path: Path, whole: Path)
 def test_a_machine_is_lost(lost: int, tmp_path: Path, whole: Path) -> None:
     """Its launcher is killed: the processes of both end, with one line on the machine that is left. Then it goes on."""
     machines = Machines(tmp_path)
-    launchers = machines.start(1)
+    launchers = machines.start(1, HALTED_RANK="1")
     wait_for_a_layer(machines.folders[0] / "output", launchers)
     launchers[lost].send_signal(signal.SIGKILL)
     assert launchers[1 - lost].wait() == 1
@@ -178,10 +185,9 @@ def test_a_launcher_starts_them_again(tmp_path: Path, whole: Path) -> None:
     recipe = write_job(tmp_path, **JOB)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"),
-        *(str(REPOSITORY / "tests" / "stopping.py"), "run", str(recipe), "--output", str(tmp_path / "output")),
+        *(str(STOPPING), "run", str(recipe), "--output", str(tmp_path / "output")),
     ]
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "KILLED_RANK": "1", "KILLED_ATTEMPT": "0"}
+    own = ENVIRONMENT | {"KILLED_RANK": "1", "KILLED_ATTEMPT": "0"}
     done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "rank 1 of 2 on " in done.stderr

@@ -1,0 +1,164 @@
+"""What several processes make together is what one makes, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Finished
+from one_layer import EXPERTS, GROUP, assert_same, make_layer, silu
+from sets import write_set
+from team_threads import together
+
+from eval.coverage.measure import Question, measure_coverage
+from quantizers.checkpoint.reader import open_folder
+from quantizers.cli import main as cli
+from quantizers.device import determinism
+from quantizers.device.devices import choose_device
+from quantizers.output import journal
+from quantizers.plan.job import prepare
+from quantizers.recipe.schema import Awq, CoverageGate, Experts
+from quantizers.run.measure import measure
+from quantizers.run.options import Options
+from quantizers.run.pipeline import run
+from quantizers.solve.gram_engine import solve
+from quantizers.solve.solved import Solved
+from quantizers.system.errors import InputError, OutputError, QuantizeError
+from quantizers.system.residents import Residents
+from quantizers.team.team import ALONE, Team
+
+CPU = torch.device("cpu")
+
+
+def one_of(rank: int, count: int, local: int = 0) -> Team:
+    """A rank that is not connected to the others."""
+    team = Team()
+    team.rank, team.count, team.local = rank, count, local
+    return team
+
+
+@pytest.mark.parametrize("count", [2, 3, EXPERTS + 2])
+@pytest.mark.parametrize("unit", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"awq": False, "rounding": "nearest", "scales": "minmax"}])
+def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any]) -> None:
+    """Every rank gets what one process gets, bit for bit, the report's numbers and lines included."""
+    layer = make_layer(3)
+    settings = Experts(**({"group_size": GROUP, "awq": Awq(grid=8)} | options))
+
+    def work(team: Team) -> Solved:
+        return solve(
+            layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, activation=silu,
+            settings=settings, unit=unit, residents=Residents(2, unit, 0), team=team,
+        )  # fmt: skip
+
+    wanted = work(ALONE)
+    for got in together(count, work):
+        assert isinstance(got, Solved)
+        assert_same(got, wanted)
+        assert got.error == wanted.error
+        assert got.fallbacks == wanted.fallbacks
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_other_commands_are_for_one_process(
+    rank: int, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("sys.argv", ["quantize", "recipes", "list"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines
+    assert all(line.startswith("quantize: only run, eval and coverage work with several processes") for line in said)
+
+
+def test_the_librarys_engine_is_for_one_process(tmp_path: Path, write_recipe: Callable[..., Path]) -> None:
+    recipe = write_recipe(tmp_path, engine="llmcompressor")
+    options = Options(tmp_path / "output", CPU, team=one_of(0, 2))
+    with pytest.raises(InputError, match=r"recipe\.yaml: experts\.engine: llmcompressor works in one process"):
+        run(prepare(str(recipe)), options)
+
+
+def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_device("cpu", one_of(1, 2, 1)).type == "cpu"
+    monkeypatch.setattr(determinism, "settle_gpu", lambda: None)  # it would hold for all tests after this one
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **named: named["device"])
+    assert choose_device("auto", one_of(2, 4, 2)) == torch.device("cuda:2")
+    assert choose_device("cuda", one_of(2, 4, 2)) == torch.device("cuda:2")
+    assert choose_device("cuda:1", one_of(2, 4, 2)) == torch.device("cuda:1")
+    assert choose_device("cuda") == torch.device("cuda")
+
+
+def test_the_folder_is_held_until_the_last_has_ended(tmp_path: Path) -> None:
+    """A rank that still writes after rank 0 has died keeps a new run out; other machines have a lock of their own."""
+
+    def work(team: Team) -> None:
+        with journal.locked(tmp_path, team):
+            team.barrier()
+        if team.rank == 1:
+            with (
+                journal.locked(tmp_path, one_of(1, 2)),
+                pytest.raises(OutputError, match="is working here"),
+                journal.locked(tmp_path),
+            ):
+                pass
+
+    for nodes in (1, 2):
+        assert together(2, work, nodes) == [None, None]
+    with journal.locked(tmp_path):
+        pass
+
+
+def test_an_evaluation_by_several(finished: Finished, tmp_path: Path) -> None:
+    """The figures of one process; cut off in one of three, it goes on with two and then alone."""
+    source, candidate = open_folder(finished.source), open_folder(finished.folder)
+
+    def work(team: Team, folder: str, done: str | None = None) -> list[dict[str, Any]]:
+        def check() -> None:
+            if done and team.rank == team.count - 1 and (tmp_path / folder / done).exists():
+                raise QuantizeError("cut here")
+
+        return measure(
+            source, [candidate], finished.held_out, CPU, tmp_path / folder, check,
+            weights=True, resumable=True, team=team,
+        )  # fmt: skip
+
+    wanted = work(ALONE, "alone")
+    first, *others = together(2, lambda team: work(team, "two"))
+    assert first == wanted
+    assert others == [[]]
+    for count, done in ((3, "layer-00001.json"), (2, "layer-00002.json")):
+        ended = together(count, lambda team, done=done: work(team, "cut", done))
+        assert "cut here" in str(ended[-1])
+        assert (tmp_path / "cut" / done).exists()
+    assert work(ALONE, "cut") == wanted
+
+
+@pytest.mark.slow
+def test_long_texts_by_several(finished: Finished, tmp_path: Path) -> None:
+    """They have rows and figures of their own, which are those of one process too."""
+    source, candidate, data = open_folder(finished.source), open_folder(finished.folder), write_set(tmp_path)
+    (wanted,) = measure(source, [candidate], data, CPU, tmp_path / "alone")
+    assert wanted["long"]
+    first, *others = together(3, lambda team: measure(
+        source, [candidate], data, CPU, tmp_path / "three", team=team,
+    ))  # fmt: skip
+    assert first == [wanted]
+    assert others == [[], []]
+
+
+@pytest.mark.slow
+def test_coverage_by_several(finished: Finished, tmp_path: Path) -> None:
+    question = Question(str(finished.source), "main", False, (finished.calibration,), CoverageGate(), "")
+    wanted = measure_coverage(question, CPU, tmp_path)
+    for got in together(3, lambda team: measure_coverage(question, CPU, tmp_path, team)):
+        assert got == wanted
