@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -109,13 +108,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_machines_give_the_bytes_of_one_process(tmp_path: Path, whole: Path) -> None:
-    """With states in memory, then in files. The second machine keeps nothing of it."""
+    """With states in files, since memory is what one machine's processes share anyway. The second keeps nothing."""
     machines = Machines(tmp_path)
-    for more in ((), ("--states", "files")):
-        assert machines.run(2, *more) == [0, 0], machines.log()
-        assert_same(machines.folders[0] / "output", whole)
-        assert not (machines.folders[1] / "output").exists()
-        shutil.rmtree(machines.folders[0] / "output")
+    assert machines.run(2, "--states", "files") == [0, 0], machines.log()
+    assert_same(machines.folders[0] / "output", whole)
+    assert not (machines.folders[1] / "output").exists()
 
 
 @pytest.mark.parametrize("lost", [0, 1])
