@@ -97,6 +97,10 @@ class Held(Checkpoint):
                 stored[name] = tensor.to(device)
         return replace(self, stored=stored, buffer=moved)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the part's own memory, which gets other bytes when the part is emptied."""
+        return self.buffer is not None and _shares(tensor, self.buffer)
+
     def empty(self) -> None:
         """Forget the tensors, since their memory gets other bytes. Names, hashes and the digest stay."""
         self.stored.clear()

@@ -55,8 +55,7 @@ class Shards:
             return
         source = visit.source
         if self.ahead:  # the source's memory gets other bytes before the shard is on disk
-            kept = {name for name in tensors if name in source.tensors}
-            tensors = {name: tensor.clone() if name in kept else tensor for name, tensor in tensors.items()}
+            tensors = {name: tensor.clone() if source.holds(tensor) else tensor for name, tensor in tensors.items()}
         hashes = kept_hashes(self.job.plan, visit.number, source)
         audit = self._writer.submit(self.audit, visit, made)
         self._own[visit.number] = self._writer.submit(self.store, visit.number, tensors, hashes), audit

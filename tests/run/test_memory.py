@@ -23,7 +23,7 @@ from live_bytes import Alive
 from safetensors.torch import save_file
 
 from quantizers.checkpoint import held
-from quantizers.forward import states
+from quantizers.forward import share
 from quantizers.plan import units
 from quantizers.plan.job import prepare
 from quantizers.plan.states import calibration_bytes
@@ -215,7 +215,7 @@ def test_what_is_alive_does_not_grow_with_the_number_of_tokens(
 
     of all else by less than a state takes.
     """
-    monkeypatch.setattr(states, "ROW_BLOCK", SEQUENCE)  # so that blocks of rows are full
+    monkeypatch.setattr(share, "ROW_BLOCK", SEQUENCE)  # so that blocks of rows are full
     monkeypatch.setattr(units, "CPU_ROWS", 8 * SEQUENCE)  # and those of the sums as well
     few, many = living(1, 9), living(1, 36)
     more = (36 - 9) * SEQUENCE
