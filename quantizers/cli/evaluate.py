@@ -82,7 +82,8 @@ def evaluate(
     use_threads(sizes, team.tell(settings.get("threads")), team)
     advice = "give the same command again" + (" to go on" if work else "; with --work DIR it would go on")
     shared = shared_folder(work, team) if work is None else contextlib.nullcontext(work)
-    with shared as folder, interruptible(advice) as check:
+    with shared as folder, interruptible(advice) as interrupt:
+        check = team.heed(interrupt)
         results = measure(
             opened[0], opened[1:], data_set, choose_device(device, team), folder / "evaluation", check,
             weights=True, resumable=work is not None, trust_remote_code=trust_remote_code, team=team, own=own,
