@@ -2,6 +2,7 @@
 
 python tests/stopping.py run RECIPE --output DIR        or below torchrun
 STOP_AFTER_LAYER=N    rank 0 gets SIGTERM as soon as layer N is in the journal
+STOP_AFTER_MEASURING=N  the same as soon as layer N is measured for a budget
 KILLED_RANK=N         rank N gets SIGKILL as it begins to solve the second layer
 HALTED_RANK=N         rank N does not begin to solve the second layer, and waits for what happens
 KILLED_ATTEMPT=N      only when torchrun has started the processes N times before
@@ -12,20 +13,22 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from typing import Any
 
+from quantizers.budget import measure
 from quantizers.cli import main as cli
 from quantizers.device import devices
 from quantizers.run import layer_loop, quantized
 
 devices.SMALL_LAYER = 0
-real, last = layer_loop.write_json, int(os.environ.get("STOP_AFTER_LAYER", "-1"))
+real = layer_loop.write_json
 real_solve, layers = quantized.solve_layer, iter(range(1_000_000))
 
 
-def stop_after(path: Any, entry: Any) -> None:
+def stop_after(last: int, path: Any, entry: Any) -> None:
     real(path, entry)
-    if entry.get("layer") == last:
+    if isinstance(entry, dict) and entry.get("layer") == last:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -42,7 +45,8 @@ def halt_in_the_second(*arguments: Any, **named: Any) -> Any:
     return real_solve(*arguments, **named)
 
 
-layer_loop.write_json = stop_after
+layer_loop.write_json = partial(stop_after, int(os.environ.get("STOP_AFTER_LAYER", "-1")))
+measure.write_json = partial(stop_after, int(os.environ.get("STOP_AFTER_MEASURING", "-1")))
 if os.environ.get("HALTED_RANK", "nobody") == os.environ.get("RANK"):
     quantized.solve_layer = halt_in_the_second
 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")

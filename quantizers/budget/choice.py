@@ -31,16 +31,13 @@ def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Con
         tokens: of the calibration samples; None in all ranks except 0.
 
     Raises:
-        InputError: several processes, and nothing has been measured yet.
         OutputError: the unfinished run has made another choice.
     """
-    from .measure import measure_schemes, refuse_processes
+    from .measure import measure_schemes
 
     assert job.allocation is not None
-    schemes = None
-    if tokens is not None:
-        refuse_processes(context.team.count, context.work, job.sizes.moe_layers)
-        entries = measure_schemes(job, tokens, context)
+    schemes, entries = None, measure_schemes(job, tokens, context)
+    if entries is not None:
         schemes = job.allocation.spell(chosen_candidates(job.allocation, entries))
         journal.refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
     return replace(job, plan=job.plan.with_schemes(context.team.tell(schemes)))

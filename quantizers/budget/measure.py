@@ -22,12 +22,12 @@ then has up to twice the KL per disturbance, and so would the half of that. On t
 which is within the tolerance; where KL saturates it tends to 4 times.)
 
     schemes/00003.json        layer 3 is measured, or passed if it has no experts
-    schemes/states-00004.bin  states entering layer 4: the source's, the source's at the branches' tokens, then the
-                              branches of layers 0 to 3
+    schemes/states-00004.bin  states entering layer 4, with the branches of layers 0 to 3, see branches.py
     schemes/kl.json           KL of every branch; written last
 
-All states pass through a layer without experts, and none branches off there. One process measures. An interrupted
-measurement resumes as the run itself does.
+All states pass through a layer without experts, and none branches off there. Several processes deal out sequences,
+probes and units of experts, and pass on what they have computed once a layer: every figure is that of one process, and
+so is rank 0's file of the states. So whoever goes on with an interrupted measurement may be another number of them.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eval.fidelity.logits import log_probabilities
 from quantizers.architectures.matrices import MATRICES
 from quantizers.checkpoint.held import Held, held_ahead, hold, layer_names
 from quantizers.device.allocator import release_free_memory, use_one_arena
 from quantizers.device.devices import forward_dtype
 from quantizers.device.kind import accelerated
+from quantizers.forward.lane import embed
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import recorded_rows
 from quantizers.forward.states import Rows
@@ -54,106 +55,122 @@ from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.units import rows_of_block, unit_of_experts
 from quantizers.system.atomic import write_json
-from quantizers.system.errors import InputError, QuantizeError
-from quantizers.system.progress import Step, progress
+from quantizers.system.errors import QuantizeError
+from quantizers.system.progress import Step
+from quantizers.team.shown import shown
 
+from .branches import Branches, pass_on
+from .divergence import divergences
 from .measurements import FOLDER, entry_file, read_measurements
-from .output_errors import ALL_THREE, scheme_errors
+from .output_errors import ALL_THREE, SchemeErrors, scheme_errors
 
 MEASURED_EXPERTS = 32  # of each layer, at most; their errors are scaled up to all
-BRANCH_TOKENS, BRANCH_LENGTH = 8192, 512  # tokens of a branch, and of one of its sequences, at most
 BFLOAT16_FACTOR = 2  # errors are enlarged by this in branches that are computed in bfloat16
-HALF_EVERY = 4  # every fourth sequence of a branch is also run with half the error
-LOGIT_ROWS = 256  # positions whose logits are held at a time
 
 
-def measure_schemes(job: Job, tokens: Sequence[torch.Tensor], context: Context) -> list[dict[str, Any]]:
-    """Measure all layers, or those that are left.
+def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context) -> list[dict[str, Any]] | None:
+    """Measure all layers, or those that are left. All processes of a run call this.
 
     Args:
-        tokens: the calibration samples (T,) int64.
-        context: of the only process.
+        tokens: the calibration samples (T,) int64; None in all ranks except 0.
 
     Returns:
-        See `read_measurements`.
+        See `read_measurements`; None in all ranks except 0.
 
     Raises:
-        QuantizeError: states or logits are not finite.
+        QuantizeError: states or logits are not finite, or there is no room for them.
     """
-    layers, work, check = job.sizes["layers"], context.work, context.check
-    found = read_measurements(work, job.sizes.moe_layers)
-    if found is not None:
-        _remove(work)  # a walk may have been interrupted just after it wrote its last file
+    layers, work, team = job.sizes["layers"], context.work, context.team
+    found = read_measurements(work, job.sizes.moe_layers) if team.leads else None
+    if team.tell(found is not None):
+        if team.leads:
+            _remove(work)  # a walk may have been interrupted just after it wrote its last file
         return found
     use_one_arena()
-    (work / FOLDER).mkdir(exist_ok=True)
+    team.here.in_turn(partial((work / FOLDER).mkdir, exist_ok=True))
     source, facts = job.opened, job.facts
     outside = hold(source, (facts.embedding, facts.final_norm, facts.head))
     model = LayeredModel(outside, facts, job.sizes, context.device, forward_dtype(context.device))
-    done = next((n for n in range(layers) if not entry_file(work, n).exists()), layers)
-    walk = _Walk(job, model, tokens, work, done)
-    ahead = held_ahead(source, [layer_names(source, facts, number) for number in range(done, layers)])
-    with progress("measuring", layers, done, "layer") as step, contextlib.closing(ahead):
+    done = team.tell(next((n for n in range(layers) if not entry_file(work, n).exists()), layers))
+    walk = _Walk(job, model, tokens, context, done)
+    ahead = held_ahead(source, [layer_names(source, facts, number) for number in range(done, layers)], team)
+    showing = shown("measuring", layers, done, context.check, team, unit="layer")
+    with showing as step, contextlib.closing(ahead):
         for number in range(done, layers):
-            check()
+            context.check()
             measured = walk.layer if number not in job.sizes.dense else walk.dense_layer
-            measured(number, next(ahead), check, step)
-    write_json(work / FOLDER / "kl.json", walk.divergences(check))
-    _remove(work)
-    entries = read_measurements(work, job.sizes.moe_layers)
-    assert entries is not None
-    return entries
+            measured(number, next(ahead), step)
+    kl = divergences(model, walk.states, walk.layout, len(job.sizes.moe_layers), context.check, team)
+    if team.leads:
+        write_json(work / FOLDER / "kl.json", kl)
+    team.here.barrier()  # all have read the states
+    if team.here.leads:
+        _remove(work)
+    return read_measurements(work, job.sizes.moe_layers) if team.leads else None
 
 
 class _Walk:
     """The states of the source and of all branches, from layer to layer."""
 
-    def __init__(self, job: Job, model: LayeredModel, tokens: Sequence[torch.Tensor], work: Path, done: int) -> None:
+    def __init__(
+        self, job: Job, model: LayeredModel, tokens: Sequence[torch.Tensor] | None, context: Context, done: int
+    ) -> None:
         assert job.allocation is not None
-        self.job, self.model, self.work = job, model, work
+        team = context.team
+        self.job, self.model, self.work, self.team, self.check = job, model, context.work, team, context.check
         self.schemes = job.allocation.candidates
-        self.lengths = [len(t) for t in tokens]
-        self.probes = branch_sequences(self.lengths)
-        self.halved = range(0, len(self.probes), HALF_EVERY)
-        self.branch_lengths = [min(self.lengths[i], BRANCH_LENGTH) for i in self.probes]
-        if done and not self._file(done).exists():
+        self.layout = Branches(team.tell([len(sequence) for sequence in tokens or ()]))
+        self.sequences, self.probes = (team.share(len(items)) for items in (self.layout.lengths, self.layout.probes))
+        if team.leads and done and not self._file(done).exists():
             raise QuantizeError(
                 f"{self._file(done)}: is gone, and with it what the next layer reads; start over with --fresh"
             )
+        if team.node and team.here.leads:
+            _remove(self.work)  # which a kill may have left
         self.states = self._rows(done)
-        if done == 0:
-            table = model.embedding()
-            for i, sequence in enumerate(tokens):
-                self.states[i] = table[sequence.to(model.device)]
-            for k, i in enumerate(self.probes):
-                self.states[self._place(0, k)] = self.states[i][: self.branch_lengths[k]]
+        if done:
+            team.heads.broadcast(self.states.flat)
+        else:
+            self._embed(tokens)
+        team.here.barrier()
 
         def rows(name: str, width: int, dtype: torch.dtype) -> Rows:
-            return Rows(work / FOLDER / f"{name}.bin", self.lengths, width, dtype)
+            return self._shared(self.work / FOLDER / f"{name}.bin", self.layout.lengths, width, dtype)
 
-        self.recorded = recorded_rows(rows, job.sizes, model.dtype)
+        self.recorded = recorded_rows(rows, job.sizes, model.dtype, shared=True)
+
+    def _embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
+        """Fill the states that enter layer 0, once on each machine."""
+        layout = self.layout
+        together = torch.cat(list(tokens)) if tokens else torch.empty(sum(layout.lengths), dtype=torch.int64)
+        self.team.broadcast(together)
+        if self.team.here.leads:
+            texts = torch.split(together, list(layout.lengths))
+            probes = [texts[i][:length] for i, length in zip(layout.probes, layout.probe_lengths, strict=True)]
+            embed(self.model, [*texts, *probes], self.states)
 
     def _file(self, layer: int) -> Path:
         return self.work / FOLDER / f"states-{layer:05d}.bin"
 
-    def _place(self, branch: int, number: int) -> int:
-        """Where a branch's n-th sequence lies, halves last: branch 0 is the source's, then come layers with experts."""
-        before = len(self.halved) * max(branch - 1, 0)
-        return len(self.lengths) + branch * len(self.probes) + before + number
-
-    def _sequences(self, branch: int) -> list[tuple[int, int]]:
-        """The sequences of a branch: which of the probes each one is, and where it lies."""
-        probes = [*range(len(self.probes)), *self.halved]
-        return [(k, self._place(branch, n)) for n, k in enumerate(probes)]
+    def _branches(self, layer: int) -> int:
+        """How many branches enter a layer."""
+        return sum(number < layer for number in self.job.sizes.moe_layers)
 
     def _rows(self, layer: int) -> Rows:
-        """States entering a layer: the source's sequences, then the branches of the layers before it."""
-        branch = [*self.branch_lengths, *(self.branch_lengths[k] for k in self.halved)]
-        before = sum(number < layer for number in self.job.sizes.moe_layers)
-        lengths = [*self.lengths, *self.branch_lengths, *branch * before]
-        return Rows(self._file(layer), lengths, self.job.sizes["hidden"], self.model.dtype)
+        """States entering a layer."""
+        lengths = self.layout.all_lengths(self._branches(layer))
+        return self._shared(self._file(layer), lengths, self.job.sizes["hidden"], self.model.dtype)
 
-    def dense_layer(self, number: int, source: Held, check: Callable[[], None], step: Step) -> None:
+    def _shared(self, path: Path, lengths: Sequence[int], width: int, dtype: torch.dtype) -> Rows:
+        """Rows in a file that the processes of a machine have in common."""
+        return self.team.here.in_turn(lambda: Rows(path, lengths, width, dtype))
+
+    def _own(self, layer: int) -> list[int]:
+        """The states entering a layer that this process takes through it."""
+        runs = self.layout.runs(self.sequences, self.probes, self._branches(layer))
+        return [place for run in runs for place in run]
+
+    def dense_layer(self, number: int, source: Held, step: Step) -> None:
         """Take the source and all branches through a layer without experts.
 
         Args:
@@ -161,81 +178,58 @@ class _Walk:
         """
         started, following = time.monotonic(), self._rows(number + 1)
         with self.model.layer(number, source) as layer:
-            for i in range(len(self.states)):
+            for i in self._own(number):
                 following[i] = self.model.run(layer, self.states[i])[0]
-                check()
-        following.flush()
-        seconds = time.monotonic() - started
-        write_json(entry_file(self.work, number), {"layer": number, "seconds": seconds})
-        self._go_on(following)
+                self.check()
+        seconds = self._go_on(number, following, {"layer": number}, started)
         step(f"{seconds:.1f} s, no experts")
 
-    def _go_on(self, following: Rows) -> None:
-        self.states.remove()
+    def _go_on(self, number: int, following: Rows, entry: dict[str, Any], started: float) -> float:
+        """Write what was found in a layer, once the states that leave it are on disk; the seconds since `started`."""
+        pass_on(following, self.layout, self._branches(number + 1), self.team)
+        seconds = time.monotonic() - started
+        if self.team.leads:
+            following.flush()
+            seconds = time.monotonic() - started
+            write_json(entry_file(self.work, number), entry | {"seconds": seconds})
+        if self.team.here.leads:
+            self.states.remove()
         self.states = following
         release_free_memory()
+        return seconds
 
-    def layer(self, number: int, source: Held, check: Callable[[], None], step: Step) -> None:
+    def layer(self, number: int, source: Held, step: Step) -> None:
         """Measure a layer, take the source and all branches through it, and start its own branch.
 
         Args:
             source: the layer's tensors.
         """
-        started, model, facts = time.monotonic(), self.model, self.job.facts
-        following = self._rows(number + 1)
+        started, model, sizes = time.monotonic(), self.model, self.job.sizes
+        following, own, compared = self._rows(number + 1), self._own(number), set(self.layout.probes)
         with model.layer(number, source) as layer:
-            for i in range(len(self.states)):
+            for i in own:
                 residual = model.attend(layer, self.states[i])
                 following[i] = residual
-                if i < len(self.lengths):
+                if i < len(self.layout.lengths):
                     self.recorded.put(self.recorded.sequence(i), model.route(layer, residual))
-                check()
-            experts: Any = layer.get_submodule(facts.modules.experts)
-            norm = (
-                source.tensor(facts.layer(number, facts.norm.tensor)).to(model.device) if self.job.plan.folds else None
-            )
-            sizes, accelerator = self.job.sizes, accelerated(model.device)
-            count = min(MEASURED_EXPERTS, sizes["experts"])
-            found = scheme_errors(
-                self.recorded.blocks(model.device, rows_of_block(accelerator), check),
-                experts.gate_up_proj.data,
-                experts.down_proj.data,
-                norm=norm,
-                offset=facts.norm.offset,
-                activation=experts.act_fn,
-                settings=self.job.recipe.experts,
-                schemes=self.schemes,
-                experts=count,
-                unit=unit_of_experts(accelerator, sizes["hidden"], sizes["width"]),
-                compared=[self.recorded.at(self.recorded.sequence(i), model.device) for i in self.probes],
-            )
-            power, compared = 0.0, set(self.probes)
-            for i in range(len(self.states)):
+                self.check()
+            self.recorded.complete(self.team, self._rows_of)
+            experts: Any = layer.get_submodule(self.job.facts.modules.experts)
+            found = self._errors(number, experts, source)
+            power = dict[int, float]()
+            for i in own:
                 output = model.finish(layer, following[i])[0]
                 if i in compared:
-                    power += float(output.float().square().sum(dtype=torch.float64))
+                    power[i] = float(output.float().square().sum(dtype=torch.float64))
                 following[i] = output
-                check()
-            enlarged = math.sqrt(self.job.sizes["experts"] / count) * (
-                BFLOAT16_FACTOR if model.dtype == torch.bfloat16 else 1
-            )
-            exact = [w.data[:count].clone() for w in (experts.gate_up_proj, experts.down_proj)]
-            moved, size = list[float](), list[float]()
-            for n, (k, place) in enumerate(self._sequences(1 + self.job.sizes.moe_layers.index(number))):
-                if n in (0, len(self.probes)):
-                    self._disturb(experts, exact, found.coarsest, enlarged if n == 0 else enlarged / 2)
-                output = model.run(layer, self.states[self._place(0, k)])[0]
-                following[place] = output
-                plain = following[self._place(0, k)].to(output.device).float()
-                moved.append(float((output.float() - plain).square().sum(dtype=torch.float64)))
-                size.append(float(plain.square().sum(dtype=torch.float64)))
-                check()
-        if not math.isfinite(power):
+                self.check()
+            disturbance = self._branch_off(number, layer, experts, found, following)
+        size = sum(value for part in self.team.collect(power) for value in part.values())
+        if not math.isfinite(size):
             raise QuantizeError(f"layer {number}: its output is not finite in the source itself; nothing to measure by")
-        share = count / self.job.sizes["experts"] * power
+        count = len(found.coarsest[0])
+        share = count / sizes["experts"] * size
         errors = {str(s): {name: value / share for name, value in row.items()} for s, row in found.lost.items()}
-        disturbance = self.parts(moved, size)
-        following.flush()
         entry = {
             "layer": number,
             "experts": count,
@@ -243,12 +237,60 @@ class _Walk:
             "halved": {part: disturbance[part] for part in ("some", "half")},
             "error": {scheme: row[ALL_THREE] for scheme, row in errors.items()},
             "by_matrix": {scheme: {m: row[m] for m in MATRICES} for scheme, row in errors.items()},
-            "seconds": time.monotonic() - started,
         }
-        write_json(entry_file(self.work, number), entry)
         del found
-        self._go_on(following)
-        step(f"{entry['seconds']:.1f} s, error {next(iter(errors.values()))[ALL_THREE] ** 0.5:.4f}")
+        seconds = self._go_on(number, following, entry, started)
+        step(f"{seconds:.1f} s, error {next(iter(errors.values()))[ALL_THREE] ** 0.5:.4f}")
+
+    def _rows_of(self, rank: int) -> tuple[int, int]:
+        """First and last (exclusive) row of the calibration sequences that a process takes through the layers."""
+        sequences, offsets = self.team.share(len(self.layout.lengths), rank), self.recorded.x.share.offsets
+        return offsets[sequences.start], offsets[sequences.stop]
+
+    def _errors(self, number: int, experts: Any, source: Held) -> SchemeErrors:
+        """What each candidate would do to a layer, of which everything is recorded."""
+        job, model, recorded = self.job, self.model, self.recorded
+        norm = source.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None
+        sizes, accelerator = job.sizes, accelerated(model.device)
+        return scheme_errors(
+            recorded.blocks(model.device, rows_of_block(accelerator), self.check),
+            experts.gate_up_proj.data,
+            experts.down_proj.data,
+            norm=None if norm is None else norm.to(model.device),
+            offset=job.facts.norm.offset,
+            activation=experts.act_fn,
+            settings=job.recipe.experts,
+            schemes=self.schemes,
+            experts=min(MEASURED_EXPERTS, sizes["experts"]),
+            unit=unit_of_experts(accelerator, sizes["hidden"], sizes["width"]),
+            compared=[recorded.at(recorded.sequence(i), model.device) for i in self.layout.probes],
+            team=self.team,
+        )
+
+    def _branch_off(
+        self, number: int, layer: torch.nn.Module, experts: Any, found: SchemeErrors, following: Rows
+    ) -> dict[str, float]:
+        """Start a layer's branch; its disturbance, see `Branches.parts`. Changes the layer's experts."""
+        model, layout, count = self.model, self.layout, len(found.coarsest[0])
+        enlarged = math.sqrt(self.job.sizes["experts"] / count) * (
+            BFLOAT16_FACTOR if model.dtype == torch.bfloat16 else 1
+        )
+        exact = [w.data[:count].clone() for w in (experts.gate_up_proj, experts.down_proj)]
+        halves = {layout.number_of_half(k): k for k in self.probes if k in layout.halved}
+        moved, size, branch = dict[int, float](), dict[int, float](), self._branches(number) + 1
+        for factor, sequences in ((enlarged, {k: k for k in self.probes}), (enlarged / 2, halves)):
+            self._disturb(experts, exact, found.coarsest, factor)
+            for n, k in sequences.items():
+                output = model.run(layer, self.states[layout.place(0, k)])[0]
+                following[layout.place(branch, n)] = output
+                plain = following[layout.place(0, k)].to(output.device).float()
+                moved[n] = float((output.float() - plain).square().sum(dtype=torch.float64))
+                size[n] = float(plain.square().sum(dtype=torch.float64))
+                self.check()
+        for others_moved, others_size in self.team.collect((moved, size)):
+            moved |= others_moved
+            size |= others_size
+        return layout.parts(moved, size)
 
     @staticmethod
     def _disturb(experts: Any, exact: Sequence[torch.Tensor], coarsest: Sequence[torch.Tensor], factor: float) -> None:
@@ -256,68 +298,8 @@ class _Walk:
         for weight, own, stored in zip((experts.gate_up_proj, experts.down_proj), exact, coarsest, strict=True):
             weight.data[: len(own)] = own.lerp(stored.to(own.device), factor)
 
-    def parts(self, values: Sequence[float], sizes: Sequence[float]) -> dict[str, float]:
-        """Σ values / Σ sizes of a branch: of `all` sequences, of `some` also run with half the error, and `half`."""
-        parts = {"all": range(len(self.probes)), "some": self.halved, "half": range(len(self.probes), len(values))}
-        totals = {name: (sum(values[n] for n in part), sum(sizes[n] for n in part)) for name, part in parts.items()}
-        return {name: value / size if size > 0 else 0.0 for name, (value, size) in totals.items()}
-
-    def divergences(self, check: Callable[[], None]) -> list[dict[str, float]]:
-        """Mean KL(source || branch) of each layer's branch in nats, see `parts`."""
-        head = self.model.head()
-        branches = [self._sequences(1 + place) for place in range(len(self.job.sizes.moe_layers))]
-        totals = [[0.0] * len(branch) for branch in branches]
-        for k in range(len(self.probes)):
-            source = self.states[self._place(0, k)]
-            others = [
-                (total, n, self.states[place])
-                for total, branch in zip(totals, branches, strict=True)
-                for n, (probe, place) in enumerate(branch)
-                if probe == k
-            ]
-            for start in range(0, len(source), LOGIT_ROWS):
-                rows = slice(start, start + LOGIT_ROWS)
-                expected = log_probabilities(self.model.final(source[rows]), head)
-                for total, n, states in others:
-                    log = log_probabilities(self.model.final(states[rows]), head)
-                    total[n] += float((expected.exp() * (expected - log)).sum(dtype=torch.float64))
-                check()
-        if not all(math.isfinite(value) for total in totals for value in total):
-            raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
-        rows_of = [self.branch_lengths[k] for k, _ in self._sequences(0)]
-        return [self.parts(total, rows_of) for total in totals]
-
 
 def _remove(work: Path) -> None:
     """Delete the files that only a walk needs."""
     for path in (work / FOLDER).glob("*.bin"):
         path.unlink()
-
-
-def branch_sequences(lengths: Sequence[int]) -> list[int]:
-    """Numbers of the sequences whose beginnings branch off: evenly spread, about BRANCH_TOKENS tokens in all."""
-    total = sum(min(length, BRANCH_LENGTH) for length in lengths)
-    step = max(1, round(total / BRANCH_TOKENS))
-    return list(range(0, len(lengths), step))
-
-
-def branch_rows(lengths: Sequence[int], layers: int) -> int:
-    """Tokens of all branches together, which need room on the disk; `layers` counts those with experts."""
-    branch = [min(lengths[i], BRANCH_LENGTH) for i in branch_sequences(lengths)]
-    return sum(branch) + layers * (sum(branch) + sum(branch[::HALF_EVERY]))
-
-
-def refuse_processes(count: int, work: Path, layers: Sequence[int]) -> None:
-    """A budget is measured by one process.
-
-    Args:
-        layers: the numbers of those with experts.
-
-    Raises:
-        InputError: there are several, and nothing is measured yet.
-    """
-    if count > 1 and read_measurements(work, layers) is None:
-        raise InputError(
-            f"{work.parent}: a budget is measured by one process, and {count} were started; give the command once "
-            "without torchrun until it quantizes, then go on with all of them"
-        )

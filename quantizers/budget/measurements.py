@@ -42,7 +42,7 @@ def measuring_seconds(work: Path, layers: int) -> float:
 
 
 def _with_loss(entry: dict[str, Any], kl: dict[str, float]) -> dict[str, Any]:
-    """An entry completed from its branch's KL, which has the parts of `_Walk.parts`."""
+    """An entry completed from its branch's KL, which has the parts of `Branches.parts`."""
     errors: dict[str, float] = entry["error"]
     rate = _rate(kl["all"], entry["disturbance"])
     some, half = _rate(kl["some"], entry["halved"]["some"]), _rate(kl["half"], entry["halved"]["half"])

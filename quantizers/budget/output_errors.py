@@ -16,7 +16,7 @@ Legend: E experts, c experts of a unit, H hidden, I expert width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,21 +27,13 @@ from quantizers.forward.recorded import Recorded
 from quantizers.plan.units import units_of
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import Scheme
-from quantizers.solve.awq import (
-    SEARCH_ROWS,
-    divided,
-    divided_first,
-    fold_gram,
-    fold_norm,
-    grid_scales,
-    row_step,
-    scale_losses,
-    weight_means,
-)
+from quantizers.solve.awq import divided, divided_first, fold_gram, fold_norm, grid_scales, scale_losses, weight_means
 from quantizers.solve.expert_sums import Activation, WidthSums, width_sums
-from quantizers.solve.input_sums import InputSums, blended_gram, sweep
+from quantizers.solve.input_sums import InputSums, Unit, blended_gram, sweep
+from quantizers.solve.norm_search import norm_scale
 from quantizers.solve.rounding import minmax_scales, mse_scales, nearest
 from quantizers.solve.token_weights import Table, survey
+from quantizers.team.team import ALONE, Team
 
 Weights = Mapping[Matrix, torch.Tensor]  # gate and up (c, I, H), down (c, H, I), float32, in the source's basis
 ALL_THREE = "all"
@@ -74,6 +66,7 @@ def scheme_errors(
     experts: int,
     unit: int,
     compared: Sequence[Recorded],
+    team: Team = ALONE,
 ) -> SchemeErrors:
     """Measure the first `experts` experts of a layer. Their order is arbitrary, so they are a fair sample of all.
 
@@ -84,18 +77,20 @@ def scheme_errors(
         schemes: the candidates.
         unit: experts worked on at a time.
         compared: the sequences on which outputs are compared; the sums are of all.
+        team: each process works on its share of the units; all of them get the whole result.
     """
     all_experts, _, hidden = gate_up.shape
     units = units_of(experts, unit)
+    units = [units[i] for i in team.share(len(units))]
     found = survey(blocks, all_experts, settings.routed_weight, full_share_at=hidden)
     tables = survey(compared, all_experts, settings.routed_weight, full_share_at=hidden).tables
     inputs, routed = sweep(blocks, found, units[:1], hidden, with_all=True)
     assert inputs is not None
     settings_of = {s: settings.model_copy(update={"bits": s.bits, "group_size": s.group_size}) for s in schemes}
-    pieces = [gate_up[a:b] for a, b in units]
-    smooth = {s: _smooth(pieces, inputs, norm, offset, own) for s, own in settings_of.items()}
-    lost = {scheme: dict.fromkeys((ALL_THREE, *MATRICES), 0.0) for scheme in schemes}
-    coarsest = []
+    measured = gate_up[:experts]
+    smooth = {s: _smooth(measured, inputs, norm, offset, own, units, team) for s, own in settings_of.items()}
+    lost: list[tuple[Scheme, dict[str, float]]] = []  # unit by unit
+    coarsest: dict[str, list[torch.Tensor]] = {"gate_up": [], "down": []}
     for own_unit in units:
         first, last = own_unit
         if own_unit not in routed:
@@ -108,29 +103,45 @@ def scheme_errors(
             stored = _as_stored(source, smooth[scheme], input_gram, sums, own)
             variants = {ALL_THREE: stored} | {m: {**source, m: stored[m]} for m in MATRICES}
             errors = _output_errors(compared, tables, source, variants, activation, first)
-            for name, value in errors.items():
-                lost[scheme][name] += value
+            lost.append((scheme, errors))
             if scheme == schemes[0]:
                 both = torch.cat([stored["gate"], stored["up"]], dim=1), stored["down"]
-                coarsest.append([matrix.to(gate_up.dtype).cpu() for matrix in both])
-    gate_ups, downs = zip(*coarsest, strict=True)
-    return SchemeErrors(lost, (torch.cat(gate_ups), torch.cat(downs)))
+                for name, matrix in zip(coarsest, both, strict=True):
+                    coarsest[name].append(matrix.to(gate_up.dtype).cpu())
+    totals = {scheme: dict.fromkeys((ALL_THREE, *MATRICES), 0.0) for scheme in schemes}
+    for scheme, errors in (one for part in team.collect(lost) for one in part):  # in the order of units
+        for name, value in errors.items():
+            totals[scheme][name] += value
+    whole = team.gather({n: torch.cat(parts) for n, parts in coarsest.items() if parts}, torch.device("cpu"))
+    return SchemeErrors(totals, (whole["gate_up"], whole["down"]))
 
 
 def _smooth(
-    pieces: Sequence[torch.Tensor], inputs: InputSums, norm: torch.Tensor | None, offset: int, own: Experts
+    gate_up: torch.Tensor,
+    inputs: InputSums,
+    norm: torch.Tensor | None,
+    offset: int,
+    own: Experts,
+    units: Sequence[Unit],
+    team: Team,
 ) -> torch.Tensor:
-    """What a scheme would divide the norm by, (H,), exactly as the rounded norm has it; ones where it is kept."""
-    gram, mean = inputs.gram, inputs.mean
+    """What a scheme would divide the norm by, (H,), exactly as the rounded norm has it; ones where it is kept.
+
+    Args:
+        gate_up: (E', 2I, H) of the experts that are measured.
+        units: this process's.
+    """
     if not own.awq or norm is None:
-        return torch.ones_like(mean)
-    group, bits = own.group_size, own.bits
-    means = torch.cat([weight_means(piece.float(), group) for piece in pieces]).mean(0, keepdim=True)
-    grid = grid_scales(mean.unsqueeze(0), means, own.awq.grid, own.awq.duo_scaling)
-    step = row_step(sum(len(piece) for piece in pieces) * pieces[0].shape[1], SEARCH_ROWS)
-    losses = [scale_losses(piece[:, ::step].float(), gram.unsqueeze(0), grid, group, bits) for piece in pieces]
-    best = int(torch.cat(losses, dim=1).double().sum(1).argmin())
-    return fold_norm(norm, grid[best, 0], offset)[1]
+        return torch.ones_like(inputs.mean)
+
+    def weights(unit: Unit) -> torch.Tensor:
+        return gate_up[slice(*unit)]
+
+    def at_once(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return work()  # no sums are held here that could make room
+
+    scale, _ = norm_scale(weights, inputs, own, units, len(gate_up), within_memory=at_once, team=team)
+    return fold_norm(norm, scale, offset)[1]
 
 
 def _as_stored(

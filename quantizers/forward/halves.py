@@ -58,7 +58,7 @@ def observe(
         rows = slice(start + block.start, start + block.stop)
         recorded.put(rows, model.route(layer, states.flat[block]))
         check()
-    recorded.complete(states.share)
+    recorded.complete(states.share.team, states.share.rows_of)
 
 
 def finish(

@@ -12,8 +12,8 @@ import torch
 
 from quantizers.architectures.sizes import Sizes
 from quantizers.device.kind import accelerated
+from quantizers.team.team import Team
 
-from .share import Share
 from .states import Rows
 
 LARGEST = 1e16  # squares of this, times ten million tokens, are still finite in float32
@@ -78,20 +78,19 @@ class RecordedRows:
             flat = getattr(self, field.name).flat[rows]
             flat.copy_(getattr(seen, field.name).view_as(flat))
 
-    def complete(self, share: Share) -> None:
+    def complete(self, team: Team, rows_of: Callable[[int], tuple[int, int]]) -> None:
         """Get the rows that the other processes have recorded, each row once to every machine or process.
 
         Args:
-            share: what this process has recorded.
+            rows_of: first and last (exclusive) row that a rank has recorded, in the order of ranks.
         """
-        team = share.team
         if not team.several:
             return
         to = team.heads if self.shared else team
         team.here.barrier()
         for giver in range(to.count):
             ranks = team.ranks_of(giver) if self.shared else (giver,)
-            rows = slice(share.rows_of(ranks[0])[0], share.rows_of(ranks[-1])[1])
+            rows = slice(rows_of(ranks[0])[0], rows_of(ranks[-1])[1])
             for part in (self.x, self.chosen, self.weight, self.usable):
                 to.broadcast(part.flat[rows], giver)
         team.here.barrier()

@@ -34,12 +34,13 @@ from quantizers.recipe.schema import Stop
 from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError, Stopped
 from quantizers.system.progress import doing, layer_line, peak_memory, progress
+from quantizers.team.shown import shown
 from stitch.audit.layer import written_from
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
 from .quantized import Quantized, of_shard
 from .shards import Shards, Written
-from .visit import Visit, device_memory_errors, shown, visits
+from .visit import Visit, device_memory_errors, visits
 
 
 def quantize_layers(

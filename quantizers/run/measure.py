@@ -33,10 +33,11 @@ from quantizers.forward.layered_model import LayeredModel
 from quantizers.system.atomic import write_json
 from quantizers.system.errors import CheckpointError, OutputError
 from quantizers.system.plain_json import finite
+from quantizers.team.shown import shown
 from quantizers.team.team import ALONE, Team
 
 from .held_out import HeldOut, held_out
-from .visit import Visit, shown, visits
+from .visit import Visit, visits
 
 EVALUATION = "evaluation.json"  # in `work`: the settings that a resumable evaluation was started with
 
@@ -61,7 +62,7 @@ def measure(
     Args:
         source, candidates: in any format that checkpoint/formats.py and forward/weights.py read.
         data_set: a calibration set file; tokenized with the source's tokenizer.
-        work: a folder for hidden states, created and removed here.
+        work: a folder for hidden states on the first machine, created and removed here.
         check: called between steps; may raise to interrupt.
         weights: also compare the weights, layer by layer.
         resumable: keep `work` when interrupted, and resume from what it holds.
@@ -185,7 +186,8 @@ def _evaluate(
             for lane in lanes:
                 lane.forget(visit.number)
             step(f"layer {visit.number}")
-    scores = score(lanes, held.texts, partial(shown, check=check, team=team), work if resumable else None, team)
+    kept = work if resumable and team.node == 0 else None  # on the other machines nobody has made the folder
+    scores = score(lanes, held.texts, partial(shown, check=check, team=team), kept, team)
     if not team.leads:
         return []
     return [

@@ -18,8 +18,8 @@ import torch
 
 from eval.coverage.gates import check_floors
 from eval.fidelity.figures import Text
+from quantizers.budget.branches import Branches
 from quantizers.budget.choice import choose_schemes
-from quantizers.budget.measure import branch_rows
 from quantizers.budget.measurements import measuring_seconds
 from quantizers.calibration.data import CalibrationData
 from quantizers.calibration.samples import samples
@@ -192,11 +192,9 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     needed = output_bytes(job, resolved.data.values() if options.with_data else ())
     needed += held_out_bytes(job.sizes, sum(len(text.tokens) for text in texts), itemsize) + in_files
     if job.allocation:
-        branches = branch_rows([len(t) for t in tokens], len(job.sizes.moe_layers))
-        walked = calibration_bytes(job.sizes, rows + branches, itemsize) + between_bytes(
-            job.sizes, rows + branches, itemsize
-        )
-        check_room(work, needed + walked)
+        walked = sum(Branches([len(t) for t in tokens]).all_lengths(len(job.sizes.moe_layers)))
+        walk = calibration_bytes(job.sizes, walked, itemsize) + between_bytes(job.sizes, walked, itemsize)
+        check_room(work, needed + walk)
     else:
         check_room(work, needed)
     team.tell(shared)

@@ -27,7 +27,7 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.allocator import release_free_memory
 from quantizers.forward.lane import Lane
 from quantizers.system.errors import QuantizeError
-from quantizers.system.progress import Step, checked, doing, progress
+from quantizers.system.progress import doing
 from quantizers.team.team import ALONE, Team
 
 
@@ -173,10 +173,3 @@ def device_memory_errors(number: int) -> Iterator[None]:
             f"layer {number}: the device's memory is full; give the same command again with a smaller --device-memory, "
             "and the run goes on"
         ) from None
-
-
-@contextlib.contextmanager
-def shown(title: str, total: int, done: int, check: Callable[[], None], team: Team) -> Iterator[Step]:
-    """Progress in rank 0, none in the others; before each step, `check` may interrupt."""
-    with progress(title, total, done) if team.leads else contextlib.nullcontext(lambda _: None) as step:
-        yield checked(step, check)

@@ -22,7 +22,7 @@ from torch import Tensor
 from eval.consumers.check import STORED
 from eval.report.schemes import choice_lines
 from quantizers.architectures.matrices import MATRICES
-from quantizers.budget import choice, measure, measurements, output_errors
+from quantizers.budget import branches, choice, measure, measurements, output_errors
 from quantizers.budget.output_errors import scheme_errors
 from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.reader import open_folder
@@ -42,9 +42,8 @@ from quantizers.run.pipeline import run
 from quantizers.run.stitched import stitch
 from quantizers.solve import expert_unit, gram_engine
 from quantizers.solve.rounding import minmax_scales, nearest
-from quantizers.system.errors import InputError, OutputError, QuantizeError
+from quantizers.system.errors import OutputError, QuantizeError
 from quantizers.system.residents import Residents
-from quantizers.team.team import Team
 from stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
@@ -56,7 +55,7 @@ GATE, UP, DOWN = "w1", "w3", "w2"
 def short_lanes() -> Iterator[None]:
     """Some 600 tokens go on from each layer instead of all: here runs are compared with each other."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(measure, "BRANCH_TOKENS", 600)
+        patched.setattr(branches, "BRANCH_TOKENS", 600)
         yield
 
 
@@ -213,11 +212,12 @@ def test_a_lanes_kl_is_that_of_the_whole_model_with_this_layer_rounded(
     assert source is not None
     data = load_samples(tmp_path / "calibration.yaml", str(source.folder))
     tokens = [torch.from_numpy(sample.tokens).long() for sample in data.samples][:6]
-    monkeypatch.setattr(measure, "BRANCH_TOKENS", 300)
-    monkeypatch.setattr(measure, "BRANCH_LENGTH", 100)
-    monkeypatch.setattr(measure, "HALF_EVERY", 2)
-    branches = measure.branch_sequences([len(t) for t in tokens])
-    assert 3 <= len(branches) < 6
+    monkeypatch.setattr(branches, "BRANCH_TOKENS", 300)
+    monkeypatch.setattr(branches, "BRANCH_LENGTH", 100)
+    monkeypatch.setattr(branches, "HALF_EVERY", 2)
+    layout = branches.Branches([len(t) for t in tokens])
+    probes = layout.probes
+    assert 3 <= len(probes) < 6
     remove, sizes = measure._remove, dict[str, int]()
 
     def weigh(work: Path) -> None:
@@ -226,7 +226,8 @@ def test_a_lanes_kl_is_that_of_the_whole_model_with_this_layer_rounded(
 
     monkeypatch.setattr(measure, "_remove", weigh)
     entries = measure.measure_schemes(job, tokens, Context(tmp_path, CPU, 5))
-    rows = sum(map(len, tokens)) + measure.branch_rows([len(t) for t in tokens], 4)
+    assert entries is not None
+    rows = sum(layout.lengths) + sum(layout.probe_lengths) + 4 * sum(layout.probe_lengths + layout.probe_lengths[::2])
     assert sizes == {"states-00004.bin": 4 * 128 * rows}
     modules = [name.removesuffix(".weight") for name, info in source.tensors.items() if name.endswith(".weight")]
     weights = {f"{m}.weight": read_weight(source, m, CPU) for m in modules}
@@ -255,10 +256,10 @@ def test_a_lanes_kl_is_that_of_the_whole_model_with_this_layer_rounded(
 
     for layer in (1, 3):
         entry = entries[layer]
-        kl, disturbance = kl_and_disturbance(layer, factor, branches)
+        kl, disturbance = kl_and_disturbance(layer, factor, probes)
         assert entry["kl"] == pytest.approx(kl, rel=1e-3)
         assert entry["disturbance"] == pytest.approx(disturbance, rel=1e-3)
-        (some, of_some), (half, of_half) = (kl_and_disturbance(layer, factor / n, branches[::2]) for n in (1, 2))
+        (some, of_some), (half, of_half) = (kl_and_disturbance(layer, factor / n, probes[::2]) for n in (1, 2))
         assert entry["growth"] == pytest.approx(some / of_some / (half / of_half), rel=1e-2)
         assert entry["at_half"] == (boost > 1)
         assert 1 / 2.5 <= entry["growth"] <= 2.5 or boost > 1
@@ -455,10 +456,6 @@ def test_another_budget_or_choice_is_refused(done: Any, tmp_path: Path, budgeted
     entry.write_text(json.dumps(changed))
     with pytest.raises(OutputError, match="holds an unfinished run with another schemes"):
         run(job, options)
-    two = Team()
-    two.count = 2
-    with pytest.raises(InputError, match="a budget is measured by one process, and 2 were started"):
-        run(job, Options(tmp_path / "several", CPU, team=two))
 
 
 def test_plan_shows_candidates_before_and_the_choice_after(

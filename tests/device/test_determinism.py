@@ -17,8 +17,8 @@ from one_layer import GROUP, make_layer, sliced
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.fidelity.score import score_text
-from quantizers.architectures.sizes import Sizes
-from quantizers.budget.measure import _Walk
+from quantizers.budget.branches import Branches
+from quantizers.budget.divergence import divergences
 from quantizers.budget.output_errors import scheme_errors
 from quantizers.cli import main as cli
 from quantizers.device import devices
@@ -422,11 +422,8 @@ def test_figures_without_operations_that_have_no_order() -> None:
     generator = torch.Generator().manual_seed(0)
     states, head = (torch.randn(n, 16, generator=generator).bfloat16() for n in (40, 50))
     model: Any = SimpleNamespace(device=states.device, final=lambda rows: rows, head=lambda: head)
-    walk: Any = object.__new__(_Walk)
-    walk.model, walk.job = model, SimpleNamespace(sizes=Sizes(layers=1))
-    walk.lengths, walk.probes, walk.halved, walk.branch_lengths = [], [0], range(1), [40]
-    walk.states = [states, states + 1, states]
+    probes = [states, states, states + 1, states]
     with InOrder(0) as watch:
         score_text([(model, head), (model, head)], torch.arange(40), [states, states + 1])
-        assert walk.divergences(lambda: None)[0]["all"] > 0
+        assert divergences(model, probes, Branches([40]), 1)[0]["all"] > 0
     assert {"_log_softmax", "gather", "mm"} <= watch.seen, "the watch saw the work"

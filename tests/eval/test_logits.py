@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.fidelity import logits
 from eval.fidelity.score import score_text
-from quantizers.architectures.sizes import Sizes
-from quantizers.budget.measure import _Walk
+from quantizers.budget.branches import Branches
+from quantizers.budget.divergence import divergences
 from quantizers.solve import symmetric
 
 POSITIONS, HIDDEN, WORDS = 300, 256, 2000
@@ -80,13 +80,10 @@ def test_kl_of_the_evaluation_in_bfloat16(source: Model, candidate: Model) -> No
 
 def test_kl_of_the_lanes_in_bfloat16(source: Model, candidate: Model) -> None:
     """What a budget is measured by: a lane with the candidate's states, and one with the source's own."""
-    walk: Any = object.__new__(_Walk)  # with no more than the sum needs
-    walk.model = SimpleNamespace(head=lambda: source[1], final=lambda rows: rows)
-    walk.job = SimpleNamespace(sizes=Sizes(layers=2))
-    walk.lengths, walk.probes, walk.halved, walk.branch_lengths = [], [0], range(1), [POSITIONS]
+    model: Any = SimpleNamespace(head=lambda: source[1], final=lambda rows: rows)  # no more than the sum needs
     same = source[0].clone()
-    walk.states = [source[0], candidate[0], same, same, candidate[0]]
-    first, second = walk.divergences(lambda: None)
+    states = [source[0], source[0], candidate[0], same, same, candidate[0]]
+    first, second = divergences(model, states, Branches([POSITIONS]), 2)
     wanted = float(kl(source, candidate, exact).mean())
     print(f"KL {first['all']:.6f}, in float64 {wanted:.6f}")
     assert first == pytest.approx({"all": wanted, "some": wanted, "half": 0.0}, rel=0.01)

@@ -18,6 +18,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
 from quantizers.device import determinism
 from quantizers.device.devices import choose_device
+from quantizers.forward import share
 from quantizers.output import journal
 from quantizers.plan.job import prepare
 from quantizers.recipe.schema import Awq, CoverageGate, Experts
@@ -119,8 +120,9 @@ def test_the_folder_is_held_until_the_last_has_ended(tmp_path: Path) -> None:
         pass
 
 
-def test_an_evaluation_by_several(finished: Finished, tmp_path: Path) -> None:
-    """The figures of one process; cut off in one of three, it goes on with two and then alone."""
+def test_an_evaluation_by_several(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures of one process, by two machines too; cut off in one of three, it goes on with two and then alone."""
+    monkeypatch.setattr(share, "ROW_BLOCK", 256)  # everybody has texts
     source, candidate = open_folder(finished.source), open_folder(finished.folder)
 
     def work(team: Team, folder: str, done: str | None = None) -> list[dict[str, Any]]:
@@ -134,9 +136,9 @@ def test_an_evaluation_by_several(finished: Finished, tmp_path: Path) -> None:
         )  # fmt: skip
 
     wanted = work(ALONE, "alone")
-    first, *others = together(2, lambda team: work(team, "two"))
-    assert first == wanted
-    assert others == [[]]
+    found = together(2, lambda team: work(team, f"machine-{team.node}"), nodes=2)
+    assert found == [wanted, []]
+    assert not (tmp_path / "machine-1").exists()
     for count, done in ((3, "layer-00001.json"), (2, "layer-00002.json")):
         ended = together(count, lambda team, done=done: work(team, "cut", done))
         assert "cut here" in str(ended[-1])
