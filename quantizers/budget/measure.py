@@ -43,7 +43,8 @@ from typing import Any
 import torch
 
 from quantizers.architectures.matrices import MATRICES
-from quantizers.checkpoint.held import Held, held_ahead, hold, layer_names
+from quantizers.checkpoint.ahead import held_ahead
+from quantizers.checkpoint.held import Held, hold, layer_names
 from quantizers.device.allocator import release_free_memory, use_one_arena
 from quantizers.device.devices import forward_dtype
 from quantizers.device.kind import accelerated

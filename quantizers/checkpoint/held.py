@@ -1,19 +1,16 @@
-"""Parts of a checkpoint in memory: read once, each tensor hashed as it arrives, one part ahead of their use.
+"""Parts of a checkpoint in memory: read once, each tensor hashed as it arrives.
 
-A part is whatever is used together, usually a decoder layer. While one part is in use, a thread reads the next,
-so at most two are in memory. A part answers as the checkpoint itself does, but for its own tensors only: reading
-any other is an error, so nothing can be read from a file a second time unnoticed.
+A part is whatever is used together, usually a decoder layer. It answers as the checkpoint itself does, but for its own
+tensors only: reading any other is an error, so nothing can be read from a file a second time unnoticed.
 
-Tensors that lie next to each other in a file are read together, into one buffer of which they are views. Two buffers
-take turns for all parts: fresh memory for a layer of 3.6 GB would cost a page fault for each 4 KiB, a million a layer.
-So a part's tensors are valid until the next part is asked for. It is emptied then, and has no tensor any more.
+Tensors that lie next to each other in a file are read together, into one buffer of which they are views. ahead.py reads
+one part after the other.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,13 +18,10 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.system.errors import CheckpointError
-from quantizers.team.shared_memory import shared_memory
-from quantizers.team.team import ALONE, Team
 
 from .reader import Checkpoint
 from .safetensors_header import TensorInfo
-from .tensor_bytes import as_bytes, as_tensor, dtype_name, read_into, torch_dtype
+from .tensor_bytes import as_bytes, as_tensor, dtype_name, read_into
 
 if TYPE_CHECKING:
     import torch
@@ -233,105 +227,3 @@ def held_tensors(like: Checkpoint, tensors: Mapping[str, torch.Tensor], file: Pa
         for name, tensor in tensors.items()
     }
     return Held(like.folder, like.name, like.config, infos, like.revision, dict(tensors))
-
-
-def held_ahead(checkpoint: Checkpoint, parts: Sequence[Sequence[str]], team: Team = ALONE) -> Generator[Held]:
-    """Each part in its turn, while a thread reads the one after it. Close the iterator to stop the thread early.
-
-    Of several processes the first one of each machine reads, into memory that all of them see.
-
-    A part's tensors are valid until the next part is asked for: then the part is emptied, since its memory gets the
-    bytes of the part after the next. Who reads in the background must be done with it by then.
-
-    Args:
-        parts: the names of each part's tensors.
-        team: who asks for the same parts; each of them has the checkpoint on its machine.
-
-    Raises:
-        CheckpointError: as `hold`, when the part's turn comes; or another machine's checkpoint has other bytes.
-    """
-    size = max((bytes_needed(checkpoint.tensors[name] for name in names) for names in parts), default=0)
-    buffers = [_buffer(size, team.here) for _ in parts[:2]]
-    stop = Event()
-    with ThreadPoolExecutor(max_workers=1) as pool:
-
-        def begin(position: int) -> list[Future[Held]]:
-            part = parts[position : position + 1]
-            return [pool.submit(hold, checkpoint, names, stop, buffers[position % 2]) for names in part]
-
-        try:
-            reading = begin(0) if team.here.leads else []
-            for position, names in enumerate(parts):
-                team.here.barrier()  # nobody needs the part before the last any more
-                if team.here.leads:
-                    held = reading.pop().result()
-                    reading = begin(position + 1)
-                    team.here.tell(held.hashes)
-                    _same_everywhere(held, team)
-                else:
-                    held = _read_by_another(checkpoint, names, buffers[position % 2], team.here.tell())
-                yield held
-                held.empty()
-        finally:
-            stop.set()
-
-
-def _buffer(size: int, here: Team) -> torch.Tensor:
-    """Memory for parts, which all processes of a machine see."""
-    import torch
-
-    if not here.several or not size:
-        return torch.empty(size, dtype=torch.uint8)
-    with shared_memory(here, size) as path:
-        return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-
-
-def _read_by_another(
-    checkpoint: Checkpoint, names: Iterable[str], buffer: torch.Tensor, hashes: Mapping[str, str]
-) -> Held:
-    """A part that another process of this machine has read."""
-    infos = {name: checkpoint.tensors[name] for name in names}
-    found = ranges(replace(info, name=name) for name, info in infos.items())
-    stored = {}
-    for one in found:
-        for info in one.infos:
-            first = one.place + info.start - one.start
-            stored[info.name] = as_tensor(info, buffer[first : first + info.end - info.start])
-    used = buffer[: found[-1].place + found[-1].size] if found else buffer[:0]
-    return Held(checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision, stored, hashes, used)
-
-
-def _same_everywhere(held: Held, team: Team) -> None:
-    """Compare a part with the other machines' own copies, by hash.
-
-    Raises:
-        CheckpointError: this machine's has other bytes than that of rank 0.
-    """
-    first = team.heads.collect(dict(held.hashes))[0]
-    for name, digest in held.hashes.items():
-        if first[name] != digest:
-            raise CheckpointError(
-                f"{team.name}: {held.tensors[name].file}: {name} has other bytes than on the machine of "
-                "rank 0; copy the source there again"
-            )
-
-
-def passed_on(held: Held, team: Team) -> Held:
-    """Give the other processes a part, which they get from `received`; returns it."""
-    team.tell({name: (info.dtype, info.shape) for name, info in held.tensors.items()})
-    team.tell((held.folder, held.name, held.config))
-    for name in held.tensors:
-        team.broadcast(held.stored[name])
-    return held
-
-
-def received(team: Team) -> Held:
-    """The part that rank 0 passes on, in memory of its own."""
-    import torch
-
-    specs = team.tell()
-    folder, name, config = team.tell()
-    stored = {name: torch.empty(shape, dtype=torch_dtype(dtype)) for name, (dtype, shape) in specs.items()}
-    for tensor in stored.values():
-        team.broadcast(tensor)
-    return held_tensors(Held(folder, name, config, {}), stored, folder)

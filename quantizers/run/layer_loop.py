@@ -20,7 +20,8 @@ import torch
 from eval.fidelity.figures import Measured, Text
 from eval.fidelity.score import measured, score
 from quantizers.calibration.data import CalibrationData
-from quantizers.checkpoint.held import Held, hold, layer_names, passed_on, received
+from quantizers.checkpoint.ahead import passed_on, received
+from quantizers.checkpoint.held import Held, hold, layer_names
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.allocator import release_free_memory, use_one_arena

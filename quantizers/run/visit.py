@@ -22,7 +22,8 @@ import torch
 
 from eval.fidelity.compare import compare
 from eval.fidelity.figures import Text
-from quantizers.checkpoint.held import Held, held_ahead, layer_names
+from quantizers.checkpoint.ahead import held_ahead
+from quantizers.checkpoint.held import Held, layer_names
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.allocator import release_free_memory
 from quantizers.forward.lane import Lane

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint import held as module
-from quantizers.checkpoint.held import Held, bytes_needed, held_ahead, held_tensors, hold, layer_names, ranges
+from quantizers.checkpoint.ahead import held_ahead
+from quantizers.checkpoint.held import Held, bytes_needed, held_tensors, hold, layer_names, ranges
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, read_header
 from quantizers.checkpoint.tensor_bytes import DTYPES

@@ -116,7 +116,7 @@ def test_everybody_gets_what_the_experts_are_called_with(nodes: int, shared: boo
         for block in share.blocks():
             rows = slice(share.start + block.start, share.start + block.stop)
             recorded.put(rows, Recorded(x[rows], chosen[rows], weight[rows], usable[rows]))
-        recorded.complete(share)
+        recorded.complete(share.team, share.rows_of)
         found = recorded.at(slice(None), torch.device("cpu"))
         assert torch.equal(found.x, x)
         assert torch.equal(found.chosen, chosen.int())
