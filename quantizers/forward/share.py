@@ -72,18 +72,15 @@ class Share:
         Args:
             flat: (rows kept, …), of which this process has computed its blocks.
         """
-        borders = self._borders()
-        if not borders:
-            return
-        ours = [(max(first, self.rows[0]), min(last, self.rows[1])) for first, last in borders]
-        pieces = [flat[first - self.start : last - self.start] for first, last in ours if first < last]
-        parts = {"rows": torch.cat(pieces)} if pieces else {}
-        passed, place = self.team.gather(parts, flat.device)["rows"], 0
         kept = self.kept_by(self.team.rank)
-        for first, last in borders:
-            if kept.start <= first and last <= kept.stop:
-                flat[first - self.start : last - self.start].copy_(passed[place : place + last - first])
-            place += last - first
+        for first, last in self._borders():
+            here = kept.start <= first and last <= kept.stop
+            for owner in range(self.team.count):
+                begin, end = self.rows_of(owner)
+                begin, end = max(begin, first), min(end, last)
+                if begin < end:
+                    rows = flat[begin - self.start : end - self.start] if here else _unused(flat, end - begin)
+                    self.team.broadcast(rows, owner)
 
     def collect(self, flat: torch.Tensor, whole: torch.Tensor | None) -> None:
         """Put together in rank 0 what the processes have computed.
@@ -99,7 +96,7 @@ class Share:
             elif whole is not None:
                 rows = whole[first:last]
             else:
-                rows = flat.new_empty(last - first, *flat.shape[1:])  # this one is of no use here
+                rows = _unused(flat, last - first)
             self.team.broadcast(rows, owner)
             if whole is not None and owner == self.team.rank:
                 whole[first:last].copy_(rows)
@@ -136,3 +133,8 @@ class Share:
             return range(0)
         begin = sum(end <= first for end in self.offsets[1:])
         return range(begin, sum(start < last for start in self.offsets[:-1]))
+
+
+def _unused(like: torch.Tensor, rows: int) -> torch.Tensor:
+    """Room for rows that pass by: everybody takes part in a broadcast."""
+    return like.new_empty(rows, *like.shape[1:])
