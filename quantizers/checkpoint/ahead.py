@@ -4,15 +4,14 @@ While one part is in use, a thread reads the next, so at most two are in memory.
 fresh memory for a layer of 3.6 GB would cost a page fault for each 4 KiB, a million a layer. So a part's tensors are
 valid until the next part is asked for. It is emptied then, and has no tensor any more.
 
-Of several processes the first one of each machine reads, into memory that all of them see. What only rank 0 has, a
-finished shard, it passes on.
+Of several processes on a machine each one reads and hashes its share, into memory that all of them see. What only rank
+0 has, a finished shard, it passes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -20,9 +19,9 @@ from quantizers.system.errors import CheckpointError
 from quantizers.team.shared_memory import shared_memory
 from quantizers.team.team import ALONE, Team
 
-from .held import Held, bytes_needed, held_tensors, hold, ranges
+from .held import Held, bytes_needed, completed, held_tensors, hold
 from .reader import Checkpoint
-from .tensor_bytes import as_tensor, torch_dtype
+from .tensor_bytes import torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -48,19 +47,17 @@ def held_ahead(checkpoint: Checkpoint, parts: Sequence[Sequence[str]], team: Tea
 
         def begin(position: int) -> list[Future[Held]]:
             part = parts[position : position + 1]
-            return [pool.submit(hold, checkpoint, names, stop, buffers[position % 2]) for names in part]
+            return [pool.submit(hold, checkpoint, names, stop, buffers[position % 2], team.here) for names in part]
 
         try:
-            reading = begin(0) if team.here.leads else []
-            for position, names in enumerate(parts):
-                team.here.barrier()  # nobody needs the part before the last any more
-                if team.here.leads:
-                    held = reading.pop().result()
-                    reading = begin(position + 1)
-                    team.here.tell(held.hashes)
-                    _same_everywhere(held, team)
-                else:
-                    held = _read_by_another(checkpoint, names, buffers[position % 2], team.here.tell())
+            reading = begin(0)
+            for position in range(len(parts)):
+                share = reading.pop().result()
+                hashes = {name: own for one in team.here.collect(share.hashes) for name, own in one.items()}
+                # All have read, so nobody needs the part before this one any more.
+                reading = begin(position + 1)
+                held = completed(share, hashes)
+                _same_everywhere(held, team)
                 yield held
                 held.empty()
         finally:
@@ -75,21 +72,6 @@ def _buffer(size: int, here: Team) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
     with shared_memory(here, size) as path:
         return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-
-
-def _read_by_another(
-    checkpoint: Checkpoint, names: Iterable[str], buffer: torch.Tensor, hashes: Mapping[str, str]
-) -> Held:
-    """A part that another process of this machine has read."""
-    infos = {name: checkpoint.tensors[name] for name in names}
-    found = ranges(replace(info, name=name) for name, info in infos.items())
-    stored = {}
-    for one in found:
-        for info in one.infos:
-            first = one.place + info.start - one.start
-            stored[info.name] = as_tensor(info, buffer[first : first + info.end - info.start])
-    used = buffer[: found[-1].place + found[-1].size] if found else buffer[:0]
-    return Held(checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision, stored, hashes, used)
 
 
 def _same_everywhere(held: Held, team: Team) -> None:

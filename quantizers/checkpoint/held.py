@@ -18,6 +18,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.team.team import ALONE, Team
 
 from .reader import Checkpoint
 from .safetensors_header import TensorInfo
@@ -127,6 +128,11 @@ class Range:
         """Number of bytes."""
         return self.infos[-1].end - self.start
 
+    def slice_of(self, info: TensorInfo) -> slice:
+        """Where one of the tensors lies in the buffer."""
+        first = self.place + info.start - self.start
+        return slice(first, first + info.end - info.start)
+
     def name_at(self, done: int, position: int) -> str:
         """The tensor that a byte of the range belongs to, by its position after the first `done`."""
         return next(info.name for info in self.infos if done + position < info.end - self.start)
@@ -171,14 +177,32 @@ def outside_names(checkpoint: Checkpoint, facts: Architecture) -> list[str]:
     return [checkpoint.require(name, "a tensor outside the layers").name for name in names]
 
 
+def share_of(found: Sequence[Range], here: Team) -> list[Range]:
+    """What one of a machine's processes reads of some ranges: whole tensors, about as many bytes as the others."""
+    bounds = here.share(sum(one.size for one in found) + 1)  # one more: an empty tensor may lie behind the last byte
+    result, before = [], 0
+    for one in found:
+        infos = [info for info in one.infos if before + info.start - one.start in bounds]
+        if infos:
+            result.append(Range(infos, one.place + infos[0].start - one.start))
+        before += one.size
+    return result
+
+
 def hold(
-    checkpoint: Checkpoint, names: Iterable[str], stop: Event | None = None, buffer: torch.Tensor | None = None
+    checkpoint: Checkpoint,
+    names: Iterable[str],
+    stop: Event | None = None,
+    buffer: torch.Tensor | None = None,
+    here: Team = ALONE,
 ) -> Held:
     """Read some tensors into memory, in the order of their bytes.
 
     Args:
         stop: reading ends early once this is set; what is returned then is of no use.
         buffer: uint8 (N,) on the CPU, where they are put; None, or one that is too small, for a new one.
+        here: processes that read the same tensors into the same buffer, each its share, which alone the result has;
+            see `completed`.
 
     Raises:
         CheckpointError: a file is gone or has shrunk since its header was read, or a dtype is unknown.
@@ -193,10 +217,25 @@ def hold(
     used = buffer[:size]
     stored: dict[str, torch.Tensor] = {}
     hashes: dict[str, str] = {}
-    for info, raw in _arriving(ranges(named), used, stop or Event()):
+    for info, raw in _arriving(share_of(ranges(named), here), used, stop or Event()):
         hashes[info.name] = hashlib.sha256(as_bytes(raw)).hexdigest()
         stored[info.name] = as_tensor(info, raw)
     return Held(checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision, stored, hashes, used)
+
+
+def completed(share: Held, hashes: Mapping[str, str]) -> Held:
+    """A part of which this process has read its share, once the others have read theirs into the same buffer.
+
+    Args:
+        hashes: of all tensors.
+    """
+    assert share.buffer is not None
+    stored = {}
+    for one in ranges(replace(info, name=name) for name, info in share.tensors.items()):
+        for info in one.infos:
+            own = share.stored.get(info.name)
+            stored[info.name] = as_tensor(info, share.buffer[one.slice_of(info)]) if own is None else own
+    return replace(share, stored=stored, hashes=hashes)
 
 
 def _arriving(found: Sequence[Range], buffer: torch.Tensor, stop: Event) -> Iterator[tuple[TensorInfo, torch.Tensor]]:
@@ -212,7 +251,7 @@ def _arriving(found: Sequence[Range], buffer: torch.Tensor, stop: Event) -> Iter
                 done += len(piece)
             if stop.is_set():
                 return
-            yield info, whole[info.start - one.start : info.end - one.start]
+            yield info, buffer[one.slice_of(info)]
 
 
 def held_tensors(like: Checkpoint, tensors: Mapping[str, torch.Tensor], file: Path) -> Held:
