@@ -14,8 +14,8 @@ from .figures import Text, parts
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """One text.
+class OfText:
+    """How one text compares.
 
     Attributes:
         same, choices: expert choices that the candidate makes too, and all that the source makes; 0 without experts.
@@ -49,18 +49,18 @@ def compare(
     return compared[0] | ({"long": compared[1]} if len(compared) > 1 else {})
 
 
-def _of_text(source: Lane, candidate: Lane, number: int, routed: bool) -> _Compared:
+def _of_text(source: Lane, candidate: Lane, number: int, routed: bool) -> OfText:
     a, b = source.left.of(number), candidate.left.of(number)
     difference = float((a.float() - b.float()).double().square().sum())
     size = float(a.double().square().sum())
     if not routed:
-        return _Compared(0, 0, difference, size)
+        return OfText(0, 0, difference, size)
     ours, theirs = source.chosen.of(number), candidate.chosen.of(number)
     same = (ours.unsqueeze(-1) == theirs.unsqueeze(-2)).any(-1).sum()
-    return _Compared(int(same), ours.numel(), difference, size)
+    return OfText(int(same), ours.numel(), difference, size)
 
 
-def _together(texts: Sequence[_Compared], routed: bool) -> dict[str, Any]:
+def _together(texts: Sequence[OfText], routed: bool) -> dict[str, Any]:
     difference = size = 0.0
     for one in texts:  # added in their order, without the correction that sum() makes since Python 3.12
         difference += one.difference

@@ -9,7 +9,7 @@ import typer
 
 from quantizers.system.errors import InputError
 
-from .options import DebugOption, DeviceMemoryOption, DeviceOption, JsonOption, emit
+from .options import ASSUMED_DISK, DebugOption, DeviceMemoryOption, DeviceOption, DiskOption, JsonOption, emit
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure methods and machines.")
 
@@ -125,6 +125,18 @@ def layer(
     emit(result, as_json, layer_table(result))
 
 
+def _numbers(text: str) -> list[int]:
+    """The numbers of `--ranks`.
+
+    Raises:
+        InputError: it is something else.
+    """
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise InputError(f"--ranks {text}: is not a list of numbers of processes; give them as 1,2,4,8")
+    return [int(part) for part in parts]
+
+
 @bench.command()
 def count(
     *,
@@ -137,16 +149,36 @@ def count(
         typer.Option(help="h100, h200, a100, rtx-pro-6000, 4090, or cpu: this machine; without it all cards"),
     ] = None,
     device_memory: DeviceMemoryOption = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,…", help="by so many processes, each with a card (h100 unless --card says another)"),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="with --ranks: cards of a machine, 8 if not given")] = None,
+    disk: DiskOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """One layer of a model's real size, counted without a GPU: launches, bytes, arithmetic, waits, memory, seconds.
 
-    Example: quantize bench count --like minimax-m2.1 --card h100
+    With --ranks, what each of several processes does and passes on, and what they gain.
+
+    Example: quantize bench count --like minimax-m2.1 --card h100 --ranks 1,2,4,8,16
     """
     from quantizers.system.byte_size import parse_bytes
 
     limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
+    if ranks is not None:
+        from quantizers.bench.ranks import count_ranks
+        from quantizers.cli.tables.ranks import ranks_table
+
+        result = count_ranks(
+            like, tokens, _numbers(ranks), gpus=gpus or 8, length=min(length, tokens), experts=experts,
+            card=card or "h100", limit=limit, disk=parse_bytes(disk or ASSUMED_DISK, "--disk"),
+        )  # fmt: skip
+        emit(result, as_json, ranks_table(result))
+        return
+    if gpus is not None or disk is not None:
+        raise InputError("--gpus and --disk go with --ranks; say how many processes, as --ranks 1,2,4,8")
     from quantizers.bench.count import count_layer
     from quantizers.cli.tables.bench import count_table
 

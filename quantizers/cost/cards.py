@@ -18,6 +18,9 @@ from .work import Operation, Work
 
 # Seconds: for this process to launch an operation, to make a view, to wait for the device; and the smallest kernel.
 LAUNCH, VIEW, SYNC, KERNEL = 6e-6, 0.8e-6, 20e-6, 2e-6
+# What passes between processes: of a card's link, and the network of a machine, in bytes a second; then seconds of a
+# broadcast, and of a round of words through the store.
+LINKED, NETWORK, BROADCAST, ROUND = 2 / 3, 0.9 * 50e9, 0.5e-3, 1e-3
 BUS = 8e9  # bytes a second over PCIe, from and to memory that is not pinned
 HOST = 10e9  # bytes a second that this process's operations on the host's memory move
 # What of a stated rate is reached. Cholesky factors and triangular solves of a batch are far from the products' rate.
@@ -32,12 +35,14 @@ class Card:
         name: as it is printed.
         memory: bytes that torch sees.
         bandwidth: bytes a second, as stated.
+        link: bytes a second from it to another card of its machine, as stated: NVLink, or else its bus.
         bfloat16, float32, float64: operations a second, as stated; products of matrices in bfloat16 with float32 sums.
     """
 
     name: str
     memory: int
     bandwidth: float
+    link: float
     bfloat16: float
     float32: float
     float64: float
@@ -50,7 +55,13 @@ class Card:
     def seconds(self, work: Work) -> float:
         """How long a phase takes."""
         on_it = sum(self._one(operation) * times for operation, times in work.operations.items())
-        return max(on_it, launching(work)) + crossing(work)
+        return max(on_it, launching(work)) + crossing(work) + self.passing(work)
+
+    def passing(self, work: Work) -> float:
+        """How long what is passed on between processes takes; nothing else is done meanwhile."""
+        here = work.sent + work.received - work.between
+        waits = work.broadcasts * BROADCAST + work.rounds * ROUND
+        return here / (LINKED * self.link) + work.between / NETWORK + waits
 
     def _one(self, operation: Operation) -> float:
         moved = (operation.read + operation.written) / (BANDWIDTH * self.bandwidth)
@@ -68,17 +79,17 @@ def crossing(work: Work) -> float:
     return (work.to_device + work.to_host) / BUS
 
 
-def _card(name: str, seen: str, bandwidth: float, bfloat16: float, float32: float, float64: float) -> Card:
-    return Card(name, int(SEEN[seen] * GIB), bandwidth * 1e12, bfloat16 * 1e12, float32 * 1e12, float64 * 1e12)
+def _card(name: str, seen: str, bandwidth: float, link: float, bfloat16: float, float32: float, float64: float) -> Card:
+    return Card(name, int(SEEN[seen] * GIB), *(1e12 * rate for rate in (bandwidth, link, bfloat16, float32, float64)))
 
 
-# TB/s; then TFLOP/s in bfloat16, float32 and float64, without sparsity.
+# TB/s of the memory, and of the link one way; then TFLOP/s in bfloat16, float32 and float64, without sparsity.
 CARDS: Mapping[str, Card] = {
-    "h100": _card("H100", "H100", 3.35, 989, 67, 33.5),
-    "h200": _card("H200", "H200", 4.8, 989, 67, 33.5),
-    "a100": _card("A100", "A100", 2.04, 312, 19.5, 9.7),
-    "rtx-pro-6000": _card("RTX PRO 6000", "RTX-PRO-6000", 1.79, 504, 125, 1.95),
-    "4090": _card("RTX 4090", "RTX-4090", 1.01, 165, 83, 1.29),
+    "h100": _card("H100", "H100", 3.35, 0.45, 989, 67, 33.5),
+    "h200": _card("H200", "H200", 4.8, 0.45, 989, 67, 33.5),
+    "a100": _card("A100", "A100", 2.04, 0.3, 312, 19.5, 9.7),
+    "rtx-pro-6000": _card("RTX PRO 6000", "RTX-PRO-6000", 1.79, 0.064, 504, 125, 1.95),
+    "4090": _card("RTX 4090", "RTX-4090", 1.01, 0.032, 165, 83, 1.29),
 }
 
 
@@ -94,6 +105,15 @@ def card_of(name: str) -> Card:
             f"--card {name}: its rates are not known{did_you_mean(name.lower(), CARDS)}; give one of {', '.join(CARDS)}"
         )
     return found
+
+
+def link_rates(card: Card) -> str:
+    """The rates behind the seconds of what is passed on, in one line."""
+    return (
+        f"between processes: {LINKED * card.link / 1e9:.0f} GB/s reached of {card.link / 1e9:g} stated between two "
+        f"{card.name} of a machine, {NETWORK / 1e9:g} of 400 Gbit/s (50 GB/s) between machines; {BROADCAST * 1e3:g} ms "
+        f"a broadcast, {ROUND * 1e3:g} ms a round of words; nothing is computed meanwhile"
+    )
 
 
 def rates(cards: Sequence[Card]) -> list[str]:

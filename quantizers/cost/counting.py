@@ -165,6 +165,29 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         if given[0].is_meta and not self._paused:
             self._here.operations[operation] += 1
 
+    def asked(self) -> None:
+        """Count that all processes wait for each other's words."""
+        self._here.rounds += 1
+
+    def passed(self, rows: torch.Tensor, *, sends: bool, between: bool, times: int = 1) -> None:
+        """Count what is passed on to or by other processes, over the bus if it does not lie on the device.
+
+        Args:
+            between: whether it passes between machines.
+            times: in how many broadcasts.
+        """
+        work = self._here
+        work.broadcasts += times
+        work.between += rows.nbytes * between
+        if sends:
+            work.sent += rows.nbytes
+        else:
+            work.received += rows.nbytes
+        if not rows.is_meta:
+            work.copies += times
+            work.to_device += rows.nbytes * sends
+            work.to_host += rows.nbytes * (not sends)
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._paused:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from .counted_team import ALONE, Ranks
 from .visit import CountedVisit
 from .work import Work
 
 DISK, HASH = 1e9, 1.5e9  # bytes a second that are read or written, and hashed
-# The shard of a layer is written while these are under way.
+# One process writes the shard of a layer while these are under way.
 BESIDE_WRITING = ("propagate", "candidate", "compare")
 
 
@@ -32,34 +33,48 @@ class LayerSeconds:
     Attributes:
         phases: of the device's work, one after the other.
         reading: the next layer, hashed as it arrives, beside all of them.
-        writing: the shard, hashed before and after that, beside those in BESIDE_WRITING.
+        writing: the shard, hashed before and after that; by one process beside those in BESIDE_WRITING.
+        files: all that, for each layer, with as many processes as there are.
         layer: from one layer to the next.
     """
 
     phases: Mapping[str, float]
     reading: float
     writing: float
+    files: float
     layer: float
 
 
-def layer_seconds(visit: CountedVisit, device: Device) -> LayerSeconds:
-    """What a visit takes on a device."""
+def layer_seconds(visit: CountedVisit, device: Device, ranks: Ranks = ALONE, disk: float = DISK) -> LayerSeconds:
+    """What a visit takes on a device.
+
+    Several processes read and hash each their share of a layer, as far as they are on one machine, and those of the
+    first write whole shards in turn, while the next layers are worked on.
+
+    Args:
+        ranks: by whom the visit was counted.
+        disk: bytes a second that are read from or written to files.
+    """
     phases = {name: device.seconds(work) for name, work in visit.phases.items()}
-    reading, writing = reading_seconds(visit.source), writing_seconds(visit.shard)
-    waited_for = max(0.0, writing - sum(phases.get(name, 0.0) for name in BESIDE_WRITING))
-    return LayerSeconds(phases, reading, writing, max(reading, sum(phases.values()) + waited_for))
+    reading, writing = reading_seconds(visit.source, disk, ranks.here), writing_seconds(visit.shard, disk)
+    computing = sum(phases.values())
+    if ranks.count == 1:
+        waited_for = max(0.0, writing - sum(phases.get(name, 0.0) for name in BESIDE_WRITING))
+        return LayerSeconds(phases, reading, writing, max(reading, writing), max(reading, computing + waited_for))
+    files = max(reading, writing / ranks.here, (visit.source + visit.shard) / disk)
+    return LayerSeconds(phases, reading, writing, files, max(computing, files))
 
 
-def reading_seconds(size: int) -> float:
+def reading_seconds(size: int, disk: float = DISK, processes: int = 1) -> float:
     """To read so many bytes of the source, and hash them."""
-    return size / DISK + size / HASH
+    return size / disk + size / HASH / processes
 
 
-def writing_seconds(size: int) -> float:
+def writing_seconds(size: int, disk: float = DISK) -> float:
     """To hash a shard in memory, write it, and read it back, from the page cache, to hash file and tensors."""
-    return size / DISK + 3 * size / HASH
+    return size / disk + 3 * size / HASH
 
 
-def proving_seconds(size: int) -> float:
+def proving_seconds(size: int, disk: float = DISK) -> float:
     """To read the whole output once more from the disk, and hash it."""
-    return size / DISK + size / HASH
+    return size / disk + size / HASH

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 
+from eval.fidelity.compare import OfText
 from eval.fidelity.figures import Text
 from quantizers.checkpoint.held import Held
 from quantizers.checkpoint.safetensors_header import TensorInfo
@@ -33,13 +33,15 @@ from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import DeviceMemory
 from quantizers.plan.units import rows_of_block
+from quantizers.run import quantized
 from quantizers.run.quantized import Quantized
 from quantizers.run.shards import Shards
 from quantizers.run.visit import Visit, Watch, pass_through
 from quantizers.solve import expert_sums, gram_engine, input_sums, norm_search, refine, rounding, token_weights
 from quantizers.system.residents import Residents
-from stitch.write.digests import ShardDigest
+from quantizers.team.team import Team
 
+from .counted_team import ALONE, CountedTeam, Ranks, busiest
 from .counting import META, Counting, OneKernel, untouched
 from .work import Work
 
@@ -78,7 +80,12 @@ class CountedVisit:
 
 
 def count_visit(
-    job: Job, number: int, lengths: Sequence[int], texts: Sequence[Text], memory: DeviceMemory
+    job: Job,
+    number: int,
+    lengths: Sequence[int],
+    texts: Sequence[Text],
+    memory: DeviceMemory,
+    ranks: Ranks = ALONE,
 ) -> CountedVisit:
     """Count a visit to one layer.
 
@@ -88,6 +95,7 @@ def count_visit(
         lengths: calibration tokens of each sequence.
         texts: held-out texts; only their lengths matter.
         memory: what is held on the device.
+        ranks: the processes that share the work; counted is the one that has most to do.
 
     Raises:
         QuantizeError: an operation whose sum has no order on a GPU.
@@ -96,22 +104,26 @@ def count_visit(
     counting = Counting(routing)
     source = _untouched_source(job, [action.source for action in job.plan.of_layer(number)])
     model = CountedModel(job, counting)
+    tokens, team = [len(text.tokens) for text in texts], Team()
+    if ranks.count > 1:
+        team = CountedTeam(counting, ranks, busiest(ranks, memory.units, tokens), job.sizes["experts"])
     with torch.no_grad(), counting, listening(counting), _once(counting):
-        lanes = [_Lane(str(n), model, n, [len(t.tokens) for t in texts], NOWHERE, durable=False) for n in range(2)]
+        lanes = [_Lane(str(n), model, n, tokens, NOWHERE, durable=False, team=team) for n in range(2)]
         context = Context(
             NOWHERE,
             META,
             Residents(memory.resident, memory.unit, memory.smallest),
+            team=team,
             inputs="device" if memory.inputs else "memory",
             states="device" if memory.states else "memory",
         )
-        candidate = Quantized(job, model, lanes[1], context, lengths, shards=_Shards(job, context, _AtOnce()))
+        candidate = Quantized(job, model, lanes[1], context, lengths, shards=_Shards(job, context))
         for lane in lanes:
             lane.left = lane.states(number)
         counting.lap("begin")
         visit = Visit(number, source, source.to(META), _Laps(counting))
         counting.lap("read")
-        pass_through(visit, lanes[0], [candidate], texts)
+        pass_through(visit, lanes[0], [candidate], texts, _Comparing(len(texts)))
         candidate.entry(visit)
     phases = {name: work for name, work in counting.phases.items() if name != "begin"}
     shard = sum(spec.bytes for spec in job.plan.shard(number).values())
@@ -130,6 +142,7 @@ def _once(counting: Counting) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name in REPEATED:
             stack.enter_context(patch.object(module, name, counting.once(getattr(module, name))))
+        stack.enter_context(patch.object(quantized, "rows_in_common", _in_memory))
         yield
 
 
@@ -221,25 +234,31 @@ class _Lane(Lane):
     """Held-out states that lie in the host's memory."""
 
     def _rows(self, name: str, width: int, dtype: torch.dtype) -> Rows:
-        return Rows(None, self._lengths, width, dtype)
+        return Rows(None, self._lengths, width, dtype, team=self._team)
+
+
+def _in_memory(_: Context, lengths: Sequence[int], __: str, width: int, dtype: torch.dtype) -> Rows:
+    """Memory that the processes of a machine have in common; one copy of it, whoever has made it."""
+    return Rows(None, lengths, width, dtype)
+
+
+class _Comparing(Team):
+    """Other processes that have compared their texts."""
+
+    def __init__(self, texts: int) -> None:
+        self._texts = texts
+
+    def collect(self, value: Any) -> list[Any]:
+        return [dict.fromkeys(range(self._texts), OfText(0, 1, 0.0, 1.0)) | value]
 
 
 class _Shards(Shards):
-    """Writes nothing, and audits what it would have written."""
+    """Writes nothing, and audits what would be written, if it is this process's turn."""
+
+    def __init__(self, job: Job, context: Context) -> None:
+        self.job, self.context = job, context
 
     def begin(self, visit: Visit, tensors: Mapping[str, torch.Tensor], made: Held) -> None:
         visit.watch.lap("pack")
-        super().begin(visit, tensors, made)
+        self.audit(visit, made)
         visit.watch.lap("audit")
-
-    def store(self, number: int, tensors: Mapping[str, torch.Tensor], kept: Mapping[str, str]) -> ShardDigest:
-        return ShardDigest(bytes=0, sha256="", tensors="")
-
-
-class _AtOnce(Executor):
-    """Does what is submitted at once, in this thread, where it is counted."""
-
-    def submit(self, function: Callable[..., Result], /, *arguments: Any, **named: Any) -> Future[Result]:
-        done: Future[Result] = Future()
-        done.set_result(function(*arguments, **named))
-        return done

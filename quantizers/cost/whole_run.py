@@ -15,8 +15,9 @@ from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import DeviceMemory
 from quantizers.system.progress import progress
 
+from .counted_team import ALONE, Ranks, busiest, own_texts
 from .counting import META, Counting, untouched
-from .seconds import Device, layer_seconds, proving_seconds, reading_seconds, writing_seconds
+from .seconds import DISK, Device, layer_seconds, proving_seconds, reading_seconds, writing_seconds
 from .visit import CountedModel, CountedVisit, count_visit
 from .work import Work
 
@@ -33,6 +34,7 @@ class CountedRun:
         scoring: the device's work on held-out texts after the last layer.
         around: bytes of what lies outside the layers, and of layers that are only copied.
         output: bytes of the finished checkpoint.
+        ranks: the processes that share the work; phases and scoring are those of one of them.
     """
 
     routed: CountedVisit
@@ -41,6 +43,7 @@ class CountedRun:
     scoring: Mapping[str, Work]
     around: int
     output: int
+    ranks: Ranks = ALONE
 
     @property
     def visits(self) -> list[tuple[CountedVisit, int]]:
@@ -57,15 +60,26 @@ class CountedRun:
         layers = sum(sum(w.flops.values()) * times for visit, times in self.visits for w in visit.phases.values())
         return layers + sum(sum(work.flops.values()) for work in self.scoring.values())
 
-    def seconds(self, device: Device) -> dict[str, float]:
-        """How long it takes: `layers`, `proof`, and `all` for their sum."""
-        layers = sum(layer_seconds(visit, device).layer * times for visit, times in self.visits)
-        layers += reading_seconds(self.around) + writing_seconds(self.around)
-        proof = sum(device.seconds(work) for work in self.scoring.values()) + proving_seconds(self.output)
+    def seconds(self, device: Device, disk: float = DISK) -> dict[str, float]:
+        """How long it takes: `layers`, `proof`, and `all` for their sum. Rank 0 alone writes around them, and proves.
+
+        Args:
+            disk: bytes a second that are read from or written to files.
+        """
+        layers = sum(layer_seconds(visit, device, self.ranks, disk).layer * times for visit, times in self.visits)
+        layers += reading_seconds(self.around, disk) + writing_seconds(self.around, disk)
+        proof = sum(device.seconds(work) for work in self.scoring.values()) + proving_seconds(self.output, disk)
         return {"layers": layers, "proof": proof, "all": layers + proof}
 
 
-def count_run(job: Job, lengths: Sequence[int], texts: Sequence[Text], memory: DeviceMemory, output: int) -> CountedRun:
+def count_run(
+    job: Job,
+    lengths: Sequence[int],
+    texts: Sequence[Text],
+    memory: DeviceMemory,
+    output: int,
+    ranks: Ranks = ALONE,
+) -> CountedRun:
     """Count a run of this job.
 
     Args:
@@ -73,19 +87,22 @@ def count_run(job: Job, lengths: Sequence[int], texts: Sequence[Text], memory: D
         texts: held-out texts; only their lengths matter.
         memory: what is held on the device.
         output: bytes of the finished checkpoint.
+        ranks: the processes that share the work.
     """
     dense, moe = sorted(job.sizes.dense), job.sizes.moe_layers
     first: list[CountedVisit] = []
     numbers = (moe[0], *dense[:1])
     with progress("counting", len(numbers) + bool(texts)) as step:
         for number in numbers:
-            first.append(_visit(job, number, lengths, texts, memory))
+            first.append(_visit(job, number, lengths, texts, memory, ranks))
             step(f"layer {number}")
-        scoring = count_scoring(job, texts) if texts else {}
+        rank = busiest(ranks, memory.units, [len(text.tokens) for text in texts])
+        own = [texts[i] for i in own_texts(ranks, rank, [len(text.tokens) for text in texts])]
+        scoring = count_scoring(job, own) if own else {}
         if texts:
             step("held-out texts")
     around = sum(a.spec.bytes for a in job.plan.actions if a.layer is None or a.layer in job.plan.mtp)
-    return CountedRun(first[0], first[1] if dense else None, (len(moe), len(dense)), scoring, around, output)
+    return CountedRun(first[0], first[1] if dense else None, (len(moe), len(dense)), scoring, around, output, ranks)
 
 
 def count_scoring(job: Job, texts: Sequence[Text]) -> dict[str, Work]:
@@ -103,15 +120,17 @@ def count_scoring(job: Job, texts: Sequence[Text]) -> dict[str, Work]:
     return counting.phases
 
 
-def _visit(job: Job, number: int, lengths: Sequence[int], texts: Sequence[Text], memory: DeviceMemory) -> CountedVisit:
+def _visit(
+    job: Job, number: int, lengths: Sequence[int], texts: Sequence[Text], memory: DeviceMemory, ranks: Ranks
+) -> CountedVisit:
     """As `count_visit`, from memory where a visit of the same shape was counted before."""
     prefix = job.facts.layer(number, "")
     layer = tuple((a.source.removeprefix(prefix), a.kind, a.spec) for a in job.plan.of_layer(number))
     settings = job.plan.settings(number).model_dump_json()
     key = (
         job.facts.model_dump_json(), tuple(sorted(dict(job.sizes).items())), layer, settings, tuple(lengths),
-        tuple(len(text.tokens) for text in texts), memory,
+        tuple(len(text.tokens) for text in texts), memory, ranks,
     )  # fmt: skip
     if key not in _counted:
-        _counted[key] = count_visit(job, number, lengths, texts, memory)
+        _counted[key] = count_visit(job, number, lengths, texts, memory, ranks)
     return _counted[key]

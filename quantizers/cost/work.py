@@ -42,6 +42,8 @@ class Work:
         to_device, to_host: bytes copied.
         copies: number of those copies.
         host_bytes: read and written by operations on the host's own memory.
+        sent, received: bytes passed on from and to this process, and which of both pass `between` machines.
+        broadcasts, rounds: how often tensors were passed on, and how often all processes waited for each other's words.
         peak: the most bytes that were alive on the device.
     """
 
@@ -52,6 +54,11 @@ class Work:
     to_host: int = 0
     copies: int = 0
     host_bytes: int = 0
+    sent: int = 0
+    received: int = 0
+    between: int = 0
+    broadcasts: int = 0
+    rounds: int = 0
     peak: int = 0
 
     @property
@@ -102,6 +109,11 @@ class Work:
             "bytes_to_host": self.to_host,
             "copies": self.copies,
             "host_bytes": self.host_bytes,
+            "bytes_sent": self.sent,
+            "bytes_received": self.received,
+            "bytes_between_machines": self.between,
+            "broadcasts": self.broadcasts,
+            "rounds": self.rounds,
             "peak_bytes": self.peak,
             "operations": dict(by_name.most_common()),
         }

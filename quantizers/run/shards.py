@@ -2,7 +2,8 @@
 
 One process writes a shard while it takes the texts through the quantized layer, and waits for it at the end of the
 visit. Of several, each is so much faster that writing would be what all wait for: there the others begin the next
-layers meanwhile, and whoever wrote the layer before them is waited for when its turn comes again.
+layers meanwhile, and whoever wrote the layer before them is waited for when its turn comes again. Where the first
+machine has only one process, that one has one shard on its way.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Shards:
 
     def __init__(self, job: Job, context: Context, writer: Executor) -> None:
         self.job, self.context, self._writer = job, context, writer
-        self.ahead = len(context.team.ranks_of(0)) - 1
+        self._writers = len(context.team.ranks_of(0))
+        self.ahead = max(self._writers - 1, 1) if context.team.several else 0
         self._begun: list[int] = []  # layers, in their order; the same in all processes
         self._own: dict[int, tuple[Future[ShardDigest], Future[LayerAudit]]] = {}
         self._known: dict[int, Written] = {}
@@ -51,7 +53,7 @@ class Shards:
             made: the same where the layer was solved.
         """
         self._begun.append(visit.number)
-        if visit.number % (self.ahead + 1) != self.context.team.rank:
+        if visit.number % self._writers != self.context.team.rank:
             return
         source = visit.source
         if self.ahead:  # the source's memory gets other bytes before the shard is on disk
