@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantizers.bench.count import published_job
+from quantizers.cost.counted_team import ALONE, Ranks
 from quantizers.cost.visit import CountedVisit, count_visit, texts_of
 from quantizers.plan.solve_memory import device_memory
 
@@ -27,8 +28,17 @@ class Size:
         return self.E // 16
 
 
-def counted(size: Size, texts: list[int] | None = None) -> CountedVisit:
-    """A visit to a layer with experts, with held-out texts of these lengths."""
+def counted(
+    size: Size, texts: list[int] | None = None, ranks: Ranks = ALONE, *, in_host_memory: bool = False
+) -> CountedVisit:
+    """A visit to a layer with experts, with held-out texts of these lengths.
+
+    Args:
+        ranks: by whom; counted is the one that has most to do.
+        in_host_memory: whether no hidden states lie on the device.
+    """
     job = published_job("minimax-m2.1", size.E, hidden=size.H, width=size.I)
-    memory = device_memory(job.plan, job.sizes, ROWS, True, None, ROWS * size.B)
-    return count_visit(job, 0, [ROWS] * size.B, texts_of(texts or []), memory)
+    memory = device_memory(job.plan, job.sizes, ROWS, True, None, ROWS * size.B, ranks.count)
+    if in_host_memory:
+        memory = replace(memory, inputs=False, states=False)
+    return count_visit(job, 0, [ROWS] * size.B, texts_of(texts or []), memory, ranks)

@@ -11,9 +11,11 @@ from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError
 
 from .options import (
+    ASSUMED_DISK,
     CalibrationOption,
     DebugOption,
     DeviceMemoryOption,
+    DiskOption,
     FactsOption,
     JsonOption,
     RecipeArgument,
@@ -52,6 +54,9 @@ def plan(
         bool, typer.Option("--hub", help="read the headers from the Hub though the model's facts are kept here")
     ] = False,
     device_memory: DeviceMemoryOption = None,
+    nodes: Annotated[int, typer.Option(min=1, help="also plan a run by so many machines")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="also plan a run by so many GPUs of each machine")] = 1,
+    disk: DiskOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -59,6 +64,8 @@ def plan(
 
     Reads headers only: of a folder, of the Hub's cache, or of the Hub itself; for models whose facts are
     kept here no network is needed.
+
+    With --nodes and --gpus, also what a run by so many processes needs, takes and passes on.
 
     Example: quantize plan minimax-m2.1-fp8-int4 --vram 2x96GiB --vram 4x24GiB --context 196608
     """
@@ -68,6 +75,8 @@ def plan(
 
     if vram is None and (context is not None or tp is not None or kv != "auto"):
         raise InputError("--context, --kv and --tp go with --vram; say which cards, as --vram 2x96GiB")
+    if vram is not None and (nodes, gpus, disk) != (1, 1, None):
+        raise InputError("--nodes, --gpus and --disk plan a run, --vram plans serving; give one or the other")
     changes = changes_of(settings or (), calibration)
     job = prepare(recipe, offline_facts=True, hub=hub, source_folder=source, own=facts, changes=changes)
     job, schemes = apply_choice(job, output)
@@ -96,13 +105,17 @@ def plan(
         emit(result, as_json, fit_table(result))
         return
     from quantizers.cli.tables.plan import plan_table, tensors_table
+    from quantizers.cost.counted_team import Ranks
     from quantizers.cost.estimate import estimate_run, memory_on_gpu
     from quantizers.plan.summary import listing, summary
     from quantizers.plan.tensor_parallel import unsaid
 
     numbers = summary(job.plan, job.sizes) | ({"schemes": schemes} if schemes else {})
     numbers |= {"cards_unknown": unsaid(job.facts)}
-    numbers |= where | {"needs": estimate_run(job, int(str(numbers["output_bytes"]))).as_dict()}
+    needs = estimate_run(
+        job, int(str(numbers["output_bytes"])), Ranks(nodes * gpus, gpus), parse_bytes(disk or ASSUMED_DISK, "--disk")
+    )
+    numbers |= where | {"needs": needs.as_dict(), "asked": {"machines": nodes, "gpus": gpus}}
     if device_memory:
         numbers |= {"device_memory": memory_on_gpu(job, parse_bytes(device_memory, "--device-memory")).as_dict()}
     if tensors:

@@ -20,9 +20,11 @@ from quantizers.recipe.locations import set_location
 from quantizers.system.errors import InputError
 
 from .cards import CARDS, Card, rates
+from .counted_team import ALONE, Ranks
 from .cpu import cpu_rates, this_cpu
 from .lengths import cut_to, longest_possible
 from .seconds import DISK, HASH
+from .several import several_needs
 from .visit import texts_of
 from .whole_run import count_run
 
@@ -51,6 +53,8 @@ class Estimate:
         operations: multiplications and additions of the layers and the proof.
         seconds: by kind of device: `layers`, `proof`, and `all` for their sum.
         drawn: whether `tokens` are those of the recipe's calibration.tokens.
+        disk: bytes a second that a machine reads from or writes to files.
+        several: what `several_needs` says, where several processes are asked for; None if a size or a card is unknown.
     """
 
     tokens: int | None
@@ -65,17 +69,21 @@ class Estimate:
     operations: float | None = None
     seconds: dict[str, dict[str, float]] | None = None
     drawn: bool = False
+    several: dict[str, Any] | None = None
+    disk: float = DISK
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the assumptions."""
         return asdict(self) | {"assumptions": assumptions(self)}
 
 
-def estimate_run(job: Job, output_bytes: int) -> Estimate:
+def estimate_run(job: Job, output_bytes: int, ranks: Ranks = ALONE, disk: float = DISK) -> Estimate:
     """Estimate a run of this job. This reads the YAML files of its sets, but none of their data.
 
     Args:
         output_bytes: size of the finished checkpoint.
+        ranks: processes with a GPU each whose run is asked for beside that of one.
+        disk: bytes a second that each machine reads from or writes to files.
     """
     lengths, drawn = _calibration(job)
     perplexity = job.recipe.verify and job.recipe.verify.perplexity
@@ -98,22 +106,30 @@ def estimate_run(job: Job, output_bytes: int) -> Estimate:
         2 * layer_source + layer_output + outside + HOST,
         memory,
         drawn=drawn,
-        **({} if lengths is None or held_out is None else _counted(job, lengths, held_out, output_bytes)),
+        disk=disk,
+        **({} if lengths is None or held_out is None else _counted(job, lengths, held_out, output_bytes, ranks, disk)),
     )
 
 
-def _counted(job: Job, lengths: Sequence[int], held_out: Sequence[int], output: int) -> dict[str, Any]:
+def _counted(
+    job: Job, lengths: Sequence[int], held_out: Sequence[int], output: int, ranks: Ranks, disk: float
+) -> dict[str, Any]:
     """What follows from counted work."""
     card, memory = _card_for(job, sum(lengths))
     work = count_run(job, lengths, texts_of(held_out), memory, output)
-    seconds = {"CPU": work.seconds(this_cpu(job.sizes))}
+    seconds = {"CPU": work.seconds(this_cpu(job.sizes), disk)}
     if card is None:
         return {"operations": float(work.flops()), "seconds": seconds}
+    several = None
+    if ranks.count > 1:
+        held = _on_card(job, card, sum(lengths), ranks.count)
+        several = several_needs(job, lengths, held_out, output, card, held, work, ranks, disk)
     return {
         "card": card.name,
         "counted_peak": work.peak,
         "operations": float(work.flops()),
-        "seconds": seconds | {"GPU": work.seconds(card)},
+        "seconds": seconds | {"GPU": work.seconds(card, disk)},
+        "several": several,
     }
 
 
@@ -122,10 +138,16 @@ def _card_for(job: Job, tokens: int) -> tuple[Card | None, DeviceMemory]:
     for name in ("h100", "h200"):
         card = CARDS[name]
         try:
-            return card, device_memory(job.plan, job.sizes, _longest(job), True, int(OF_A_CARD * card.memory), tokens)
+            return card, _on_card(job, card, tokens)
         except InputError:
             continue
     return None, device_memory(job.plan, job.sizes, _longest(job), True, None, tokens)
+
+
+def _on_card(job: Job, card: Card, tokens: int, processes: int = 1) -> DeviceMemory:
+    """What is held on a card by one of so many processes."""
+    limit = int(OF_A_CARD * card.memory)
+    return device_memory(job.plan, job.sizes, _longest(job), True, limit, tokens, processes)
 
 
 def _longest(job: Job) -> int:
@@ -163,7 +185,7 @@ def assumptions(needs: Estimate) -> list[str]:
         "shard, and for the proof: logits and one last reading of the shards; measuring for a budget comes on top",
         *(f"on a GPU, {line}" for line in rates([card])),
         f"on a CPU: {cpu_rates(len(os.sched_getaffinity(0)))}",
-        f"files: {DISK / 1e9:g} GB/s read or written, {HASH / 1e9:g} GB/s hashed",
+        f"files: {needs.disk / 1e9:g} GB/s read or written, {HASH / 1e9:g} GB/s hashed",
         "memory: with the sums of one unit of experts at a time, and with those of all, and on a GPU with the hidden "
         "states as well; that is set aside, and counted is what is alive at most",
     ]

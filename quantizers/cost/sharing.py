@@ -12,7 +12,6 @@ from .visit import CountedVisit
 from .work import together
 
 PASSING = "passing on"
-LEAST = 0.01  # of the serial seconds: what is less is not named
 
 
 def shared_layer(visit: CountedVisit, card: Card, ranks: Ranks = ALONE, disk: float = DISK) -> dict[str, Any]:
@@ -61,5 +60,4 @@ def serial(alone: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, flo
         for name, seconds in alone["phases"].items()
     }
     parts[PASSING] = shared[PASSING]
-    least = LEAST * sum(parts.values())
-    return dict(sorted(((name, own) for name, own in parts.items() if own > least), key=lambda one: -one[1]))
+    return dict(sorted(parts.items(), key=lambda one: -one[1]))

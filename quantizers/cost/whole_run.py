@@ -61,15 +61,20 @@ class CountedRun:
         return layers + sum(sum(work.flops.values()) for work in self.scoring.values())
 
     def seconds(self, device: Device, disk: float = DISK) -> dict[str, float]:
-        """How long it takes: `layers`, `proof`, and `all` for their sum. Rank 0 alone writes around them, and proves.
+        """How long it takes: `layers`, `proof`, and `all` for their sum.
 
         Args:
             disk: bytes a second that are read from or written to files.
         """
+        around, last_reading = self.by_one_process(disk)
         layers = sum(layer_seconds(visit, device, self.ranks, disk).layer * times for visit, times in self.visits)
-        layers += reading_seconds(self.around, disk) + writing_seconds(self.around, disk)
-        proof = sum(device.seconds(work) for work in self.scoring.values()) + proving_seconds(self.output, disk)
-        return {"layers": layers, "proof": proof, "all": layers + proof}
+        proof = sum(device.seconds(work) for work in self.scoring.values()) + last_reading
+        return {"layers": layers + around, "proof": proof, "all": layers + around + proof}
+
+    def by_one_process(self, disk: float = DISK) -> tuple[float, float]:
+        """Seconds that rank 0 works alone: on what lies around the layers, and on the last reading."""
+        around = reading_seconds(self.around, disk) + writing_seconds(self.around, disk)
+        return around, proving_seconds(self.output, disk)
 
 
 def count_run(

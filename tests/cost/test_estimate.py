@@ -115,9 +115,8 @@ def test_a_run_reads_hashes_and_writes(finished: Finished, monkeypatch: pytest.M
     around = sum(action.spec.bytes for action in job.plan.of_layer(None))
 
     def seconds(disk: float, hashing: float) -> dict[str, float]:
-        monkeypatch.setattr(files, "DISK", disk)
         monkeypatch.setattr(files, "HASH", hashing)
-        return work.seconds(NoTime())
+        return work.seconds(NoTime(), disk)
 
     assert seconds(math.inf, math.inf)["all"] == 0
     reading = seconds(1, math.inf)

@@ -9,6 +9,8 @@ from quantizers.system.byte_size import gib
 from quantizers.system.progress import duration
 from quantizers.system.text_table import plain, size
 
+from .ranks import several_lines
+
 
 def plan_table(numbers: dict[str, Any]) -> str:
     """Every kind of tensor, the output's size, and what a run needs."""
@@ -34,7 +36,8 @@ def plan_table(numbers: dict[str, Any]) -> str:
             "",
             *(scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
             *needs_lines(numbers["needs"]),
-            *([memory_line(numbers)] if "device_memory" in numbers else []),
+            *several_lines(numbers),
+            *([f"--device-memory: {memory_words(numbers['device_memory'])}"] if "device_memory" in numbers else []),
         ]
     )
 
@@ -106,12 +109,11 @@ def _time(seconds: dict[str, float]) -> str:
     return f"{duration(seconds['all'])}: layers {duration(seconds['layers'])}, proof {duration(seconds['proof'])}"
 
 
-def memory_line(numbers: dict[str, Any]) -> str:
-    """What a run on a GPU holds there with --device-memory, and the memory that takes."""
-    memory = numbers["device_memory"]
+def memory_words(memory: dict[str, Any]) -> str:
+    """What a run on a GPU holds there, and the memory that takes."""
     held = {(False, False): "", (True, False): ", the inputs of the experts", (True, True): ", all hidden states"}
     return (
-        f"--device-memory: {gib(memory['peak'])} at most: a layer {gib(memory['layer'])} as it is stored, "
+        f"{gib(memory['peak'])} at most: a layer {gib(memory['layer'])} as it is stored, "
         f"{gib(memory['forward'])} as it is computed{held[memory['inputs'], memory['states']]}, the sums of "
         f"{memory['resident']} of {memory['units']} units of {memory['unit']} experts (read in {memory['sweeps']} "
         f"sweep{'s' if memory['sweeps'] > 1 else ''}), and {gib(memory['one_unit'])} for solving one"

@@ -1,11 +1,15 @@
-"""What `quantize bench count --ranks` prints."""
+"""What `quantize bench count --ranks` prints, and `quantize plan` of several processes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from quantizers.cost.sharing import PASSING
+from quantizers.system.byte_size import gib
+from quantizers.system.progress import duration
 from quantizers.system.text_table import plain
+
+SMALL = 0.05  # of all serial seconds: what is less is not named
 
 
 def ranks_table(result: dict[str, Any]) -> str:
@@ -15,7 +19,7 @@ def ranks_table(result: dict[str, Any]) -> str:
     rows = [
         (
             f"{row['ranks']}" + (f" on {row['machines']} machines" if row["machines"] > 1 else ""),
-            f"{row['operations'] / 1e12:,.0f}",
+            _tera(row["operations"]),
             *(f"{row[key] / 1e9:.2f}" for key in ("bytes_of_source", "bytes_sent", "bytes_received")),
             *(f"{row[key]:.2f}" for key in ("computing", PASSING)),
             f"{row['files']:.2f}",
@@ -44,6 +48,50 @@ def ranks_table(result: dict[str, Any]) -> str:
     )
 
 
+def _tera(operations: int) -> str:
+    return f"{operations / 1e12:,.0f}" if operations > 1e13 else f"{operations / 1e12:.2g}"
+
+
 def serial_words(parts: dict[str, float]) -> str:
-    """The seconds of each phase, or that there are none."""
-    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items()) or "nothing"
+    """The seconds of the phases that matter, and of the rest together."""
+    least = SMALL * sum(parts.values())
+    named = {name: seconds for name, seconds in parts.items() if seconds > least}
+    rest = sum(parts.values()) - sum(named.values())
+    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in (named | {"the rest": rest}).items())
+
+
+def several_lines(numbers: dict[str, Any]) -> list[str]:
+    """What a run by several processes needs and takes, if one was asked for."""
+    machines, gpus = numbers["asked"]["machines"], numbers["asked"]["gpus"]
+    if machines * gpus == 1:
+        return []
+    several = numbers["needs"]["several"]
+    if several is None:
+        return ["", f"by {machines * gpus} processes: unknown, as the time of one is"]
+    layer, seconds, memory = several["layer"], several["seconds"], several["memory"]
+    held = {(False, False): "no hidden states", (True, False): "the inputs of the experts", (True, True): "all states"}
+    where = f"{machines} machines of {gpus} {several['card']}" if machines > 1 else f"{gpus} {several['card']}"
+    between = f", {layer['bytes_between_machines'] / 1e9:.2f} GB of that between machines" if machines > 1 else ""
+    rows = [
+        ("time, counted", f"{duration(seconds['all'])}: layers {duration(seconds['layers'])}, proof "
+         f"{duration(seconds['proof'])}; {several['speed_up']:.1f} times as fast as one"),
+        ("memory of a card", f"{gib(memory['peak'])} at most, with {held[memory['inputs'], memory['states']]} and the "
+         f"sums of {memory['resident']} of {memory['units']} units"),
+        ("host memory", f"{gib(several['host'])} on each machine that its processes have in common, beside their own"),
+        ("a layer with experts", f"{layer['layer']:.1f} s"
+         + (f", waiting for files (computing takes {layer['computing']:.1f} s)" if layer["waits_for_files"] else "")
+         + f"; each process {_tera(layer['operations'])} TFLOP, {layer['bytes_of_source'] / 1e9:.2f} GB of the "
+         f"source"),
+        ("passed on in a layer", f"each process sends {layer['bytes_sent'] / 1e9:.2f} GB and receives "
+         f"{layer['bytes_received'] / 1e9:.2f} GB{between}, in {layer[PASSING]:.2f} s"),
+        ("serial", f"{several['serial_share']:.1%} of one process's layer ({serial_words(several['serial'])}); and "
+         f"rank 0 alone works {duration(several['by_rank_0'])} at the beginning and the end"),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in rows)
+    return [
+        "",
+        f"by {where}",
+        *(f"  {name:<{width}}  {words}" for name, words in rows),
+        "assumed besides:",
+        *(f"  {line}" for line in several["assumptions"]),
+    ]
