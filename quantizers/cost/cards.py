@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizers.plan.cards import GIB, SEEN
+from quantizers.system.at_once import READERS
 from quantizers.system.errors import InputError
 from quantizers.system.near_names import did_you_mean
 
@@ -46,6 +47,11 @@ class Card:
     bfloat16: float
     float32: float
     float64: float
+
+    @property
+    def readers(self) -> int:
+        """Threads of its machine that read files at once: such a machine has cores for them."""
+        return READERS
 
     def rate(self, kind: str) -> float:
         """Operations a second that are reached."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantizers.plan.units import unit_of_experts
+from quantizers.system.at_once import READERS
 
 from .cards import HOST
 from .work import Operation, Work
@@ -40,6 +41,11 @@ class Cpu:
     def name(self) -> str:
         """As it is printed."""
         return f"CPU, {self.cores} core{'s' if self.cores > 1 else ''}"
+
+    @property
+    def readers(self) -> int:
+        """Threads that read files at once."""
+        return min(READERS, self.cores)
 
     def seconds(self, work: Work) -> float:
         """How long a phase takes; nothing crosses a bus."""

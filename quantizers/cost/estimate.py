@@ -17,6 +17,7 @@ from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import DeviceMemory, device_memory
 from quantizers.plan.states import calibration_bytes
 from quantizers.recipe.locations import set_location
+from quantizers.system.at_once import READERS
 from quantizers.system.errors import InputError
 
 from .cards import CARDS, Card, rates
@@ -185,7 +186,8 @@ def assumptions(needs: Estimate) -> list[str]:
         "shard, and for the proof: logits and one last reading of the shards; measuring for a budget comes on top",
         *(f"on a GPU, {line}" for line in rates([card])),
         f"on a CPU: {cpu_rates(len(os.sched_getaffinity(0)))}",
-        f"files: {needs.disk / 1e9:g} GB/s read or written, {HASH / 1e9:g} GB/s hashed",
+        f"files: {needs.disk / 1e9:g} GB/s read or written, {HASH / 1e9:g} GB/s hashed by a thread, the "
+        f"last reading by up to {READERS}",
         "memory: with the sums of one unit of experts at a time, and with those of all, and on a GPU with the hidden "
         "states as well; that is set aside, and counted is what is alive at most",
     ]

@@ -22,6 +22,10 @@ class Device(Protocol):
     def name(self) -> str:
         """As it is printed."""
 
+    @property
+    def readers(self) -> int:
+        """Threads of its machine that read files at once."""
+
     def seconds(self, work: Work) -> float:
         """How long a phase takes."""
 
@@ -75,6 +79,6 @@ def writing_seconds(size: int, disk: float = DISK) -> float:
     return size / disk + 3 * size / HASH
 
 
-def proving_seconds(size: int, disk: float = DISK) -> float:
-    """To read the whole output once more from the disk, and hash it."""
-    return size / disk + size / HASH
+def proving_seconds(size: int, disk: float = DISK, readers: int = 1) -> float:
+    """To read the whole output once more from the disk, and hash it by so many threads, see `system.at_once`."""
+    return max(size / disk, (size / disk + size / HASH) / readers)

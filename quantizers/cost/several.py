@@ -60,11 +60,11 @@ def several_needs(
         "speed_up": alone["all"] / together["all"],
         "serial": parts,
         "serial_share": sum(parts.values()) / layers[0]["computing"],
-        "by_rank_0": sum(runs[1].by_one_process(disk)),
+        "by_rank_0": sum(runs[1].by_one_process(card, disk)),
         "assumptions": [
             link_rates(card),
             f"each machine {disk / 1e9:g} GB/s read from or written to files, each process {HASH / 1e9:g} GB/s hashed; "
-            "rank 0's in full, and a layer's shared out",
+            f"the last reading by {card.readers} threads of rank 0",
         ],
     }
 

@@ -66,15 +66,15 @@ class CountedRun:
         Args:
             disk: bytes a second that are read from or written to files.
         """
-        around, last_reading = self.by_one_process(disk)
+        around, last_reading = self.by_one_process(device, disk)
         layers = sum(layer_seconds(visit, device, self.ranks, disk).layer * times for visit, times in self.visits)
         proof = sum(device.seconds(work) for work in self.scoring.values()) + last_reading
         return {"layers": layers + around, "proof": proof, "all": layers + around + proof}
 
-    def by_one_process(self, disk: float = DISK) -> tuple[float, float]:
+    def by_one_process(self, device: Device, disk: float = DISK) -> tuple[float, float]:
         """Seconds that rank 0 works alone: on what lies around the layers, and on the last reading."""
         around = reading_seconds(self.around, disk) + writing_seconds(self.around, disk)
-        return around, proving_seconds(self.output, disk)
+        return around, proving_seconds(self.output, disk, device.readers)
 
 
 def count_run(

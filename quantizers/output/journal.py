@@ -30,9 +30,11 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quantizers.system.at_once import at_once
 from quantizers.system.atomic import disk_errors, write_json
 from quantizers.system.errors import OutputError
 from quantizers.system.own_files import file_sha256
@@ -243,18 +245,24 @@ def damaged_shards(
         step: called after each.
     """
     damaged = {}
-    for place, entry in enumerate(entries):
-        path, written = work / "output" / entry["shard"], entry["digest"]
-        try:
-            size = path.stat().st_size
-            if size != written["bytes"]:
-                damaged[place] = f"{path.name} has {size:,} bytes, {written['bytes']:,} were written"
-            elif file_sha256(path) != written["sha256"]:
-                damaged[place] = f"{path.name} has other bytes than were written"
-        except OSError as failure:
-            damaged[place] = f"{path.name} cannot be read ({failure.strerror})"
-        step(path.name)
+    with contextlib.closing(at_once(partial(_damage, work / "output"), entries)) as found:
+        for place, problem in enumerate(found):
+            if problem:
+                damaged[place] = problem
+            step(entries[place]["shard"])
     return damaged
+
+
+def _damage(folder: Path, entry: dict[str, Any]) -> str:
+    """What is wrong with a finished shard; empty if nothing is."""
+    path, written = folder / entry["shard"], entry["digest"]
+    try:
+        size = path.stat().st_size
+        if size != written["bytes"]:
+            return f"{path.name} has {size:,} bytes, {written['bytes']:,} were written"
+        return "" if file_sha256(path) == written["sha256"] else f"{path.name} has other bytes than were written"
+    except OSError as failure:
+        return f"{path.name} cannot be read ({failure.strerror})"
 
 
 def log(work: Path, line: str) -> None:

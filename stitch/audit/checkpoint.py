@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from quantizers.plan.making import make_plan
 from quantizers.plan.plan import Plan
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import BITS, GROUPS, Scheme
+from quantizers.system.at_once import at_once
 from quantizers.system.errors import CheckpointError
 from quantizers.system.own_files import REPORT, is_plain
 from stitch.write.config import output_config
@@ -117,10 +119,15 @@ def verify(
     recorded = _recorded(folder) if digests is None else digests
     audit.digests_checked = bool(recorded)
     audit.differences += side_file_differences(folder, source.folder)
-    for name, written in recorded.items():  # first, because with a damaged header nothing else can be read
-        audit.changed += changes(folder / name, written, past_the_cache=audited is not None)
-        if audited is not None:
-            step(name)
+
+    def changed(name: str) -> list[str]:
+        return changes(folder / name, recorded[name], past_the_cache=audited is not None)
+
+    with closing(at_once(changed, recorded)) as found:  # first, as with a damaged header nothing else can be read
+        for name, lines in zip(recorded, found, strict=True):
+            audit.changed += lines
+            if audited is not None:
+                step(name)
     audit.differences += audit.changed
     try:
         candidate = open_folder(folder)
@@ -141,12 +148,12 @@ def verify(
         if audited is not None:
             audit.add(audited[position])
             continue
-        found = LayerAudit()
-        audit_kept(plan.of_layer(layer), source, candidate, found)
+        of_layer = LayerAudit()
+        audit_kept(plan.of_layer(layer), source, candidate, of_layer)
         if layer is not None and layer not in plan.mtp:
-            audit_layer(layer, facts, sizes, source, renamed, device=device, audit=found)
+            audit_layer(layer, facts, sizes, source, renamed, device=device, audit=of_layer)
             step(f"layer {layer}")
-        audit.add(found)
+        audit.add(of_layer)
     return _ordered(audit, folder)
 
 

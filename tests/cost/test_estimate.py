@@ -99,6 +99,7 @@ class NoTime:
     """A device on which only files take time."""
 
     name = "none"
+    readers = 1
 
     def seconds(self, work: Any) -> float:
         return 0.0
