@@ -36,9 +36,8 @@ from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError, Stopped
 from quantizers.system.progress import doing, layer_line, peak_memory, progress
 from quantizers.team.shown import shown
-from stitch.audit.layer import written_from
-from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
+from .kept_shards import write_kept
 from .quantized import Quantized, of_shard
 from .shards import Shards, Written
 from .visit import Visit, device_memory_errors, visits
@@ -273,26 +272,6 @@ class _Loop:
         stage = partial(shown, check=self.context.check, team=self.context.team)
         source, output = score(self.lanes, self.texts, stage, team=self.context.team)
         return measured(source, output, self.texts, compared)
-
-
-def write_kept(job: Job, outside: Checkpoint, context: Context) -> None:
-    """Write every shard that nothing computes anew, and its journal entry, unless that is done.
-
-    Args:
-        outside: the tensors outside the layers. Those of a layer that predicts further tokens are read here, one layer
-            at a time.
-    """
-    plan, source = job.plan, job.opened
-    for part in plan.kept_parts:
-        file, shard = journal.kept_file(context.work, part), context.work / "output" / plan.shard_file(part)
-        if file.exists() and shard.exists():
-            continue
-        actions = plan.of_layer(part)
-        stored = outside if part is None else hold(source, [action.source for action in actions])
-        kept = kept_hashes(plan, part, stored)
-        digest = write_shard(layer_tensors(plan, part, stored, None).host, shard, kept, plan.carried(part))
-        write_json(file, {"shard": shard.name, "digest": digest, "audit": written_from(actions).as_dict()})
-        context.check()
 
 
 def _refuse(entry: dict[str, Any], stop: Stop | None) -> None:

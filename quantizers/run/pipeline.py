@@ -6,7 +6,6 @@ place at the very end.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,11 +37,11 @@ from quantizers.plan.units import work_units
 from quantizers.recipe.locations import set_location
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
 from quantizers.system.atomic import copy_file, sync_folder, write_text
-from quantizers.system.errors import InputError, OutputError
+from quantizers.system.errors import InputError
 from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
 from quantizers.system.own_files import CARD, PAGE
-from quantizers.system.progress import checked, peak_memory, progress
+from quantizers.system.progress import peak_memory
 from quantizers.system.residents import Residents
 from quantizers.team.heart import RESUME
 from quantizers.team.team import Team
@@ -58,6 +57,7 @@ from .opening import opening_line
 from .options import Options
 from .places import places
 from .proof import prove
+from .unfinished import find_damage, refuse_other_texts
 
 METHOD = 5  # increased whenever the same settings would give different bytes
 
@@ -231,35 +231,6 @@ def load_held_out(job: Job) -> HeldOut | None:
         return None
     data = _samples(job, gate.data)
     return held_out(data, job.opened, job.sizes["vocabulary"], job.recipe.source.trusts_tokenizer)
-
-
-def refuse_other_texts(work: Path, layers: int, held: HeldOut, output: Path) -> None:
-    """Finished layers were measured on the texts that the run began with. (A run may go on without any.)
-
-    Raises:
-        OutputError: now it is other texts, or then it was none.
-    """
-    if journal.done_layers(work, layers) and not (work / journal.HELD_OUT).exists():
-        raise OutputError(
-            f"{output}: its finished layers were measured on no held-out set; leave verify.perplexity out as before, "
-            "or start over with --fresh"
-        )
-    journal.refuse_changes(work, {"held_out": held.about["digest"]}, output, journal.HELD_OUT)
-
-
-def find_damage(work: Path, layers: int, output: Path, check: Callable[[], None]) -> list[int]:
-    """The finished layers of an earlier call whose shards are no longer as they were written; each is named."""
-    entries = journal.done_layers(work, layers)
-    for kept in journal.kept_files(work):
-        if journal.damaged_shards(work, [json.loads(kept.read_text())]):
-            kept.unlink()  # its shard is written at the beginning, so it will be written again
-    if not entries:
-        return []
-    with progress("checking", len(entries), unit="shard") as step:
-        damaged = journal.damaged_shards(work, entries, checked(step, check))
-    for layer, problem in damaged.items():
-        print(f"{output}: layer {layer}: {problem}; it is made again", file=sys.stderr)
-    return list(damaged)
 
 
 def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[str, Any]:

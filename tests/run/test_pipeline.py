@@ -19,7 +19,7 @@ from quantizers.cli import main as cli
 from quantizers.forward import lane
 from quantizers.output import folder, journal
 from quantizers.plan.job import Job, prepare
-from quantizers.run import layer_loop, pipeline, quantized, shards
+from quantizers.run import kept_shards, layer_loop, pipeline, quantized, shards
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.system.errors import Interrupted, OutputError, QuantizeError
@@ -91,13 +91,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path, dict[str
     [
         (quantized, "solve_layer", 0),
         (quantized, "solve_layer", 2),
-        pytest.param(layer_loop, "write_shard", 0, marks=pytest.mark.slow),
+        pytest.param(kept_shards, "write_shard", 0, marks=pytest.mark.slow),
         (shards, "write_shard", 1),
         pytest.param(shards, "audit_layer", 2, marks=pytest.mark.slow),
         pytest.param(quantized, "finish", 3, marks=pytest.mark.slow),
         pytest.param(lane, "attend", 5, marks=pytest.mark.slow),
-        pytest.param(layer_loop, "write_json", 0, marks=pytest.mark.slow),
-        pytest.param(layer_loop, "write_json", 2, marks=pytest.mark.slow),
+        pytest.param(kept_shards, "write_json", 0, marks=pytest.mark.slow),
+        pytest.param(layer_loop, "write_json", 1, marks=pytest.mark.slow),
         (layer_loop, "score", 0),
         pytest.param(pipeline, "assemble", 0, marks=pytest.mark.slow),
         pytest.param(pipeline, "prove", 0, marks=pytest.mark.slow),
