@@ -22,7 +22,7 @@ from calibration_tokenizer import write_tokenizer
 from live_bytes import Alive
 from safetensors.torch import save_file
 
-from quantizers.checkpoint import held
+from quantizers.checkpoint import ahead
 from quantizers.forward import share
 from quantizers.plan import units
 from quantizers.plan.job import prepare
@@ -169,7 +169,7 @@ def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Liv
 
     What threads do beside it is done on the spot, so that the next layer is always in memory beside the one in work.
     """
-    for module in (held, layer_loop):
+    for module in (ahead, layer_loop):
         monkeypatch.setattr(module, "ThreadPoolExecutor", OnTheSpot)
     real, runs, found = pipeline.quantize_layers, iter(range(100)), list[Living]()
 
