@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.fidelity.figures import Text
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import CONFIG, declared_block
@@ -79,17 +80,11 @@ def count_layer(
     devices = _devices(card, job)
     if limit is None and len(devices) == 1 and isinstance(devices[0], Card):
         limit = int(OF_A_CARD * devices[0].memory)
-    lengths = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
-    texts = texts_of(longest_possible(shipped("calibration") / f"{HELD_OUT}.yaml") or [])
+    lengths, texts = sequences(tokens, length)
     memory = device_memory(job.plan, job.sizes, max(lengths), True, limit, tokens)
     visit = count_visit(job, job.sizes.moe_layers[0], lengths, texts, memory)
     whole = sizes_of(job.facts, published(like), CONFIG)
-    return {
-        "like": like,
-        "sizes": {word: job.sizes[word] for word in ("experts", "chosen", "hidden", "width")},
-        "tokens": tokens,
-        "sequences": len(lengths),
-        "held_out": {"texts": len(texts), "tokens": sum(len(text.tokens) for text in texts)},
+    return described(job, lengths, texts) | {
         "memory": memory.as_dict() | {"limit": limit},
         "layers": len(whole.moe_layers),
         "source_bytes": visit.source,
@@ -102,6 +97,23 @@ def count_layer(
             *_rates(devices),
             f"{DISK / 1e9:g} GB/s read from or written to files, {HASH / 1e9:g} GB/s hashed",
         ],
+    }
+
+
+def sequences(tokens: int, length: int) -> tuple[list[int], list[Text]]:
+    """Tokens of each calibration sequence of `length`, the last one cut; and the shipped held-out texts."""
+    lengths = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
+    return lengths, texts_of(longest_possible(shipped("calibration") / f"{HELD_OUT}.yaml") or [])
+
+
+def described(job: Job, lengths: Sequence[int], texts: Sequence[Text]) -> dict[str, Any]:
+    """What is counted: the model, its sizes, and what passes through it."""
+    return {
+        "like": job.recipe.source.model,
+        "sizes": {word: job.sizes[word] for word in ("experts", "chosen", "hidden", "width")},
+        "tokens": sum(lengths),
+        "sequences": len(lengths),
+        "held_out": {"texts": len(texts), "tokens": sum(len(text.tokens) for text in texts)},
     }
 
 

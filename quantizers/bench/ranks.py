@@ -8,16 +8,14 @@ from typing import Any
 from quantizers.cost.cards import card_of, link_rates, rates
 from quantizers.cost.counted_team import Ranks
 from quantizers.cost.estimate import OF_A_CARD
-from quantizers.cost.lengths import longest_possible
 from quantizers.cost.seconds import DISK, HASH
 from quantizers.cost.sharing import serial, shared_layer
-from quantizers.cost.visit import count_visit, texts_of
+from quantizers.cost.visit import count_visit
 from quantizers.plan.solve_memory import device_memory
 from quantizers.system.errors import InputError
 from quantizers.system.progress import progress
-from quantizers.system.shipped import shipped
 
-from .count import HELD_OUT, published_job
+from .count import described, published_job, sequences
 
 
 def count_ranks(
@@ -55,8 +53,7 @@ def count_ranks(
     job, known = published_job(like, experts, **sizes), card_of(card)
     if limit is None:
         limit = int(OF_A_CARD * known.memory)
-    lengths = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
-    texts = texts_of(longest_possible(shipped("calibration") / f"{HELD_OUT}.yaml") or [])
+    lengths, texts = sequences(tokens, length)
 
     def one(ranks: Ranks) -> dict[str, Any]:
         memory = device_memory(job.plan, job.sizes, max(lengths), True, limit, tokens, ranks.count)
@@ -78,12 +75,7 @@ def count_ranks(
             alone = rows[0] if rows else row
             rows.append(row | {"speed_up": alone["layer"] / row["layer"], "apart": alone["layer"] / apart["layer"]})
     parts = serial(rows[0], rows[-1])
-    return {
-        "like": like,
-        "sizes": {word: job.sizes[word] for word in ("experts", "chosen", "hidden", "width")},
-        "tokens": tokens,
-        "sequences": len(lengths),
-        "held_out": {"texts": len(texts), "tokens": sum(len(text.tokens) for text in texts)},
+    return described(job, lengths, texts) | {
         "card": known.name,
         "gpus": gpus,
         "rows": rows,

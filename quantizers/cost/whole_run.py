@@ -101,8 +101,8 @@ def count_run(
         for number in numbers:
             first.append(_visit(job, number, lengths, texts, memory, ranks))
             step(f"layer {number}")
-        rank = busiest(ranks, memory.units, [len(text.tokens) for text in texts])
-        own = [texts[i] for i in own_texts(ranks, rank, [len(text.tokens) for text in texts])]
+        tokens = [len(text.tokens) for text in texts]
+        own = [texts[i] for i in own_texts(ranks, busiest(ranks, memory.units, tokens), tokens)]
         scoring = count_scoring(job, own) if own else {}
         if texts:
             step("held-out texts")

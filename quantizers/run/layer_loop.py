@@ -234,7 +234,7 @@ class _Loop:
             print(f"layer {number}: its shard was made again, with the bytes that it had", file=sys.stderr)
         team.barrier()
 
-    def written(self, stack: ExitStack) -> Iterator[tuple[Visit | None, dict[int, Written]]]:
+    def written(self, stack: ExitStack) -> Iterator[tuple[Visit | None, dict[int, Written | None]]]:
         """Each visit to the layers that are left, with the shards that are on disk since the one before it.
 
         After the last visit comes None, with the rest of the shards.

@@ -208,8 +208,9 @@ def rows_in_common(context: Context, lengths: Sequence[int], name: str, width: i
     return rows
 
 
-def of_shard(written: Written) -> dict[str, Any]:
-    """What the journal's entry says of a layer's shard once that is on disk."""
+def of_shard(written: Written | None) -> dict[str, Any]:
+    """What the journal's entry says of a layer's shard once that is on disk, on the first machine."""
+    assert written is not None
     digest, audit = written
     return {"digest": digest, "audit": audit.as_dict(), "closeness": _closeness(audit.by_expert)}
 

@@ -43,7 +43,7 @@ class Shards:
         self.ahead = max(self._writers - 1, 1) if context.team.several else 0
         self._begun: list[int] = []  # layers, in their order; the same in all processes
         self._own: dict[int, tuple[Future[ShardDigest], Future[LayerAudit]]] = {}
-        self._known: dict[int, Written] = {}
+        self._known: dict[int, Written | None] = {}
 
     def begin(self, visit: Visit, tensors: Mapping[str, torch.Tensor], made: Held) -> None:
         """Let a shard be audited and written, if it is this process's turn.
@@ -74,8 +74,10 @@ class Shards:
         path = self.context.work / "output" / self.job.plan.shard_file(number)
         return write_shard(tensors, path, kept, self.job.plan.carried(number))
 
-    def finished(self, ahead: int | None = None) -> dict[int, Written]:
+    def finished(self, ahead: int | None = None) -> dict[int, Written | None]:
         """The layers whose shards are on disk since the last call, in their order; all processes call this.
+
+        What was written is known on the first machine; on the others it is None.
 
         Args:
             ahead: how many may still be on their way; None for `self.ahead`.
@@ -94,7 +96,7 @@ class Shards:
         for found in team.here.collect(own) if team.node == 0 else ():
             self._known.update(found)
         if team.node:  # nothing is written here
-            self._known.update(dict.fromkeys(due))  # type: ignore[arg-type]
+            self._known.update(dict.fromkeys(due))
         done = {}
         while self._begun and self._begun[0] in self._known:
             number = self._begun.pop(0)

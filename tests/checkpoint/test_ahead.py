@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,8 @@ def test_every_process_has_all_and_each_byte_is_read_once_on_a_machine(
     wanted = [hold(checkpoint, names) for names in parts]
     read: list[str] = []
 
-    def noted(*arguments: object, **named: object) -> Held:
-        held = hold(*arguments, **named)  # type: ignore[arg-type]
+    def noted(*arguments: Any, **named: Any) -> Held:
+        held = hold(*arguments, **named)
         read.extend(held.hashes)
         return held
 

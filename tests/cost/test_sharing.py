@@ -14,13 +14,15 @@ from counted_layer import ROWS, Size, counted
 
 from quantizers.bench.ranks import count_ranks
 from quantizers.cli import main as cli
+from quantizers.cli.options import ASSUMED_DISK
 from quantizers.cost.cards import CARDS, NETWORK
 from quantizers.cost.counted_team import ALONE, Ranks, busiest, own_texts
-from quantizers.cost.seconds import HASH, layer_seconds
+from quantizers.cost.seconds import DISK, HASH, layer_seconds
 from quantizers.cost.sharing import PASSING, serial, shared_layer
 from quantizers.cost.visit import CountedVisit
 from quantizers.cost.work import Work, together
 from quantizers.forward.share import Share
+from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError
 from quantizers.team.team import Team
 
@@ -109,6 +111,7 @@ def test_seconds_of_links_and_files() -> None:
     work = work_of(visit)
     waits = work.broadcasts * 0.5e-3 + work.rounds * 1e-3
     assert H100.passing(work) == pytest.approx((work.sent + work.received) / NETWORK + waits)
+    assert parse_bytes(ASSUMED_DISK, "the help of --disk") == DISK
     here = replace(work, between=0)
     assert H100.passing(here) == pytest.approx((work.sent + work.received) / 300e9 + waits)
     one, two, apart = (layer_seconds(visit, H100, ranks, 2e9) for ranks in (ALONE, Ranks(2, 2), Ranks(2, 1)))

@@ -37,7 +37,7 @@ def plan_table(numbers: dict[str, Any]) -> str:
             *(scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
             *needs_lines(numbers["needs"]),
             *several_lines(numbers),
-            *([f"--device-memory: {memory_words(numbers['device_memory'])}"] if "device_memory" in numbers else []),
+            *([memory_line(numbers)] if "device_memory" in numbers else []),
         ]
     )
 
@@ -109,11 +109,12 @@ def _time(seconds: dict[str, float]) -> str:
     return f"{duration(seconds['all'])}: layers {duration(seconds['layers'])}, proof {duration(seconds['proof'])}"
 
 
-def memory_words(memory: dict[str, Any]) -> str:
-    """What a run on a GPU holds there, and the memory that takes."""
+def memory_line(numbers: dict[str, Any]) -> str:
+    """What a run on a GPU holds there with --device-memory, and the memory that takes."""
+    memory = numbers["device_memory"]
     held = {(False, False): "", (True, False): ", the inputs of the experts", (True, True): ", all hidden states"}
     return (
-        f"{gib(memory['peak'])} at most: a layer {gib(memory['layer'])} as it is stored, "
+        f"--device-memory: {gib(memory['peak'])} at most: a layer {gib(memory['layer'])} as it is stored, "
         f"{gib(memory['forward'])} as it is computed{held[memory['inputs'], memory['states']]}, the sums of "
         f"{memory['resident']} of {memory['units']} units of {memory['unit']} experts (read in {memory['sweeps']} "
         f"sweep{'s' if memory['sweeps'] > 1 else ''}), and {gib(memory['one_unit'])} for solving one"
