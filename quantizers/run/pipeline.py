@@ -180,10 +180,8 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
     if team.several and memory.units < team.count:
-        print(
-            f"{memory.units} units of {memory.unit} experts for {team.count} processes: some have none to solve",
-            file=sys.stderr,
-        )
+        units = f"{memory.units} unit{'s' if memory.units > 1 else ''} of {memory.unit} experts"
+        print(f"{units} for {team.count} processes: some have none to solve", file=sys.stderr)
     inputs, states, in_files = places(job.sizes, memory, rows, itemsize, options, min(frees))
     texts = held.texts if held else []
     residents = Residents(memory.resident, memory.unit, memory.smallest)
