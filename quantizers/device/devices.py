@@ -147,6 +147,7 @@ def _card(device: torch.device) -> dict[str, Any]:
     import torch
 
     from .determinism import LT_WORKSPACE, WORKSPACE
+    from .fused import kernels
     from .gpu_settings import settings_in_force
 
     card = torch.cuda.get_device_properties(device)
@@ -159,6 +160,7 @@ def _card(device: torch.device) -> dict[str, Any]:
         "cusolver": _package_version("cusolver"),
         "cublas_workspace": os.environ.get(WORKSPACE),
         "cublaslt_workspace": os.environ.get(LT_WORKSPACE),
+        "kernels": kernels(device),
     } | settings_in_force()
 
 

@@ -32,10 +32,12 @@ from .units import rows_of_block, unit_of_experts, units_of
 
 FLOAT = 4
 ROW_BLOCK = 4096  # rows that go through router and experts together, whatever sequences they belong to
-# Arrays that are alive while a matrix is rounded: its Gram matrix in order, damped and factorized, (C, C); then the
-# matrix itself transposed, with steps, codes and what is left to do, (R, C).
-FACTORIZED = 6, 2
-ROUNDED = 5, 6
+# Arrays that are alive while a matrix is rounded. First its Gram matrix in order, damped and factorized, (C, C), beside
+# the matrix itself transposed, (R, C). Then that with its slope, or what is left to do, and its codes; and of what is
+# worked on a panel of columns, see solve/refine.py.
+FACTORIZED = 6, 2, 0
+ROUNDED = 3, 4, 5
+PANEL = 256
 
 
 @dataclass(frozen=True)
@@ -199,8 +201,8 @@ def _expert_bytes(sizes: Sizes, rows: int, itemsize: int) -> int:
     # The weights in float32 and as passed on, and then one matrix being rounded.
     held = stored + 2 * (gate_up + down) + narrow
     rounding = max(
-        squares * gram + matrices * weight
-        for squares, matrices in (FACTORIZED, ROUNDED)
-        for gram, weight in ((square, gate_up), (narrow, down))
+        squares * gram + matrices * weight + panels * min(PANEL, columns) * weight // columns
+        for squares, matrices, panels in (FACTORIZED, ROUNDED)
+        for gram, weight, columns in ((square, gate_up, hidden), (narrow, down, width))
     )
     return max(inputs, serving, held + rounding)

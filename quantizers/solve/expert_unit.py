@@ -143,6 +143,7 @@ def _round(
         Codes, scales, and under `name` what `SolvedUnit` keeps as damping and as totals.
     """
     damping: dict[str, torch.Tensor] = {}
+    weight = weight.mT.contiguous().mT  # whatever follows takes its columns one by one: transposed once
     if settings.scales == "mse":
         scale = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), settings.group_size, settings.bits)
     else:
@@ -164,4 +165,4 @@ def _round(
         f"{name}_lost": quadratic_loss(lost, gram).double() * step,
         f"{name}_whole": quadratic_loss(whole, gram).double() * step,
     }
-    return codes.to(torch.int8), scale, damping, totals
+    return codes, scale, damping, totals

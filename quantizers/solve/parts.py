@@ -15,7 +15,7 @@ import torch
 
 from quantizers.device.kind import accelerated
 
-PART = 2**18  # numbers: 1 MiB of float32
+PART = 2**19  # numbers: 2 MiB of float32
 
 
 def column_parts(columns_first: torch.Tensor, group: int) -> Iterator[tuple[slice, slice]]:

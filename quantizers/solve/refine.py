@@ -5,15 +5,21 @@ Legend: E experts, R rows, C columns, g group size, n = C / g groups, G the colu
 GPTQ decides each column once, with scales fixed beforehand. With P = (W − Ŵ) G at hand, the loss
 tr((W − Ŵ) G (W − Ŵ)ᵀ) is a parabola in a single group's scale, and in a single code, so each can be
 set to its best value in turn: block coordinate descent, by which the loss never rises. P is kept
-current by one matmul a group within a panel of columns, and one a panel for those after it, so a sweep costs what
-GPTQ itself costs.
+current by one matmul a group within a panel of columns, and by one a panel for all others, so a sweep costs what
+GPTQ itself costs, and another one before it twice that.
+
+`_refine_group` keeps the rule of solve/fused, whose kernel takes its place on a GPU and gives the same bits.
 """
 
 from __future__ import annotations
 
 import torch
 
+from quantizers.device.fused import fused
 from quantizers.forward.codes import code_range
+
+from .fused import operators
+from .sum_in_order import sum_in_order
 
 PANEL = 256  # columns, rounded down to whole groups
 
@@ -26,73 +32,120 @@ def refine(
     Args:
         weight: (E, R, C) float32.
         gram: (E, C, C) float32, damped, so that its diagonal is positive.
-        codes: (E, R, C) float32 holding whole numbers.
+        codes: (E, R, C) int8.
         scale: (E, R, n) bfloat16.
 
     Returns:
         Codes and scales of the same shapes and dtypes; scales stay positive and rounded to bfloat16.
     """
+    group = codes.shape[2] // scale.shape[2]
     # Everything is transposed, (E, C, R) and (E, n, R): a column lies in one piece.
     codes, scale = (tensor.mT.clone(memory_format=torch.contiguous_format) for tensor in (codes, scale))
-    slope, change = torch.empty_like(codes), torch.empty_like(codes)
-    for _ in range(sweeps):
-        step = scale.float().unsqueeze(2)  # (E, n, 1, R)
-        by_group = len(codes), step.shape[1], -1, codes.shape[2]  # (E, n, g, R)
-        torch.mul(codes.view(by_group), step, out=change.view(by_group))
-        torch.bmm(gram, torch.sub(weight.mT, change, out=change), out=slope)  # Pᵀ
-        _sweep(gram, codes, scale, slope, change, bits=bits)
+    difference = _dequantized(codes, scale)
+    slope = torch.bmm(gram, torch.sub(weight.mT, difference, out=difference))  # Pᵀ
+    del difference
+    by_group = gram.view(len(gram), -1, group, gram.shape[2] // group, group)
+    own = by_group.diagonal(dim1=1, dim2=3).movedim(-1, 1).contiguous()  # (E, n, g, g)
+    for left in reversed(range(sweeps)):
+        _sweep(gram, own, codes, scale, slope, bits=bits, final=not left)
     return codes.mT.contiguous(), scale.mT.contiguous()
 
 
 def _sweep(
     gram: torch.Tensor,
+    own: torch.Tensor,
     codes: torch.Tensor,
     scale: torch.Tensor,
     slope: torch.Tensor,
-    change: torch.Tensor,
     *,
     bits: int,
+    final: bool,
 ) -> None:
-    """Set all codes (E, C, R) and scales (E, n, R), given Pᵀ (E, C, R); `change`, of that shape, is overwritten."""
-    columns = codes.shape[1]
+    """Set all codes (E, C, R) and scales (E, n, R), given Pᵀ (E, C, R).
+
+    Args:
+        own: (E, n, g, g), each group's own part of G.
+        final: whether no sweep comes after it: only what is yet to come of Pᵀ is then kept current.
+    """
+    experts, columns, rows = codes.shape
     group = columns // scale.shape[1]
     panel = max(1, PANEL // group) * group
+    refine_group = operators.refine_group if fused(codes.device) else _refine_group
+    near, change = (torch.empty(experts, min(panel, columns), rows, device=codes.device) for _ in range(2))
     for first in range(0, columns, panel):
         last = min(first + panel, columns)
-        for start in range(first, last, group):
-            end, number = start + group, start // group
-            block, part, moved = gram[:, start:end, start:end], codes[:, start:end], change[:, start:end]
-            torch.mul(part, scale[:, number, None].float(), out=moved)
-            near = _set_scale(part, scale[:, number], block, slope[:, start:end])
-            step = scale[:, number].float()
-            _set_codes(part, step, block, near, bits)
-            moved.addcmul_(part, step.unsqueeze(1), value=-1)
-            if end < last:
-                slope[:, end:last].baddbmm_(gram[:, end:last, start:end], moved)
-        if last < columns:
-            slope[:, last:].baddbmm_(gram[:, last:, first:last], change[:, first:last])
+        here, number = last - first, first // group
+        near[:, :here] = slope[:, first:last]
+        change[:, :here] = codes[:, first:last]
+        image = own[:, number : last // group] @ change[:, :here].view(experts, -1, group, rows)
+        for start in range(0, here, group):
+            end, at = start + group, number + start // group
+            part = codes[:, first + start : first + end]
+            refine_group(
+                own[:, at], scale[:, at], near[:, start:end], image[:, start // group], part, change[:, start:end], bits
+            )
+            if end < here:
+                later = gram[:, first + end : last, first + start : first + end]
+                near[:, end:here].baddbmm_(later, change[:, start:end])
+        others = slice(last if final else 0, columns)
+        if others.start < columns:
+            slope[:, others].baddbmm_(gram[:, others, first:last], change[:, :here])
 
 
-def _set_scale(codes: torch.Tensor, scale: torch.Tensor, block: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-    """Set the scale (E, R) to what is best for the group's codes (E, g, R); returns the group's Pᵀ under it."""
-    image = block @ codes
-    curvature, gradient = (image * codes).sum(1), (slope * codes).sum(1)
-    wanted = scale.float() + gradient / curvature.clamp(min=torch.finfo(torch.float32).tiny)
-    rounded = wanted.bfloat16()
-    step = rounded.float() - scale.float()
+def _refine_group(
+    block: torch.Tensor,
+    scale: torch.Tensor,
+    near: torch.Tensor,
+    image: torch.Tensor,
+    codes: torch.Tensor,
+    change: torch.Tensor,
+    bits: int,
+) -> None:
+    """Set one group's scale, and then its codes; arguments are those of `operators.refine_group`."""
+    old, before = scale.float(), codes.float()
+    curvature, gradient = sum_in_order(torch.stack((image, near)).mul_(before))
+    rounded = (old + gradient / curvature.clamp(min=torch.finfo(torch.float32).tiny)).bfloat16()
+    step = rounded.float() - old
     # Rounded to bfloat16 the step may overshoot: take it only where the parabola is lower there.
     better = (2 * gradient - step * curvature) * step > 0
     better &= (rounded > 0) & torch.isfinite(rounded)
     scale.copy_(torch.where(better, rounded, scale))
-    return slope - image.mul_(torch.where(better, step, torch.zeros_like(step)).unsqueeze(1))
+    near.sub_(image.mul_(torch.where(better, step, torch.zeros_like(step)).unsqueeze(1)))
+    now = scale.float()
+    _set_codes(block, now, near, image, before, codes, bits)
+    torch.mul(before, old.unsqueeze(1), out=change)
+    change.sub_(torch.mul(codes, now.unsqueeze(1), out=image))
 
 
-def _set_codes(codes: torch.Tensor, scale: torch.Tensor, block: torch.Tensor, slope: torch.Tensor, bits: int) -> None:
-    """Set the group's codes (E, g, R), column by column, each to the best given all the others."""
+def _set_codes(
+    block: torch.Tensor,
+    scale: torch.Tensor,
+    near: torch.Tensor,
+    spare: torch.Tensor,
+    before: torch.Tensor,
+    codes: torch.Tensor,
+    bits: int,
+) -> None:
+    """Set the group's codes (E, g, R), column by column, each to the best given all the others.
+
+    Args:
+        scale: (E, R) float32.
+        near: (E, g, R) float32, Pᵀ under that scale. Changed, and `spare`, of its shape, is overwritten.
+        before: (E, g, R) float32, the codes as they are.
+    """
     low, high = code_range(bits)
-    inverse = 1 / block.diagonal(dim1=-2, dim2=-1)  # (E, g)
-    for j in range(codes.shape[1]):
-        ideal = (slope[:, j] * inverse[:, j, None]).div_(scale).add_(codes[:, j])
-        change = ideal.round_().clamp_(low, high) - codes[:, j]
-        codes[:, j] = ideal
-        slope[:, j + 1 :].addcmul_(block[:, j + 1 :, j, None], change.mul_(scale).unsqueeze(1), value=-1)
+    inverse = (1 / block.diagonal(dim1=-2, dim2=-1)).unsqueeze(-1)  # (E, g, 1)
+    after = torch.empty_like(before)
+    columns = (tensor.unbind(1) for tensor in (near, inverse, before, after))
+    for j, (slope, inverted, code, best) in enumerate(zip(*columns, strict=True)):
+        torch.mul(slope, inverted, out=best).div_(scale).add_(code).round_().clamp_(low, high)
+        moved = torch.sub(best, code).mul_(scale)
+        later = torch.mul(block[:, j + 1 :, j, None], moved.unsqueeze(1), out=spare[:, j + 1 :])
+        near[:, j + 1 :].sub_(later)
+    codes.copy_(after)
+
+
+def _dequantized(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Ŵᵀ (E, C, R) float32 from codes (E, C, R) and scales (E, n, R)."""
+    by_group = codes.float().view(len(codes), scale.shape[1], -1, codes.shape[2])
+    return by_group.mul_(scale.float().unsqueeze(2)).flatten(1, 2)

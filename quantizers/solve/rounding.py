@@ -7,19 +7,26 @@ against a finer scale would be a different weight there.
 
 GPTQ: Frantar et al., https://arxiv.org/abs/2210.17323. Columns in the order of falling diagonal:
 its "act-order", here with the groups' scales fixed beforehand, so that no g_idx is needed.
+
+The inner loops, `_round_block` and `_mse_steps`, keep the rule of solve/fused, whose kernels take their place on a GPU
+and give the same bits.
 """
 
 from __future__ import annotations
 
 import torch
 
+from quantizers.device.fused import fused
 from quantizers.forward.codes import code_range, grouped
 
+from .fused import operators
 from .parts import column_parts, in_groups
+from .sum_in_order import sum_in_order
 
 DAMPING = 0.01  # of Gram matrices, as a share of their mean diagonal
-MSE_FACTORS = tuple(1.05 - 0.02 * k for k in range(20))
-BLOCK = 64  # GPTQ columns handled before the rest of their panel is updated with one matmul
+MSE_COUNT, MSE_FIRST, MSE_LESS = 20, 1.05, 0.02
+MSE_FACTORS = tuple(MSE_FIRST - MSE_LESS * k for k in range(MSE_COUNT))
+BLOCK = 32  # GPTQ columns handled before the rest of their panel is updated with one matmul
 PANEL = 256  # columns handled before the rest of the matrix is
 ATTEMPTS = 4  # dampings tried, each ten times the one before
 
@@ -54,10 +61,10 @@ def nearest(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tenso
         scale: (…, R, n) bfloat16.
 
     Returns:
-        (…, R, C) float32 holding whole numbers within the code range.
+        (…, R, C) int8, within the code range.
     """
     view = grouped(weight, weight.shape[-1] // scale.shape[-1])
-    return (view / scale.float().unsqueeze(-1)).round_().clamp_(*code_range(bits)).flatten(-2)
+    return (view / scale.float().unsqueeze(-1)).round_().clamp_(*code_range(bits)).flatten(-2).to(torch.int8)
 
 
 def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
@@ -71,6 +78,11 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
         (E, R, n) bfloat16; min-max where nothing is smaller, as where the importance is all zero.
     """
     experts, rows, columns = weight.shape
+    if fused(weight.device):
+        steps: torch.Tensor = operators.mse_scales(
+            weight.mT.contiguous(), importance.contiguous(), group, bits, MSE_COUNT, MSE_FIRST, MSE_LESS
+        )
+        return steps.mT.contiguous()
     chosen = torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
     for some, part in column_parts(weight.mT, group):
         by_group = in_groups(weight.mT[some, part].contiguous(), group)
@@ -87,7 +99,7 @@ def _mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int) -> torch
     def loss_of(scale: torch.Tensor) -> torch.Tensor:
         step = scale.float().unsqueeze(2)
         torch.div(by_group, step, out=error).round_().clamp_(*code_range(bits)).mul_(step).sub_(by_group)
-        return error.square_().mul_(column).sum(2)
+        return sum_in_order(error.square_().mul_(column))
 
     best = loss_of(chosen)
     for factor in MSE_FACTORS:
@@ -165,7 +177,7 @@ def gptq(
         careful: see `inverse_factor`.
 
     Returns:
-        Codes (E, R, C) float32 holding whole numbers, and the damping used (E,), see `inverse_factor`.
+        Codes (E, R, C) int8, and the damping used (E,), see `inverse_factor`.
         Where that is infinite the codes are those of `nearest`.
     """
     experts, rows, columns = weight.shape
@@ -175,15 +187,16 @@ def gptq(
     factor.div_(factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone())
     # Transposed, (E, C, R): a column then lies in one piece, and so do all later ones.
     work = _in_order(weight.mT, order)
-    steps = _in_order(scale.float().mT, order // (columns // scale.shape[-1]))
-    codes = torch.empty_like(work)
+    steps, group_of = scale.mT.contiguous(), (order // (columns // scale.shape[-1])).int()
+    codes = torch.empty_like(work, dtype=torch.int8)
     errors = torch.empty(experts, min(PANEL, columns), rows, dtype=work.dtype, device=work.device)
+    round_block = operators.gptq_block if fused(work.device) else _round_block
     for first in range(0, columns, PANEL):
         last = min(first + PANEL, columns)
         for start in range(first, last, BLOCK):
             end = min(start + BLOCK, last)
             own, left = slice(start, end), errors[:, start - first : end - first]
-            _round_block(work[:, own], steps[:, own], factor[:, own, own], codes[:, own], left, bits)
+            round_block(work[:, own], factor[:, own, own], steps, group_of[:, own], left, codes[:, own], bits)
             if end < last:
                 work[:, end:last].baddbmm_(factor[:, own, end:last].mT, left, alpha=-1)
         if last < columns:
@@ -195,24 +208,25 @@ def gptq(
 
 def _round_block(
     work: torch.Tensor,
-    steps: torch.Tensor,
     factor: torch.Tensor,
-    codes: torch.Tensor,
+    scale: torch.Tensor,
+    group_of: torch.Tensor,
     errors: torch.Tensor,
+    codes: torch.Tensor,
     bits: int,
 ) -> None:
     """Round the columns of a block, each column's error spread over those after it in the block.
 
-    Args:
-        work: (E, b, R), what is left of the columns; changed.
-        steps: (E, b, R), their scales.
-        factor: (E, b, b), an error's share in each later column.
-        codes, errors: (E, b, R), filled here.
+    Arguments are those of `operators.gptq_block`; `work` is changed.
     """
-    for j in range(work.shape[1]):
-        code = torch.div(work[:, j], steps[:, j], out=codes[:, j]).round_().clamp_(*code_range(bits))
-        error = torch.addcmul(work[:, j], code, steps[:, j], value=-1, out=errors[:, j])
-        work[:, j + 1 :].addcmul_(factor[:, j, j + 1 :, None], error.unsqueeze(1), value=-1)
+    steps, rounded, shares = _in_order(scale, group_of.long()).float(), *(torch.empty_like(work) for _ in range(2))
+    columns = (tensor.unbind(1) for tensor in (work, steps, rounded, errors))
+    for j, (column, step, code, error) in enumerate(zip(*columns, strict=True)):
+        torch.div(column, step, out=code).round_().clamp_(*code_range(bits))
+        torch.sub(column, torch.mul(code, step, out=error), out=error)
+        later = torch.mul(factor[:, j, j + 1 :, None], error.unsqueeze(1), out=shares[:, j + 1 :])
+        work[:, j + 1 :].sub_(later)
+    codes.copy_(rounded)
 
 
 def _in_order(matrices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

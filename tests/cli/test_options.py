@@ -16,6 +16,8 @@ import torch
 from commands import quantize
 from conftest import REPOSITORY, Finished
 
+from quantizers.device import fused
+
 
 def test_the_version_says_what_the_program_runs_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -25,12 +27,16 @@ def test_the_version_says_what_the_program_runs_on(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(fused, "why_not", lambda card: "a reason" if card.index else "")
+    triton = SimpleNamespace(__version__="3.7.1")
+    monkeypatch.setitem(sys.modules, "triton", triton)
     assert quantize(monkeypatch, "--version") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"quantize {version('moe-quantizers')}"
     assert lines[1] == f"python {platform.python_version()}, torch {torch.__version__}, CUDA 13.0"
     assert f"transformers {version('transformers')}, compressed-tensors {version('compressed-tensors')}" in lines[2]
-    assert lines[3:5] == ["cuda:0: a card, 96.0 GiB", "cuda:1: a card, 96.0 GiB"]
+    assert lines[3] == "cuda:0: a card, 96.0 GiB, kernels: triton 3.7.1"
+    assert lines[4] == "cuda:1: a card, 96.0 GiB, kernels: torch (a reason)"
     assert lines[5].startswith("cpu: ")
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)

@@ -17,6 +17,12 @@ def version_table(found: dict[str, Any]) -> str:
             f"quantize {own}",
             f"python {python}, torch {torch}, {built[0] if built else 'CPU build'}",
             ", ".join(f"{name} {version}" for name, version in versions.items()),
-            *(f"{one['device']}: {one['name']}, {gib(one['bytes'])}" for one in found["devices"]),
+            *(_described(device) for device in found["devices"]),
         ]
     )
+
+
+def _described(device: dict[str, Any]) -> str:
+    """A device, and what computes there if it is a GPU."""
+    kernels = [f"kernels: {device['kernels']}"] if "kernels" in device else []
+    return ", ".join([f"{device['device']}: {device['name']}", gib(device["bytes"]), *kernels])

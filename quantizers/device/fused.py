@@ -1,0 +1,55 @@
+"""Whether the rounding's kernels can be launched on a device, see solve/fused; where they cannot, torch's own
+operations do the same."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+INTERPRETER = "TRITON_INTERPRET"  # Triton's own variable: 1 runs kernels in Python, on tensors of a CPU
+SMALLEST = 8, 0  # compute capability: the kernels are compiled for it, and for newer ones, in the tests
+
+
+def fused(device: torch.device) -> bool:
+    """Whether kernels are launched there.
+
+    On a CPU they are if Triton's interpreter was asked for; on the meta device they always are, since what is counted
+    there is the work of a GPU.
+    """
+    if device.type == "cpu":
+        return os.environ.get(INTERPRETER) == "1" and find_spec("triton") is not None
+    return device.type == "meta" or not why_not(device)
+
+
+def kernels(device: torch.device) -> str:
+    """For reports, of a GPU: what computes there, and if it is not Triton, why not."""
+    if reason := why_not(device):
+        return f"torch ({reason})"
+    import triton
+
+    return f"triton {triton.__version__}"
+
+
+@cache
+def why_not(device: torch.device) -> str:
+    """Why no kernels can be launched on a GPU; empty if they can."""
+    import torch
+
+    if torch.version.hip is not None:
+        return "not tried on AMD's cards"
+    if torch.cuda.get_device_capability(device) < SMALLEST:
+        return f"compute capability below {SMALLEST[0]}.{SMALLEST[1]}"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_device()  # its first use builds the part that launches, with the machine's C compiler
+    except Exception as failure:  # Triton's, the compiler's, or the driver's
+        return f"Triton cannot launch: {str(failure).strip().splitlines()[0] if str(failure).strip() else failure!r}"
+    return ""

@@ -1,0 +1,143 @@
+"""torch operators of this program's own, one for each kernel: `torch.ops.quantizers.…`.
+
+As operators they are seen by whatever follows torch's dispatch. On the meta device, where work is only counted, they
+do nothing and need no Triton. Every tensor may be a view, as long as rows lie in one piece.
+
+Legend: E experts, C columns, W columns of a block, R rows, g group size, n = C / g groups.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from quantizers.forward.codes import code_range
+from quantizers.solve.sum_in_order import LANES
+
+ROWS, WIDE = 32, 64  # rows of a program, and columns from which on there are fewer, for want of registers
+INTERPRETED = 1024  # rows of a program in Triton's interpreter, where every operation takes as long
+OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
+
+
+def rows_of_program(columns: int) -> int:
+    """Rows of a program on a GPU that has so many columns in registers."""
+    return ROWS if columns <= WIDE else ROWS * WIDE // columns
+
+
+def _launched(kernel: Any, tensor: torch.Tensor, *more: int, columns: int) -> Any:
+    """The kernel, to be called with its arguments: a program for some rows of each expert of (E, …, R).
+
+    How many rows decides no bit, and is not searched for: the same programs are launched every time.
+    """
+    rows = rows_of_program(columns) if tensor.is_cuda else INTERPRETED
+    return partial(kernel[tensor.shape[0], -(-tensor.shape[-1] // rows), *more], ROWS=rows, **OPTIONS)
+
+
+@torch.library.custom_op("quantizers::gptq_block", mutates_args=("errors", "codes"))
+def gptq_block(
+    work: torch.Tensor,
+    factor: torch.Tensor,
+    scale: torch.Tensor,
+    group_of: torch.Tensor,
+    errors: torch.Tensor,
+    codes: torch.Tensor,
+    bits: int,
+) -> None:
+    """Round the columns of a block one by one, each less its share of the errors before it.
+
+    Args:
+        work: (E, W, R) float32, what is left of the columns.
+        factor: (E, W, W) float32, an error's (row) share in each later column.
+        scale: (E, n, R) bfloat16, of all groups.
+        group_of: (E, W) int32, the group of each column.
+        errors: (E, W, R) float32, filled.
+        codes: (E, W, R) int8, filled.
+    """
+    from .kernels import gptq_block as kernel
+
+    low, high = code_range(bits)
+    _launched(kernel, work, columns=work.shape[1])(
+        work, factor, scale, group_of, errors, codes,
+        work.shape[2], work.stride(0), factor.stride(0), factor.stride(1), factor.stride(2), scale.stride(0),
+        group_of.stride(0), errors.stride(0), codes.stride(0),
+        W=work.shape[1], LOW=low, HIGH=high,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("quantizers::refine_group", mutates_args=("scale", "near", "image", "codes", "change"))
+def refine_group(
+    block: torch.Tensor,
+    scale: torch.Tensor,
+    near: torch.Tensor,
+    image: torch.Tensor,
+    codes: torch.Tensor,
+    change: torch.Tensor,
+    bits: int,
+) -> None:
+    """Set a group's scale, and then its codes one by one, each to the best given all others.
+
+    Args:
+        block: (E, g, g) float32, the group's own part of the Gram matrix G.
+        scale: (E, R) bfloat16, set.
+        near: (E, g, R) float32, the group's columns of Pᵀ, see refine.py. Worthless afterwards.
+        image: (E, g, R) float32, block @ codes. Worthless afterwards.
+        codes: (E, g, R) int8, set.
+        change: (E, g, R) float32, filled: Ŵᵀ before less Ŵᵀ after.
+    """
+    from .kernels import refine_group as kernel
+
+    low, high = code_range(bits)
+    _launched(kernel, codes, columns=codes.shape[1])(
+        block, scale, near, image, codes, change,
+        codes.shape[2], block.stride(0), block.stride(1), scale.stride(0), near.stride(0), image.stride(0),
+        codes.stride(0), change.stride(0),
+        G=codes.shape[1], LOW=low, HIGH=high,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("quantizers::mse_scales", mutates_args=())
+def mse_scales(
+    weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int, count: int, first: float, less: float
+) -> torch.Tensor:
+    """The best of each group's min-max scale and some multiples of it.
+
+    Args:
+        weight: (E, C, R) float32, transposed.
+        importance: (E, C) float32, what a squared error in each column counts.
+        count, first, less: the multiples are `first`, `first - less`, …, so many.
+
+    Returns:
+        (E, n, R) bfloat16.
+    """
+    from .kernels import mse_scales as kernel
+
+    low, high = code_range(bits)
+    chosen = _scales_like(weight, group)
+    _launched(kernel, weight, weight.shape[1] // group, columns=LANES)(
+        weight, importance, chosen,
+        weight.shape[2], weight.stride(0), importance.stride(0), chosen.stride(0),
+        G=group, COUNT=count, FIRST=first, LESS=less, LOW=low, HIGH=high,
+    )  # fmt: skip
+    return chosen
+
+
+def _scales_like(weight: torch.Tensor, group: int) -> torch.Tensor:
+    experts, columns, rows = weight.shape
+    return torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
+
+
+@gptq_block.register_fake
+def _(*_: Any) -> None:
+    pass
+
+
+@refine_group.register_fake
+def _(*_: Any) -> None:
+    pass
+
+
+@mse_scales.register_fake
+def _(weight: torch.Tensor, importance: torch.Tensor, group: int, *_: Any) -> torch.Tensor:
+    return _scales_like(weight, group)

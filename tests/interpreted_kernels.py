@@ -1,0 +1,162 @@
+"""Kernels in Triton's interpreter beside torch's own operations, for tests/solve/test_kernels.py.
+
+Run as a program of its own, since Triton decides when it is first imported whether to interpret:
+
+    TRITON_INTERPRET=1 python tests/interpreted_kernels.py bits gptq_block
+    TRITON_INTERPRET=1 python tests/interpreted_kernels.py bytes
+
+Prints JSON: for `bits` of each shape the results that differ, for `bytes` of each kernel what it reads and writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from triton.runtime import interpreter
+
+from quantizers.cost.fused import COSTS
+from quantizers.solve import refine, rounding
+from quantizers.solve.fused import operators
+
+operators.INTERPRETED = 64  # rows of a program, so that some matrices take several, of which the last is not full
+SHAPES = [
+    *itertools.product((1, 2), (1, 40, 130), (32,), (4, 8)),
+    *itertools.product((1,), (24,), (64, 128), (4, 8)),
+]  # experts, rows, columns of a block or group, bits
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def within(tensor: torch.Tensor, columns: int = 0) -> torch.Tensor:
+    """The tensor as a view of a larger one: what a kernel gets is part of a matrix."""
+    larger = torch.zeros(tensor.shape[0], tensor.shape[1] + columns, *tensor.shape[2:], dtype=tensor.dtype)
+    larger[:, columns:] = tensor
+    return larger[:, columns:]
+
+
+def scales(experts: int, groups: int, rows: int) -> torch.Tensor:
+    return (drawn(experts, groups, rows).abs() / 4 + 0.05).bfloat16()
+
+
+def gram(experts: int, columns: int) -> torch.Tensor:
+    x = drawn(experts, 3 * columns, columns)
+    return x.mT @ x / columns
+
+
+def gptq_block(experts: int, rows: int, columns: int, bits: int) -> list[Any]:
+    groups = 3
+    factor = drawn(experts, columns + 5, columns + 5).triu()[:, 5:, 5:] / 4
+    order = torch.randint(groups, (experts, columns), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    order[:, :groups] = torch.arange(groups)
+    errors, codes = torch.zeros(experts, columns, rows), torch.zeros(experts, columns, rows, dtype=torch.int8)
+    work = within(drawn(experts, columns, rows), 7)
+    return [work, factor, scales(experts, groups, rows), within(order, 2), within(errors, 3), within(codes, 4), bits]
+
+
+def refine_group(experts: int, rows: int, columns: int, bits: int) -> list[Any]:
+    block, limit = gram(experts, columns), 2 ** (bits - 1)
+    codes = torch.randint(-limit, limit, (experts, columns, rows), generator=torch.Generator().manual_seed(2))
+    return [
+        block, scales(experts, 3, rows)[:, 1], within(drawn(experts, columns, rows) * 3, 3),
+        within(block @ codes.float(), 2), within(codes.to(torch.int8), 5), within(torch.zeros_like(codes).float(), 1),
+        bits,
+    ]  # fmt: skip
+
+
+def mse_scales(experts: int, rows: int, columns: int, bits: int) -> list[Any]:
+    weight = drawn(experts, 2 * columns, rows)
+    weight[0, :columns, 0] = 0
+    importance = drawn(experts, 2 * columns).square()
+    return [weight, importance, columns, bits, rounding.MSE_COUNT, rounding.MSE_FIRST, rounding.MSE_LESS]
+
+
+def mse_scales_by_torch(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int, *_: Any) -> torch.Tensor:
+    return rounding._mse_steps(
+        weight.unflatten(1, (-1, group)), importance.unflatten(1, (-1, group)).unsqueeze(-1), bits
+    )
+
+
+# What makes its arguments, torch's own operations, and which arguments hold the results.
+KERNELS: dict[str, tuple[Callable[..., list[Any]], Callable[..., Any], dict[str, int]]] = {
+    "gptq_block": (gptq_block, rounding._round_block, {"errors": 4, "codes": 5}),
+    "refine_group": (refine_group, refine._refine_group, {"scale": 1, "codes": 4, "change": 5}),
+    "mse_scales": (mse_scales, mse_scales_by_torch, {}),
+}
+
+
+def results(function: Callable[..., Any], given: list[Any], places: dict[str, int]) -> dict[str, torch.Tensor]:
+    own = [value.clone() if isinstance(value, torch.Tensor) and not value._is_view() else value for value in given]
+    for place, value in enumerate(own):
+        if isinstance(value, torch.Tensor) and value._is_view():
+            own[place] = value._base.clone().as_strided(value.shape, value.stride(), value.storage_offset())
+    result = function(*own)
+    return {name: own[place] for name, place in places.items()} or {"chosen": result}
+
+
+def bits(name: str) -> dict[str, list[str]]:
+    """Of each shape, the results that are not the same bits, or are not results at all."""
+    make, by_torch, places = KERNELS[name]
+    found = {}
+    for shape in SHAPES:
+        given = make(*shape)
+        kernel, wanted = results(getattr(operators, name), given, places), results(by_torch, given, places)
+        found[str(shape)] = [
+            key for key in wanted if not torch.equal(kernel[key], wanted[key]) or not wanted[key].any()
+        ]
+    return found
+
+
+class Touched:
+    """Bytes that the interpreter's loads and stores touch, each once."""
+
+    def __init__(self) -> None:
+        self.read: set[int] = set()
+        self.written: set[int] = set()
+
+    def watch(self) -> Iterator[None]:
+        builder: Any = interpreter.interpreter_builder
+        load, store = builder.create_masked_load, builder.create_masked_store
+
+        def loading(pointers: Any, mask: Any, *others: Any) -> Any:
+            made = load(pointers, mask, *others)
+            self.read |= addresses(pointers, mask) - self.written
+            return made
+
+        def storing(pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+            self.written |= addresses(pointers, mask)
+            return store(pointers, value, mask, *others)
+
+        builder.create_masked_load, builder.create_masked_store = loading, storing
+        yield
+        builder.create_masked_load, builder.create_masked_store = load, store
+
+
+def addresses(pointers: Any, mask: Any) -> set[int]:
+    size = pointers.get_element_ty().primitive_bitwidth // 8
+    return {int(first) + byte for first in pointers.data[mask.data].ravel() for byte in range(size)}
+
+
+def moved() -> dict[str, dict[str, int]]:
+    """Of each kernel: bytes read and written in the interpreter, and those that are counted."""
+    found = {}
+    for name, (make, _, _) in KERNELS.items():
+        given, touched = make(2, 40, 32, 4), Touched()
+        cost = COSTS[name](torch.empty(2, 2, 40, dtype=torch.bfloat16), *given)
+        for _ in touched.watch():
+            getattr(operators, name)(*given)
+        found[name] = {
+            "read": len(touched.read), "read, counted": cost.read,
+            "written": len(touched.written), "written, counted": cost.written,
+        }  # fmt: skip
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(bits(sys.argv[2]) if sys.argv[1] == "bits" else moved()))
