@@ -17,8 +17,9 @@ from quantizers.system.near_names import did_you_mean
 
 from .work import Operation, Work
 
-# Seconds: for this process to launch an operation, to make a view, to wait for the device; and the smallest kernel.
-LAUNCH, VIEW, SYNC, KERNEL = 6e-6, 0.8e-6, 20e-6, 2e-6
+# Seconds: for this process to launch an operation, to make a view, to wait for the device; the smallest kernel; and
+# what a kernel needs at least for each of its turns, see `Operation`.
+LAUNCH, VIEW, SYNC, KERNEL, TURN = 6e-6, 0.8e-6, 20e-6, 2e-6, 0.25e-6
 # What passes between processes: of a card's link, and the network of a machine, in bytes a second; then seconds of a
 # broadcast, and of a round of words through the store.
 LINKED, NETWORK, BROADCAST, ROUND = 2 / 3, 0.9 * 50e9, 0.5e-3, 1e-3
@@ -72,7 +73,7 @@ class Card:
     def _one(self, operation: Operation) -> float:
         moved = (operation.read + operation.written) / (BANDWIDTH * self.bandwidth)
         computed = operation.flops / self.rate(operation.kind) if operation.kind else 0.0
-        return max(moved, computed, KERNEL * operation.launches)
+        return max(moved, computed, KERNEL * operation.launches + TURN * operation.turns)
 
 
 def launching(work: Work) -> float:
@@ -133,5 +134,6 @@ def rates(cards: Sequence[Card]) -> list[str]:
         f"reached: {BANDWIDTH:.0%} of the bandwidth, {REACHED['bfloat16']:.0%} in bfloat16, {REACHED['float32']:.0%} "
         f"in float32, {REACHED['factorization']:.0%} of float32 in batched factorizations",
         f"{LAUNCH * 1e6:g} us a launch, {VIEW * 1e6:g} us a view, {SYNC * 1e6:g} us a synchronisation, at least "
-        f"{KERNEL * 1e6:g} us a kernel; {BUS / 1e9:g} GB/s over the bus, {HOST / 1e9:g} GB/s on the host",
+        f"{KERNEL * 1e6:g} us a kernel, {TURN * 1e6:g} us a column that it rounds; {BUS / 1e9:g} GB/s over the bus, "
+        f"{HOST / 1e9:g} GB/s on the host",
     ]

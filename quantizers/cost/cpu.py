@@ -1,7 +1,8 @@
 """How long counted work takes on a CPU.
 
 What is counted is an accelerator's way. A CPU multiplies and adds as much, in float32 and in smaller units of experts,
-of which more fit in its cache. Measured once, on 2 cores, for a layer with 8 of MiniMax-M2.1's experts and 4,096 tokens
+of which more fit in its cache; and what is one kernel there are many operations of torch's here. Measured once, on 2
+cores, for a layer with 8 of MiniMax-M2.1's experts and 4,096 tokens
 (`quantize bench layer --like minimax-m2.1 --experts 8 --tokens 4096 --length 1024 --device cpu`): these rates then give
 each phase of more than a second within 1.4 times of its time.
 """
@@ -23,6 +24,9 @@ OF_A_CORE = 0.095e12  # operations a second in float32
 BANDWIDTH, MOST = 7.5e9, 200e9  # bytes a second: of a core with its caches, and of all
 REACHED = {"": 1.0, "bfloat16": 0.75, "float32": 0.75, "float64": 0.4, "factorization": 0.3}
 WIDER = {"bfloat16": 2}  # what an accelerator has in bfloat16
+# Of each kernel of solve/fused: how many times as many bytes torch's operations move, and how many operations they are;
+# with groups of 32.
+INSTEAD = {"gptq_block": (30, 226), "refine_group": (31, 327), "mse_scales": (380, 404)}
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,17 @@ class Cpu:
     def seconds(self, work: Work) -> float:
         """How long a phase takes; nothing crosses a bus."""
         computed = sum(self._one(operation) * times for operation, times in work.operations.items())
-        return computed + work.launches * self.smaller * LAUNCH + work.host_bytes / HOST
+        launches = sum(_instead(one)[1] * one.launches * times for one, times in work.operations.items())
+        return computed + launches * self.smaller * LAUNCH + work.host_bytes / HOST
 
     def _one(self, operation: Operation) -> float:
-        bytes_moved = (operation.read + operation.written) * WIDER.get(operation.kind, 1)
+        bytes_moved = (operation.read + operation.written) * WIDER.get(operation.kind, 1) * _instead(operation)[0]
         moved = bytes_moved / min(BANDWIDTH * self.cores, MOST)
         return max(moved, operation.flops / (OF_A_CORE * self.cores * REACHED[operation.kind]))
+
+
+def _instead(operation: Operation) -> tuple[int, int]:
+    return INSTEAD.get(operation.name, (1, 1))
 
 
 def cpu_rates(cores: int) -> str:

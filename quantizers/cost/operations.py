@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from .fused import own_cost
 from .work import Arithmetic, Operation
 
 # They make room, or another name for what is there.
@@ -60,9 +61,11 @@ def described(function: Any, args: Sequence[Any], kwargs: dict[str, Any], result
     """The cost of an operation of torch's that is neither a view nor in FREE.
 
     Args:
-        function: an overload of torch.ops.aten.
+        function: an overload of torch.ops.aten, or of this program's own.
         result: what it gave for these arguments; tensors of any device, whose numbers are not looked at.
     """
+    if own := own_cost(function, args, result):
+        return own
     name = name_of(function)
     given, made = tensors((args, kwargs)), tensors(result)
     read, written = _moved(name, function, args, kwargs, given, made)

@@ -3,7 +3,7 @@
 It is the run's own code (run/visit.py, run/quantized.py) with a model, lanes and a candidate whose tensors have no
 numbers. What a run does in the background is not done and only its bytes are known: reading and hashing the source,
 writing the shard, reading it back. Whatever is repeated with the same shapes is done once and counted as often as it
-happens: a column block of a matrix, a unit of experts, a block of rows, a sequence of the same length.
+happens: a unit of experts, a block of rows, a sequence of the same length.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from quantizers.run import quantized
 from quantizers.run.quantized import Quantized
 from quantizers.run.shards import Shards
 from quantizers.run.visit import Visit, Watch, pass_through
-from quantizers.solve import expert_sums, gram_engine, input_sums, norm_search, refine, rounding, token_weights
+from quantizers.solve import expert_sums, gram_engine, input_sums, norm_search, token_weights
 from quantizers.system.residents import Residents
 from quantizers.team.team import Team
 
@@ -47,16 +47,13 @@ from .work import Work
 
 Result = TypeVar("Result")
 NOWHERE = Path("counted")  # nothing is written there
-# What units of experts, columns of a matrix and sweeps over it repeat with the same shapes.
+# What units of experts and blocks of rows repeat with the same shapes.
 REPEATED = (
     (gram_engine, "solve_unit"),
     (input_sums, "_add_routed"),
     (expert_sums, "_add_block"),
     (token_weights, "_of_block"),
     (norm_search, "scale_losses"),
-    (refine, "_sweep"),
-    (refine, "_set_codes"),
-    (rounding, "_round_block"),
 )
 
 

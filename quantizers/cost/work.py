@@ -21,6 +21,7 @@ class Operation:
         read, written: bytes of device memory.
         flops: multiplications and additions, each counted alone.
         kind: the rate at which these are done.
+        turns: parts that wait for each other, however little each is.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Operation:
     written: int
     flops: int = 0
     kind: Arithmetic = ""
+    turns: int = 0
 
 
 @dataclass

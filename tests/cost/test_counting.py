@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -13,10 +13,13 @@ from counted_layer import Size, counted
 from torch.profiler import ProfilerActivity, profile
 
 from quantizers.cost.counting import META, Counting, OneKernel, untouched
+from quantizers.cost.cpu import INSTEAD
 from quantizers.cost.work import Work
 from quantizers.device import kind
 from quantizers.forward.recorded import Recorded
 from quantizers.recipe.schema import Awq, Experts
+from quantizers.solve import refine, rounding
+from quantizers.solve.fused import operators
 from quantizers.solve.gram_engine import solve
 from quantizers.system.residents import Residents
 
@@ -150,6 +153,8 @@ def test_operations_are_those_that_the_profiler_sees(monkeypatch: pytest.MonkeyP
     for name, module in list(sys.modules.items()):
         if name.startswith("quantizers.") and getattr(module, "accelerated", None) is real:
             monkeypatch.setattr(module, "accelerated", lambda _: True)
+    for module in (rounding, refine):  # torch's own operations on both, which the profiler sees
+        monkeypatch.setattr(module, "fused", lambda _: False)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         solved_on(torch.device("cpu"))
     profiled = {event.key.removeprefix("aten::"): event.count for event in seen.key_averages()}
@@ -165,7 +170,50 @@ def test_operations_are_those_that_the_profiler_sees(monkeypatch: pytest.MonkeyP
     for operation, times in counting.phases["all"].operations.items():
         found[operation.name] += times
     # Nothing is launched for no elements: the last column of a block of GPTQ, and of a group in each sweep of refine.
-    found["addcmul_"] += 3 * 2 * (1 + 2 * 2)
+    for name in ("mul", "sub_"):
+        found[name] += 3 * 2 * (2 + 2 * 2)
     assert {n: (c, profiled.get(n, 0)) for n, c in found.items() if c != profiled.get(n, 0) and n not in INSIDE} == {}
     assert all(found[name] <= profiled[name] for name in INSIDE)
     assert len(found) > 3 * len(INSIDE)
+
+
+def moved(work: Callable[[], object]) -> tuple[int, int]:
+    """Bytes and launches."""
+    with Counting() as counting:
+        work()
+        counting.lap("all")
+    found = counting.phases["all"]
+    return found.read + found.written, found.launches
+
+
+@pytest.mark.parametrize("kernel", INSTEAD)
+def test_what_a_cpu_does_instead_of_a_kernel(kernel: str) -> None:
+    """Against a count of torch's operations, for a matrix of real size."""
+    experts, columns, rows, group = 16, 3072, 3072, 32
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(experts, *shape, dtype=dtype, device=META)
+
+    scale, codes = empty(columns // group, rows, dtype=torch.bfloat16), empty(group, rows, dtype=torch.int8)
+    block, some = empty(group, group), [empty(group, rows) for _ in range(3)]
+    order = empty(group, dtype=torch.int32)
+    weight, importance = empty(columns, rows), empty(columns)
+    of_kernel, of_torch = {
+        "gptq_block": (
+            lambda: operators.gptq_block(some[0], block, scale, order, some[1], codes, 4),
+            lambda: rounding._round_block(some[0], block, scale, order, some[1], codes, 4),
+        ),
+        "refine_group": (
+            lambda: operators.refine_group(block, scale[:, 0], *some[:2], codes, some[2], 4),
+            lambda: refine._refine_group(block, scale[:, 0], *some[:2], codes, some[2], 4),
+        ),
+        "mse_scales": (
+            lambda: operators.mse_scales(weight, importance, group, 4, 20, 1.05, 0.02),
+            lambda: rounding._mse_steps(
+                weight.view(experts, -1, group, rows), importance.view(experts, -1, group, 1), 4
+            ),
+        ),
+    }[kernel]
+    (own, launched), (read_and_written, operations) = moved(of_kernel), moved(of_torch)
+    assert launched == 1
+    assert INSTEAD[kernel] == (pytest.approx(read_and_written / own, rel=0.1), operations)

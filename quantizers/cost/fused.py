@@ -1,0 +1,57 @@
+"""What one launch of this program's own kernels costs, see solve/fused.
+
+Every byte of device memory is moved once: what a program reads again lies in the cache next to it. Arithmetic is
+instructions of a thread, counted in the kernels, and each counts as two operations, since the rate that vendors state
+is that of multiplying and adding at once. The columns of a block or group take their turn, however little each is.
+
+Legend: W columns of a block or group; R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .work import Operation
+
+# Instructions for each number of a (W, R) block: to divide, round and store it once, and for each of the W columns to
+# be selected from, added, multiplied and subtracted. And for one number under one scale that is tried.
+ONCE, EACH_COLUMN, EACH_SCALE = 40, 4, 35
+
+
+def _gptq_block(made: torch.Tensor | None, *given: Any) -> Operation:
+    work, factor, scale, group_of, errors, codes, _ = given
+    experts, columns, rows = work.shape
+    scales = experts * min(scale.shape[1], columns) * rows * scale.element_size()
+    read = work.nbytes + factor.nbytes + group_of.nbytes + scales
+    flops = 2 * (ONCE + EACH_COLUMN * columns) * work.numel()
+    return Operation("gptq_block", 1, read, errors.nbytes + codes.nbytes, flops, "float32", columns)
+
+
+def _refine_group(made: torch.Tensor | None, *given: Any) -> Operation:
+    block, scale, near, image, codes, change, _ = given
+    columns = codes.shape[1]
+    read = block.nbytes + scale.nbytes + near.nbytes + image.nbytes + codes.nbytes
+    flops = 2 * (ONCE + EACH_COLUMN * columns) * codes.numel()
+    written = scale.nbytes + codes.nbytes + change.nbytes
+    return Operation("refine_group", 1, read, written, flops, "float32", columns)
+
+
+def _mse_scales(made: torch.Tensor | None, *given: Any) -> Operation:
+    weight, importance, _, _, count, _, _ = given
+    assert made is not None
+    flops = 2 * EACH_SCALE * (count + 1) * weight.numel()
+    return Operation("mse_scales", 1, weight.nbytes + importance.nbytes, made.nbytes, flops, "float32")
+
+
+COSTS: dict[str, Callable[..., Operation]] = {
+    "gptq_block": _gptq_block, "refine_group": _refine_group, "mse_scales": _mse_scales,
+}  # fmt: skip
+
+
+def own_cost(function: Any, args: Sequence[Any], made: torch.Tensor | None) -> Operation | None:
+    """The cost of an overload of `torch.ops.quantizers`, given its arguments and result; None of any other."""
+    room, _, name = function._schema.name.partition("::")
+    return COSTS[name](made, *args) if room == "quantizers" else None
