@@ -30,7 +30,7 @@ def quiet_library() -> Iterator[None]:
     output. loguru has no public way to set its sinks aside, hence `_core`.
     """
     from loguru import logger
-    from tqdm import tqdm  # type: ignore[import-untyped]  # has no types
+    from tqdm import tqdm
 
     shown = tqdm.__init__
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore  # type: ignore[attr-defined]  # public all the same
+from torch.distributed import BroadcastOptions, PrefixStore
 
 from quantizers.system.errors import InputError
 
@@ -22,7 +22,7 @@ from .heart import Heart
 from .team import Team
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store, Work  # type: ignore[attr-defined]
+    from torch.distributed import ProcessGroup, Store, Work
 
 Made = TypeVar("Made")
 PIECE = 2**28  # bytes that are passed on at a time

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]  # public all the same
+    from torch.distributed import ProcessGroup, Store
 
 LONGEST = timedelta(days=7)  # a collective may wait for a layer; heart.py notices who is lost
 

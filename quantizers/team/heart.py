@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from quantizers.system.errors import PeerFailed, QuantizeError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
+    from torch.distributed import Store
 
 RESUME = "give the same command again to go on"
 INTERRUPTED = (130, 143)  # exit codes

@@ -21,7 +21,7 @@ from .heart import LONGEST_PAUSE, Heart
 from .team import Team
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
+    from torch.distributed import Store
 
     from .distributed import Distributed
 
@@ -48,7 +48,7 @@ def join() -> Team:
     if found is None:
         return Team()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # we report a lost store ourselves, in one line
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public all the same
+    from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(rendezvous("env://"))  # that of the launcher, or of rank 0
@@ -65,7 +65,7 @@ def meet(store: Store, rank: int, count: int, local: int, host: str) -> Distribu
         local: which of its machine's processes this is.
         host: the name of its machine.
     """
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public all the same
+    from torch.distributed import PrefixStore
 
     from .distributed import Distributed, Place, node_numbers
 

@@ -41,7 +41,8 @@ def inputs(size: Size) -> int:
 
 def solved(size: Size) -> int:
     """Of each expert codes of a byte and scales of two, 24 figures of four; of the search H means and 20 losses."""
-    return size.E * (3 * size.H * size.I * (1 + 2 / 32) + 4 * 24 + 4 * size.H + 4 * 20)  # type: ignore[return-value]
+    weights = 3 * size.H * size.I
+    return size.E * (weights + 2 * weights // 32 + 4 * 24 + 4 * size.H + 4 * 20)
 
 
 @pytest.mark.parametrize(
