@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from quantizers.device.fetch import fetched
 from quantizers.forward.lane import Lane
 from quantizers.team.team import ALONE, Team
 
@@ -18,12 +21,11 @@ class OfText:
     """How one text compares.
 
     Attributes:
-        same, choices: expert choices that the candidate makes too, and all that the source makes; 0 without experts.
+        same: expert choices of the source that the candidate makes too; 0 without experts.
         difference, size: ‖h_candidate − h_source‖² and ‖h_source‖² of the states that leave the layer.
     """
 
-    same: int
-    choices: int
+    same: float
     difference: float
     size: float
 
@@ -43,27 +45,33 @@ def compare(
         ‖h_candidate − h_source‖ / ‖h_source‖ of the states that leave the layer; and `long` with the same of the long
         texts, if they are reported separately (see `figures.parts`).
     """
-    own = {i: _of_text(source, candidate, i, routed) for i in source.left.share.owned}
+    found = {str(i): _of_text(source, candidate, i, routed) for i in source.left.share.owned}
+    own = {int(i): OfText(*numbers.tolist()) for i, numbers in fetched(found).items()}
     all_of_them = {i: one for part in team.collect(own) for i, one in part.items()}
-    compared = [_together([all_of_them[i] for i in part], routed) for part in parts(texts) if part]
+
+    def choices(part: Sequence[int]) -> int:
+        return sum(source.chosen.share.lengths[i] for i in part) * source.chosen.width if routed else 0
+
+    compared = [_together([all_of_them[i] for i in part], choices(part)) for part in parts(texts) if part]
     return compared[0] | ({"long": compared[1]} if len(compared) > 1 else {})
 
 
-def _of_text(source: Lane, candidate: Lane, number: int, routed: bool) -> OfText:
-    a, b = source.left.of(number), candidate.left.of(number)
-    difference = float((a.float() - b.float()).double().square().sum())
-    size = float(a.double().square().sum())
-    if not routed:
-        return OfText(0, 0, difference, size)
-    ours, theirs = source.chosen.of(number), candidate.chosen.of(number)
-    same = (ours.unsqueeze(-1) == theirs.unsqueeze(-2)).any(-1).sum()
-    return OfText(int(same), ours.numel(), difference, size)
+def _of_text(source: Lane, candidate: Lane, number: int, routed: bool) -> torch.Tensor:
+    """The numbers of `OfText` (3,) float64, on the lanes' device."""
+    device = source.model.device
+    a, b = (lane.left.of(number).to(device) for lane in (source, candidate))
+    same = torch.zeros((), dtype=torch.float64, device=device)
+    if routed:
+        ours, theirs = (lane.chosen.of(number).to(device) for lane in (source, candidate))
+        same += (ours.unsqueeze(-1) == theirs.unsqueeze(-2)).any(-1).sum()
+    difference = (a.float() - b.float()).double().square().sum()
+    return torch.stack([same, difference, a.double().square().sum()])
 
 
-def _together(texts: Sequence[OfText], routed: bool) -> dict[str, Any]:
+def _together(texts: Sequence[OfText], choices: int) -> dict[str, Any]:
     difference = size = 0.0
     for one in texts:  # added in their order, without the correction that sum() makes since Python 3.12
         difference += one.difference
         size += one.size
-    agreement = sum(one.same for one in texts) / sum(one.choices for one in texts) if routed else None
+    agreement = sum(one.same for one in texts) / choices if choices else None
     return {"agreement": agreement, "hidden_error": math.sqrt(difference / size)}

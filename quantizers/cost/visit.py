@@ -246,7 +246,7 @@ class _Comparing(Team):
         self._texts = texts
 
     def collect(self, value: Any) -> list[Any]:
-        return [dict.fromkeys(range(self._texts), OfText(0, 1, 0.0, 1.0)) | value]
+        return [dict.fromkeys(range(self._texts), OfText(0.0, 0.0, 1.0))]
 
 
 class _Shards(Shards):
