@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.system.at_once import at_once
 from quantizers.team.team import ALONE, Team
 
 from .reader import Checkpoint
@@ -217,10 +219,17 @@ def hold(
     used = buffer[:size]
     stored: dict[str, torch.Tensor] = {}
     hashes: dict[str, str] = {}
-    for info, raw in _arriving(share_of(ranges(named), here), used, stop or Event()):
-        hashes[info.name] = hashlib.sha256(as_bytes(raw)).hexdigest()
-        stored[info.name] = as_tensor(info, raw)
+    arriving = _arriving(share_of(ranges(named), here), used, stop or Event())
+    with closing(at_once(_hashed, arriving)) as found:  # while the next tensors are read
+        for info, raw, digest in found:
+            hashes[info.name] = digest
+            stored[info.name] = as_tensor(info, raw)
     return Held(checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision, stored, hashes, used)
+
+
+def _hashed(arrived: tuple[TensorInfo, torch.Tensor]) -> tuple[TensorInfo, torch.Tensor, str]:
+    info, raw = arrived
+    return info, raw, hashlib.sha256(as_bytes(raw)).hexdigest()
 
 
 def completed(share: Held, hashes: Mapping[str, str]) -> Held:

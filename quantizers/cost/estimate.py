@@ -45,8 +45,8 @@ class Estimate:
         output: disk space needed in addition to the source.
         states: hidden states of the calibration set during the run, by kind of device: host memory, or disk space where
             they do not fit.
-        host: host memory for two layers of the source, one of the output, what lies outside the layers, and the program
-            itself.
+        host: host memory for two layers of the source and two of the output, what lies outside the layers, and the
+            program itself.
         memory: device memory, by kind of device: with the sums of one unit of experts at a time, and with all that is
             worth holding.
         card: the GPU of the counted figures; None if no known one has the memory.
@@ -104,7 +104,7 @@ def estimate_run(job: Job, output_bytes: int, ranks: Ranks = ALONE, disk: float 
         sum(action.spec.bytes for action in plan.actions),
         output_bytes,
         None if tokens is None else {n: calibration_bytes(job.sizes, tokens, size) for n, size in ITEMSIZES.items()},
-        2 * layer_source + layer_output + outside + HOST,
+        2 * (layer_source + layer_output) + outside + HOST,
         memory,
         drawn=drawn,
         disk=disk,

@@ -10,9 +10,7 @@ from .counted_team import ALONE, Ranks
 from .visit import CountedVisit
 from .work import Work
 
-DISK, HASH = 1e9, 1.5e9  # bytes a second that are read or written, and hashed
-# One process writes the shard of a layer while these are under way.
-BESIDE_WRITING = ("propagate", "candidate", "compare")
+DISK, HASH = 1e9, 1.5e9  # bytes a second that are read or written, and that one thread hashes
 
 
 class Device(Protocol):
@@ -37,7 +35,7 @@ class LayerSeconds:
     Attributes:
         phases: of the device's work, one after the other.
         reading: the next layer, hashed as it arrives, beside all of them.
-        writing: the shard, hashed before and after that; by one process beside those in BESIDE_WRITING.
+        writing: the shard, hashed before and after that, beside those of the next layer.
         files: all that, for each layer, with as many processes as there are.
         layer: from one layer to the next.
     """
@@ -52,31 +50,32 @@ class LayerSeconds:
 def layer_seconds(visit: CountedVisit, device: Device, ranks: Ranks = ALONE, disk: float = DISK) -> LayerSeconds:
     """What a visit takes on a device.
 
-    Several processes read and hash each their share of a layer, as far as they are on one machine, and those of the
-    first write whole shards in turn, while the next layers are worked on.
+    A run reads the next layer, and writes the one before, beside the work on a layer. (On a CPU it writes within the
+    visit, beside the passes of the texts, which take longer there.) Several processes read and hash each their share of
+    a layer, as far as they are on one machine, and those of the first write whole shards in turn.
 
     Args:
         ranks: by whom the visit was counted.
         disk: bytes a second that are read from or written to files.
     """
     phases = {name: device.seconds(work) for name, work in visit.phases.items()}
-    reading, writing = reading_seconds(visit.source, disk, ranks.here), writing_seconds(visit.shard, disk)
-    computing = sum(phases.values())
-    if ranks.count == 1:
-        waited_for = max(0.0, writing - sum(phases.get(name, 0.0) for name in BESIDE_WRITING))
-        return LayerSeconds(phases, reading, writing, max(reading, writing), max(reading, computing + waited_for))
+    reading = reading_seconds(visit.source, disk, max(device.readers, ranks.here))
+    writing = writing_seconds(visit.shard, disk, max(device.readers // ranks.here, 1))
     files = max(reading, writing / ranks.here, (visit.source + visit.shard) / disk)
-    return LayerSeconds(phases, reading, writing, files, max(computing, files))
+    return LayerSeconds(phases, reading, writing, files, max(sum(phases.values()), files))
 
 
-def reading_seconds(size: int, disk: float = DISK, processes: int = 1) -> float:
-    """To read so many bytes of the source, and hash them."""
-    return size / disk + size / HASH / processes
+def reading_seconds(size: int, disk: float = DISK, readers: int = 1) -> float:
+    """To read so many bytes of the source, while threads hash what has arrived."""
+    return max(size / disk, size / HASH / readers)
 
 
-def writing_seconds(size: int, disk: float = DISK) -> float:
-    """To hash a shard in memory, write it, and read it back, from the page cache, to hash file and tensors."""
-    return size / disk + 3 * size / HASH
+def writing_seconds(size: int, disk: float = DISK, readers: int = 1) -> float:
+    """To hash a shard's tensors in memory, write it, and read it back, from the page cache, to hash file and tensors.
+
+    The file is hashed by one thread, the tensors by all.
+    """
+    return size / disk + size / HASH * (1 / readers + max(1, 2 / readers))
 
 
 def proving_seconds(size: int, disk: float = DISK, readers: int = 1) -> float:

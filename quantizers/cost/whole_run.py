@@ -73,7 +73,7 @@ class CountedRun:
 
     def by_one_process(self, device: Device, disk: float = DISK) -> tuple[float, float]:
         """Seconds that rank 0 works alone: on what lies around the layers, and on the last reading."""
-        around = reading_seconds(self.around, disk) + writing_seconds(self.around, disk)
+        around = reading_seconds(self.around, disk, device.readers) + writing_seconds(self.around, disk, device.readers)
         return around, proving_seconds(self.output, disk, device.readers)
 
 

@@ -1,9 +1,9 @@
 """Shards are audited and written in the background, by the processes of the first machine in turn.
 
-One process writes a shard while it takes the texts through the quantized layer, and waits for it at the end of the
-visit. Of several, each is so much faster that writing would be what all wait for: there the others begin the next
-layers meanwhile, and whoever wrote the layer before them is waited for when its turn comes again. Where the first
-machine has only one process, that one has one shard on its way.
+On a CPU one process writes a shard while it takes the texts through the quantized layer, and waits for it at the end
+of the visit: next to solving, that is nothing. A GPU, or one of several processes, is so much faster that writing would
+be what all wait for. There the next layer is begun meanwhile; and of several processes on the first machine the others
+begin theirs, and whoever wrote a layer is waited for when its turn comes again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from concurrent.futures import Executor, Future
 import torch
 
 from quantizers.checkpoint.held import Held
+from quantizers.device.kind import accelerated
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
@@ -40,7 +41,8 @@ class Shards:
     def __init__(self, job: Job, context: Context, writer: Executor) -> None:
         self.job, self.context, self._writer = job, context, writer
         self._writers = len(context.team.ranks_of(0))
-        self.ahead = max(self._writers - 1, 1) if context.team.several else 0
+        quick = context.team.several or accelerated(context.device)
+        self.ahead = max(self._writers - 1, 1) if quick else 0
         self._begun: list[int] = []  # layers, in their order; the same in all processes
         self._own: dict[int, tuple[Future[ShardDigest], Future[LayerAudit]]] = {}
         self._known: dict[int, Written | None] = {}

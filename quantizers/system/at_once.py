@@ -1,10 +1,11 @@
-"""Reading many files at once: one thread hashes less than a disk of today reads."""
+"""Many pieces of work at once: one thread hashes less than a disk of today reads."""
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -15,7 +16,19 @@ READERS = 8  # threads, at most
 def at_once(make: Callable[[Item], Made], items: Iterable[Item]) -> Generator[Made]:
     """`make(item)` of every item, in their order, by as many threads as there are cores.
 
-    Close the iterator to leave out what has not begun. Whatever `make` raises is raised in its turn.
+    An item is asked for when a thread may soon be free for it, so that few of them are in memory at a time. Close the
+    iterator to leave out what has not begun. Whatever `make` raises is raised in its turn.
     """
-    with ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0)))) as pool:
-        yield from pool.map(make, items)  # which cancels what is left when it is closed
+    threads = min(READERS, len(os.sched_getaffinity(0)))
+    waiting = deque[Future[Made]]()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(make, item))
+                if len(waiting) > 2 * threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.checkpoint.tensor_bytes import as_bytes
+from quantizers.system.at_once import at_once
 from quantizers.system.errors import CheckpointError
 from quantizers.system.own_files import file_sha256
 
@@ -36,7 +38,8 @@ class ShardDigest(TypedDict):
 
 def joined_digests(tensors: Mapping[str, torch.Tensor]) -> str:
     """`ShardDigest.tensors` of tensors on the CPU, contiguous, before they are written."""
-    return "".join(_short(as_bytes(tensors[name])) for name in sorted(tensors))
+    with closing(at_once(_short, (as_bytes(tensors[name]) for name in sorted(tensors)))) as found:
+        return "".join(found)
 
 
 def _short(raw: bytes | bytearray | memoryview) -> str:
@@ -45,6 +48,8 @@ def _short(raw: bytes | bytearray | memoryview) -> str:
 
 def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, dict[str, str]]:
     """Read a shard once, and take its digests from what lies in the file.
+
+    The hash of the file is taken byte after byte, those of the tensors meanwhile by other threads.
 
     Args:
         wanted: tensors whose SHA-256 is returned as well.
@@ -57,20 +62,28 @@ def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, di
         OSError: it cannot be read.
     """
     header, whole = read_header(file), hashlib.sha256()
-    short: dict[str, str] = {}
-    full: dict[str, str] = {}
-    with file.open("rb", buffering=0) as stream:
-        size = min((info.start for info in header.values()), default=file.stat().st_size)
+    size = min((info.start for info in header.values()), default=file.stat().st_size)
+
+    def arriving(stream: FileIO) -> Iterator[tuple[str, bytearray]]:
         whole.update(_exactly(stream, size, file))
         for name, info in header.items():  # in the order of their bytes, without gaps
             raw = _exactly(stream, info.size, file)
             whole.update(raw)
-            short[name] = _short(raw)
-            if name in wanted:
-                full[name] = hashlib.sha256(raw).hexdigest()
-            size += info.size
-    tensors = "".join(short[name] for name in sorted(short))
-    return {"bytes": size, "sha256": whole.hexdigest(), "tensors": tensors}, full
+            yield name, raw
+
+    def hashed(arrived: tuple[str, bytearray]) -> tuple[str, str, str | None]:
+        name, raw = arrived
+        return name, _short(raw), hashlib.sha256(raw).hexdigest() if name in wanted else None
+
+    with file.open("rb", buffering=0) as stream, closing(at_once(hashed, arriving(stream))) as found:
+        hashes = {name: (short, full) for name, short, full in found}
+    tensors = "".join(hashes[name][0] for name in sorted(hashes))
+    digest: ShardDigest = {
+        "bytes": size + sum(info.size for info in header.values()),
+        "sha256": whole.hexdigest(),
+        "tensors": tensors,
+    }
+    return digest, {name: full for name, (_, full) in hashes.items() if full is not None}
 
 
 def _exactly(stream: FileIO, size: int, file: Path) -> bytearray:

@@ -17,7 +17,7 @@ from quantizers.cli import main as cli
 from quantizers.cli.options import ASSUMED_DISK
 from quantizers.cost.cards import CARDS, NETWORK
 from quantizers.cost.counted_team import ALONE, Ranks, busiest, own_texts
-from quantizers.cost.seconds import DISK, HASH, layer_seconds
+from quantizers.cost.seconds import DISK, HASH, layer_seconds, writing_seconds
 from quantizers.cost.sharing import PASSING, serial, shared_layer
 from quantizers.cost.visit import CountedVisit
 from quantizers.cost.work import Work, together
@@ -116,11 +116,15 @@ def test_seconds_of_links_and_files() -> None:
     here = replace(work, between=0)
     assert H100.passing(here) == pytest.approx((work.sent + work.received) / 300e9 + waits)
     one, two, apart = (layer_seconds(visit, H100, ranks, 2e9) for ranks in (ALONE, Ranks(2, 2), Ranks(2, 1)))
-    assert one.reading == apart.reading == pytest.approx(3 + 6e9 / HASH)
-    assert two.reading == pytest.approx(3 + 3e9 / HASH)
-    assert one.writing == two.writing == pytest.approx(1 + 6e9 / HASH)
-    assert two.files == two.layer == pytest.approx(5.0)  # two read and write what the disk allows
-    assert apart.files == apart.layer == pytest.approx(7.0)
+    assert H100.readers == 8
+    assert one.reading == two.reading == apart.reading == 3.0
+    assert one.writing == apart.writing == pytest.approx(1 + 2e9 / HASH * (1 + 1 / 8))
+    assert two.writing == pytest.approx(1 + 2e9 / HASH * (1 + 1 / 4))
+    assert one.files == two.files == apart.files == one.layer == two.layer == pytest.approx(4.0)  # what the disk allows
+    hashed = layer_seconds(visit, H100, ALONE, 1e12)
+    assert hashed.reading == pytest.approx(6e9 / HASH / 8)
+    assert hashed.files == pytest.approx(hashed.writing)
+    assert writing_seconds(10**9, 1e12, 1) == pytest.approx(3e9 / HASH, rel=1e-2)
 
 
 def test_what_does_not_become_less() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from quantizers.plan.job import prepare
 from quantizers.run.shards import Shards
 from quantizers.run.visit import Visit
 from quantizers.system.residents import Residents
-from quantizers.team.team import Team
+from quantizers.team.team import ALONE, Team
 from stitch.write.shard import layer_tensors
+
+KINDS = ("cpu", "meta")
 
 
 class Two(Team):
@@ -50,6 +53,7 @@ def test_the_sources_memory_gets_other_bytes_meanwhile(tmp_path: Path) -> None:
     context = Context(tmp_path, torch.device("cpu"), Residents.all_of(1), team=Two())
     shards = Shards(job, context, later)
     assert shards.ahead == 1
+    assert [Shards(job, replace(context, team=ALONE, device=torch.device(one)), later).ahead for one in KINDS] == [0, 1]
     held = hold(job.opened, layer_names(job.opened, job.facts, 0))  # a dense layer: all of it is kept
     tensors = layer_tensors(job.plan, 0, held, None).host
     wanted = {name: tensor.clone() for name, tensor in tensors.items()}

@@ -25,7 +25,7 @@ from quantizers.cli import main as cli
 from quantizers.output import journal
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.solve_memory import DeviceMemory
-from quantizers.run import layer_loop, pipeline, places, quantized
+from quantizers.run import layer_loop, pipeline, places, quantized, shards
 from quantizers.run.measure import measure
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
@@ -168,6 +168,35 @@ def test_a_byte_flipped_between_memory_and_file_is_found_at_once(
     assert [entry["layer"] for entry in journal.done_layers(work, 4)] == [0]
     assert not list((work / "output").glob(f"{SHARD}*"))
     run(job_of(small), Options(output, CPU))
+    assert_same(output, small[1])
+
+
+def test_a_shard_is_written_one_layer_behind(
+    small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU. What is wrong with it is found a layer later, and two layers are made again."""
+    monkeypatch.setattr(shards, "accelerated", lambda _: True)
+    run(job_of(small), Options(tmp_path / "whole", CPU))
+    assert_same(tmp_path / "whole", small[1])
+    output, visited, real = tmp_path / "output", list[int](), quantized.layer_tensors
+
+    def seen(plan: Any, layer: int, *arguments: Any, **near: Any) -> LayerTensors:
+        visited.append(layer)
+        return real(plan, layer, *arguments, **near)
+
+    def flipped(tensors: dict[str, torch.Tensor], path: Path, **named: Any) -> None:
+        save_file(tensors, path, **named)
+        if path.name.startswith(SHARD):
+            flip(path, KEPT)
+
+    monkeypatch.setattr(quantized, "layer_tensors", seen)
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "save_file", flipped)
+        with pytest.raises(QuantizeError, match=f"{SHARD}: {KEPT} has other bytes in the file"):
+            run(job_of(small), Options(output, CPU))
+    assert [entry["layer"] for entry in journal.done_layers(journal.work_folder(output), 4)] == [0]
+    run(job_of(small), Options(output, CPU))
+    assert visited == [0, 1, 2, 1, 2, 3]
     assert_same(output, small[1])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -54,3 +55,19 @@ def test_what_has_not_begun_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(ValueError, match="the second"):
             next(found)
     assert set(begun) <= {0, 1, 2, 3}
+
+
+def test_few_items_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow their work is, next to asking for them."""
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(2))
+    asked, done = list[int](), list[int]()
+
+    def items() -> Iterator[int]:
+        for item in range(100):
+            assert item - len(done) <= 5
+            asked.append(item)
+            yield item
+
+    for made in at_once(lambda item: item, items()):
+        done.append(made)
+    assert done == asked == list(range(100))
