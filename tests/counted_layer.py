@@ -38,7 +38,8 @@ def counted(
         in_host_memory: whether no hidden states lie on the device.
     """
     job = published_job("minimax-m2.1", size.E, hidden=size.H, width=size.I)
-    memory = device_memory(job.plan, job.sizes, ROWS, True, None, ROWS * size.B, ranks.count)
+    held_out = sum(texts or ())
+    memory = device_memory(job.plan, job.sizes, ROWS, True, None, ROWS * size.B, ranks.count, held_out=held_out)
     if in_host_memory:
-        memory = replace(memory, inputs=False, states=False)
+        memory = replace(memory, inputs=False, states=False, texts=False)
     return count_visit(job, 0, [ROWS] * size.B, texts_of(texts or []), memory, ranks)

@@ -81,7 +81,8 @@ def count_layer(
     if limit is None and len(devices) == 1 and isinstance(devices[0], Card):
         limit = int(OF_A_CARD * devices[0].memory)
     lengths, texts = sequences(tokens, length)
-    memory = device_memory(job.plan, job.sizes, max(lengths), True, limit, tokens)
+    held_out = sum(len(text.tokens) for text in texts)
+    memory = device_memory(job.plan, job.sizes, max(lengths), True, limit, tokens, held_out=held_out)
     visit = count_visit(job, job.sizes.moe_layers[0], lengths, texts, memory)
     whole = sizes_of(job.facts, published(like), CONFIG)
     return described(job, lengths, texts) | {

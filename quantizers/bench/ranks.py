@@ -54,9 +54,10 @@ def count_ranks(
     if limit is None:
         limit = int(OF_A_CARD * known.memory)
     lengths, texts = sequences(tokens, length)
+    held_out = sum(len(text.tokens) for text in texts)
 
     def one(ranks: Ranks) -> dict[str, Any]:
-        memory = device_memory(job.plan, job.sizes, max(lengths), True, limit, tokens, ranks.count)
+        memory = device_memory(job.plan, job.sizes, max(lengths), True, limit, tokens, ranks.count, held_out=held_out)
         visit = count_visit(job, job.sizes.moe_layers[0], lengths, texts, memory, ranks)
         return shared_layer(visit, known, ranks, disk) | {"memory": memory.as_dict()}
 

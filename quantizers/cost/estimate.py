@@ -87,8 +87,7 @@ def estimate_run(job: Job, output_bytes: int, ranks: Ranks = ALONE, disk: float 
         disk: bytes a second that each machine reads from or writes to files.
     """
     lengths, drawn = _calibration(job)
-    perplexity = job.recipe.verify and job.recipe.verify.perplexity
-    held_out = longest_possible(set_location(perplexity.data, job.path)) if perplexity else []
+    held_out = _held_out(job)
     plan, numbers = job.plan, range(job.plan.layers)
     layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in numbers)
     layer_output = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
@@ -96,7 +95,8 @@ def estimate_run(job: Job, output_bytes: int, ranks: Ranks = ALONE, disk: float 
     tokens = None if lengths is None else sum(lengths)
     memory = {}
     for name in ITEMSIZES:
-        whole = device_memory(plan, job.sizes, _longest(job), name == "GPU", None, tokens)
+        there = name == "GPU"
+        whole = device_memory(plan, job.sizes, _longest(job), there, None, tokens, held_out=sum(held_out or ()))
         memory[name] = (whole.smallest, whole.peak)
     return Estimate(
         tokens,
@@ -116,14 +116,14 @@ def _counted(
     job: Job, lengths: Sequence[int], held_out: Sequence[int], output: int, ranks: Ranks, disk: float
 ) -> dict[str, Any]:
     """What follows from counted work."""
-    card, memory = _card_for(job, sum(lengths))
+    card, memory = _card_for(job, sum(lengths), sum(held_out))
     work = count_run(job, lengths, texts_of(held_out), memory, output)
     seconds = {"CPU": work.seconds(this_cpu(job.sizes), disk)}
     if card is None:
         return {"operations": float(work.flops()), "seconds": seconds}
     several = None
     if ranks.count > 1:
-        held = _on_card(job, card, sum(lengths), ranks.count)
+        held = _on_card(job, card, sum(lengths), sum(held_out), ranks.count)
         several = several_needs(job, lengths, held_out, output, card, held, work, ranks, disk)
     return {
         "card": card.name,
@@ -134,21 +134,21 @@ def _counted(
     }
 
 
-def _card_for(job: Job, tokens: int) -> tuple[Card | None, DeviceMemory]:
+def _card_for(job: Job, tokens: int, held_out: int) -> tuple[Card | None, DeviceMemory]:
     """The first card whose memory is enough, and what is held there; without one, what is held with no limit."""
     for name in ("h100", "h200"):
         card = CARDS[name]
         try:
-            return card, _on_card(job, card, tokens)
+            return card, _on_card(job, card, tokens, held_out)
         except InputError:
             continue
-    return None, device_memory(job.plan, job.sizes, _longest(job), True, None, tokens)
+    return None, device_memory(job.plan, job.sizes, _longest(job), True, None, tokens, held_out=held_out)
 
 
-def _on_card(job: Job, card: Card, tokens: int, processes: int = 1) -> DeviceMemory:
+def _on_card(job: Job, card: Card, tokens: int, held_out: int, processes: int = 1) -> DeviceMemory:
     """What is held on a card by one of so many processes."""
     limit = int(OF_A_CARD * card.memory)
-    return device_memory(job.plan, job.sizes, _longest(job), True, limit, tokens, processes)
+    return device_memory(job.plan, job.sizes, _longest(job), True, limit, tokens, processes, held_out=held_out)
 
 
 def _longest(job: Job) -> int:
@@ -165,6 +165,12 @@ def _calibration(job: Job) -> tuple[list[int] | None, bool]:
     return cut_to([longest] * -(-asked // longest) if most is None else most, asked), True
 
 
+def _held_out(job: Job) -> list[int] | None:
+    """Tokens of each held-out text at most; none where nothing is evaluated, and None if unknown."""
+    perplexity = job.recipe.verify and job.recipe.verify.perplexity
+    return longest_possible(set_location(perplexity.data, job.path)) if perplexity else []
+
+
 def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
     """What a run on a GPU holds there within `limit` bytes.
 
@@ -172,7 +178,8 @@ def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
         InputError: the limit is too small even for one unit of experts at a time.
     """
     lengths, _ = _calibration(job)
-    return device_memory(job.plan, job.sizes, _longest(job), True, limit, None if lengths is None else sum(lengths))
+    tokens = None if lengths is None else sum(lengths)
+    return device_memory(job.plan, job.sizes, _longest(job), True, limit, tokens, held_out=sum(_held_out(job) or ()))
 
 
 def assumptions(needs: Estimate) -> list[str]:

@@ -105,7 +105,8 @@ def count_visit(
     if ranks.count > 1:
         team = CountedTeam(counting, ranks, busiest(ranks, memory.units, tokens), job.sizes["experts"])
     with torch.no_grad(), counting, listening(counting), _once(counting):
-        lanes = [_Lane(str(n), model, n, tokens, NOWHERE, durable=False, team=team) for n in range(2)]
+        there = META if memory.texts else None
+        lanes = [_Lane(str(n), model, n, tokens, NOWHERE, durable=True, team=team, device=there) for n in range(2)]
         context = Context(
             NOWHERE,
             META,
@@ -228,10 +229,13 @@ def _forget(module: torch.nn.Module) -> None:
 
 
 class _Lane(Lane):
-    """Held-out states that lie in the host's memory."""
+    """Held-out states on the device or in the host's memory; of their files the copy to them is all that is counted."""
 
     def _rows(self, name: str, width: int, dtype: torch.dtype) -> Rows:
-        return Rows(None, self._lengths, width, dtype, team=self._team)
+        return Rows(None, self._lengths, width, dtype, self._device, team=self._team)
+
+    def _keep(self, layer: int) -> None:
+        self.left.flat.cpu()
 
 
 def _in_memory(_: Context, lengths: Sequence[int], __: str, width: int, dtype: torch.dtype) -> Rows:

@@ -1,8 +1,9 @@
 """One of the models that go through the layers side by side: the states of its held-out texts.
 
 The source is the first lane, and every candidate is one more. States lie in files, since what a layer leaves behind
-is what an interrupted run goes on from: the source's cannot be computed again without reading the source. Several
-processes keep their parts in memory, and rank 0 writes all of them to the file.
+is what an interrupted run goes on from: the source's cannot be computed again without reading the source. Where the
+device has room for them they lie there, and go to the file in one copy a layer; several processes keep their parts in
+memory, and rank 0 writes all of them to the file.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Lane:
         durable: whether states must be on disk before a layer counts as done.
         check: called between sequences; may raise to interrupt.
         team: the processes that share the texts.
+        device: where the states lie; None for the files themselves, or for memory in one of several processes.
 
     Attributes:
         left: the states that left the layer that ran last; between its halves, the residual stream.
@@ -51,9 +53,11 @@ class Lane:
         durable: bool,
         check: Callable[[], None] = lambda: None,
         team: Team = ALONE,
+        device: torch.device | None = None,
     ) -> None:
         self.name, self.model, self.number = name, model, number
         self._lengths, self._folder, self._durable, self._check, self._team = lengths, folder, durable, check, team
+        self._device, self._in_files = device, device is None and not team.several
         self._states: dict[int, Rows] = {}
         self.chosen = self._rows(f"chosen-{number}.bin", model.sizes["chosen"], torch.int32)
 
@@ -72,7 +76,7 @@ class Lane:
         path = self._folder / self._file(layer)
         if self._team.leads and self._lengths and not path.exists():
             raise QuantizeError(f"{path}: is gone, and with it what the next layer reads; start over with --fresh")
-        if self._team.several:
+        if not self._in_files:
             states = self.states(layer)
             states.share.deal(states.flat, self._whole(layer).flat if self._team.leads else None)
 
@@ -84,8 +88,8 @@ class Lane:
         return f"states-{self.number}-{layer:05d}.bin"
 
     def _rows(self, name: str, width: int, dtype: torch.dtype) -> Rows:
-        path = None if self._team.several else self._folder / name
-        return Rows(path, self._lengths, width, dtype, team=self._team)
+        path = self._folder / name if self._in_files else None
+        return Rows(path, self._lengths, width, dtype, self._device, team=self._team)
 
     def embed(self, texts: Sequence[torch.Tensor]) -> None:
         """Fill the states that enter layer 0 from token ids (T,) int64."""
@@ -95,11 +99,13 @@ class Lane:
         """Take all texts through the first half of a layer with this lane's weights; `left` is then the residual."""
         self.left = self.states(number + 1)
         attend(self.model, layer, self.states(number), self.left, self._check)
+        self._states.pop(number)  # the file stays until it is forgotten
 
     def attend_as(self, other: Lane, number: int) -> None:
         """Take over the residual of a lane that entered the layer with the same states and has the same attention."""
         self.left = self.states(number + 1)
         self.left.flat.copy_(other.left.flat)
+        self._states.pop(number, None)
 
     def finish(self, number: int, layer: torch.nn.Module) -> None:
         """Take them through the second half.
@@ -115,7 +121,7 @@ class Lane:
     def _keep(self, layer: int) -> None:
         """Write the states that enter a layer to the disk."""
         whole = self.left
-        if self._team.several:
+        if not self._in_files:
             whole = self._whole(layer) if self._team.leads else whole
             self.left.share.collect(self.left.flat, whole.flat if self._team.leads else None)
         if self._team.leads:

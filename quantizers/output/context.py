@@ -29,6 +29,7 @@ class Context:
         team: which process this is, of how many.
         inputs: where the inputs of the experts lie.
         states: where the calibration states between the layers lie.
+        texts_there: whether the states of the held-out texts lie on the device, or only in their files.
     """
 
     work: Path
@@ -38,3 +39,4 @@ class Context:
     team: Team = ALONE
     inputs: Place = "memory"
     states: Place = "memory"
+    texts_there: bool = False

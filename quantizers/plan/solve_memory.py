@@ -11,9 +11,10 @@ there throughout.
     pack       the codes, and what is written
     propagate  as forward, with what was written
 
-In order of what they save, free memory holds the inputs of the experts, the states between the layers, and the sums of
-x of as many units as fit. None of this decides a byte of the output. The bytes of a unit are derived from the files in
-solve/: they count the arrays that are live at each one's peak. tests/plan/test_solve_memory.py measures them.
+In order of what they save, free memory holds the inputs of the experts, the states between the layers, those of the
+held-out texts, and the sums of x of as many units as fit. None of this decides a byte of the output. The bytes of a
+unit are derived from the files in solve/: they count the arrays that are live at each one's peak.
+tests/plan/test_solve_memory.py measures them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from quantizers.system.byte_size import gib
 from quantizers.system.errors import InputError
 
 from .plan import Plan
-from .states import between_bytes, recorded_bytes
+from .states import between_bytes, lanes_bytes, recorded_bytes
 from .units import rows_of_block, unit_of_experts, units_of
 
 FLOAT = 4
@@ -48,8 +49,8 @@ class DeviceMemory:
         unit: experts of a unit.
         units: of a layer.
         resident: units whose sums of x are held at a time.
-        inputs, states: whether the inputs of the experts, and the states between the layers, lie on the device
-            throughout; never on a CPU, where they lie in host memory or in files anyway.
+        inputs, states, texts: whether the inputs of the experts, the states between the layers, and those of the
+            held-out texts lie on the device throughout; never on a CPU, where they lie in host memory or in files.
         layer: the source's largest layer as it is stored; 0 on a CPU, where it lies in host memory anyway.
         forward: the largest layer in the dtype of the forward pass.
         one_unit: bytes for solving one unit.
@@ -62,6 +63,7 @@ class DeviceMemory:
     resident: int
     inputs: bool
     states: bool
+    texts: bool
     layer: int
     forward: int
     one_unit: int
@@ -86,6 +88,7 @@ def device_memory(
     limit: int | None,
     tokens: int | None = None,
     processes: int = 1,
+    held_out: int = 0,
 ) -> DeviceMemory:
     """What is held on a device within a limit.
 
@@ -94,7 +97,8 @@ def device_memory(
         accelerator: see `device.kind`.
         limit: bytes that may be used; None for no limit.
         tokens: of the calibration set; None if that is not known, and then they stay in host memory.
-        processes: how many share the states between the layers; each needs all inputs of the experts.
+        processes: how many share the states, of which each keeps a part; each needs all inputs of the experts.
+        held_out: tokens of the held-out set.
 
     Raises:
         InputError: the limit is too small even for one unit of experts at a time.
@@ -104,11 +108,12 @@ def device_memory(
     units = len(units_of(sizes["experts"], unit))
     rows = rows_of_block(accelerator)
     phases = _Phases(plan, sizes, longest, itemsize, unit=unit, rows=rows, accelerator=accelerator, tokens=tokens or 0)
-    inputs = states = 0
+    inputs = states = texts = 0
     resident, smallest = units, phases.peak(1)
     if accelerator and tokens is not None:
         inputs = recorded_bytes(sizes, tokens, itemsize)
         states = between_bytes(sizes, -(-tokens // processes), itemsize)
+        texts = lanes_bytes(sizes, -(-held_out // processes), itemsize)
     if limit is not None:
         if smallest > limit:
             raise InputError(
@@ -118,18 +123,20 @@ def device_memory(
             )
         inputs = inputs if smallest + inputs <= limit else 0
         states = states if smallest + inputs + states <= limit else 0
-        resident = max(1, min(units, (limit - inputs - states - phases.solve(0)) // phases.routed))
+        texts = texts if smallest + inputs + states + texts <= limit else 0
+        resident = max(1, min(units, (limit - inputs - states - texts - phases.solve(0)) // phases.routed))
     return DeviceMemory(
         unit,
         units,
         resident,
         bool(inputs),
         bool(states),
+        bool(texts),
         phases.layer,
         phases.forward,
         phases.one_unit,
         smallest,
-        phases.peak(resident) + inputs + states,
+        phases.peak(resident) + inputs + states + texts,
     )
 
 

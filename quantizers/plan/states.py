@@ -24,6 +24,11 @@ def calibration_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
     return between_bytes(sizes, tokens, itemsize) + recorded_bytes(sizes, tokens, itemsize)
 
 
+def lanes_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
+    """Of the held-out set on a device: what left the layer, of source and output, and what enters it of one of them."""
+    return tokens * (3 * itemsize * sizes["hidden"] + 8 * sizes["chosen"])
+
+
 def held_out_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
-    """Of the held-out set: the states before and after the layer, of source and output, and the experts chosen."""
+    """Of the held-out set in files: the states before and after the layer, of source and output, and who was chosen."""
     return tokens * (4 * itemsize * sizes["hidden"] + 8 * sizes["chosen"])

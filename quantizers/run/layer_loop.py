@@ -155,6 +155,7 @@ class _Loop:
                 durable=True,
                 check=context.check,
                 team=context.team,
+                device=context.device if context.texts_there else None,
             )
             for number, name in enumerate((source.name, "the output"))
         ]

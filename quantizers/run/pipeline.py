@@ -123,18 +123,20 @@ class _Shared:
     """What rank 0 decides for all, and tells them.
 
     Attributes:
-        residents, inputs, states: see `Context`.
+        residents, inputs, states, texts_there: see `Context`.
         texts: the held-out texts; empty for none.
     """
 
     residents: dict[str, int]
     inputs: Place
     states: Place
+    texts_there: bool
     texts: Sequence[Text]
 
     def context(self, work: Path, device: torch.device, check: Callable[[], None], team: Team) -> Context:
         """The same for a process."""
-        return Context(work, device, Residents(**self.residents), check, team, self.inputs, self.states)
+        residents = Residents(**self.residents)
+        return Context(work, device, residents, check, team, self.inputs, self.states, self.texts_there)
 
 
 def _memory(options: Options) -> tuple[int, int]:
@@ -160,16 +162,25 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     held = load_held_out(job)  # before anything slow: a faulty set fails now
     itemsize, rows = forward_dtype(device).itemsize, sum(len(t) for t in tokens)
     limits, frees = zip(*team.collect(_memory(options)), strict=True)
-    held_there = rows if options.states == "auto" else 0  # what may lie on the device
+    texts = held.texts if held else []
+    text_rows = sum(len(text.tokens) for text in texts)
+    there = (rows, text_rows) if options.states == "auto" else (0, 0)  # what may lie on the device
     memory = device_memory(
-        job.plan, job.sizes, data.lengths[-1], accelerated(device), min(limits), held_there, team.count
+        job.plan,
+        job.sizes,
+        data.lengths[-1],
+        accelerated(device),
+        min(limits),
+        there[0],
+        team.count,
+        held_out=there[1],
     )
     journal.refuse_changes(work, run_fingerprint(job, data, device), options.output)
     layers = job.sizes["layers"]
     journal.note_command(work, options.command, layers)
-    counts = sum(len(t) for t in tokens), sum(len(text.tokens) for text in held.texts) if held else 0
     done = len(journal.done_layers(work, layers))
-    print(opening_line(job, options, resolved.recipe.source.model, counts, done), file=sys.stderr, flush=True)
+    said = opening_line(job, options, resolved.recipe.source.model, (rows, text_rows), done)
+    print(said, file=sys.stderr, flush=True)
     if held:
         refuse_other_texts(work, job.sizes["layers"], held, options.output)
     journal.remove_cut_files(work)
@@ -183,12 +194,11 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
         units = f"{memory.units} unit{'s' if memory.units > 1 else ''} of {memory.unit} experts"
         print(f"{units} for {team.count} processes: some have none to solve", file=sys.stderr)
     inputs, states, in_files = places(job.sizes, memory, rows, itemsize, options, min(frees))
-    texts = held.texts if held else []
     residents = Residents(memory.resident, memory.unit, memory.smallest)
-    shared = _Shared(residents.as_dict(), inputs, states, texts)
+    shared = _Shared(residents.as_dict(), inputs, states, memory.texts, texts)
     context = shared.context(work, device, check, team)
     needed = output_bytes(job, resolved.data.values() if options.with_data else ())
-    needed += held_out_bytes(job.sizes, sum(len(text.tokens) for text in texts), itemsize) + in_files
+    needed += held_out_bytes(job.sizes, text_rows, itemsize) + in_files
     if job.allocation:
         walked = sum(Branches([len(t) for t in tokens]).all_lengths(len(job.sizes.moe_layers)))
         walk = calibration_bytes(job.sizes, walked, itemsize) + between_bytes(job.sizes, walked, itemsize)

@@ -91,7 +91,9 @@ class Shards:
         due = self._begun[: max(len(self._begun) - ahead, 0)]
         for _, audit in self._own.values():
             audit.result()  # it reads the source's memory
-        own = {n: (f.result(), a.result()) for n, (f, a) in self._own.items() if n in due or f.done()}
+        # What went wrong is raised in its turn: the layers before it are finished, and are journaled first.
+        ready = [n for n, (f, _) in self._own.items() if n in due or (f.done() and not f.exception())]
+        own = {n: (self._own[n][0].result(), self._own[n][1].result()) for n in ready}
         for number in own:
             del self._own[number]
         team = self.context.team

@@ -131,9 +131,25 @@ def test_arithmetic_of_the_products(visit: tuple[CountedVisit, Size]) -> None:
 
 @pytest.mark.parametrize("texts", [[256] * 3, [256] * 3 + [5000]], ids=str)
 def test_what_held_out_texts_cost(texts: list[int]) -> None:
-    """Each text goes to attention and back, each block of rows to router and experts and back; in both lanes."""
+    """They lie on the device in both lanes, and what leaves the layer goes to its file in one copy."""
     size = SIZES[0]
     phases = counted(size, texts).phases
+    tokens, blocks, state = sum(texts), -(-sum(texts) // 4096), 2 * size.H
+    assert phases["candidate"].launches == 56 * blocks - 1, "the first layer's attention is the source's"
+    assert phases["reference"].launches == 64 * len(texts) + phases["candidate"].launches + 1
+    assert phases["compare"].launches == 15 * len(texts) + 1
+    for lane in ("reference", "candidate"):
+        assert phases[lane].to_device == 0
+        assert phases[lane].to_host == tokens * state + 1
+        assert phases[lane].syncs == 2
+    assert phases["compare"].syncs == 1
+
+
+@pytest.mark.parametrize("texts", [[256] * 3, [256] * 3 + [5000]], ids=str)
+def test_what_held_out_texts_cost_on_a_small_device(texts: list[int]) -> None:
+    """Each text goes to attention and back, each block of rows to router and experts and back; in both lanes."""
+    size = SIZES[0]
+    phases = counted(size, texts, in_host_memory=True).phases
     tokens, blocks, state = sum(texts), -(-sum(texts) // 4096), 2 * size.H
     assert phases["reference"].launches == 63 * len(texts) + 54 * blocks - 1
     assert phases["candidate"].launches == 54 * blocks - 1, "the first layer's attention is the source's"

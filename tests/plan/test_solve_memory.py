@@ -33,7 +33,9 @@ def planned(experts: Experts, **changes: int) -> tuple[Plan, Any]:
     return make_plan(facts, sizes, tensors, experts, "a test", (128, 128)), sizes
 
 
-def within(limit: int | None, longest: int = 8192, tokens: int | None = 131_072) -> DeviceMemory:
+def within(
+    limit: int | None, longest: int = 8192, tokens: int | None = 131_072, held_out: int = 90_000
+) -> DeviceMemory:
     """MiniMax-M2's shapes, two layers of them, on an accelerator."""
     plan, sizes = planned(
         Experts(),
@@ -45,22 +47,23 @@ def within(limit: int | None, longest: int = 8192, tokens: int | None = 131_072)
         num_key_value_heads=8,
         head_dim=128,
     )
-    return device_memory(plan, sizes, longest, True, limit, tokens)
+    return device_memory(plan, sizes, longest, True, limit, tokens, held_out=held_out)
 
 
 def test_more_is_held_the_larger_the_limit_and_the_peak_stays_within_it() -> None:
-    """The inputs first, then the states, then sums; the unit is the same throughout."""
-    before = (0, False, False)
+    """The inputs first, then the states, those of texts, then sums; the unit is the same throughout."""
+    before = (0, False, False, False)
     for size in (19, 19.5, 20, 22, 24, 28, 40, 78, 140):
         memory = within(int(size * GIB))
-        held = memory.resident, memory.inputs, memory.states
+        held = memory.resident, memory.inputs, memory.states, memory.texts
         assert (memory.unit, memory.units) == (16, 16)
-        assert held >= before or memory.inputs > before[1] or memory.states > before[2]
+        assert held >= before or held[1:] > before[1:]
         assert memory.peak <= size * GIB
         assert memory.inputs or not memory.states
         before = held
     assert within(None) == within(2**50)
-    assert before == (16, True, True)
+    assert before == (16, True, True, True)
+    assert within(None).peak - within(None, held_out=0).peak == 90_000 * (3 * 2 * 3072 + 8 * 8)
     assert within(2**50).sweeps == 1
 
 

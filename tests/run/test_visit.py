@@ -22,6 +22,8 @@ from tiny import make, write_job
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.cli import main as cli
+from quantizers.forward.lane import Lane
+from quantizers.forward.states import Rows
 from quantizers.output import journal
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.solve_memory import DeviceMemory
@@ -103,6 +105,26 @@ def test_each_byte_is_read_once(
     print({"source": read["model"] / source, "output": read["output"] / output})
     assert source <= read["model"] <= source_limit * source
     assert 2 * output <= read["output"] <= 2.1 * output
+
+
+def test_held_out_states_that_lie_on_the_device(
+    small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run writes them to the same files, and goes on from these."""
+    real, on_device = layer_loop.Lane, list[Rows]()
+
+    def lane(*arguments: Any, **named: Any) -> Lane:
+        made = real(*arguments, **(named | {"device": CPU}))
+        on_device.append(made.states(0))
+        return made
+
+    monkeypatch.setattr(layer_loop, "Lane", lane)
+    cut_in_layer(2, job_of(small), Options(tmp_path / "output", CPU))
+    files = sorted(file.name for file in (journal.work_folder(tmp_path / "output") / "held-out").iterdir())
+    assert files == ["states-0-00002.bin", "states-0-00003.bin", "states-1-00002.bin"]
+    run(job_of(small), Options(tmp_path / "output", CPU))
+    assert all(rows.path is None for rows in on_device)
+    assert_same(tmp_path / "output", small[1])
 
 
 def test_the_figures_of_a_run_are_those_of_its_files(finished: Finished, tmp_path: Path) -> None:
@@ -316,7 +338,7 @@ def test_where_calibration_states_lie_decides_no_byte(
 def test_little_memory_sends_states_to_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a device has no room for lies in host memory as long as it takes at most half of what is free."""
     sizes: Any = {"hidden": 16, "chosen": 2}
-    nothing, inputs = (DeviceMemory(1, 1, 1, held, False, 0, 0, 0, 0, 0) for held in (False, True))
+    nothing, inputs = (DeviceMemory(1, 1, 1, held, False, False, 0, 0, 0, 0, 0) for held in (False, True))
     states: Any  # one of the three
     rows = 100
     of_states, of_inputs = rows * 16 * 4, rows * (16 * 4 + 8 * 2 + 1)
