@@ -20,7 +20,7 @@ import torch
 from triton.runtime import interpreter
 
 from quantizers.cost.fused import COSTS
-from quantizers.solve import refine, rounding
+from quantizers.solve import awq, refine, rounding
 from quantizers.solve.fused import operators
 
 operators.INTERPRETED = 64  # rows of a program, so that some matrices take several, of which the last is not full
@@ -77,6 +77,13 @@ def mse_scales(experts: int, rows: int, columns: int, bits: int) -> list[Any]:
     return [weight, importance, columns, bits, rounding.MSE_COUNT, rounding.MSE_FIRST, rounding.MSE_LESS]
 
 
+def tried_errors(experts: int, rows: int, columns: int, bits: int) -> list[Any]:
+    weight = drawn(experts, 2 * columns, rows)
+    weight[0, :columns, 0] = 0
+    scales = drawn(3, experts if bits == 4 else 1, 2 * columns).abs() + 0.1
+    return [weight, scales, torch.zeros(experts, 2 * columns, 3, rows), columns, bits]
+
+
 def mse_scales_by_torch(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int, *_: Any) -> torch.Tensor:
     return rounding._mse_steps(
         weight.unflatten(1, (-1, group)), importance.unflatten(1, (-1, group)).unsqueeze(-1), bits
@@ -88,6 +95,7 @@ KERNELS: dict[str, tuple[Callable[..., list[Any]], Callable[..., Any], dict[str,
     "gptq_block": (gptq_block, rounding._round_block, {"errors": 4, "codes": 5}),
     "refine_group": (refine_group, refine._refine_group, {"scale": 1, "codes": 4, "change": 5}),
     "mse_scales": (mse_scales, mse_scales_by_torch, {}),
+    "tried_errors": (tried_errors, awq._tried_errors, {"errors": 2}),
 }
 
 

@@ -204,7 +204,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
             return self._on_host(function, name, args, kwargs, given)
         targets = changed(function, args, kwargs)
         # What writes to one argument gives that back. It is not done, since many operations are slow on this device.
-        result = targets[0][0] if len(targets) == 1 and not function.is_view else function(*args, **kwargs)
+        gives_back = len(targets) == 1 and function._schema.returns and not function.is_view
+        result = targets[0][0] if gives_back else function(*args, **kwargs)
         if self._given_back:  # what a function that is not done again gives back
             self._keep(result, name)
         elif function.is_view or name in FREE or _does_nothing(name, given, result):

@@ -26,7 +26,7 @@ REACHED = {"": 1.0, "bfloat16": 0.75, "float32": 0.75, "float64": 0.4, "factoriz
 WIDER = {"bfloat16": 2}  # what an accelerator has in bfloat16
 # Of each kernel of solve/fused: how many times as many bytes torch's operations move, and how many operations they are;
 # with groups of 32.
-INSTEAD = {"gptq_block": (30, 226), "refine_group": (31, 327), "mse_scales": (380, 404)}
+INSTEAD = {"gptq_block": (30, 226), "refine_group": (31, 327), "mse_scales": (380, 404), "tried_errors": (14, 68)}
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ import torch
 from .work import Operation
 
 # Instructions for each number of a (W, R) block: to divide, round and store it once, and for each of the W columns to
-# be selected from, added, multiplied and subtracted. And for one number under one scale that is tried.
-ONCE, EACH_COLUMN, EACH_SCALE = 40, 4, 35
+# be selected from, added, multiplied and subtracted. And for one number under one scale that is tried: one of its
+# group; or one of the columns, by which it is multiplied and divided as well.
+ONCE, EACH_COLUMN, EACH_SCALE, EACH_POINT = 40, 4, 35, 60
 
 
 def _gptq_block(made: torch.Tensor | None, *given: Any) -> Operation:
@@ -46,8 +47,15 @@ def _mse_scales(made: torch.Tensor | None, *given: Any) -> Operation:
     return Operation("mse_scales", 1, weight.nbytes + importance.nbytes, made.nbytes, flops, "float32")
 
 
+def _tried_errors(made: torch.Tensor | None, *given: Any) -> Operation:
+    weight, scales, errors, _, _ = given
+    flops = 2 * EACH_POINT * errors.numel()
+    return Operation("tried_errors", 1, weight.nbytes + scales.nbytes, errors.nbytes, flops, "float32")
+
+
 COSTS: dict[str, Callable[..., Operation]] = {
     "gptq_block": _gptq_block, "refine_group": _refine_group, "mse_scales": _mse_scales,
+    "tried_errors": _tried_errors,
 }  # fmt: skip
 
 

@@ -143,8 +143,9 @@ def _moved(
         return sum(size_of(tensor) for tensor in given[1:]), index.numel() * given[0].element_size()
     if name.endswith("_like") or name.startswith("new_"):
         return 0, sum(size_of(tensor) for tensor in made)
-    unread = [target for target, only in targets if only or name in ONLY_WRITTEN]
-    read = sum(size_of(tensor) for tensor in given if not any(tensor is other for other in unread))
+    # What is given a second time, as the sum that a product is added to where it lies, is read as well.
+    unread = sum(size_of(target) for target, only in targets if only or name in ONLY_WRITTEN)
+    read = sum(size_of(tensor) for tensor in given) - unread
     return read, sum(size_of(tensor) for tensor in ([target for target, _ in targets] or made))
 
 
@@ -155,7 +156,7 @@ def _arithmetic(
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
     if packet in flop_registry:
         operands = [value for value in args if isinstance(value, torch.Tensor)]
-        return int(flop_registry[packet](*operands, out_val=made[0])), kind
+        return int(flop_registry[packet](*operands, out_val=made[0])), KINDS.get(operands[-1].dtype, "")
     if name == "_grouped_mm":  # (T, M) x (E, M, N): every row with the matrix of its group
         return 2 * args[0].numel() * args[1].shape[-1], kind
     if name == "linalg_cholesky_ex":

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import torch
 
+from quantizers.device.fused import fused
+from quantizers.device.kind import accelerated
 from quantizers.forward.codes import code_range, grouped
 
+from .fused import operators
 from .parts import column_parts, in_groups
 from .rounding import minmax_steps
-from .symmetric import quadratic_loss
+from .symmetric import row_losses
 
 SEARCH_ROWS, LARGEST_STEP = 2048, 8  # rows of all experts that are read for the norm's scale; see `row_step`
+TOGETHER = 4  # grid points that an accelerator tries at once, side by side in the columns of one product
 
 
 def row_step(rows: int, enough: int) -> int:
@@ -89,20 +93,30 @@ def scale_losses(weight: torch.Tensor, gram: torch.Tensor, scales: torch.Tensor,
     Returns:
         (P, E) float32; infinity where a loss is not finite.
     """
-    table = []
     weight = weight.mT.contiguous()
-    delta = torch.empty_like(weight)
-    for s in scales.unsqueeze(-1):  # (B, C, 1)
+    experts, columns, rows = weight.shape
+    together = TOGETHER if accelerated(weight.device) else 1
+    room = weight.new_empty(min(together, len(scales)) * weight.numel())
+    try_all = operators.tried_errors if fused(weight.device) else _tried_errors
+    table = []
+    for some in torch.split(scales, together):
+        errors = room[: len(some) * weight.numel()].view(experts, columns, len(some), rows)
+        try_all(weight, some, errors, group, bits)
+        table.append(row_losses(errors.flatten(2).mT, gram).view(experts, len(some), rows).sum(-1))
+    losses = torch.cat(table, 1).T
+    return torch.where(torch.isfinite(losses), losses, torch.full_like(losses, torch.inf))
+
+
+def _tried_errors(weight: torch.Tensor, scales: torch.Tensor, errors: torch.Tensor, group: int, bits: int) -> None:
+    """Fill `errors` (E, C, P, R) by the rule of solve/fused; arguments are those of `operators.tried_errors`."""
+    for s, lost in zip(scales.unsqueeze(-1), errors.unbind(2), strict=True):  # (B, C, 1) and (E, C, R)
         for experts, columns in column_parts(weight, group):
             own, part = s[experts if len(s) > 1 else slice(None), columns], weight[experts, columns]
-            scaled = torch.mul(part, own, out=delta[experts, columns])
+            scaled = torch.mul(part, own, out=lost[experts, columns])
             by_group = in_groups(scaled, group)
             step = minmax_steps(by_group, bits).float().unsqueeze(2)
             by_group.div_(step).round_().clamp_(*code_range(bits)).mul_(step)
             scaled.div_(own).sub_(part)
-        table.append(quadratic_loss(delta.mT, gram))
-    losses = torch.stack(table)
-    return torch.where(torch.isfinite(losses), losses, torch.full_like(losses, torch.inf))
 
 
 def fold_norm(norm: torch.Tensor, s: torch.Tensor, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

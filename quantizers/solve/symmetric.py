@@ -44,14 +44,14 @@ def add_gram(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """
     if not accelerated(a.device):
         a, b = a.float(), b.float()
+    if total.dim() == 2:
+        total, a, b = total.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0)
     for start, end in blocks(total.shape[-1]):
-        part, left, right = total[..., start:, start:end], a[..., start:], b[..., start:end]
-        if a.dtype != torch.float32:
-            part += gram(left, right)
-        elif part.dim() == 2:
-            part.addmm_(left.mT, right)
-        else:
+        part, left, right = total[:, start:, start:end], a[..., start:], b[..., start:end]
+        if a.dtype == torch.float32:
             part.baddbmm_(left.mT, right)
+        else:  # with the sum as `self` and as `out`, it is added to where it lies
+            torch.baddbmm(part, left.mT, right, torch.float32, out=part)
 
 
 def mirror(total: torch.Tensor) -> torch.Tensor:
@@ -65,23 +65,27 @@ def mirror(total: torch.Tensor) -> torch.Tensor:
 
 
 def quadratic_loss(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
-    """tr(D G Dᵀ) = ‖D X‖².
+    """tr(D G Dᵀ) = ‖D X‖², (E,), of the arguments of `row_losses`."""
+    return row_losses(delta, gram).sum(-1)
+
+
+def row_losses(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    """d G dᵀ of each row d of D.
 
     Args:
         delta: (E, R, C), or a transposed view, whose columns lie in one piece.
         gram: (E, C, C), or (1, C, C) where all share it; symmetric.
 
     Returns:
-        (E,) in delta's dtype.
+        (E, R) in delta's dtype.
     """
     columns = delta.mT if delta.stride(-2) == 1 else delta.mT.contiguous()  # (E, C, R)
     gram = gram.expand(len(columns), -1, -1)
-    total = torch.zeros(len(columns), dtype=delta.dtype, device=delta.device)
+    product = torch.empty_like(columns)
     for start, end in blocks(columns.shape[1]):
-        # The block with itself counts once, each of those after it twice: halve it here, double the sum.
-        own, after = columns[:, start:end], columns[:, end:]
-        product = torch.bmm(gram[:, start:end, start:end], own).div_(2)
+        # The block with itself counts once, each of those after it twice.
+        own, after, made = columns[:, start:end], columns[:, end:], product[:, start:end]
+        torch.bmm(gram[:, start:end, start:end], own, out=made)
         if end < columns.shape[1]:
-            product.baddbmm_(gram[:, start:end, end:], after)
-        total += product.mul_(own).sum((-1, -2))
-    return total.mul_(2)
+            made.baddbmm_(gram[:, start:end, end:], after, alpha=2)
+    return product.mul_(columns).sum(1)

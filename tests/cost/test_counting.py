@@ -18,7 +18,7 @@ from quantizers.cost.work import Work
 from quantizers.device import kind
 from quantizers.forward.recorded import Recorded
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve import refine, rounding
+from quantizers.solve import awq, refine, rounding
 from quantizers.solve.fused import operators
 from quantizers.solve.gram_engine import solve
 from quantizers.system.residents import Residents
@@ -153,7 +153,7 @@ def test_operations_are_those_that_the_profiler_sees(monkeypatch: pytest.MonkeyP
     for name, module in list(sys.modules.items()):
         if name.startswith("quantizers.") and getattr(module, "accelerated", None) is real:
             monkeypatch.setattr(module, "accelerated", lambda _: True)
-    for module in (rounding, refine):  # torch's own operations on both, which the profiler sees
+    for module in (awq, rounding, refine):  # torch's own operations on both, which the profiler sees
         monkeypatch.setattr(module, "fused", lambda _: False)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         solved_on(torch.device("cpu"))
@@ -198,6 +198,7 @@ def test_what_a_cpu_does_instead_of_a_kernel(kernel: str) -> None:
     block, some = empty(group, group), [empty(group, rows) for _ in range(3)]
     order = empty(group, dtype=torch.int32)
     weight, importance = empty(columns, rows), empty(columns)
+    scales, errors = torch.empty(4, experts, columns, device=META), empty(columns, 4, rows)
     of_kernel, of_torch = {
         "gptq_block": (
             lambda: operators.gptq_block(some[0], block, scale, order, some[1], codes, 4),
@@ -212,6 +213,10 @@ def test_what_a_cpu_does_instead_of_a_kernel(kernel: str) -> None:
             lambda: rounding._mse_steps(
                 weight.view(experts, -1, group, rows), importance.view(experts, -1, group, 1), 4
             ),
+        ),
+        "tried_errors": (
+            lambda: operators.tried_errors(weight, scales, errors, group, 4),
+            lambda: awq._tried_errors(weight, scales, errors, group, 4),
         ),
     }[kernel]
     (own, launched), (read_and_written, operations) = moved(of_kernel), moved(of_torch)

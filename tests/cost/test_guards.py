@@ -28,11 +28,11 @@ LAUNCHES: dict[str, Callable[[Size], float]] = {
     "materialise": lambda s: 170 + 54 * s.N,
     "observe": lambda s: 138 * s.B,
     "sums": lambda s: (
-        12 + 9 * s.N + 30 * s.B + 59 * s.N * s.B + (s.H + s.N * s.H) / 32 + s.B * (s.H + s.N * s.H + s.N * s.I) / 64
+        12 + 9 * s.N + 30 * s.B + 59 * s.N * s.B + (s.H + s.N * s.H) / 32 + s.B * (s.H + s.N * s.H + s.N * s.I) / 128
     ),
-    "search": lambda s: 371 + 1177 * s.N + s.N * (s.H + s.I) * 15 / 16,
+    "search": lambda s: 371 + 487 * s.N + s.N * (s.H + s.I) * 10 / 128,
     "dequantize": lambda s: 36 * s.N,
-    "rounding": lambda s: 191 * s.N + s.N * (s.H + s.I) * 41 / 128,
+    "rounding": lambda s: 195 * s.N + s.N * (s.H + s.I) * 33 / 128,
     "inputs": lambda s: 0,
     "forced pass": lambda s: 3 * s.N * s.B,
     "changes": lambda s: 36 * s.N * s.B,

@@ -24,7 +24,7 @@ from quantizers.solve import rounding
 from quantizers.solve.fused.operators import OPTIONS, rows_of_program
 from quantizers.solve.rounding import mse_scales
 
-LAUNCHES = ("gptq_block", "refine_group", "mse_scales")
+LAUNCHES = ("gptq_block", "refine_group", "tried_errors", "mse_scales")
 INTERPRETED = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -35,7 +35,7 @@ def interpreted(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("kernel", [*LAUNCHES[:2], pytest.param("mse_scales", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernel", [*LAUNCHES[:3], pytest.param("mse_scales", marks=pytest.mark.slow)])
 def test_a_kernel_leaves_the_bits_that_torch_s_operations_leave(kernel: str) -> None:
     """In Triton's interpreter, over 16 shapes each; float32 errors and changes too, not codes and scales alone."""
     found = interpreted("bits", kernel)
@@ -57,6 +57,7 @@ POINTERS = {
 COMPILED = [
     ("gptq_block", {"W": rounding.BLOCK, "factor_row": 1}, rounding.BLOCK),
     *(("refine_group", {"G": group}, group) for group in (32, 64, 128)),
+    *(("tried_errors", {"G": group, "P": 4}, 8) for group in (32, 128)),
     *(("mse_scales", {"G": group, "COUNT": 20, "FIRST": 1.05, "LESS": 0.02}, 8) for group in (32, 64, 128)),
 ]
 

@@ -6,8 +6,8 @@ in one piece, and all columns of a block or a group stay in registers until the 
 They are compiled with `enable_fp_fusion=False`, or the compiler would fuse products and sums. Nothing is added by
 tl.sum or tl.dot, whose order is not written down: a group's sums are made in 8 lanes, see sum_in_order.py.
 
-Legend: E experts, C columns, R rows, g group size, n groups; `…_e`, `…_c` steps in memory from one expert, or column,
-to the next.
+Legend: E experts, C columns, R rows, g group size, n groups, P grid points; `…_e` steps in memory from one expert to
+the next.
 """
 
 from __future__ import annotations
@@ -123,6 +123,45 @@ def refine_group(
         tl.store(codes + k * R, best.to(tl.int8), mask=there)
         moved = (best - code) * now
         slope = slope - tl.load(block + columns * block_row + k)[:, None] * moved[None, :]  # likewise
+
+
+@triton.jit
+def _minmax(weight, factor, there, R, G: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr):
+    """A group's min-max scale for some rows, (ROWS,); its columns are multiplied by `factor` (g,) first."""
+    lanes = tl.arange(0, LANES)[None, :]
+    largest = tl.zeros((ROWS, LANES), tl.float32)
+    for k in range(0, G, LANES):
+        value = tl.load(weight[:, None] + k * R + lanes * R, mask=there[:, None], other=0.0)
+        largest = tl.maximum(largest, tl.abs(value * tl.load(factor + k + lanes)))
+    largest = tl.max(largest, 1)  # of which there is one in any order
+    base = _bfloat16(tl.div_rn(largest, tl.full((ROWS,), (HIGH - LOW) / 2, tl.float32)))
+    return tl.where(base == 0, 1.0, base)
+
+
+@triton.jit
+def tried_errors(
+    weight, scale, errors,
+    R, weight_e, scale_p, scale_e, errors_e,
+    G: tl.constexpr, P: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """See operators.tried_errors. Grid (E, R / ROWS, n)."""
+    expert = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(2)
+    there = row < R
+    weight += expert * weight_e + group * G * R.to(tl.int64) + row
+    scale += expert * scale_e + group * G
+    errors += expert * errors_e + group * G * P * R.to(tl.int64) + row
+    lanes = tl.arange(0, LANES)[None, :]
+    for point in range(P):
+        own = scale + point * scale_p
+        wide = _minmax(weight, own, there, R, G, LOW, HIGH, ROWS)[:, None] + tl.zeros((ROWS, LANES), tl.float32)
+        for k in range(0, G, LANES):
+            value = tl.load(weight[:, None] + k * R + lanes * R, mask=there[:, None], other=0.0)
+            factor = tl.load(own + k + lanes) + tl.zeros((ROWS, LANES), tl.float32)
+            rounded = _whole(tl.div_rn(value * factor, wide), LOW, HIGH) * wide
+            place = errors[:, None] + (k * P + point) * R + lanes * P * R
+            tl.store(place, tl.div_rn(rounded, factor) - value, mask=there[:, None])
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 As operators they are seen by whatever follows torch's dispatch. On the meta device, where work is only counted, they
 do nothing and need no Triton. Every tensor may be a view, as long as rows lie in one piece.
 
-Legend: E experts, C columns, W columns of a block, R rows, g group size, n = C / g groups.
+Legend: E experts, C columns, W columns of a block, R rows, g group size, n = C / g groups, P grid points; B = E, or 1
+where all experts share something.
 """
 
 from __future__ import annotations
@@ -123,6 +124,26 @@ def mse_scales(
     return chosen
 
 
+@torch.library.custom_op("quantizers::tried_errors", mutates_args=("errors",))
+def tried_errors(weight: torch.Tensor, scales: torch.Tensor, errors: torch.Tensor, group: int, bits: int) -> None:
+    """What is lost when columns are multiplied by a scale, rounded with min-max steps and divided again.
+
+    Args:
+        weight: (E, C, R) float32, transposed.
+        scales: (P, B, C) float32, to be tried.
+        errors: (E, C, P, R) float32, contiguous, filled with Q(W s) / s − W.
+    """
+    from .kernels import tried_errors as kernel
+
+    low, high = code_range(bits)
+    shared = scales.shape[1] == 1
+    _launched(kernel, weight, weight.shape[1] // group, columns=LANES)(
+        weight, scales, errors,
+        weight.shape[2], weight.stride(0), scales.stride(0), 0 if shared else scales.stride(1), errors.stride(0),
+        G=group, P=len(scales), LOW=low, HIGH=high,
+    )  # fmt: skip
+
+
 def _scales_like(weight: torch.Tensor, group: int) -> torch.Tensor:
     experts, columns, rows = weight.shape
     return torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
@@ -134,6 +155,11 @@ def _(*_: Any) -> None:
 
 
 @refine_group.register_fake
+def _(*_: Any) -> None:
+    pass
+
+
+@tried_errors.register_fake
 def _(*_: Any) -> None:
     pass
 
