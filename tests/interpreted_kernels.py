@@ -20,6 +20,7 @@ import torch
 from triton.runtime import interpreter
 
 from quantizers.cost.fused import COSTS
+from quantizers.forward.recorded import usable_rows
 from quantizers.solve import awq, refine, rounding
 from quantizers.solve.fused import operators
 
@@ -90,11 +91,42 @@ def mse_scales_by_torch(weight: torch.Tensor, importance: torch.Tensor, group: i
     )
 
 
+def gate_rows(experts: int, rows: int, columns: int, _: int) -> list[Any]:
+    gate = drawn(experts, columns, rows).bfloat16()
+    for token, value in enumerate((float("nan"), float("inf"), -1e17)[:rows]):
+        gate[-1, columns // 2, token] = value
+    up = within(drawn(experts, columns, rows).bfloat16() + 1, columns)
+    return [gate, up, torch.ones(experts, operators.strips(columns), rows, dtype=torch.int8)]
+
+
+def gate_rows_by_torch(gate: torch.Tensor, up: torch.Tensor, unusable: torch.Tensor) -> None:
+    gate.mul_(up)
+    for i, strip in enumerate(gate.split(operators.STRIP, dim=1)):
+        unusable[:, i] = ~usable_rows(strip, 1)
+
+
+def weigh_rows(experts: int, rows: int, columns: int, _: int) -> list[Any]:
+    h, root = drawn(experts, columns, rows).bfloat16(), drawn(experts, rows).abs().bfloat16()
+    if rows > 1:
+        root[0, 0] = 0
+        h[0, 1, 0] = float("nan")
+    return [h, root, drawn(experts, columns, operators.SUMS)]
+
+
+def weigh_rows_by_torch(h: torch.Tensor, root: torch.Tensor, magnitude: torch.Tensor) -> None:
+    """Token by token."""
+    h.masked_fill_((root == 0).unsqueeze(1), 0).mul_(root.unsqueeze(1))
+    for token in range(h.shape[2]):
+        magnitude[..., token % operators.SUMS] += (h[..., token].abs() * root[:, token, None]).float()
+
+
 # What makes its arguments, torch's own operations, and which arguments hold the results.
 KERNELS: dict[str, tuple[Callable[..., list[Any]], Callable[..., Any], dict[str, int]]] = {
     "gptq_block": (gptq_block, rounding._round_block, {"errors": 4, "codes": 5}),
     "refine_group": (refine_group, refine._refine_group, {"scale": 1, "codes": 4, "change": 5}),
     "mse_scales": (mse_scales, mse_scales_by_torch, {}),
+    "gate_rows": (gate_rows, gate_rows_by_torch, {"gate": 0, "unusable": 2}),
+    "weigh_rows": (weigh_rows, weigh_rows_by_torch, {"rows": 0, "magnitude": 2}),
     "tried_errors": (tried_errors, awq._tried_errors, {"errors": 2}),
 }
 
@@ -116,7 +148,9 @@ def bits(name: str) -> dict[str, list[str]]:
         given = make(*shape)
         kernel, wanted = results(getattr(operators, name), given, places), results(by_torch, given, places)
         found[str(shape)] = [
-            key for key in wanted if not torch.equal(kernel[key], wanted[key]) or not wanted[key].any()
+            key
+            for key in wanted
+            if not torch.equal(kernel[key].nan_to_num(7), wanted[key].nan_to_num(7)) or not wanted[key].any()
         ]
     return found
 

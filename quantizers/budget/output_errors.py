@@ -28,7 +28,8 @@ from quantizers.plan.units import units_of
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import Scheme
 from quantizers.solve.awq import divided, divided_first, fold_gram, fold_norm, grid_scales, scale_losses, weight_means
-from quantizers.solve.expert_sums import Activation, WidthSums, width_sums
+from quantizers.solve.expert_sums import WidthSums, width_sums
+from quantizers.solve.forced_rows import Activation
 from quantizers.solve.input_sums import InputSums, Unit, blended_gram, sweep
 from quantizers.solve.norm_search import norm_scale
 from quantizers.solve.rounding import minmax_scales, mse_scales, nearest

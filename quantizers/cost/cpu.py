@@ -26,7 +26,10 @@ REACHED = {"": 1.0, "bfloat16": 0.75, "float32": 0.75, "float64": 0.4, "factoriz
 WIDER = {"bfloat16": 2}  # what an accelerator has in bfloat16
 # Of each kernel of solve/fused: how many times as many bytes torch's operations move, and how many operations they are;
 # with groups of 32.
-INSTEAD = {"gptq_block": (30, 226), "refine_group": (31, 327), "mse_scales": (380, 404), "tried_errors": (14, 68)}
+INSTEAD: Mapping[str, tuple[float, int]] = {
+    "gptq_block": (30, 226), "refine_group": (31, 327), "mse_scales": (380, 404), "tried_errors": (14, 68),
+    "gate_rows": (1.7, 6), "weigh_rows": (3.5, 5),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Cpu:
         return max(moved, operation.flops / (OF_A_CORE * self.cores * REACHED[operation.kind]))
 
 
-def _instead(operation: Operation) -> tuple[int, int]:
+def _instead(operation: Operation) -> tuple[float, int]:
     return INSTEAD.get(operation.name, (1, 1))
 
 

@@ -3,6 +3,7 @@
 Every byte of device memory is moved once: what a program reads again lies in the cache next to it. Arithmetic is
 instructions of a thread, counted in the kernels, and each counts as two operations, since the rate that vendors state
 is that of multiplying and adding at once. The columns of a block or group take their turn, however little each is.
+Kernels that do little to what they move cost their bytes alone.
 
 Legend: W columns of a block or group; R rows.
 """
@@ -53,9 +54,19 @@ def _tried_errors(made: torch.Tensor | None, *given: Any) -> Operation:
     return Operation("tried_errors", 1, weight.nbytes + scales.nbytes, errors.nbytes, flops, "float32")
 
 
+def _gate_rows(made: torch.Tensor | None, *given: Any) -> Operation:
+    gate, up, unusable = given
+    return Operation("gate_rows", 1, gate.nbytes + up.nbytes, gate.nbytes + unusable.nbytes)
+
+
+def _weigh_rows(made: torch.Tensor | None, *given: Any) -> Operation:
+    rows, _, magnitude = given
+    return Operation("weigh_rows", 1, sum(t.nbytes for t in given), rows.nbytes + magnitude.nbytes)
+
+
 COSTS: dict[str, Callable[..., Operation]] = {
     "gptq_block": _gptq_block, "refine_group": _refine_group, "mse_scales": _mse_scales,
-    "tried_errors": _tried_errors,
+    "tried_errors": _tried_errors, "gate_rows": _gate_rows, "weigh_rows": _weigh_rows,
 }  # fmt: skip
 
 

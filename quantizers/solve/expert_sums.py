@@ -10,20 +10,19 @@ bits for other shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from quantizers.device.kind import accelerated
 from quantizers.device.timing import phase
 from quantizers.forward.recorded import Recorded, usable_rows
 
+from .forced_rows import Activation, add_weighed, gated, gated_and_looked_at, no_magnitude
 from .input_sums import Unit
-from .symmetric import add_gram, gram, mirror
+from .symmetric import gram, mirror
 from .token_weights import Blend, Survey, Table, token_weights
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
 ROUTED_PER_COLUMN = 32  # tokens routed for each column of w2: with more, every n-th block goes into `changes`
 
 
@@ -71,7 +70,7 @@ def width_sums(
     width, device = double_width // 2, gate_up.device
     sums = _Sums(
         torch.zeros(count, width, width, device=device),
-        torch.zeros(count, width, device=device),
+        no_magnitude(gate_up, width),
         torch.zeros(count, 1, device=device),
         torch.zeros(count, dtype=torch.int64, device=device),
         torch.zeros(count, dtype=torch.int64, device=device),
@@ -92,7 +91,7 @@ def width_sums(
     share = torch.where(sums.routed_mass > 0, share, torch.zeros_like(share)).float()
     return WidthSums(
         mirror(sums.total).div_(mass.unsqueeze(-1)),
-        sums.magnitude / mass,
+        sums.magnitude.sum(-1) / mass,
         None if sums.changes is None else sums.changes.mul_(share[:, None, None]),
         sums.seen,
         sums.dropped,
@@ -101,7 +100,10 @@ def width_sums(
 
 @dataclass
 class _Sums:
-    """What is added up block by block: see `WidthSums`, without being divided by the mass of all rows."""
+    """What is added up block by block: see `WidthSums`, without being divided by the mass of all rows.
+
+    `magnitude` is Σ w |h|, in parts, see `no_magnitude`.
+    """
 
     total: torch.Tensor
     magnitude: torch.Tensor
@@ -132,12 +134,9 @@ def _add_block(
     """
     with phase("forced pass"):
         torch.mm(gate_up.flatten(0, 1), block.x.mT, out=products)
-        h = _gated(products.view(len(gate_up), gate_up.shape[1], -1), activation)
+        h, good = gated_and_looked_at(products.view(len(gate_up), gate_up.shape[1], -1), activation)
     with phase("sums"):
-        good = usable_rows(h, 1)  # (c, T)
-        if accelerated(h.device) or not bool(good.all()):
-            h.masked_fill_(~good.unsqueeze(1), 0)
-        good &= block.usable
+        good &= block.usable  # (c, T)
         # √w in the dtype of h, so that one operand serves both sides of the sum; and w is what it is squared.
         root = token_weights(block, blended, *unit).mul_(good).sqrt_().to(h.dtype)
         sums.mass += root.float().square().sum(1, keepdim=True)
@@ -148,9 +147,7 @@ def _add_block(
             routed = table.routed(*unit)
             sums.routed_mass += _add_changes(sums.changes, h, good, block, routed, source, activation)
     with phase("sums"):
-        rows = h.mul_(root.unsqueeze(1)).mT
-        add_gram(sums.total, rows, rows)
-        sums.magnitude += h.abs_().mul_(root.unsqueeze(1)).sum(-1, dtype=torch.float32)
+        add_weighed(h, root, sums.total, sums.magnitude)
 
 
 def _add_changes(
@@ -165,20 +162,15 @@ def _add_changes(
     """Add a block's Σ r² d hᵀ to `changes`; returns its Σ r² (c,) in float64.
 
     Args:
-        h: (c, I, T), from the rounded weights.
-        good: (c, T), which of its rows go into the sums.
+        h: (c, I, T), from the rounded weights; worth nothing in rows that do not go into the sums.
+        good: (c, T), which of its rows do.
         routed: rows and weights (c, m), see `Table.routed`.
     """
     rows, weight = routed
-    wanted = _gated(torch.bmm(source, block.x[rows].mT), activation)  # (c, I, m)
+    wanted = gated(torch.bmm(source, block.x[rows].mT), activation)  # (c, I, m)
     got = h.gather(2, rows.unsqueeze(1).expand(-1, h.shape[1], -1))
     kept = weight.square() * (usable_rows(wanted, 1) & good.gather(1, rows))
-    d = wanted.sub_(got).mul_(kept.unsqueeze(1).to(h.dtype)).masked_fill_((kept == 0).unsqueeze(1), 0)
-    changes += gram(d.mT, got.mT)
+    left_out = (kept == 0).unsqueeze(1)
+    d = wanted.sub_(got).mul_(kept.unsqueeze(1).to(h.dtype)).masked_fill_(left_out, 0)
+    changes += gram(d.mT, got.masked_fill_(left_out, 0).mT)
     return kept.double().sum(1)
-
-
-def _gated(products: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """h (c, I, T) from x w1ᵀ above x w3ᵀ (c, 2I, T)."""
-    gate, up = products.chunk(2, dim=1)
-    return activation(gate).mul_(up)

@@ -28,8 +28,9 @@ from quantizers.system.residents import Residents
 from quantizers.team.team import ALONE, Team
 
 from .awq import fold_norm
-from .expert_sums import Activation, WidthSums, width_sums
+from .expert_sums import WidthSums, width_sums
 from .expert_unit import SolvedUnit, solve_unit
+from .forced_rows import Activation
 from .held_sums import HeldSums
 from .input_sums import Unit, blended_gram
 from .norm_search import norm_scale

@@ -16,7 +16,7 @@ from quantizers.cost.counting import META, Counting, OneKernel, untouched
 from quantizers.cost.cpu import INSTEAD
 from quantizers.cost.work import Work
 from quantizers.device import kind
-from quantizers.forward.recorded import Recorded
+from quantizers.forward.recorded import Recorded, usable_rows
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import awq, refine, rounding
 from quantizers.solve.fused import operators
@@ -198,6 +198,9 @@ def test_what_a_cpu_does_instead_of_a_kernel(kernel: str) -> None:
     block, some = empty(group, group), [empty(group, rows) for _ in range(3)]
     order = empty(group, dtype=torch.int32)
     weight, importance = empty(columns, rows), empty(columns)
+    h = [torch.empty(experts, columns, rows, dtype=torch.bfloat16, device=META) for _ in range(2)]
+    flags = torch.empty(experts, columns // 64, rows, dtype=torch.int8, device=META)
+    root, magnitude = h[0][:, 0], [empty(columns, parts) for parts in (operators.SUMS, 1)]
     scales, errors = torch.empty(4, experts, columns, device=META), empty(columns, 4, rows)
     of_kernel, of_torch = {
         "gptq_block": (
@@ -212,6 +215,17 @@ def test_what_a_cpu_does_instead_of_a_kernel(kernel: str) -> None:
             lambda: operators.mse_scales(weight, importance, group, 4, 20, 1.05, 0.02),
             lambda: rounding._mse_steps(
                 weight.view(experts, -1, group, rows), importance.view(experts, -1, group, 1), 4
+            ),
+        ),
+        "gate_rows": (
+            lambda: operators.gate_rows(*h, flags),
+            lambda: usable_rows(h[0].mul_(h[1]), 1),
+        ),
+        "weigh_rows": (
+            lambda: operators.weigh_rows(h[0], root, magnitude[0]),
+            lambda: (
+                h[0].mul_(root.unsqueeze(1)),
+                magnitude[1].add_(h[0].abs_().mul_(root.unsqueeze(1)).sum(-1, keepdim=True, dtype=torch.float32)),
             ),
         ),
         "tried_errors": (

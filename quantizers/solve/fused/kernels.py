@@ -1,13 +1,14 @@
 """The kernels. Importing this file takes Triton; operators.py launches them.
 
-In all of them a program has some rows of one expert's matrix, which lies transposed, (C, R): a column's rows are read
-in one piece, and all columns of a block or a group stay in registers until the last of them is rounded.
+In those of rounding a program has some rows of one expert's matrix, which lies transposed, (C, R): a column's rows are
+read in one piece, and all columns of a block or a group stay in registers until the last of them is rounded. The last
+two go with the forced pass, whose results lie transposed as well, (C, T): a program has some columns of those.
 
 They are compiled with `enable_fp_fusion=False`, or the compiler would fuse products and sums. Nothing is added by
 tl.sum or tl.dot, whose order is not written down: a group's sums are made in 8 lanes, see sum_in_order.py.
 
-Legend: E experts, C columns, R rows, g group size, n groups, P grid points; `…_e` steps in memory from one expert to
-the next.
+Legend: E experts, C columns, R rows, g group size, n groups, P grid points, T tokens; `…_e` steps in memory from one
+expert to the next.
 """
 
 from __future__ import annotations
@@ -202,3 +203,54 @@ def mse_scales(
         best = tl.where(better, loss, best)
         best_step = tl.where(better, step, best_step)
     tl.store(chosen + expert * chosen_e + group * R + row, best_step.to(tl.bfloat16), mask=there)
+
+
+@triton.jit
+def gate_rows(
+    gate, up, unusable,
+    C, T, gate_e, up_e, unusable_e,
+    LARGEST: tl.constexpr, STRIP: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """See operators.gate_rows. Grid (E, C / STRIP, T / TOKENS)."""
+    expert = tl.program_id(0).to(tl.int64)
+    strip = tl.program_id(1)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    there = token < T
+    gate += expert * gate_e + strip.to(tl.int64) * STRIP * T + token
+    up += expert * up_e + strip.to(tl.int64) * STRIP * T + token
+    bad = tl.zeros((TOKENS,), tl.int32)
+    for k in range(STRIP):
+        column = strip * STRIP + k + tl.zeros((TOKENS,), tl.int32)
+        inside = there & (column < C)
+        x = tl.load(gate + k * T, mask=inside, other=0.0).to(tl.float32)
+        x = x * tl.load(up + k * T, mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(x == x, _bfloat16(x), x)  # the bits of NaN would become another number's
+        tl.store(gate + k * T, x.to(tl.bfloat16), mask=inside)
+        bad = bad | tl.where((x < LARGEST) & (x > -LARGEST), 0, 1)
+    tl.store(unusable + expert * unusable_e + strip * T + token, bad.to(tl.int8), mask=there)
+
+
+@triton.jit
+def weigh_rows(
+    rows, root, magnitude,
+    C, T, rows_e, root_e, magnitude_e,
+    STRIP: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """See operators.weigh_rows. Grid (E, C / STRIP)."""
+    expert = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
+    lane = tl.arange(0, SUMS)
+    here = (row < C)[:, None] & (lane >= 0)[None, :]
+    rows += expert * rows_e + row[:, None].to(tl.int64) * T + lane[None, :]
+    root += expert * root_e + lane
+    place = magnitude + expert * magnitude_e + row[:, None] * SUMS + lane[None, :]
+    total = tl.load(place, mask=here, other=0.0)
+    for first in range(0, T, SUMS):
+        there = first + lane < T
+        inside = here & there[None, :]
+        weight = tl.load(root + first, mask=there, other=0.0).to(tl.float32)[None, :]
+        x = tl.load(rows + first, mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(weight == 0, 0.0, _bfloat16(x * weight))
+        tl.store(rows + first, x.to(tl.bfloat16), mask=inside)
+        total = total + _bfloat16(tl.abs(x) * weight)
+    tl.store(place, total, mask=here)

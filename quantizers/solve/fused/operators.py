@@ -15,10 +15,14 @@ from typing import Any
 import torch
 
 from quantizers.forward.codes import code_range
+from quantizers.forward.recorded import LARGEST
 from quantizers.solve.sum_in_order import LANES
 
 ROWS, WIDE = 32, 64  # rows of a program, and columns from which on there are fewer, for want of registers
 INTERPRETED = 1024  # rows of a program in Triton's interpreter, where every operation takes as long
+# Of a program: columns and tokens that are gated, columns that are weighed, and tokens of theirs that are added apart.
+STRIP, TOKENS, WEIGHED, SUMS = 64, 1024, 16, 128
+WIDER = {"num_warps": 4}
 OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
 
 
@@ -144,6 +148,48 @@ def tried_errors(weight: torch.Tensor, scales: torch.Tensor, errors: torch.Tenso
     )  # fmt: skip
 
 
+@torch.library.custom_op("quantizers::gate_rows", mutates_args=("gate", "unusable"))
+def gate_rows(gate: torch.Tensor, up: torch.Tensor, unusable: torch.Tensor) -> None:
+    """gate *= up, rounded to bfloat16; and where a token has a value that no sum can use, see `recorded.usable_rows`.
+
+    Args:
+        gate: (c, I, T) bfloat16, each expert's in one piece.
+        up: (c, I, T) bfloat16, each expert's in one piece.
+        unusable: (c, strips(I), T) int8, filled; not 0 where one of a strip's values is not finite, or too large.
+    """
+    from .kernels import gate_rows as kernel
+
+    experts, width, tokens = gate.shape
+    together = TOKENS if gate.is_cuda else INTERPRETED
+    kernel[experts, unusable.shape[1], -(-tokens // together)](
+        gate, up, unusable, width, tokens, gate.stride(0), up.stride(0), unusable.stride(0),
+        LARGEST=LARGEST, STRIP=STRIP, TOKENS=together, **(OPTIONS | WIDER),
+    )  # fmt: skip
+
+
+def strips(width: int) -> int:
+    """Parts of an expert's columns that `gate_rows` looks at together."""
+    return -(-width // STRIP)
+
+
+@torch.library.custom_op("quantizers::weigh_rows", mutates_args=("rows", "magnitude"))
+def weigh_rows(rows: torch.Tensor, root: torch.Tensor, magnitude: torch.Tensor) -> None:
+    """rows *= root, rounded to bfloat16, zero where root is; and magnitude += |rows| · root.
+
+    Args:
+        rows: (c, I, T) bfloat16, each expert's in one piece.
+        root: (c, T) bfloat16, not negative.
+        magnitude: (c, I, SUMS) float32: each is the sum of every SUMS-th token's, from left to right.
+    """
+    from .kernels import weigh_rows as kernel
+
+    experts, width, tokens = rows.shape
+    kernel[experts, -(-width // WEIGHED)](
+        rows, root, magnitude, width, tokens, rows.stride(0), root.stride(0), magnitude.stride(0),
+        STRIP=WEIGHED, SUMS=SUMS, **(OPTIONS | WIDER),
+    )  # fmt: skip
+
+
 def _scales_like(weight: torch.Tensor, group: int) -> torch.Tensor:
     experts, columns, rows = weight.shape
     return torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
@@ -155,6 +201,16 @@ def _(*_: Any) -> None:
 
 
 @refine_group.register_fake
+def _(*_: Any) -> None:
+    pass
+
+
+@gate_rows.register_fake
+def _(*_: Any) -> None:
+    pass
+
+
+@weigh_rows.register_fake
 def _(*_: Any) -> None:
     pass
 
