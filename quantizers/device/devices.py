@@ -133,7 +133,10 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
 
     import torch
 
+    from .factor import factorization
+
     libraries = {"torch": torch.__version__, "transformers": version("transformers")}
+    libraries["factorization"] = factorization()
     if device.type != "cpu":
         return _card(device) | libraries
     return {

@@ -20,6 +20,7 @@ from quantizers.device.fused import fused
 from quantizers.forward.codes import code_range, grouped
 
 from .fused import operators
+from .inverse_factor import inverse_factor
 from .parts import column_parts, in_groups
 from .sum_in_order import sum_in_order
 
@@ -28,7 +29,6 @@ MSE_COUNT, MSE_FIRST, MSE_LESS = 20, 1.05, 0.02
 MSE_FACTORS = tuple(MSE_FIRST - MSE_LESS * k for k in range(MSE_COUNT))
 BLOCK = 32  # GPTQ columns handled before the rest of their panel is updated with one matmul
 PANEL = 256  # columns handled before the rest of the matrix is
-ATTEMPTS = 4  # dampings tried, each ten times the one before
 
 
 def minmax_scales(weight: torch.Tensor, group: int, bits: int) -> torch.Tensor:
@@ -118,44 +118,6 @@ def damped(gram: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
     result = gram.clone()
     result.diagonal(dim1=-2, dim2=-1).add_(added.unsqueeze(-1))
     return result
-
-
-def inverse_factor(gram: torch.Tensor, damping: float, *, careful: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = gram + d I.
-
-    With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H
-    with rows and columns reversed. One factorization and one triangular solve, where inverting H
-    first and factoring the inverse would need three.
-
-    Args:
-        gram: (E, C, C) float32, symmetric, positive semi-definite.
-        damping: share of the mean diagonal that is added to the diagonal.
-        careful: raise the damping where it is too small. That looks at a number, for which an accelerator stops;
-            without it only the first damping is tried.
-
-    Returns:
-        U (E, C, C) and the damping used (E,): ten times as much, again and again, for an expert
-        whose H is not positive definite; infinity where nothing helped, and U is the identity.
-    """
-    work = gram.flip(-1, -2)
-    diagonal = work.diagonal(dim1=-2, dim2=-1)
-    before = diagonal.clone()  # (E, C)
-    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)  # (E,)
-    used = torch.full_like(mean, damping)
-    for _ in range(ATTEMPTS if careful else 1):
-        torch.add(before, (used * mean).unsqueeze(-1), out=diagonal)
-        lower, info = torch.linalg.cholesky_ex(work)
-        failed = (info != 0) | ~torch.isfinite(mean) | (mean <= 0)
-        if careful and not bool(failed.any()):
-            break
-        used = torch.where(failed, used * 10, used)
-    used.masked_fill_(failed, torch.inf)
-    for identity, where in ((lower, failed), (work, torch.ones_like(failed))):
-        identity.masked_fill_(where[:, None, None], 0)
-        identity.diagonal(dim1=-2, dim2=-1).masked_fill_(where.unsqueeze(-1), 1)
-    # The solver wants columns in one piece, and so it gets them: as it overwrites the identity, nothing is copied.
-    torch.linalg.solve_triangular(lower, work.mT, upper=False, out=work.mT)
-    return work.mT.flip(-1, -2), used
 
 
 def gptq(

@@ -7,12 +7,13 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, quantize
 from compressed_tensors.quantization import dequantize as library_dequantize
 from compressed_tensors.quantization.utils import calculate_qparams
+from grams import broken_grams, correlated_gram
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizers.forward.codes import code_range, dequantize
 from quantizers.solve import rounding
-from quantizers.solve.rounding import MSE_FACTORS, gptq, inverse_factor, minmax_scales, mse_scales, nearest
+from quantizers.solve.rounding import MSE_FACTORS, gptq, minmax_scales, mse_scales, nearest
 
 FEW = settings(max_examples=25, deadline=None, database=None, derandomize=True)
 bit_widths = pytest.mark.parametrize("bits", [4, 8])
@@ -23,17 +24,6 @@ def random_weight(seed: int, *shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(*shape[:-1], 1, generator=generator).exp()
     return torch.randn(*shape, generator=generator) * rows * shape[-1] ** -0.5
-
-
-def correlated_gram(seed: int, experts: int, columns: int, tokens: int) -> torch.Tensor:
-    """(E, C, C) Gram matrices of inputs that are mixtures of few directions, with outlier columns."""
-    generator = torch.Generator().manual_seed(seed)
-    directions = torch.randn(experts, columns // 4, columns, generator=generator)
-    x = torch.randn(experts, tokens, columns // 4, generator=generator) @ directions / (columns // 4) ** 0.5
-    x = x + 0.3 * torch.randn(experts, tokens, columns, generator=generator)
-    x = x * torch.randn(experts, 1, columns, generator=generator).mul(0.7).exp()
-    x[:, :, columns // 5] *= 12
-    return (x.double().mT @ x.double() / tokens).float()
 
 
 def library_arguments(bits: int, group: int) -> QuantizationArgs:
@@ -226,56 +216,6 @@ def test_mse_scales_without_a_usable_importance_are_minmax(value: float) -> None
     chosen, base = mse_scales(weight, importance, 32, 4), minmax_scales(weight, 32, 4)
     assert torch.equal(chosen[1], base[1])
     assert torch.equal(chosen[:1], mse_scales(weight[:1], importance[:1], 32, 4))
-
-
-@pytest.mark.on_device
-@pytest.mark.parametrize("columns", [1, 32, 160])
-@pytest.mark.parametrize("tokens", [20, 500])
-def test_inverse_factor_against_float64(columns: int, tokens: int, device: torch.device) -> None:
-    """Oracle: inverse(H) in float64, H with 1 % of the mean diagonal added; singular Gram matrices included."""
-    gram = correlated_gram(6, 2, max(columns, 5), tokens)[:, :columns, :columns]
-    factor, used = (found.cpu() for found in inverse_factor(gram.to(device), 0.01))
-    assert used.tolist() == pytest.approx([0.01, 0.01])
-    assert torch.equal(factor, factor.triu())
-    assert (factor.diagonal(dim1=-2, dim2=-1) > 0).all()
-    damped = gram.double().clone()
-    for expert in range(2):
-        mean = float(damped[expert].diagonal().mean())
-        damped[expert].diagonal().add_(0.01 * mean)
-    inverse = torch.linalg.inv(damped)
-    product = factor.double().mT @ factor.double()
-    scale = inverse.diagonal(dim1=-2, dim2=-1).sqrt()
-    worst = ((product - inverse).abs() / (scale.unsqueeze(-1) * scale.unsqueeze(-2))).max()
-    assert float(worst) < 5e-4
-
-
-@pytest.mark.parametrize(("lowest", "expected"), [(-0.001, 0.01), (-0.05, 0.1), (-0.5, 1.0), (-5.0, 10.0)])
-def test_damping_is_raised_tenfold_until_the_matrix_is_positive(lowest: float, expected: float) -> None:
-    """A matrix with one negative eigenvalue of known size; the healthy expert beside it keeps its damping."""
-    size = 16
-    basis = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(7)))[0]
-    # The mean of the diagonal is the mean eigenvalue: 1 when the others make up for the lowest.
-    values = torch.full((size,), (size - lowest) / (size - 1))
-    values[0] = lowest
-    gram = torch.stack([basis @ torch.diag(values) @ basis.mT, torch.eye(size)])
-    factor, used = inverse_factor(gram, 0.01)
-    assert used.tolist() == pytest.approx([expected, 0.01])
-    damped = gram[0].double() + expected * torch.eye(size, dtype=torch.float64)
-    torch.testing.assert_close(
-        factor[0].double().mT @ factor[0].double() @ damped, torch.eye(size).double(), rtol=0, atol=1e-3
-    )
-
-
-def broken_grams(size: int) -> torch.Tensor:
-    """Zero, NaN, NaN off the diagonal only, infinity, hopelessly indefinite; the last one is healthy."""
-    grams = torch.eye(size).repeat(6, 1, 1)
-    grams[0] = 0
-    grams[1] = float("nan")
-    grams[2, 1, 3] = grams[2, 3, 1] = float("nan")
-    grams[3, 2, 2] = float("inf")
-    grams[4, 0, 1] = grams[4, 1, 0] = 1e6
-    grams[5] += 0.1
-    return grams
 
 
 @pytest.mark.on_device

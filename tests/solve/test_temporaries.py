@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 from quantizers.solve import parts
 from quantizers.solve.awq import scale_losses, weight_means
 from quantizers.solve.correction import corrected
+from quantizers.solve.inverse_factor import inverse_factor
 from quantizers.solve.refine import refine
-from quantizers.solve.rounding import damped, gptq, inverse_factor, minmax_scales, mse_scales, nearest
+from quantizers.solve.rounding import damped, gptq, minmax_scales, mse_scales, nearest
 
 EXPERTS, ROWS, COLUMNS, GROUP = 2, 48, 320, 32
 WIDE = (torch.int64, torch.float64)
