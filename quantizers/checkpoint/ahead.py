@@ -10,7 +10,7 @@ Of several processes on a machine each one reads and hashes its share, into memo
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING
@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def held_ahead(checkpoint: Checkpoint, parts: Sequence[Sequence[str]], team: Team = ALONE) -> Generator[Held]:
+def held_ahead(
+    checkpoint: Checkpoint,
+    parts: Sequence[Sequence[str]],
+    team: Team = ALONE,
+    prepare: Callable[[torch.Tensor], object] = lambda _: None,
+) -> Generator[Held]:
     """Each part in its turn, while a thread reads the one after it. Close the iterator to stop the thread early.
 
     A part's tensors are valid until the next part is asked for: then the part is emptied, since its memory gets the
@@ -36,12 +41,15 @@ def held_ahead(checkpoint: Checkpoint, parts: Sequence[Sequence[str]], team: Tea
     Args:
         parts: the names of each part's tensors.
         team: who asks for the same parts; each of them has the checkpoint on its machine.
+        prepare: called with each of the two buffers, once, before anything is read.
 
     Raises:
         CheckpointError: as `hold`, when the part's turn comes; or another machine's checkpoint has other bytes.
     """
     size = max((bytes_needed(checkpoint.tensors[name] for name in names) for names in parts), default=0)
     buffers = [_buffer(size, team.here) for _ in parts[:2]]
+    for buffer in buffers:
+        prepare(buffer)
     stop = Event()
     with ThreadPoolExecutor(max_workers=1) as pool:
 

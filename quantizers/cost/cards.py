@@ -23,7 +23,7 @@ LAUNCH, VIEW, SYNC, KERNEL, TURN = 6e-6, 0.8e-6, 20e-6, 2e-6, 0.25e-6
 # What passes between processes: of a card's link, and the network of a machine, in bytes a second; then seconds of a
 # broadcast, and of a round of words through the store.
 LINKED, NETWORK, BROADCAST, ROUND = 2 / 3, 0.9 * 50e9, 0.5e-3, 1e-3
-BUS = 8e9  # bytes a second over PCIe, from and to memory that is not pinned
+BUS, PINNED = 8e9, 20e9  # bytes a second over PCIe 4, from and to memory that is not pinned, and that is
 HOST = 10e9  # bytes a second that this process's operations on the host's memory move
 # What of a stated rate is reached. Cholesky factors and triangular solves of a batch are far from the products' rate.
 BANDWIDTH, REACHED = 0.8, {"bfloat16": 0.6, "float32": 0.75, "float64": 0.8, "factorization": 0.15}
@@ -83,7 +83,7 @@ def launching(work: Work) -> float:
 
 def crossing(work: Work) -> float:
     """Seconds that a phase's copies take on the bus."""
-    return (work.to_device + work.to_host) / BUS
+    return (work.to_device + work.to_host - work.pinned) / BUS + work.pinned / PINNED
 
 
 def _card(name: str, seen: str, bandwidth: float, link: float, bfloat16: float, float32: float, float64: float) -> Card:
@@ -135,5 +135,6 @@ def rates(cards: Sequence[Card]) -> list[str]:
         f"in float32, {REACHED['factorization']:.0%} of float32 in batched factorizations",
         f"{LAUNCH * 1e6:g} us a launch, {VIEW * 1e6:g} us a view, {SYNC * 1e6:g} us a synchronisation, at least "
         f"{KERNEL * 1e6:g} us a kernel, {TURN * 1e6:g} us a column that it rounds; {BUS / 1e9:g} GB/s over the bus, "
+        f"{PINNED / 1e9:g} from and to pinned memory, "
         f"{HOST / 1e9:g} GB/s on the host",
     ]

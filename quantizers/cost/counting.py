@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from quantizers.device.pinned import is_pinned
 from quantizers.system.errors import QuantizeError
 
 from .operations import FREE, attention, changed, described, is_unordered, name_of, tensors
@@ -234,6 +235,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self._here.copies += 1
         if not tensor.is_meta:
             self._here.to_device += tensor.nbytes
+            self._here.pinned += tensor.nbytes * is_pinned(tensor)
             made = torch.empty(tensor.shape, dtype=dtype, device=META)
             self._keep(made, "_to_copy")
             return made
@@ -245,6 +247,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
     def _into(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """A copy over the bus into memory that is there."""
         self._here.copies += 1
+        here = source if target.is_meta else target
+        self._here.pinned += here.nbytes * is_pinned(here)
         if target.is_meta:
             self._here.to_device += source.nbytes
         else:

@@ -24,6 +24,7 @@ from quantizers.checkpoint.held import Held
 from quantizers.checkpoint.safetensors_header import TensorInfo
 from quantizers.checkpoint.tensor_bytes import torch_dtype
 from quantizers.device.devices import forward_dtype
+from quantizers.device.pinned import pin
 from quantizers.device.timing import listening
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
@@ -166,6 +167,7 @@ def _untouched_source(job: Job, names: Sequence[str]) -> Held:
         infos[name] = TensorInfo(name, specs[name].dtype, specs[name].shape, NOWHERE, start, start + specs[name].bytes)
         start += -(-specs[name].bytes // 8) * 8
     buffer = untouched((start,), torch.uint8)
+    pin(buffer, META)
     stored = {
         name: buffer[info.start : info.end].view(torch_dtype(info.dtype)).view(info.shape)
         for name, info in infos.items()
@@ -258,6 +260,9 @@ class _Shards(Shards):
 
     def __init__(self, job: Job, context: Context) -> None:
         self.job, self.context = job, context
+
+    def has_turn(self, number: int) -> bool:
+        return True
 
     def begin(self, visit: Visit, tensors: Mapping[str, torch.Tensor], made: Held) -> None:
         visit.watch.lap("pack")

@@ -42,6 +42,7 @@ class Work:
         views: operations that only look at memory in another way: no launch, but time of the process that asks.
         syncs: how often a number on the device was waited for.
         to_device, to_host: bytes copied.
+        pinned: of those bytes, how many went from or to pinned memory of the host, see device/pinned.py.
         copies: number of those copies.
         host_bytes: read and written by operations on the host's own memory.
         sent, received: bytes passed on from and to this process, and which of both pass `between` machines.
@@ -54,6 +55,7 @@ class Work:
     syncs: int = 0
     to_device: int = 0
     to_host: int = 0
+    pinned: int = 0
     copies: int = 0
     host_bytes: int = 0
     sent: int = 0
@@ -109,6 +111,7 @@ class Work:
             "synchronisations": self.syncs,
             "bytes_to_device": self.to_device,
             "bytes_to_host": self.to_host,
+            "bytes_pinned": self.pinned,
             "copies": self.copies,
             "host_bytes": self.host_bytes,
             "bytes_sent": self.sent,

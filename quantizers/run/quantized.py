@@ -25,6 +25,7 @@ import torch
 
 from quantizers.calibration.data import CalibrationData
 from quantizers.checkpoint.held import Held, held_tensors
+from quantizers.device.pinned import Turns
 from quantizers.forward.halves import attend, finish, observe
 from quantizers.forward.lane import Lane, embed
 from quantizers.forward.layered_model import LayeredModel
@@ -89,6 +90,7 @@ class Quantized:
         if shared:
             make = partial(rows_in_common, context, lengths)
         self.recorded = recorded_rows(make, job.sizes, model.dtype, shared=shared)
+        self._packed = Turns(model.device)  # a process has two shards on their way at most
         self._made: Held | None = None
         self._solved: dict[str, Any] = {}
 
@@ -136,7 +138,15 @@ class Quantized:
         """Pack a layer, and let it be written; `solved` is None for a layer without experts."""
         job, context, number = self.job, self.context, visit.number
         doing("packing")
-        tensors = layer_tensors(job.plan, number, visit.source, solved, near=visit.there)
+        tensors = layer_tensors(
+            job.plan,
+            number,
+            visit.source,
+            solved,
+            near=visit.there,
+            room=self._packed.room,
+            written=self.shards.has_turn(number),
+        )
         self._made = held_tensors(visit.source, tensors.device, context.work / "output" / job.plan.shard_file(number))
         self._solved = _for_the_journal(solved)
         self.shards.begin(visit, tensors.host, self._made)

@@ -47,15 +47,19 @@ class Shards:
         self._own: dict[int, tuple[Future[ShardDigest], Future[LayerAudit]]] = {}
         self._known: dict[int, Written | None] = {}
 
+    def has_turn(self, number: int) -> bool:
+        """Whether this process writes the layer's shard."""
+        return number % self._writers == self.context.team.rank
+
     def begin(self, visit: Visit, tensors: Mapping[str, torch.Tensor], made: Held) -> None:
         """Let a shard be audited and written, if it is this process's turn.
 
         Args:
-            tensors: on the CPU, for the file.
+            tensors: on the CPU, for the file; none of use if it is another's turn.
             made: the same where the layer was solved.
         """
         self._begun.append(visit.number)
-        if visit.number % self._writers != self.context.team.rank:
+        if not self.has_turn(visit.number):
             return
         source = visit.source
         if self.ahead:  # the source's memory gets other bytes before the shard is on disk

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from quantizers.checkpoint.ahead import held_ahead
 from quantizers.checkpoint.held import Held, layer_names
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.allocator import release_free_memory
+from quantizers.device.pinned import pin
 from quantizers.forward.lane import Lane
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import doing
@@ -107,7 +109,7 @@ def visits(
     """
     model = reference.model
     parts = [layer_names(source, model.facts, number) for number in range(done, model.sizes["layers"])]
-    with contextlib.closing(held_ahead(source, parts, team)) as ahead:
+    with contextlib.closing(held_ahead(source, parts, team, partial(pin, device=model.device))) as ahead:
         for number in range(done, model.sizes["layers"]):
             check()
             doing("reading")

@@ -9,16 +9,16 @@ from typing import TypeVar
 import torch
 
 Key = TypeVar("Key")
-Room = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of one array
+Shape = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of one array
 ALIGNMENT = 8  # bytes, of the widest dtype
 
 
-def buffer_for(rooms: Mapping[Key, Room], device: torch.device) -> torch.Tensor:
+def buffer_for(rooms: Mapping[Key, Shape], device: torch.device) -> torch.Tensor:
     """Memory for these arrays on `device`, uint8, not initialised."""
     return torch.empty(sum(_size(room) for room in rooms.values()), dtype=torch.uint8, device=device)
 
 
-def arrays_in(buffer: torch.Tensor, rooms: Mapping[Key, Room]) -> dict[Key, torch.Tensor]:
+def arrays_in(buffer: torch.Tensor, rooms: Mapping[Key, Shape]) -> dict[Key, torch.Tensor]:
     """The arrays of a buffer that `buffer_for` made, or of a copy of it, as views."""
     arrays: dict[Key, torch.Tensor] = {}
     start = 0
@@ -29,6 +29,6 @@ def arrays_in(buffer: torch.Tensor, rooms: Mapping[Key, Room]) -> dict[Key, torc
     return arrays
 
 
-def _size(room: Room) -> int:
+def _size(room: Shape) -> int:
     shape, dtype = room
     return math.ceil(math.prod(shape) * dtype.itemsize / ALIGNMENT) * ALIGNMENT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,11 +21,12 @@ from quantizers.system.atomic import disk_errors, sync_folder
 from quantizers.system.errors import CheckpointError, QuantizeError
 
 from .digests import ShardDigest, joined_digests, read_back, split
-from .one_buffer import Room, arrays_in, buffer_for
+from .one_buffer import Shape, arrays_in, buffer_for
 
 PACKED_AT_A_TIME = 16  # experts, on an accelerator: few launches, and temporaries that are small beside the result
 PIECE = 2**18  # numbers looked at together: what is made of them stays in a CPU's cache
 
+Room = Callable[[int], torch.Tensor]
 Key = tuple[str, str]  # a matrix and which of its arrays, or a tensor's name and nothing
 
 
@@ -43,7 +44,14 @@ class LayerTensors(NamedTuple):
 
 
 def layer_tensors(
-    plan: Plan, layer: int | None, source: Checkpoint, solved: Solved | None, *, near: Checkpoint | None = None
+    plan: Plan,
+    layer: int | None,
+    source: Checkpoint,
+    solved: Solved | None,
+    *,
+    near: Checkpoint | None = None,
+    room: Room | None = None,
+    written: bool = True,
 ) -> LayerTensors:
     """Every tensor of one output shard.
 
@@ -54,6 +62,8 @@ def layer_tensors(
         source: on the CPU.
         solved: needed if the plan quantizes, folds or compensates in this layer.
         near: the source's tensors where the layer was solved, if they lie there too.
+        room: gives memory on the host of so many bytes, uint8, for that copy; None for new memory.
+        written: False if nobody writes the shard here: then what was made on a device stays there alone.
     """
     kept: dict[str, str] = {}
     small: dict[str, torch.Tensor] = {}
@@ -73,7 +83,11 @@ def layer_tensors(
     if solved is not None:
         assert layer is not None
         bits = plan.schemes[layer].bits if quantized else 0
-        for found, values in zip(made, _in_one_copy(small, solved if quantized else None, bits), strict=True):
+        there, buffer, rooms = _in_one_place(small, solved if quantized else None, bits)
+        places = [(made.device, there)]
+        if written:
+            places.append((made.host, there | arrays_in(_on_host(buffer, room), rooms)))
+        for found, values in places:
             for action in quantized:
                 assert action.matrix is not None
                 assert action.expert is not None
@@ -95,19 +109,21 @@ def _folded(action: Action, source: Checkpoint, solved: Solved) -> torch.Tensor:
     return router.to(torch_dtype(action.outputs[action.source].dtype))
 
 
-def _in_one_copy(
+def _in_one_place(
     small: Mapping[str, torch.Tensor], solved: Solved | None, bits: int
-) -> tuple[dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
-    """The packed codes of each matrix, its scales and the small tensors: on the host, and where they were made.
+) -> tuple[dict[Key, torch.Tensor], torch.Tensor, dict[Key, Shape]]:
+    """The packed codes of each matrix, its scales and the small tensors.
 
-    What lies on the host already is taken as it is.
+    Returns:
+        All of them where they were made; the memory, uint8, of those that were made on a device or packed here; and the
+        shapes of these.
     """
     values: dict[Key, torch.Tensor] = {(name, ""): tensor.contiguous() for name, tensor in small.items()}
     codes = {} if solved is None else dict(solved.codes)
     if solved is not None:
         values |= {(matrix, "scale"): scale.contiguous() for matrix, scale in solved.scales.items()}
     where = next((matrix.device for matrix in codes.values()), torch.device("cpu"))
-    rooms: dict[Key, Room] = {
+    rooms: dict[Key, Shape] = {
         (matrix, "packed"): ((*own.shape[:-1], own.shape[-1] * bits // 32), torch.int32)
         for matrix, own in codes.items()
     }
@@ -120,7 +136,13 @@ def _in_one_copy(
     for matrix, own in codes.items():
         for first in range(0, len(own), step):
             there[matrix, "packed"][first : first + step] = pack(own[first : first + step], bits)
-    return values | arrays_in(buffer.cpu(), rooms), there
+    return there, buffer, rooms
+
+
+def _on_host(buffer: torch.Tensor, room: Room | None) -> torch.Tensor:
+    if room is None or not accelerated(buffer.device):
+        return buffer.cpu()
+    return room(len(buffer)).copy_(buffer)
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], where: str, carried: Collection[str] = ()) -> None:

@@ -66,6 +66,8 @@ TO_HOST: dict[str, Callable[[Size], float]] = {
     "audit": lambda s: 6 + 12 * s.E,
     "propagate": lambda s: 1,
 }
+# What is large crosses the bus from and to memory that the device reads and writes by itself.
+PINNED: dict[str, Callable[[Size], float]] = {"read": TO_DEVICE["read"], "pack": TO_HOST["pack"]}
 # By hand. Forced pass, a block: a product that reads a unit's weights and x, silu in new memory, a product in place;
 # and a byte for 64 columns of a token, which says whether they are usable.
 # Dequantize, a weight: laid together as bytes, to float32, times its scale, looked at, rounded to bfloat16.
@@ -97,7 +99,8 @@ def differences(visit: CountedVisit, size: Size) -> list[str]:
     for phase, work in visit.phases.items():
         values = {
             "launches": (work.launches, LAUNCHES), "waits": (work.syncs, WAITS), "copies": (work.copies, COPIES),
-            "bytes to the device": (work.to_device, TO_DEVICE), "bytes to the host": (work.to_host, TO_HOST),
+            "bytes of pinned memory": (work.pinned, PINNED), "bytes to the device": (work.to_device, TO_DEVICE),
+            "bytes to the host": (work.to_host, TO_HOST),
         }  # fmt: skip
         for name, (number, formulas) in values.items():
             wanted = formulas.get(phase, lambda _: 0)(size)

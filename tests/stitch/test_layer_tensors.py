@@ -121,6 +121,14 @@ def test_an_accelerators_buffer_has_the_same_bytes(layer: Layer, monkeypatch: py
     for name, tensor in plain.host.items():
         assert torch.equal(tensor.view(torch.uint8), laid.host[name].view(torch.uint8)), name
         assert laid.host[name].data_ptr() % tensor.element_size() == 0
+    room = torch.zeros(2**20, dtype=torch.uint8)
+    there = layer_tensors(layer.plan, 0, layer.source, layer.solved(), room=lambda size: room[:size])
+    kept = {name for action in layer.plan.of_layer(0) if action.kind in KEPT for name in action.outputs}
+    made = {name for name in laid.host if name not in kept and not name.endswith("_shape")}
+    assert made == {n for n, t in there.host.items() if t.untyped_storage().data_ptr() == room.data_ptr()}
+    unwritten = layer_tensors(layer.plan, 0, layer.source, layer.solved(), written=False)
+    assert unwritten.host.keys() == kept
+    assert unwritten.device.keys() == laid.device.keys()
 
 
 def test_the_candidate_gets_the_kept_tensors_from_the_device(layer: Layer) -> None:

@@ -1,0 +1,72 @@
+"""Memory that a GPU copies from and to by itself: registered once, and released before it is freed."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quantizers.device.pinned import Turns, is_pinned, pin
+
+META, CARD = torch.device("meta"), torch.device("cuda:0")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """The bytes that a driver, which is not here, has registered at each address; it refuses more than 1,000."""
+    held: dict[int, int] = {}
+    states = SimpleNamespace(success=0, invalid=1)
+
+    def register(address: int, size: int, flags: int) -> int:
+        assert address not in held
+        assert flags == 0
+        if size > 1000:
+            return states.invalid
+        held[address] = size
+        return states.success
+
+    runtime = SimpleNamespace(cudaError=states, cudaHostRegister=register, cudaHostUnregister=held.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return held
+
+
+def test_memory_is_registered_once_and_released(driver: dict[int, int]) -> None:
+    buffer = torch.zeros(100, dtype=torch.uint8)
+    pin(buffer, CARD)
+    pin(buffer, CARD)
+    assert driver == {buffer.data_ptr(): 100}
+    assert is_pinned(buffer[20:30].view(torch.bfloat16))
+    del buffer
+    gc.collect()
+    assert driver == {}
+
+
+def test_where_it_cannot_be_locked_it_is_said(driver: dict[int, int], capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = torch.zeros(1001, dtype=torch.uint8)
+    pin(buffer, CARD)
+    assert not driver
+    assert not is_pinned(buffer)
+    assert "1,001 bytes of host memory cannot be locked (1); see ulimit -l" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("device", "noted"), [(torch.device("cpu"), False), (META, True)])
+def test_without_a_gpu_nothing_is_registered(device: torch.device, noted: bool, driver: dict[int, int]) -> None:
+    buffer = torch.zeros(100, dtype=torch.uint8)
+    pin(buffer, device)
+    assert is_pinned(buffer) == noted
+    assert not driver
+
+
+def test_two_pieces_take_turns() -> None:
+    turns, given = Turns(META), list[Any]()
+    for size in (8, 10, 8, 9, 12):
+        given.append(turns.room(size))
+        assert len(given[-1]) == size
+        assert is_pinned(given[-1])
+    places = [one.data_ptr() for one in given]
+    assert places[0] == places[2]
+    assert places[1] == places[3]
+    assert len(set(places)) == 3, "the last was too large for the first piece"
