@@ -68,18 +68,16 @@ def grid_scales(x_mean: torch.Tensor, w_mean: torch.Tensor, grid: int, duo_scali
     Returns:
         (P, B, C) float32, P = grid, all finite and positive.
     """
-    points = [torch.ones_like(x_mean)]
-    count = grid - 1
-    for k in range(count) if duo_scaling else range(1, grid):
-        if duo_scaling:
-            ratio = k / (count - 1)
-            s = x_mean.pow(ratio) / (w_mean.pow(1 - ratio) + 1e-4)
-        else:
-            s = x_mean.pow(k / count)
-        s = s.clamp(min=1e-4)
-        s = s / (s.amax(-1, keepdim=True) * s.amin(-1, keepdim=True)).sqrt()
-        points.append(torch.where(torch.isfinite(s) & (s > 0), s, torch.ones_like(s)))
-    return torch.stack(points)
+    identity, count = torch.ones_like(x_mean).unsqueeze(0), grid - 1
+    steps = torch.arange(grid, dtype=x_mean.dtype, device=x_mean.device)[:, None, None]
+    if duo_scaling:
+        ratio = steps[:count] / max(count - 1, 1)
+        s = x_mean.pow(ratio) / (w_mean.pow(1 - ratio) + 1e-4)
+    else:
+        s = x_mean.pow(steps[1:] / count)
+    s = s.clamp(min=1e-4)
+    s = s / (s.amax(-1, keepdim=True) * s.amin(-1, keepdim=True)).sqrt()
+    return torch.cat([identity, torch.where(torch.isfinite(s) & (s > 0), s, identity)])
 
 
 def scale_losses(weight: torch.Tensor, gram: torch.Tensor, scales: torch.Tensor, group: int, bits: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from quantizers.forward.recorded import Recorded, usable_rows
 from .forced_rows import Activation, add_weighed, gated, gated_and_looked_at, no_magnitude
 from .input_sums import Unit
 from .symmetric import gram, mirror
-from .token_weights import Blend, Survey, Table, token_weights
+from .token_weights import Blend, Survey, Table, rows_of, token_weights
 
 ROUTED_PER_COLUMN = 32  # tokens routed for each column of w2: with more, every n-th block goes into `changes`
 
@@ -73,15 +73,16 @@ def width_sums(
         no_magnitude(gate_up, width),
         torch.zeros(count, 1, device=device),
         torch.zeros(count, dtype=torch.int64, device=device),
-        torch.zeros(count, dtype=torch.int64, device=device),
         None if source is None else torch.zeros(count, width, width, device=device),
         torch.zeros(count, dtype=torch.float64, device=device),
     )
     step = max(1, found.routed() // (ROUTED_PER_COLUMN * width))
     products = torch.empty(0, device=device, dtype=gate_up.dtype)
+    rows = 0
     for number in range(0, len(blocks), every):
         with phase("inputs"):  # which cross the bus here, if they do not lie on the device
             block, table = blocks[number], found.tables[number]
+        rows += len(block.x)
         if products.shape[-1] != len(block.x):  # else the memory of the last block is used again
             products = gate_up.new_empty(count * double_width, len(block.x))
         compared = source if number % step == 0 and table.most(*unit) else None
@@ -94,7 +95,7 @@ def width_sums(
         sums.magnitude.sum(-1) / mass,
         None if sums.changes is None else sums.changes.mul_(share[:, None, None]),
         sums.seen,
-        sums.dropped,
+        rows - sums.seen,
     )
 
 
@@ -109,7 +110,6 @@ class _Sums:
     magnitude: torch.Tensor
     mass: torch.Tensor
     seen: torch.Tensor
-    dropped: torch.Tensor
     changes: torch.Tensor | None
     routed_mass: torch.Tensor
 
@@ -141,7 +141,6 @@ def _add_block(
         root = token_weights(block, blended, *unit).mul_(good).sqrt_().to(h.dtype)
         sums.mass += root.float().square().sum(1, keepdim=True)
         sums.seen += good.sum(1)
-        sums.dropped += (~good).sum(1)
     if source is not None and sums.changes is not None:
         with phase("changes"):
             routed = table.routed(*unit)
@@ -167,7 +166,8 @@ def _add_changes(
         routed: rows and weights (c, m), see `Table.routed`.
     """
     rows, weight = routed
-    wanted = gated(torch.bmm(source, block.x[rows].mT), activation)  # (c, I, m)
+    wanted = gated(torch.bmm(source, rows_of(block.x, rows).mT), activation)  # (c, I, m)
+    rows = rows.long()
     got = h.gather(2, rows.unsqueeze(1).expand(-1, h.shape[1], -1))
     kept = weight.square() * (usable_rows(wanted, 1) & good.gather(1, rows))
     left_out = (kept == 0).unsqueeze(1)

@@ -15,7 +15,7 @@ import torch
 from quantizers.forward.recorded import Recorded
 
 from .symmetric import add_gram, mirror
-from .token_weights import Blend, Survey, Table
+from .token_weights import Blend, Survey, Table, rows_of
 
 Unit = tuple[int, int]  # first and last (exclusive) of its experts
 
@@ -65,7 +65,7 @@ def sweep(
 def _add_routed(total: torch.Tensor, block: Recorded, table: Table, unit: Unit) -> None:
     """Add Σ r² x xᵀ (c, H, H) over the rows of a block that are routed to a unit's experts."""
     rows, weight = table.routed(*unit)
-    picked = block.x[rows].mul_(weight.unsqueeze(-1).to(block.x.dtype))  # (c, m, H)
+    picked = rows_of(block.x, rows).mul_(weight.unsqueeze(-1).to(block.x.dtype))  # (c, m, H)
     add_gram(total, picked, picked)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -42,9 +43,13 @@ class Blend:
 
     def factors(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(c,) float32 each: what r² of a routed token, and what any token, is multiplied by in the blend."""
-        share = self.share[first:last]
-        mass = self.routed_mass[first:last].clamp(min=torch.finfo(torch.float64).tiny)
-        return (share / mass).float(), (1 - share) / self.tokens
+        routed, every = self._factors
+        return routed[first:last], every[first:last]
+
+    @cached_property
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        mass = self.routed_mass.clamp(min=torch.finfo(torch.float64).tiny)
+        return (self.share / mass).float(), (1 - self.share) / self.tokens
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,13 @@ class Table:
         """The rows of experts first … last - 1, padded to the largest number that one of them gets.
 
         Returns:
-            Row numbers (c, m) int64 and routing weights (c, m) float32, both 0 where padded.
+            Row numbers (c, m) int32, any row's where padded, and routing weights (c, m) float32, 0 there.
         """
         places = torch.arange(self.most(first, last), device=self.rows.device)
         padded = places >= self.counts[first:last, None]
         at = (self.starts[first:last, None] + places).masked_fill_(padded, 0)
-        return self.rows[at].long().masked_fill_(padded, 0), self.weight[at].masked_fill_(padded, 0)
+        rows, weight = (listed.index_select(0, at.flatten()).view(at.shape) for listed in (self.rows, self.weight))
+        return rows, weight.masked_fill_(padded, 0)
 
 
 @dataclass(frozen=True)
@@ -150,11 +156,16 @@ def _of_block(block: Recorded, experts: int) -> tuple[torch.Tensor, torch.Tensor
     return (order // chosen.shape[1]).int(), block.weight.flatten()[order], counts, squares
 
 
+def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows (c, m) of x (T, H), (c, m, H)."""
+    return x.index_select(0, rows.flatten()).view(*rows.shape, -1)
+
+
 def squared_weights(block: Recorded, first: int, last: int) -> torch.Tensor:
     """(c, T) float32: the square of each row's routing weight for experts first … last - 1, 0 where not chosen."""
     count = last - first
-    ours = (block.chosen >= first) & (block.chosen < last)
-    column = torch.where(ours, block.chosen - first, count).long()  # the last takes all others, and is dropped
+    column = block.chosen.long() - first
+    column.masked_fill_((column < 0) | (column > count), count)  # the last takes all others, and is dropped
     table = torch.zeros(len(column), count + 1, device=column.device)
     return table.scatter_(1, column, block.weight.square())[:, :count].T.contiguous()
 

@@ -28,14 +28,14 @@ LAUNCHES: dict[str, Callable[[Size], float]] = {
     "materialise": lambda s: 170 + 54 * s.N,
     "observe": lambda s: 138 * s.B,
     "sums": lambda s: (
-        12 + 9 * s.N + 30 * s.B + 48 * s.N * s.B + (s.H + s.N * s.H) / 32 + s.B * (s.H + s.N * s.H + s.N * s.I) / 128
+        17 + 4 * s.N + 30 * s.B + 34 * s.N * s.B + (s.H + s.N * s.H) / 32 + s.B * (s.H + s.N * s.H + s.N * s.I) / 128
     ),
-    "search": lambda s: 371 + 487 * s.N + s.N * (s.H + s.I) * 10 / 128,
+    "search": lambda s: 49 + 165 * s.N + s.N * (s.H + s.I) * 10 / 128,
     "dequantize": lambda s: 36 * s.N,
     "rounding": lambda s: 195 * s.N + s.N * (s.H + s.I) * 33 / 128,
     "inputs": lambda s: 0,
     "forced pass": lambda s: 5 * s.N * s.B,
-    "changes": lambda s: 37 * s.N * s.B,
+    "changes": lambda s: 33 * s.N * s.B,
     "solve": lambda s: 34 + 98 * s.N + s.N * s.I / 32,
     "pack": lambda s: 5 + 15 * s.N,
     "audit": lambda s: 40 + 128 * s.N,
