@@ -20,7 +20,7 @@ from quantizers.forward.recorded import Recorded, usable_rows
 
 from .forced_rows import Activation, add_weighed, gated, gated_and_looked_at, no_magnitude
 from .input_sums import Unit
-from .symmetric import gram, mirror
+from .symmetric import add_product, mirror
 from .token_weights import Blend, Survey, Table, rows_of, token_weights
 
 ROUTED_PER_COLUMN = 32  # tokens routed for each column of w2: with more, every n-th block goes into `changes`
@@ -172,5 +172,5 @@ def _add_changes(
     kept = weight.square() * (usable_rows(wanted, 1) & good.gather(1, rows))
     left_out = (kept == 0).unsqueeze(1)
     d = wanted.sub_(got).mul_(kept.unsqueeze(1).to(h.dtype)).masked_fill_(left_out, 0)
-    changes += gram(d.mT, got.masked_fill_(left_out, 0).mT)
+    add_product(changes, d.mT, got.masked_fill_(left_out, 0).mT)
     return kept.double().sum(1)

@@ -35,23 +35,34 @@ def gram(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.float().mT @ b.float()
 
 
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += aᵀ b, with float32 sums whatever the factors' dtype is.
+
+    Args:
+        total: (E, M, N) float32, a view perhaps.
+        a, b: (E, T, M) and (E, T, N) of one dtype.
+    """
+    if a.dtype == torch.float32:
+        total.baddbmm_(a.mT, b)
+    elif accelerated(a.device):  # with the sum as `self` and as `out`, it is added to where it lies
+        torch.baddbmm(total, a.mT, b, torch.float32, out=total)
+    else:
+        total.baddbmm_(a.float().mT, b.float())
+
+
 def add_gram(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += aᵀ b in the lower blocks, where aᵀ b is symmetric; call `mirror` once all is added.
 
     Args:
-        total: (E, C, C) float32.
-        a, b: (E, T, C) of one dtype, such as w · x and x with a weight w for each token.
+        total: (E, C, C) float32, or (C, C).
+        a, b: (E, T, C) of one dtype, or (T, C), such as w · x and x with a weight w for each token.
     """
     if not accelerated(a.device):
         a, b = a.float(), b.float()
     if total.dim() == 2:
         total, a, b = total.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0)
     for start, end in blocks(total.shape[-1]):
-        part, left, right = total[:, start:, start:end], a[..., start:], b[..., start:end]
-        if a.dtype == torch.float32:
-            part.baddbmm_(left.mT, right)
-        else:  # with the sum as `self` and as `out`, it is added to where it lies
-            torch.baddbmm(part, left.mT, right, torch.float32, out=part)
+        add_product(total[:, start:, start:end], a[..., start:], b[..., start:end])
 
 
 def mirror(total: torch.Tensor) -> torch.Tensor:

@@ -260,7 +260,7 @@ def _check_other_readers(
 
     The mappings of other programs leave it out in some families: llm-compressor 0.14 the shared experts of GLM-4.x.
     """
-    if not bool((smooth != 1).any()):
+    if not facts.also_reads_the_norm or not bool((smooth != 1).any()):
         return
     left: list[str] = []
     for reader in facts.also_reads_the_norm:
