@@ -26,12 +26,9 @@ def blocks(columns: int) -> Iterator[tuple[int, int]]:
 
 
 def gram(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """aᵀ b with float32 accumulation and result, for (…, T, M) and (…, T, N) of one dtype."""
-    if a.dtype == torch.float32:
-        return a.mT @ b
-    if accelerated(a.device):
-        batched = torch.bmm(a.mT.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32) if a.dim() > 2 else None
-        return torch.mm(a.mT, b, out_dtype=torch.float32) if batched is None else batched
+    """aᵀ b with float32 accumulation and result, for (T, M) and (T, N) of one dtype."""
+    if a.dtype != torch.float32 and accelerated(a.device):
+        return torch.mm(a.mT, b, out_dtype=torch.float32)
     return a.float().mT @ b.float()
 
 
