@@ -96,7 +96,7 @@ def count_layer(
         "cards": _on_devices(visit, memory, devices, len(whole.moe_layers)),
         "assumptions": [
             *_rates(devices),
-            f"{DISK / 1e9:g} GB/s read from or written to files, {HASH / 1e9:g} GB/s hashed",
+            f"{DISK / 1e9:g} GB/s read from or written to files, {HASH / 1e9:g} GB/s hashed by a thread",
         ],
     }
 

@@ -85,6 +85,6 @@ def count_ranks(
         "assumptions": [
             *rates([known]),
             link_rates(known),
-            f"each machine {disk / 1e9:g} GB/s read from or written to files, each process {HASH / 1e9:g} GB/s hashed",
+            f"each machine {disk / 1e9:g} GB/s read from or written to files, each thread {HASH / 1e9:g} GB/s hashed",
         ],
     }

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import mmap
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,23 +27,12 @@ from torch.utils._pytree import tree_map
 from quantizers.device.pinned import is_pinned
 from quantizers.system.errors import QuantizeError
 
-from .operations import FREE, attention, changed, described, is_unordered, name_of, tensors
+from .operations import FREE, attention, changed, described, does_nothing, is_unordered, name_of, tensors
+from .values import META, SMALL, form, mapped, numbers_of, shape_of, tensors_within, untouched
 from .work import Work
 
-META, CPU = torch.device("meta"), torch.device("cpu")
-SMALL = 2**20  # bytes: what is smaller is done on the host
-RESERVE_NOTHING: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python knows the name from 3.13 on
+CPU = torch.device("cpu")
 Answer = Callable[[torch.Tensor], torch.Tensor | None]
-
-
-def untouched(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros on the CPU, of any size: only the pages that are written to take memory."""
-    size = torch.Size(shape)
-    if not size.numel():
-        return torch.empty(size, dtype=dtype)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | RESERVE_NOTHING
-    pages = mmap.mmap(-1, size.numel() * dtype.itemsize, flags=flags)
-    return torch.frombuffer(pages, dtype=dtype).view(size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +104,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         """
 
         def counted(*arguments: Any, **named: Any) -> Any:
-            key = name or function, *(_form(tensor) for tensor in _within((arguments, named)))
+            key = name or function, *(form(tensor) for tensor in tensors_within((arguments, named)))
             if key not in self._done:
                 self._done[key], result = self._first(function, arguments, named)
                 return result
@@ -126,7 +114,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
             self._add(self._here, done.outside)
             self._given_back = True
             try:
-                return _mapped(done.result, lambda leaf: leaf.clone())
+                return mapped(done.result, lambda leaf: leaf.clone())
             finally:
                 self._given_back = False
 
@@ -147,7 +135,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         for work in (*inside.values(), outside):
             work.peak -= start
         with self._unseen():
-            shapes = _mapped(result, torch.empty_like)
+            shapes = mapped(result, torch.empty_like)
         return _Done(inside, outside, shapes), result
 
     def _add(self, to: Work, work: Work) -> None:
@@ -209,7 +197,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         result = targets[0][0] if gives_back else function(*args, **kwargs)
         if self._given_back:  # what a function that is not done again gives back
             self._keep(result, name)
-        elif function.is_view or name in FREE or _does_nothing(name, given, result):
+        elif function.is_view or name in FREE or does_nothing(name, given, result):
             self._here.views += 1
             if not function.is_view:
                 self._keep(result, name)
@@ -262,7 +250,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         if function.is_view or (given and max(tensor.nbytes for tensor in given) < SMALL):
             return function(*args, **kwargs)
         # Shapes alone, to see what it would make.
-        arguments, named = tree_map(_shape_of, (args, kwargs | ({"device": META} if "device" in kwargs else {})))
+        arguments, named = tree_map(shape_of, (args, kwargs | ({"device": META} if "device" in kwargs else {})))
         shapes = function(*arguments, **named)
         if not given and max((tensor.nbytes for tensor in tensors(shapes)), default=0) < SMALL:
             return function(*args, **kwargs)
@@ -272,7 +260,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         written = [target for target, _ in changed(function, args, kwargs)]
         if written:
             return written[0]
-        return tree_map(_numbers_of, shapes)
+        return tree_map(numbers_of, shapes)
 
     def _keep(self, result: Any, name: str) -> None:
         for tensor in tensors(result):
@@ -305,61 +293,3 @@ class OneKernel(TorchFunctionMode):
         query, key, value = args[:3]
         self._counting.kernel(args, attention(query, key, value, causal=bool((kwargs or {}).get("is_causal"))))
         return query.new_empty(*query.shape[:-1], value.shape[-1])
-
-
-def _form(tensor: torch.Tensor) -> Any:
-    """What a function that is done once is known by, of each tensor that it gets."""
-    return tensor.device.type, tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _within(value: Any) -> list[torch.Tensor]:
-    """The tensors in arguments; dataclasses are looked into as well."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if dataclasses.is_dataclass(value):
-        value = [getattr(value, own.name) for own in dataclasses.fields(value)]
-    elif isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, tuple | list):
-        return []
-    return [tensor for item in value if not isinstance(item, int) for tensor in _within(item)]
-
-
-def _mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A result with its tensors on the device replaced; dataclasses, mappings and tuples are looked into."""
-    if isinstance(value, torch.Tensor):
-        return function(value) if value.is_meta else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value)(
-            **{own.name: _mapped(getattr(value, own.name), function) for own in dataclasses.fields(value)}
-        )
-    if isinstance(value, dict):
-        return {key: _mapped(item, function) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_mapped(item, function) for item in value)
-    return value
-
-
-def _shape_of(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META)
-
-
-def _numbers_of(leaf: Any) -> Any:
-    """What large work on the host results in: zeros, or, of what is small, ones, by which may be divided."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return untouched(leaf.shape, leaf.dtype) if leaf.nbytes >= SMALL else torch.ones(leaf.shape, dtype=leaf.dtype)
-
-
-def _does_nothing(name: str, given: Sequence[torch.Tensor], result: Any) -> bool:
-    """Whether torch leaves an operation out: on no element, or a copy onto itself, as at the end of `x[i] -= y`."""
-
-    def place(tensor: torch.Tensor) -> Any:
-        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride(), tensor.dtype
-
-    made = tensors(result)
-    if made and not any(tensor.numel() for tensor in made):
-        return True
-    return name == "copy_" and bool(place(given[0]) == place(given[1]))

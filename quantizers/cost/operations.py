@@ -166,3 +166,15 @@ def _arithmetic(
     if any(tensor.dtype == torch.float64 for tensor in given):
         return 2 * sum(tensor.numel() for tensor in made), "float64"
     return 0, ""
+
+
+def does_nothing(name: str, given: Sequence[torch.Tensor], result: Any) -> bool:
+    """Whether torch leaves an operation out: on no element, or a copy onto itself, as at the end of `x[i] -= y`."""
+
+    def place(tensor: torch.Tensor) -> Any:
+        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride(), tensor.dtype
+
+    made = tensors(result)
+    if made and not any(tensor.numel() for tensor in made):
+        return True
+    return name == "copy_" and bool(place(given[0]) == place(given[1]))

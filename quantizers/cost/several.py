@@ -63,7 +63,7 @@ def several_needs(
         "by_rank_0": sum(runs[1].by_one_process(card, disk)),
         "assumptions": [
             link_rates(card),
-            f"each machine {disk / 1e9:g} GB/s read from or written to files, each process {HASH / 1e9:g} GB/s hashed; "
+            f"each machine {disk / 1e9:g} GB/s read from or written to files, each thread {HASH / 1e9:g} GB/s hashed; "
             f"the last reading by {card.readers} threads of rank 0",
         ],
     }

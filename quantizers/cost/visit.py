@@ -43,7 +43,8 @@ from quantizers.system.residents import Residents
 from quantizers.team.team import Team
 
 from .counted_team import ALONE, CountedTeam, Ranks, busiest
-from .counting import META, Counting, OneKernel, untouched
+from .counting import Counting, OneKernel
+from .values import META, untouched
 from .work import Work
 
 Result = TypeVar("Result")

@@ -16,8 +16,9 @@ from quantizers.plan.solve_memory import DeviceMemory
 from quantizers.system.progress import progress
 
 from .counted_team import ALONE, Ranks, busiest, own_texts
-from .counting import META, Counting, untouched
+from .counting import Counting
 from .seconds import DISK, Device, layer_seconds, proving_seconds, reading_seconds, writing_seconds
+from .values import META, untouched
 from .visit import CountedModel, CountedVisit, count_visit
 from .work import Work
 

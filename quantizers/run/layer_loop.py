@@ -145,19 +145,10 @@ class _Loop:
         if context.team.leads:
             folder.mkdir(exist_ok=True)
         lengths = [len(text.tokens) for text in texts]
+        there = context.device if context.texts_there else None
+        lane = partial(Lane, durable=True, check=context.check, team=context.team, device=there)
         self.lanes = [
-            Lane(
-                name,
-                self.model,
-                number,
-                lengths,
-                folder,
-                durable=True,
-                check=context.check,
-                team=context.team,
-                device=context.device if context.texts_there else None,
-            )
-            for number, name in enumerate((source.name, "the output"))
+            lane(name, self.model, number, lengths, folder) for number, name in enumerate((source.name, "the output"))
         ]
         self.candidate = Quantized(
             job,

@@ -166,14 +166,7 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     text_rows = sum(len(text.tokens) for text in texts)
     there = (rows, text_rows) if options.states == "auto" else (0, 0)  # what may lie on the device
     memory = device_memory(
-        job.plan,
-        job.sizes,
-        data.lengths[-1],
-        accelerated(device),
-        min(limits),
-        there[0],
-        team.count,
-        held_out=there[1],
+        job.plan, job.sizes, data.lengths[-1], accelerated(device), min(limits), there[0], team.count, held_out=there[1]
     )
     journal.refuse_changes(work, run_fingerprint(job, data, device), options.output)
     layers = job.sizes["layers"]
