@@ -4,9 +4,9 @@ Legend: E experts, R rows, C columns, g group size, n = C / g groups, G the colu
 
 GPTQ decides each column once, with scales fixed beforehand. With P = (W − Ŵ) G at hand, the loss
 tr((W − Ŵ) G (W − Ŵ)ᵀ) is a parabola in a single group's scale, and in a single code, so each can be
-set to its best value in turn: block coordinate descent, by which the loss never rises. P is kept
-current by one matmul a group within a panel of columns, and by one a panel for all others, so a sweep costs what
-GPTQ itself costs, and another one before it twice that.
+set to its best value in turn: block coordinate descent, by which the loss never rises. What is kept current is W − Ŵ.
+A panel of columns gets its part of P by one matmul as its turn comes, and each of its groups by another what the groups
+before it have changed. Together a sweep multiplies by G once, and writes no more of P than it needs.
 
 `_refine_group` keeps the rule of solve/fused, whose kernel takes its place on a GPU and gives the same bits.
 """
@@ -42,12 +42,11 @@ def refine(
     # Everything is transposed, (E, C, R) and (E, n, R): a column lies in one piece.
     codes, scale = (tensor.mT.clone(memory_format=torch.contiguous_format) for tensor in (codes, scale))
     difference = _dequantized(codes, scale)
-    slope = torch.bmm(gram, torch.sub(weight.mT, difference, out=difference))  # Pᵀ
-    del difference
+    torch.sub(weight.mT, difference, out=difference)
     by_group = gram.view(len(gram), -1, group, gram.shape[2] // group, group)
     own = by_group.diagonal(dim1=1, dim2=3).movedim(-1, 1).contiguous()  # (E, n, g, g)
-    for left in reversed(range(sweeps)):
-        _sweep(gram, own, codes, scale, slope, bits=bits, final=not left)
+    for _ in range(sweeps):
+        _sweep(gram, own, codes, scale, difference, bits=bits)
     return codes.mT.contiguous(), scale.mT.contiguous()
 
 
@@ -56,40 +55,35 @@ def _sweep(
     own: torch.Tensor,
     codes: torch.Tensor,
     scale: torch.Tensor,
-    slope: torch.Tensor,
+    difference: torch.Tensor,
     *,
     bits: int,
-    final: bool,
 ) -> None:
-    """Set all codes (E, C, R) and scales (E, n, R), given Pᵀ (E, C, R).
+    """Set all codes (E, C, R) and scales (E, n, R), and with them (W − Ŵ)ᵀ (E, C, R).
 
     Args:
         own: (E, n, g, g), each group's own part of G.
-        final: whether no sweep comes after it: only what is yet to come of Pᵀ is then kept current.
     """
     experts, columns, rows = codes.shape
     group = columns // scale.shape[1]
     panel = max(1, PANEL // group) * group
     refine_group = operators.refine_group if fused(codes.device) else _refine_group
-    near, change = (torch.empty(experts, min(panel, columns), rows, device=codes.device) for _ in range(2))
     for first in range(0, columns, panel):
-        last = min(first + panel, columns)
-        here, number = last - first, first // group
-        near[:, :here] = slope[:, first:last]
-        change[:, :here] = codes[:, first:last]
-        image = own[:, number : last // group] @ change[:, :here].view(experts, -1, group, rows)
-        for start in range(0, here, group):
-            end, at = start + group, number + start // group
-            part = codes[:, first + start : first + end]
+        here = slice(first, min(first + panel, columns))
+        near = torch.bmm(gram[:, here], difference)  # Pᵀ
+        change = codes[:, here].float()
+        groups = slice(first // group, here.stop // group)
+        image = own[:, groups] @ change.view(experts, -1, group, rows)
+        for at in range(groups.start, groups.stop):
+            whole = slice(at * group, (at + 1) * group)
+            part = slice(whole.start - first, whole.stop - first)
+            if part.start:
+                near[:, part].baddbmm_(gram[:, whole, first : whole.start], change[:, : part.start])
             refine_group(
-                own[:, at], scale[:, at], near[:, start:end], image[:, start // group], part, change[:, start:end], bits
-            )
-            if end < here:
-                later = gram[:, first + end : last, first + start : first + end]
-                near[:, end:here].baddbmm_(later, change[:, start:end])
-        others = slice(last if final else 0, columns)
-        if others.start < columns:
-            slope[:, others].baddbmm_(gram[:, others, first:last], change[:, :here])
+                own[:, at], scale[:, at], near[:, part], image[:, at - groups.start], codes[:, whole], change[:, part],
+                bits,
+            )  # fmt: skip
+        difference[:, here].add_(change)
 
 
 def _refine_group(

@@ -27,8 +27,8 @@ from .sum_in_order import sum_in_order
 DAMPING = 0.01  # of Gram matrices, as a share of their mean diagonal
 MSE_COUNT, MSE_FIRST, MSE_LESS = 20, 1.05, 0.02
 MSE_FACTORS = tuple(MSE_FIRST - MSE_LESS * k for k in range(MSE_COUNT))
-BLOCK = 32  # GPTQ columns handled before the rest of their panel is updated with one matmul
-PANEL = 256  # columns handled before the rest of the matrix is
+BLOCK = 32  # GPTQ columns handled by one kernel; before it they get, by one matmul, what their panel has made of errors
+PANEL = 256  # columns that get, by one matmul, all errors of the panels before them
 
 
 def minmax_scales(weight: torch.Tensor, group: int, bits: int) -> torch.Tensor:
@@ -155,14 +155,17 @@ def gptq(
     round_block = operators.gptq_block if fused(work.device) else _round_block
     for first in range(0, columns, PANEL):
         last = min(first + PANEL, columns)
+        if first:
+            work[:, first:last].baddbmm_(factor[:, :first, first:last].mT, work[:, :first], alpha=-1)
         for start in range(first, last, BLOCK):
             end = min(start + BLOCK, last)
             own, left = slice(start, end), errors[:, start - first : end - first]
+            if start > first:
+                work[:, own].baddbmm_(factor[:, first:start, own].mT, errors[:, : start - first], alpha=-1)
             round_block(work[:, own], factor[:, own, own], steps, group_of[:, own], left, codes[:, own], bits)
-            if end < last:
-                work[:, end:last].baddbmm_(factor[:, own, end:last].mT, left, alpha=-1)
-        if last < columns:
-            work[:, last:].baddbmm_(factor[:, first:last, last:].mT, errors[:, : last - first], alpha=-1)
+        work[:, first:last] = errors[
+            :, : last - first
+        ]  # these columns are done with: it is what later ones need of them
     # Taken by the inverse order. To scatter by the order gives the same, but where algorithms must be deterministic,
     # torch does that on a GPU by sorting all elements, with several int64 for each of them in memory.
     return _in_order(codes, order.argsort(dim=-1)).mT, used
