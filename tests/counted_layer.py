@@ -9,7 +9,7 @@ from quantizers.cost.counted_team import ALONE, Ranks
 from quantizers.cost.visit import CountedVisit, count_visit, texts_of
 from quantizers.plan.solve_memory import device_memory
 
-ROWS = 8192  # of a block
+ROWS = 16384  # of a block
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from quantizers.device.fetch import fetched
+from quantizers.forward.batches import padded
 from quantizers.forward.lane import Lane
 from quantizers.team.team import ALONE, Team
 
@@ -45,8 +46,8 @@ def compare(
         ‖h_candidate − h_source‖ / ‖h_source‖ of the states that leave the layer; and `long` with the same of the long
         texts, if they are reported separately (see `figures.parts`).
     """
-    found = {str(i): _of_text(source, candidate, i, routed) for i in source.left.share.owned}
-    own = {int(i): OfText(*numbers.tolist()) for i, numbers in fetched(found).items()}
+    found = fetched({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.share.owned_batches})
+    own = {int(first) + i: OfText(*row) for first, rows in found.items() for i, row in enumerate(rows.tolist())}
     all_of_them = {i: one for part in team.collect(own) for i, one in part.items()}
 
     def choices(part: Sequence[int]) -> int:
@@ -56,16 +57,18 @@ def compare(
     return compared[0] | ({"long": compared[1]} if len(compared) > 1 else {})
 
 
-def _of_text(source: Lane, candidate: Lane, number: int, routed: bool) -> torch.Tensor:
-    """The numbers of `OfText` (3,) float64, on the lanes' device."""
+def _of_batch(source: Lane, candidate: Lane, batch: range, routed: bool) -> torch.Tensor:
+    """The numbers of `OfText` of each text of a batch (B, 3) float64, on the lanes' device."""
     device = source.model.device
-    a, b = (lane.left.of(number).to(device) for lane in (source, candidate))
-    same = torch.zeros((), dtype=torch.float64, device=device)
+    rows, lengths = source.left.of_batch(batch)
+    a, b = (lane.left.flat[rows].to(device) for lane in (source, candidate))
+    same = torch.zeros(len(a), dtype=torch.float64, device=device)
     if routed:
-        ours, theirs = (lane.chosen.of(number).to(device) for lane in (source, candidate))
-        same += (ours.unsqueeze(-1) == theirs.unsqueeze(-2)).any(-1).sum()
-    difference = (a.float() - b.float()).double().square().sum()
-    return torch.stack([same, difference, a.double().square().sum()])
+        ours, theirs = (lane.chosen.flat[rows].to(device) for lane in (source, candidate))
+        same += (ours.unsqueeze(-1) == theirs.unsqueeze(-2)).any(-1).sum(-1)
+    difference = (a.float() - b.float()).double().square().sum(-1)
+    of_rows = torch.stack([same, difference, a.double().square().sum(-1)], dim=-1)
+    return padded(of_rows, lengths).sum(1)
 
 
 def _together(texts: Sequence[OfText], choices: int) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from quantizers.calibration.texts import token_tensors
 from quantizers.checkpoint.held import hold, layer_names
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.device.devices import forward_dtype, machine, versions
+from quantizers.device.kind import accelerated
 from quantizers.forward.halves import observe
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import RecordedRows, recorded_rows
@@ -38,6 +39,7 @@ from quantizers.forward.weights import ExpertWeights
 from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
+from quantizers.plan.units import rows_of_block
 from quantizers.recipe.locations import set_location
 from quantizers.recipe.schema import Experts
 from quantizers.run.layer_loop import quantize_layers
@@ -120,10 +122,10 @@ def compare_layer(
 
 def observed(model: LayeredModel, layer: torch.nn.Module, states: Sequence[torch.Tensor]) -> tuple[Rows, RecordedRows]:
     """Sequences (T, H) through the first half of a layer: the residual stream, and what its experts are called with."""
-    lengths = [len(rows) for rows in states]
+    lengths, block = [len(rows) for rows in states], rows_of_block(accelerated(model.device))
 
     def rows(_: str, width: int, dtype: torch.dtype) -> Rows:
-        return Rows(None, lengths, width, dtype)
+        return Rows(None, lengths, width, dtype, block=block)
 
     residual, recorded = (
         rows("states", model.sizes["hidden"], model.dtype),

@@ -29,6 +29,7 @@ from quantizers.forward.states import Rows
 from quantizers.forward.weights import ExpertWeights
 from quantizers.plan.making import make_plan
 from quantizers.plan.solve_memory import device_memory
+from quantizers.plan.units import rows_of_block
 from quantizers.recipe.schema import Experts
 from quantizers.solve.awq import SEARCH_ROWS, row_step
 from quantizers.solve.expert_unit import SEARCH_ROWS as WIDTH_SEARCH_ROWS
@@ -97,7 +98,7 @@ def measure_layer(
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         model = LayeredModel(source, facts, size, device, dtype)
-        states, recorded = _rows(folder, size, tokens, length, dtype)
+        states, recorded = _rows(folder, size, tokens, length, dtype, rows_of_block(accelerated(device)))
         host["read"], source_bytes = _read_cold(source)
         held, host["hold"] = timed(device, lambda: hold(source, layer_names(source, facts, number)))
         with clock.block("materialise"):
@@ -148,11 +149,13 @@ def measure_layer(
     }
 
 
-def _rows(folder: Path, size: Sizes, tokens: int, length: int, dtype: torch.dtype) -> tuple[Rows, RecordedRows]:
+def _rows(
+    folder: Path, size: Sizes, tokens: int, length: int, dtype: torch.dtype, block: int
+) -> tuple[Rows, RecordedRows]:
     lengths = [length] * max(1, tokens // length)
 
     def rows(name: str, width: int, kind: torch.dtype) -> Rows:
-        return Rows(folder / f"{name}.bin", lengths, width, kind)
+        return Rows(folder / f"{name}.bin", lengths, width, kind, block=block)
 
     states = rows("states", size["hidden"], dtype)
     generator = torch.Generator().manual_seed(1)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from quantizers.forward.share import Share
+from quantizers.plan.units import rows_of_block
 from quantizers.system.errors import InputError
 from quantizers.team.team import Team
 
@@ -62,14 +63,18 @@ def busiest(ranks: Ranks, units: int, texts: Sequence[int]) -> int:
 
     def work(rank: int) -> tuple[int, int, int]:
         team = _member(ranks, rank)
-        return len(team.share(units)), sum(texts[i] for i in Share(texts, team).owned), rank
+        return len(team.share(units)), sum(texts[i] for i in _share(texts, team).owned), rank
 
     return max(range(ranks.count), key=work)
 
 
 def own_texts(ranks: Ranks, rank: int, texts: Sequence[int]) -> list[int]:
     """The numbers of the texts that a rank compares and scores."""
-    return list(Share(texts, _member(ranks, rank)).owned)
+    return list(_share(texts, _member(ranks, rank)).owned)
+
+
+def _share(texts: Sequence[int], team: Team) -> Share:
+    return Share(texts, team, rows_of_block(accelerator=True))
 
 
 def _member(ranks: Ranks, rank: int) -> Team:

@@ -235,7 +235,7 @@ class _Lane(Lane):
     """Held-out states on the device or in the host's memory; of their files the copy to them is all that is counted."""
 
     def _rows(self, name: str, width: int, dtype: torch.dtype) -> Rows:
-        return Rows(None, self._lengths, width, dtype, self._device, team=self._team)
+        return self._at(None, width, dtype)
 
     def _keep(self, layer: int) -> None:
         self.left.flat.cpu()

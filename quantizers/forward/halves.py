@@ -1,8 +1,8 @@
 """The two halves of a layer over the rows of many sequences, see layered_model.py.
 
-Attention runs sequence by sequence. What follows it treats every row alone, so it runs on blocks of rows that do not
-care where a sequence ends: short sequences would give the experts a handful of tokens each. Neither unit depends on
-the number of processes, so neither do the bytes. Of several processes each one takes on what it keeps, see share.py.
+Attention runs on batches of whole sequences. What follows it treats every row alone, so it runs on blocks of rows that
+do not care where a sequence ends: short sequences would give the experts a handful of tokens each. Neither unit depends
+on the number of processes, so neither do the bytes. Of several processes each one takes on what it keeps, see share.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from quantizers.system.errors import QuantizeError
 
+from .batches import padded, unpadded
 from .layered_model import LayeredModel
 from .recorded import RecordedRows
 from .states import Rows
@@ -31,10 +32,11 @@ def attend(
 
     Args:
         before, after: may be the same.
-        check: called between sequences; may raise to interrupt.
+        check: called between batches; may raise to interrupt.
     """
-    for i in range(len(before)):
-        after[i] = model.attend(layer, before[i])
+    for rows, lengths in before.batches():
+        batch = model.attend(layer, padded(before.flat[rows], lengths))
+        after.flat[rows].copy_(unpadded(batch, lengths))
         check()
 
 

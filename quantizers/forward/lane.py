@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from quantizers.device.kind import accelerated
+from quantizers.plan.units import rows_of_block
 from quantizers.system.errors import QuantizeError
 from quantizers.team.team import ALONE, Team
 
@@ -82,14 +84,18 @@ class Lane:
 
     def _whole(self, layer: int) -> Rows:
         """The file of the states that enter a layer, with the rows of all processes."""
-        return Rows(self._folder / self._file(layer), self._lengths, self.model.sizes["hidden"], self.model.dtype)
+        path = self._folder / self._file(layer)
+        return Rows(path, self._lengths, self.model.sizes["hidden"], self.model.dtype)
 
     def _file(self, layer: int) -> str:
         return f"states-{self.number}-{layer:05d}.bin"
 
     def _rows(self, name: str, width: int, dtype: torch.dtype) -> Rows:
-        path = self._folder / name if self._in_files else None
-        return Rows(path, self._lengths, width, dtype, self._device, team=self._team)
+        return self._at(self._folder / name if self._in_files else None, width, dtype)
+
+    def _at(self, path: Path | None, width: int, dtype: torch.dtype) -> Rows:
+        block = rows_of_block(accelerated(self.model.device))
+        return Rows(path, self._lengths, width, dtype, self._device, team=self._team, block=block)
 
     def embed(self, texts: Sequence[torch.Tensor]) -> None:
         """Fill the states that enter layer 0 from token ids (T,) int64."""

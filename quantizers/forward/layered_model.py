@@ -4,9 +4,9 @@ A layer is built with transformers' class on the meta device, where it needs no 
 and goes back to the meta device.
 
 A layer runs in two halves. The first, `attend`, is the layer without its MoE block: the residual stream after
-attention, one sequence at a time. The second, `finish`, is norm, router and experts, added to that. It treats every
-token alone, so it takes any rows of any sequences together; and if only norm, router and experts change, as they do
-when a layer is quantized, the first half need not run again. Both are made of transformers' own modules. Only the
+attention, a batch of sequences at a time. The second, `finish`, is norm, router and experts, added to that. It treats
+every token alone, so it takes any rows of any sequences together; and if only norm, router and experts change, as they
+do when a layer is quantized, the first half need not run again. Both are made of transformers' own modules. Only the
 call of the routed experts is intercepted, with arguments `(hidden_states, top_k_index, top_k_weights)`, which all
 MoE models in transformers share.
 """
@@ -140,9 +140,9 @@ class LayeredModel:
         layer.get_submodule(self.facts.modules.experts).to("meta")
 
     def inputs(self, states: torch.Tensor) -> dict[str, Any]:
-        """The keyword arguments that transformers' model passes to its layers, for one sequence (T, H)."""
-        hidden = states.to(device=self.device, dtype=self.dtype).unsqueeze(0)
-        positions = torch.arange(states.shape[0], device=self.device).unsqueeze(0)
+        """The keyword arguments that transformers' model passes to its layers for sequences of one length (B, T, H)."""
+        hidden = states.to(device=self.device, dtype=self.dtype)
+        positions = torch.arange(states.shape[1], device=self.device).unsqueeze(0)
         return {
             "hidden_states": hidden,
             "position_ids": positions,
@@ -152,10 +152,14 @@ class LayeredModel:
 
     @torch.no_grad()
     def attend(self, layer: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
-        """The first half of a layer for one sequence: the residual stream after attention, (T, H) from (T, H)."""
+        """The first half of a layer: the residual stream after attention.
+
+        Args:
+            states: of one sequence (T, H), or of several of one length (B, T, H); the result has the same shape.
+        """
         with _replaced(layer, self._block, _Nothing()):
-            output: torch.Tensor = layer(**self.inputs(states))
-        return output[0]
+            output: torch.Tensor = layer(**self.inputs(states.view(-1, *states.shape[-2:])))
+        return output.view_as(states)
 
     @torch.no_grad()
     def route(self, layer: torch.nn.Module, residual: torch.Tensor) -> Recorded:

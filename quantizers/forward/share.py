@@ -1,9 +1,10 @@
 """Which of the rows of many sequences a process computes, and which it keeps.
 
 Rows are dealt in whole blocks (see `states.Rows.blocks`), consecutive ones in the order of ranks. Attention needs whole
-sequences, and a sequence may reach across the border of two shares: then both processes keep all of it, and take it
-through attention both, which gives both the same bits. What follows attention is computed block by block, by the
-block's process alone; afterwards the rows of the sequences at the borders are passed on (`Share.complete`).
+batches of sequences (see batches.py), and a batch may reach across the border of two shares: then both processes keep
+all of it, and take it through attention both, which gives both the same bits. What follows attention is computed block
+by block, by the block's process alone; afterwards the rows of the batches at the borders are passed on
+(`Share.complete`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from quantizers.plan.solve_memory import ROW_BLOCK
 from quantizers.team.team import ALONE, Team
+
+from .batches import batches
 
 
 class Share:
@@ -22,19 +24,23 @@ class Share:
     Args:
         lengths: tokens of each sequence, of all of them.
         team: who shares them.
+        block: rows that go through a layer together, see plan/units.py; None for rows that do not: one block of all.
 
     Attributes:
         offsets: where each sequence begins among all rows, and where the last one ends.
+        batches: the sequences that go through attention together, of all of them.
         rows: first and last (exclusive) row of those that this process computes block by block.
-        sequences: those that it keeps: all that have a row among these.
+        sequences: those that it keeps: of each batch that has a row among these.
         start: the first row that it keeps.
     """
 
-    def __init__(self, lengths: Sequence[int], team: Team = ALONE) -> None:
+    def __init__(self, lengths: Sequence[int], team: Team = ALONE, block: int | None = None) -> None:
         self.lengths, self.team = list(lengths), team
+        self._block = block or max(1, sum(lengths))
         self.offsets = [0]
         for length in lengths:
             self.offsets.append(self.offsets[-1] + length)
+        self.batches = batches(self.lengths, self._block)
         self.rows = self.rows_of(team.rank)
         self.sequences = self._touching(self.rows)
         self.start = self.offsets[self.sequences.start]
@@ -45,15 +51,21 @@ class Share:
         return self.offsets[-1]
 
     @property
-    def owned(self) -> range:
-        """The sequences whose first row this process computes: each is one process's."""
+    def owned_batches(self) -> list[range]:
+        """The batches whose first row this process computes: each is one process's."""
         first, last = self.rows
-        return range(*(sum(begin < row for begin in self.offsets[:-1]) for row in (first, last)))
+        return [batch for batch in self.batches if first <= self.offsets[batch.start] < last]
+
+    @property
+    def owned(self) -> range:
+        """Their sequences."""
+        own = self.owned_batches
+        return range(own[0].start, own[-1].stop) if own else range(0)
 
     def rows_of(self, rank: int) -> tuple[int, int]:
         """First and last (exclusive) row that a process computes block by block."""
-        blocks = self.team.share(-(-self.total // ROW_BLOCK), rank)
-        return min(blocks.start * ROW_BLOCK, self.total), min(blocks.stop * ROW_BLOCK, self.total)
+        blocks = self.team.share(-(-self.total // self._block), rank)
+        return min(blocks.start * self._block, self.total), min(blocks.stop * self._block, self.total)
 
     def kept_by(self, rank: int) -> slice:
         """The rows that a process keeps, counted through all sequences."""
@@ -63,8 +75,8 @@ class Share:
     def blocks(self) -> list[slice]:
         """The blocks of this process, counted from `start`; cut in the same places whatever the number of processes."""
         first, last = self.rows
-        starts = range(first, last, ROW_BLOCK)
-        return [slice(start - self.start, min(start + ROW_BLOCK, last) - self.start) for start in starts]
+        starts = range(first, last, self._block)
+        return [slice(start - self.start, min(start + self._block, last) - self.start) for start in starts]
 
     def complete(self, flat: torch.Tensor) -> None:
         """Get the rows at the borders that others have computed.
@@ -118,21 +130,16 @@ class Share:
                 flat[begin - self.start : end - self.start].copy_(rows[begin - first : end - first])
 
     def _borders(self) -> list[tuple[int, int]]:
-        """First and last (exclusive) rows of the sequences that reach across a border; the same in all processes."""
+        """First and last (exclusive) rows of the batches that reach across a border; the same in all processes."""
         ends = {self.rows_of(rank)[1] for rank in range(self.team.count - 1)}
-        return [
-            (begin, end)
-            for begin, end in zip(self.offsets, self.offsets[1:], strict=False)
-            if any(begin < border < end for border in ends)
-        ]
+        spans = [(self.offsets[batch.start], self.offsets[batch.stop]) for batch in self.batches]
+        return [(begin, end) for begin, end in spans if any(begin < border < end for border in ends)]
 
     def _touching(self, rows: tuple[int, int]) -> range:
-        """The sequences that have a row among these."""
+        """The sequences of the batches that have a row among these."""
         first, last = rows
-        if first == last:
-            return range(0)
-        begin = sum(end <= first for end in self.offsets[1:])
-        return range(begin, sum(start < last for start in self.offsets[:-1]))
+        touched = [b for b in self.batches if self.offsets[b.start] < last and first < self.offsets[b.stop]]
+        return range(touched[0].start, touched[-1].stop) if first < last else range(0)
 
 
 def _unused(like: torch.Tensor, rows: int) -> torch.Tensor:

@@ -31,6 +31,7 @@ class Rows(Sequence[torch.Tensor]):
         dtype: dtype of the elements.
         device: where they lie if not in a file.
         team: the processes that share them, of which each keeps a part; without one, this process keeps all.
+        block: see `Share`.
 
     Attributes:
         share: which of the sequences are kept here.
@@ -46,8 +47,9 @@ class Rows(Sequence[torch.Tensor]):
         device: torch.device | None = None,
         *,
         team: Team = ALONE,
+        block: int | None = None,
     ) -> None:
-        self.path, self.width, self.share = path, width, Share(lengths, team)
+        self.path, self.width, self.share = path, width, Share(lengths, team, block)
         kept = self.share.kept_by(team.rank)
         count = (kept.stop - kept.start) * width
         self._size = count * dtype.itemsize
@@ -76,12 +78,22 @@ class Rows(Sequence[torch.Tensor]):
         return (self[i] for i in range(len(self)))
 
     def blocks(self) -> list[slice]:
-        """Slices of `flat`: the blocks of ROW_BLOCK rows, counted through all sequences, that are computed here."""
+        """Slices of `flat`: the blocks of rows, counted through all sequences, that are computed here."""
         return self.share.blocks()
+
+    def batches(self) -> list[tuple[slice, list[int]]]:
+        """What `of_batch` says of all batches that are kept here."""
+        return [self.of_batch(batch) for batch in self.share.batches if batch.start in self.share.sequences]
 
     def of(self, sequence: int) -> torch.Tensor:
         """One of the sequences that are kept here, by its number among all."""
         return self[self.share.sequences.index(sequence)]
+
+    def of_batch(self, batch: range) -> tuple[slice, list[int]]:
+        """Where the rows of a batch that is kept here lie in `flat`, and tokens of each of its sequences."""
+        start, offsets = self.share.start, self.share.offsets
+        rows = slice(offsets[batch.start] - start, offsets[batch.stop] - start)
+        return rows, self.share.lengths[batch.start : batch.stop]
 
     def remove(self) -> None:
         """Remove the file; its blocks are freed once nobody maps it any more."""

@@ -6,7 +6,7 @@ K experts chosen per token, b bytes of an element of the forward pass (2 on an a
 A visit has four phases, of which the largest is the peak. On an accelerator the source's layer, as it is stored, lies
 there throughout.
 
-    forward    the layer in the dtype of the forward pass, and one sequence's attention or a block of rows at experts
+    forward    the layer in the dtype of the forward pass, and attention of a batch or a block of rows at experts
     solve      all but its experts, the codes, the sums of x, those of the resident units, and one unit being solved
     pack       the codes, and what is written
     propagate  as forward, with what was written
@@ -32,7 +32,6 @@ from .states import between_bytes, lanes_bytes, recorded_bytes
 from .units import rows_of_block, unit_of_experts, units_of
 
 FLOAT = 4
-ROW_BLOCK = 4096  # rows that go through router and experts together, whatever sequences they belong to
 # Arrays that are alive while a matrix is rounded. First its Gram matrix in order, damped and factorized, (C, C), beside
 # the matrix itself transposed, (R, C). Then that with its slope, or what is left to do, and its codes; and of what is
 # worked on a panel of columns, see solve/refine.py.
@@ -162,8 +161,9 @@ class _Phases:
         self._rest = max(self.forward - itemsize * 3 * experts * width * hidden, 0)  # of the layer without its experts
         self._written = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
         self._codes = 3 * experts * width * hidden
-        attention = longest * itemsize * 4 * (hidden + max(_rows_made(plan, number) for number in numbers))
-        routed = ROW_BLOCK * itemsize * (sizes["chosen"] * (2 * hidden + 3 * width) + 8 * hidden)
+        batch = max(longest, rows)
+        attention = batch * itemsize * 4 * (hidden + max(_rows_made(plan, number) for number in numbers))
+        routed = rows * itemsize * (sizes["chosen"] * (2 * hidden + 3 * width) + 8 * hidden)
         self._activations = max(attention, routed)
         # Their sums, one block of them, and who is routed where.
         self._inputs = 2 * FLOAT * hidden**2 + 2 * rows * hidden * itemsize + 8 * sizes["chosen"] * tokens

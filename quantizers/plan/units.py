@@ -1,4 +1,4 @@
-"""The fixed units of work: how many experts are solved together, and how many rows are read at a time.
+"""The fixed units of work: how many experts are solved together, and how many rows go together.
 
 torch does not promise the same bits for a matmul of another shape. So whatever reaches the output is computed in
 units that follow from the kind of device and the layer's shape alone. Free memory decides how many units are held at
@@ -7,6 +7,9 @@ a time, the number of processes who solves which of them: both decide speed, nev
     accelerator  the largest power of two up to 16 whose arrays, 6 square matrices of float32 for each expert, stay
                  under 6 GiB: large batches fill it, and a larger card gains nothing by still larger ones
     CPU          up to 8 experts, as many as have their weights in 6 MiB of float32: they are to stay in its cache
+
+A block of rows goes through router and experts together, and into the sums together; so does a batch of sequences
+through attention (forward/batches.py). A GPU gets large ones: it would else wait for the launches of small kernels.
 
 Legend: E experts, U experts of a unit, H hidden, I expert width.
 """
@@ -18,7 +21,7 @@ from collections.abc import Mapping
 LARGEST_UNIT, UNIT_BYTES, SQUARES = 16, 6 * 2**30, 6
 CPU_EXPERTS, CPU_CACHE_BYTES = 8, 6 * 2**20
 FLOAT = 4
-ACCELERATOR_ROWS, CPU_ROWS = 8192, 4096
+ACCELERATOR_ROWS, CPU_ROWS = 16384, 4096
 
 
 def unit_of_experts(accelerator: bool, hidden: int, width: int) -> int:
@@ -42,7 +45,7 @@ def units_of(experts: int, unit: int) -> list[tuple[int, int]]:
 
 
 def rows_of_block(accelerator: bool) -> int:
-    """Rows that are read at a time, whatever sequences they belong to: a long one is cut, short ones are joined."""
+    """Rows that go together, whatever sequences they belong to: a long one is cut, short ones are joined."""
     return ACCELERATOR_ROWS if accelerator else CPU_ROWS
 
 

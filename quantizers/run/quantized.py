@@ -25,6 +25,7 @@ import torch
 
 from quantizers.calibration.data import CalibrationData
 from quantizers.checkpoint.held import Held, held_tensors
+from quantizers.device.kind import accelerated
 from quantizers.device.pinned import Turns
 from quantizers.forward.halves import attend, finish, observe
 from quantizers.forward.lane import Lane, embed
@@ -34,6 +35,7 @@ from quantizers.forward.states import Rows
 from quantizers.forward.weights import ExpertWeights
 from quantizers.output.context import Context, Place
 from quantizers.plan.job import Job
+from quantizers.plan.units import rows_of_block
 from quantizers.solve.layer import solve_layer
 from quantizers.solve.solved import Solved
 from quantizers.system.progress import doing
@@ -77,11 +79,12 @@ class Quantized:
     ) -> None:
         self.job, self.model, self.lane, self.context = job, model, lane, context
         self.shards, self._compensate_router = shards, compensate_router
+        block = rows_of_block(accelerated(model.device))
 
         def rows(place: Place, name: str, width: int, dtype: torch.dtype, team: Team = ALONE) -> Rows:
             path = context.work / f"{name}.bin" if place == "files" else None
             device = model.device if place == "device" else None
-            return Rows(path, lengths, width, dtype, device, team=team)
+            return Rows(path, lengths, width, dtype, device, team=team, block=block)
 
         own = "" if context.team.leads else f"-{context.team.rank}"
         self.states = rows(context.states, f"states{own}", job.sizes["hidden"], model.dtype, context.team)

@@ -73,7 +73,7 @@ def solve_layer(
 
     solved = solve_with_llmcompressor(
         copy.deepcopy(layer),  # the library replaces the experts' module
-        [model.inputs(states) for states in entering],
+        [model.inputs(states.unsqueeze(0)) for states in entering],
         settings,
         norm=None if norm is None else modules.norm,
         router=modules.router,

@@ -69,11 +69,11 @@ def test_inputs_in_host_memory_pass_between_machines_only() -> None:
 
 
 def test_texts_at_a_border() -> None:
-    """The third of these texts reaches across row 8,192 of 14,000: in both lanes its rows are passed on."""
-    size, texts = SIZES[0], [3000, 3000, 3000, 5000]
+    """The second batch, of one text, reaches across row 16,384 of 28,000: in both lanes its rows are passed on."""
+    size, texts = SIZES[0], [6000, 6000, 6000, 10000]
     phases = counted(size, texts, Ranks(2, 8)).phases
     for lane in ("reference", "candidate"):
-        assert phases[lane].sent + phases[lane].received == 3000 * (2 * size.H + 4 * size.K)
+        assert phases[lane].sent + phases[lane].received == 6000 * (2 * size.H + 4 * size.K)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -100,7 +100,7 @@ def test_who_has_most_to_do() -> None:
         for rank in range(count):
             team = Team()
             team.rank, team.count = rank, count
-            tokens = sum(texts[i] for i in Share(texts, team).owned)
+            tokens = sum(texts[i] for i in Share(texts, team, ROWS).owned)
             loads[rank] = len(team.share(units)), tokens
             assert sum(texts[i] for i in own_texts(ranks, rank, texts)) == tokens
         assert loads[busiest(ranks, units, texts)] == max(loads.values())

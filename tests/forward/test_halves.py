@@ -12,14 +12,13 @@ from tiny import make
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
-from quantizers.forward import share as share_module
 from quantizers.forward.halves import attend, finish, observe
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import recorded_rows
 from quantizers.forward.states import Rows
 from quantizers.system.errors import QuantizeError
 
-LENGTHS = [5, 1, 12, 7]
+LENGTHS = [5, 1, 12, 7, 3, 4, 2, 2, 2]  # the fifth and sixth go through attention padded, the last three as they are
 BLOCK = 8  # rows: every block but the first holds parts of two sequences or more
 
 
@@ -32,14 +31,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LayeredModel:
 
 
 @pytest.fixture
-def layer(model: LayeredModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
-    monkeypatch.setattr(share_module, "ROW_BLOCK", BLOCK)
+def layer(model: LayeredModel) -> Iterator[torch.nn.Module]:
     with model.layer(0) as module:
         yield module
 
 
 def rows(width: int, dtype: torch.dtype, path: Path | None = None) -> Rows:
-    return Rows(path, LENGTHS, width, dtype)
+    return Rows(path, LENGTHS, width, dtype, block=BLOCK)
 
 
 def filled(model: LayeredModel, path: Path | None = None) -> Rows:
@@ -54,18 +52,19 @@ def test_blocks_of_rows_give_what_each_sequence_gives_alone(
     in_a_file: bool, model: LayeredModel, layer: torch.nn.Module, tmp_path: Path
 ) -> None:
     states = filled(model, tmp_path / "states.bin" if in_a_file else None)
-    wanted = [layer(**model.inputs(sequence))[0] for sequence in states]
+    wanted = [layer(**model.inputs(sequence.unsqueeze(0)))[0] for sequence in states]
     experts: list[torch.Tensor] = []
     hook = layer.mlp.experts.register_forward_pre_hook(lambda _, args: experts.append(args[1]))
     for sequence in states:
-        layer(**model.inputs(sequence))
+        layer(**model.inputs(sequence.unsqueeze(0)))
     hook.remove()
     after, chosen = filled(model), rows(model.sizes["chosen"], torch.int32)
     attend(model, layer, states, after)
-    assert len(after.blocks()) == 4
+    assert len(after.blocks()) == 5
+    assert [len(lengths) for _, lengths in after.batches()] == [1, 1, 1, 1, 2, 3]
     finish(model, layer, after, "here", chosen=chosen)
     for i, (expected, choices) in enumerate(zip(wanted, experts, strict=True)):
-        assert torch.allclose(after[i], expected, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(after[i], expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(chosen[i].long().sort(-1).values, choices.sort(-1).values)
 
 
@@ -78,9 +77,9 @@ def test_observing_leaves_the_residual_and_what_the_experts_are_given(
     recorded = recorded_rows(lambda _, width, dtype: rows(width, dtype), model.sizes, model.dtype)
     observe(model, layer, states, recorded)
     for i, expected in enumerate(residual):
-        assert torch.equal(states[i], expected)
+        assert torch.allclose(states[i], expected, atol=1e-5)
         seen = model.route(layer, expected)
-        assert torch.allclose(recorded.x[i], seen.x, atol=1e-6)
+        assert torch.allclose(recorded.x[i], seen.x, atol=1e-5)
         assert torch.equal(recorded.chosen[i].long(), seen.chosen)
         assert torch.allclose(recorded.weight[i], seen.weight, atol=1e-6)
 

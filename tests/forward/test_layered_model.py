@@ -288,10 +288,10 @@ def test_route_sees_what_the_experts_of_the_whole_layer_are_given(tmp_path: Path
     with model.layer(0) as layer:
         seen: list[tuple[Tensor, ...]] = []
         hook = layer.mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args))
-        before = layer(**model.inputs(states))[0]
+        before = layer(**model.inputs(states.unsqueeze(0)))[0]
         hook.remove()
         recorded = model.route(layer, model.attend(layer, states))
-        after = layer(**model.inputs(states))[0]
+        after = layer(**model.inputs(states.unsqueeze(0)))[0]
     for a, b in zip((recorded.x, recorded.chosen, recorded.weight), seen[0], strict=True):
         assert torch.equal(a, b)
     assert torch.allclose(recorded.weight.sum(-1), torch.ones(len(tokens)))
@@ -309,7 +309,7 @@ def test_the_two_halves_are_the_layer(tmp_path: Path) -> None:
         with model.layer(number) as layer:
             residual = model.attend(layer, states)
             assert not torch.equal(residual, states)
-            states = layer(**model.inputs(states))[0]
+            states = layer(**model.inputs(states.unsqueeze(0)))[0]
             assert torch.equal(model.finish(layer, residual)[0], states)
 
 

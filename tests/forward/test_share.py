@@ -2,55 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from unittest.mock import patch
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from team_threads import together
 
-from quantizers.forward import share as module
 from quantizers.forward.recorded import Recorded, recorded_rows
 from quantizers.forward.share import Share
 from quantizers.forward.states import Rows
 from quantizers.team.team import Team
 
 BLOCK = 8
-LENGTHS = [3, 30, 1, 7, 9, 2, 25, 6]  # sequences within a block, across some, and across the shares of three processes
+LENGTHS = [
+    3,
+    30,
+    1,
+    7,
+    9,
+    2,
+    25,
+    6,
+    2,
+    2,
+    3,
+    1,
+    1,
+]  # sequences within a block, across some, and across the shares of three processes
 LENGTH = st.integers(1, 40)
-
-
-@pytest.fixture(autouse=True)
-def small_blocks() -> Iterator[None]:
-    with patch.object(module, "ROW_BLOCK", BLOCK):
-        yield
 
 
 def shares(lengths: list[int], count: int) -> list[Share]:
     teams = [Team() for _ in range(count)]
     for rank, team in enumerate(teams):
         team.rank, team.count = rank, count
-    return [Share(lengths, team) for team in teams]
+    return [Share(lengths, team, BLOCK) for team in teams]
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(LENGTH, max_size=12), st.integers(1, 7))
 def test_every_row_is_computed_once_in_the_blocks_of_one_process(lengths: list[int], count: int) -> None:
-    with patch.object(module, "ROW_BLOCK", BLOCK):
-        (alone,) = shares(lengths, 1)
-        parts = shares(lengths, count)
-        cut = [(block.start + one.start, block.stop + one.start) for one in parts for block in one.blocks()]
+    (alone,) = shares(lengths, 1)
+    parts = shares(lengths, count)
+    cut = [(block.start + one.start, block.stop + one.start) for one in parts for block in one.blocks()]
     assert cut == [(block.start, block.stop) for block in alone.blocks()]
     assert [i for one in parts for i in one.owned] == list(range(len(lengths)))
+    assert [batch for one in parts for batch in one.owned_batches] == alone.batches
     for one in parts:
         kept = one.kept_by(one.team.rank)
         assert kept.start == one.start == alone.offsets[one.sequences.start]
         assert kept.stop == alone.offsets[one.sequences.stop]
         first, last = one.rows
-        touched = {n for n in range(len(lengths)) if alone.offsets[n] < last and alone.offsets[n + 1] > first}
-        assert set(one.sequences) == (touched if first < last else set())
+        touched = [b for b in alone.batches if alone.offsets[b.start] < last and alone.offsets[b.stop] > first]
+        assert list(one.sequences) == ([n for batch in touched for n in batch] if first < last else [])
         assert set(one.owned) <= set(one.sequences)
 
 
@@ -60,7 +64,7 @@ def test_rows_at_the_borders_are_passed_on(count: int) -> None:
     whole = torch.arange(3.0 * sum(LENGTHS)).view(-1, 3)
 
     def work(team: Team) -> None:
-        rows = Rows(None, LENGTHS, 3, torch.float32, team=team)
+        rows = Rows(None, LENGTHS, 3, torch.float32, team=team, block=BLOCK)
         rows.flat.fill_(-1)
         for block in rows.blocks():
             first = rows.share.start
@@ -79,7 +83,7 @@ def test_rank_0_collects_and_deals_all_rows(count: int) -> None:
     whole = torch.arange(2.0 * sum(LENGTHS)).view(-1, 2)
 
     def work(team: Team) -> None:
-        share = Share(LENGTHS, team)
+        share = Share(LENGTHS, team, BLOCK)
         own = torch.full((share.kept_by(team.rank).stop - share.start, 2), -1.0)
         share.deal(own, whole if team.leads else None)
         assert torch.equal(own, whole[share.kept_by(team.rank)])
@@ -112,7 +116,7 @@ def test_everybody_gets_what_the_experts_are_called_with(nodes: int, shared: boo
             return copies[key]
 
         recorded = recorded_rows(make, sizes, torch.bfloat16, shared=shared)  # type: ignore[arg-type]
-        share = Share(LENGTHS, team)
+        share = Share(LENGTHS, team, BLOCK)
         for block in share.blocks():
             rows = slice(share.start + block.start, share.start + block.stop)
             recorded.put(rows, Recorded(x[rows], chosen[rows], weight[rows], usable[rows]))

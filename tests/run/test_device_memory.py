@@ -15,7 +15,7 @@ from one_layer import sums_held
 from runs import hashes
 
 from quantizers.calibration.texts import token_tensors
-from quantizers.plan import solve_memory, units
+from quantizers.plan import units
 from quantizers.plan.job import prepare
 from quantizers.plan.solve_memory import device_memory
 from quantizers.run import layer_loop, pipeline
@@ -32,10 +32,13 @@ LAYERS, EXPERTS = 3, 8
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe for layers of eight experts that are solved one by one, so that eight sums can be held at a time."""
     monkeypatch.setattr(units, "CPU_EXPERTS", 1)
-    monkeypatch.setattr(solve_memory, "ROW_BLOCK", 64)  # of a layer this small they would need more than the experts
+    monkeypatch.setattr(units, "CPU_ROWS", 32)  # of a layer this small more would need more than its experts
     folder = tmp_path / "job"
     write_tokenizer(tiny.make(folder / "model", num_hidden_layers=LAYERS, num_local_experts=EXPERTS))
-    return tiny.write_recipe(folder, words=20, samples=3, awq={"grid": 3})
+    recipe = tiny.write_recipe(folder, words=20, samples=3, awq={"grid": 3})
+    calibration = folder / "calibration.yaml"
+    calibration.write_text(calibration.read_text().replace("sequence_length: 256", "sequence_length: 32"))
+    return recipe
 
 
 def limits(job: Path) -> dict[int, int]:

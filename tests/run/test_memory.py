@@ -23,7 +23,6 @@ from live_bytes import Alive
 from safetensors.torch import save_file
 
 from quantizers.checkpoint import ahead
-from quantizers.forward import share
 from quantizers.plan import units
 from quantizers.plan.job import prepare
 from quantizers.plan.states import calibration_bytes
@@ -215,8 +214,7 @@ def test_what_is_alive_does_not_grow_with_the_number_of_tokens(
 
     of all else by less than a state takes.
     """
-    monkeypatch.setattr(share, "ROW_BLOCK", SEQUENCE)  # so that blocks of rows are full
-    monkeypatch.setattr(units, "CPU_ROWS", 8 * SEQUENCE)  # and those of the sums as well
+    monkeypatch.setattr(units, "CPU_ROWS", 8 * SEQUENCE)  # so that blocks of rows are full
     few, many = living(1, 9), living(1, 36)
     more = (36 - 9) * SEQUENCE
     table = 8 * tiny.config()["num_experts_per_tok"] * more + 16 * SMALL[2] * more // (8 * SEQUENCE)

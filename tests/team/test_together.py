@@ -18,8 +18,8 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
 from quantizers.device import determinism
 from quantizers.device.devices import choose_device
-from quantizers.forward import share
 from quantizers.output import journal
+from quantizers.plan import units
 from quantizers.plan.job import prepare
 from quantizers.recipe.schema import Awq, CoverageGate, Experts
 from quantizers.run.measure import measure
@@ -122,7 +122,7 @@ def test_the_folder_is_held_until_the_last_has_ended(tmp_path: Path) -> None:
 
 def test_an_evaluation_by_several(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figures of one process, by two machines too; cut off in one of three, it goes on with two and then alone."""
-    monkeypatch.setattr(share, "ROW_BLOCK", 256)  # everybody has texts
+    monkeypatch.setattr(units, "CPU_ROWS", 256)  # everybody has texts
     source, candidate = open_folder(finished.source), open_folder(finished.folder)
 
     def work(team: Team, folder: str, done: str | None = None) -> list[dict[str, Any]]:
