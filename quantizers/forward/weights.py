@@ -14,6 +14,8 @@ with one synchronisation; only if one of them is not finite are they read again,
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from quantizers.architectures.architecture import Architecture
@@ -24,6 +26,7 @@ from quantizers.checkpoint.reader import Checkpoint, block_size
 from quantizers.device.kind import accelerated
 from quantizers.system.errors import CheckpointError
 
+from .finite import Finite
 from .stored_matrix import Form, dequantize_fp8, form_of, fp8_scale, is_finite, packed_weight
 
 # Legend: E experts, c experts of a unit, R rows, C columns, H hidden size, I width of an expert
@@ -88,6 +91,7 @@ class ExpertWeights:
             `require_finite` has been called.
         layer: one with experts.
         device, dtype: of the result. The product of codes and scales is float32, rounded to `dtype` once.
+        finite: gets whether all of it is finite, for one look at this and other things.
 
     Raises:
         CheckpointError: a tensor is missing, has a wrong dtype or shape, or is a bias that the model would not add.
@@ -101,12 +105,13 @@ class ExpertWeights:
         layer: int,
         device: torch.device,
         dtype: torch.dtype,
+        finite: Finite | None = None,
     ) -> None:
         self.stored, self.device, self.dtype = stored, device, dtype
         self.experts, self.width, self.hidden = sizes["experts"], sizes["width"], sizes["hidden"]
         self.modules = {m: [facts.expert(layer, e, m) for e in range(self.experts)] for m in MATRICES}
         self._forms: dict[str, Form | None] = {}
-        self._finite: list[torch.Tensor] = []
+        self._finite = finite or Finite()
         for expert in range(self.experts):
             for matrix in MATRICES:
                 module = self.modules[matrix][expert]
@@ -150,7 +155,7 @@ class ExpertWeights:
     def _fill_together(self, form: Form, modules: list[str], slot: torch.Tensor) -> None:
         """All matrices one below the other: one copy of each part to the device, one product."""
         parts = [self._below(modules, part).to(self.device) for part in form.parts]
-        self._put(form, parts, slot)
+        self._put(form, parts, slot, modules)
 
     def _below(self, modules: list[str], part: str) -> torch.Tensor:
         tensors = [self.stored.tensor(f"{module}.{part}") for module in modules]
@@ -165,12 +170,16 @@ class ExpertWeights:
             parts = [self.stored.tensor(f"{module}.{part}") for part in form.parts]
             for row in range(0, rows, step):
                 band = own[row : row + step]
-                self._put(form, form.band(parts, row, row + len(band)), band)
+                self._put(form, form.band(parts, row, row + len(band)), band, [module])
 
-    def _put(self, form: Form, parts: list[torch.Tensor], slot: torch.Tensor) -> None:
+    def _put(self, form: Form, parts: list[torch.Tensor], slot: torch.Tensor, modules: list[str]) -> None:
         numbers = form.numbers(parts)
-        self._finite.append(is_finite(numbers))
+        self._finite.add(is_finite(numbers), partial(self._read_again, modules))
         slot.copy_(numbers.view(slot.shape))
+
+    def _read_again(self, modules: list[str]) -> None:
+        for module in modules:
+            read_weight(self.stored, module, self.device)  # says which is not finite
 
     def require_finite(self) -> None:
         """Look at all units so far, with one synchronisation.
@@ -178,12 +187,7 @@ class ExpertWeights:
         Raises:
             CheckpointError: a weight or its scale holds a NaN or infinity.
         """
-        if self._finite and not bool(torch.stack(self._finite).all()):
-            for modules in zip(*self.modules.values(), strict=True):
-                for module in modules:
-                    read_weight(self.stored, module, self.device)  # says which
-            raise AssertionError("a weight was not finite, and is now")
-        self._finite.clear()
+        self._finite.require()
 
     def _require_shape(self, module: str, matrix: Matrix, shape: tuple[int, ...]) -> None:
         needed = (self.hidden, self.width) if matrix == "down" else (self.width, self.hidden)
@@ -217,50 +221,52 @@ def layer_weights(
         CheckpointError: as `read_weight`.
     """
     dense = layer in sizes.dense
-    weights = _outside_experts(checkpoint, facts, layer, device, dtype, dense=dense)
-    if dense or not experts:
-        return weights
-    routed, count = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype), sizes["experts"]
-    gate_up, down = routed.empty(count)
-    for first in range(0, count, UNIT):
-        routed.fill(first, gate_up[first : first + UNIT], down[first : first + UNIT])
-    routed.require_finite()
-    weights[f"{facts.modules.experts}.gate_up_proj"] = gate_up
-    weights[f"{facts.modules.experts}.down_proj"] = down
+    finite = Finite()
+    weights = _outside_experts(checkpoint, facts, layer, device, dtype, finite, dense=dense)
+    if experts and not dense:
+        routed, count = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype, finite), sizes["experts"]
+        gate_up, down = routed.empty(count)
+        for first in range(0, count, UNIT):
+            routed.fill(first, gate_up[first : first + UNIT], down[first : first + UNIT])
+        weights[f"{facts.modules.experts}.gate_up_proj"] = gate_up
+        weights[f"{facts.modules.experts}.down_proj"] = down
+    finite.require()
     return weights
 
 
 def _outside_experts(
-    checkpoint: Checkpoint, facts: Architecture, layer: int, device: torch.device, dtype: torch.dtype, *, dense: bool
+    checkpoint: Checkpoint,
+    facts: Architecture,
+    layer: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    finite: Finite,
+    *,
+    dense: bool,
 ) -> dict[str, torch.Tensor]:
     """All of a layer but its routed experts, see `layer_weights`."""
     weights: dict[str, torch.Tensor] = {}
-    finite: list[torch.Tensor] = []
-    tensors, modules = list[str](), list[str]()
     for name, tensor in facts.tensors(dense).items():
         full = facts.layer(layer, name)
         if name in facts.modules.without or (tensor.optional and full not in checkpoint.tensors):
             continue
         stored = checkpoint.tensor(checkpoint.require(full, "a tensor of the layer").name).to(device)
-        tensors.append(full)
-        finite.append(is_finite(stored))
+        finite.add(is_finite(stored), partial(_read_again, checkpoint, full))
         weights[facts.in_transformers(name)] = stored.to(torch.float32 if tensor.dtype == "F32" else dtype)
     for name in facts.linears(dense):
         if name in facts.modules.without:
             continue
         full = facts.layer(layer, name)
         weight = _weight(checkpoint, full, device)
-        modules.append(full)
-        finite.append(is_finite(weight))
+        finite.add(is_finite(weight), partial(read_weight, checkpoint, full, device))
         weights[facts.in_transformers(name) + ".weight"] = weight.to(dtype)
         if f"{name}.bias" not in facts.tensors(dense):
             _refuse_bias(checkpoint, full)
-    if finite and not bool(torch.stack(finite).all()):
-        for name in tensors:
-            if not bool(is_finite(checkpoint.tensor(name))):
-                file = checkpoint.tensors[name].file
-                raise CheckpointError(f"{file}: {name} holds a NaN or infinity; download this shard again")
-        for module in modules:
-            read_weight(checkpoint, module, device)  # says which
-        raise AssertionError("a tensor was not finite, and is now")
     return weights
+
+
+def _read_again(checkpoint: Checkpoint, name: str) -> None:
+    """Raise an error if a tensor holds a number that is not finite."""
+    if not bool(is_finite(checkpoint.tensor(name))):
+        file = checkpoint.tensors[name].file
+        raise CheckpointError(f"{file}: {name} holds a NaN or infinity; download this shard again")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.forward.codes import grouped
 from quantizers.recipe.schema import Experts
 
 from .rounding import DAMPING
@@ -41,7 +42,7 @@ def leaning(numbers: Numbers, full_share_at: int) -> Leaning:
 
 def zero_groups(weight: torch.Tensor, group: int) -> torch.Tensor:
     """(c,) int64: how many groups of each matrix (c, R, C) are all zero: they have no scale, and are given 1."""
-    return (~torch.stack([one.reshape(-1, group).any(-1) for one in weight])).sum(1)
+    return grouped(weight, group).any(-1).logical_not_().sum((1, 2))
 
 
 def zero_lines(zero: Mapping[Matrix, Sequence[float]], groups: Mapping[Matrix, int]) -> list[str]:
