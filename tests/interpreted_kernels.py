@@ -20,9 +20,11 @@ import torch
 from triton.runtime import interpreter
 
 from quantizers.cost.fused import COSTS
-from quantizers.forward.recorded import usable_rows
+from quantizers.forward.recorded import Recorded, usable_rows
 from quantizers.solve import awq, refine, rounding
 from quantizers.solve.fused import operators
+from quantizers.solve.sum_in_order import sum_in_order
+from quantizers.solve.token_weights import squared_weights
 
 operators.INTERPRETED = 64  # rows of a program, so that some matrices take several, of which the last is not full
 SHAPES = [
@@ -91,6 +93,36 @@ def mse_scales_by_torch(weight: torch.Tensor, importance: torch.Tensor, group: i
     )
 
 
+def summed_products(experts: int, rows: int, columns: int, _: int) -> list[Any]:
+    return [within(drawn(experts, 3 * columns, rows), 8), drawn(experts, 3 * columns, rows) + 1]
+
+
+def summed_products_by_torch(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return sum_in_order(first * second)
+
+
+def token_roots(experts: int, rows: int, columns: int, bits: int) -> list[Any]:
+    """Of `rows` tokens, each of which chooses 3 of 8 experts; about every fifth counts nothing for an expert."""
+    generator = torch.Generator().manual_seed(columns + bits)
+    chosen = torch.rand(rows, 8, generator=generator).topk(3).indices.int()
+    good = torch.rand(experts, rows, generator=generator) > 0.2
+    factors = drawn(2, experts).abs()
+    return [chosen, drawn(rows, 3).abs(), good, factors[0], factors[1], 2]
+
+
+def token_roots_by_torch(
+    chosen: torch.Tensor,
+    weight: torch.Tensor,
+    good: torch.Tensor,
+    of_routed: torch.Tensor,
+    of_any: torch.Tensor,
+    first: int,
+) -> torch.Tensor:
+    block = Recorded(weight, chosen, weight, good[0])
+    squared = squared_weights(block, first, first + len(good))
+    return (squared * of_routed[:, None] + of_any[:, None]).mul_(good).sqrt_().bfloat16()
+
+
 def gate_rows(experts: int, rows: int, columns: int, _: int) -> list[Any]:
     gate = drawn(experts, columns, rows).bfloat16()
     for token, value in enumerate((float("nan"), float("inf"), -1e17)[:rows]):
@@ -128,6 +160,8 @@ KERNELS: dict[str, tuple[Callable[..., list[Any]], Callable[..., Any], dict[str,
     "gate_rows": (gate_rows, gate_rows_by_torch, {"gate": 0, "unusable": 2}),
     "weigh_rows": (weigh_rows, weigh_rows_by_torch, {"rows": 0, "magnitude": 2}),
     "tried_errors": (tried_errors, awq._tried_errors, {"errors": 2}),
+    "summed_products": (summed_products, summed_products_by_torch, {}),
+    "token_roots": (token_roots, token_roots_by_torch, {}),
 }
 
 
@@ -190,9 +224,9 @@ def moved() -> dict[str, dict[str, int]]:
     found = {}
     for name, (make, _, _) in KERNELS.items():
         given, touched = make(2, 40, 32, 4), Touched()
-        cost = COSTS[name](torch.empty(2, 2, 40, dtype=torch.bfloat16), *given)
         for _ in touched.watch():
-            getattr(operators, name)(*given)
+            made = getattr(operators, name)(*given)
+        cost = COSTS[name](made, *given)
         found[name] = {
             "read": len(touched.read), "read, counted": cost.read,
             "written": len(touched.written), "written, counted": cost.written,

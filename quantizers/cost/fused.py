@@ -64,9 +64,20 @@ def _weigh_rows(made: torch.Tensor | None, *given: Any) -> Operation:
     return Operation("weigh_rows", 1, sum(t.nbytes for t in given), rows.nbytes + magnitude.nbytes)
 
 
+def _summed_products(made: torch.Tensor | None, *given: Any) -> Operation:
+    assert made is not None
+    return Operation("summed_products", 1, sum(t.nbytes for t in given), made.nbytes)
+
+
+def _token_roots(made: torch.Tensor | None, *given: Any) -> Operation:
+    assert made is not None
+    return Operation("token_roots", 1, sum(t.nbytes for t in given[:-1]), made.nbytes)
+
+
 COSTS: dict[str, Callable[..., Operation]] = {
     "gptq_block": _gptq_block, "refine_group": _refine_group, "mse_scales": _mse_scales,
-    "tried_errors": _tried_errors, "gate_rows": _gate_rows, "weigh_rows": _weigh_rows,
+    "tried_errors": _tried_errors, "summed_products": _summed_products, "token_roots": _token_roots,
+    "gate_rows": _gate_rows, "weigh_rows": _weigh_rows,
 }  # fmt: skip
 
 

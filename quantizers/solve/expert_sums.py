@@ -21,7 +21,7 @@ from quantizers.forward.recorded import Recorded, usable_rows
 from .forced_rows import Activation, add_weighed, gated, gated_and_looked_at, no_magnitude
 from .input_sums import Unit
 from .symmetric import add_product, mirror
-from .token_weights import Blend, Survey, Table, rows_of, token_weights
+from .token_weights import Blend, Survey, Table, rows_of, token_roots
 
 ROUTED_PER_COLUMN = 32  # tokens routed for each column of w2: with more, every n-th block goes into `changes`
 
@@ -138,7 +138,7 @@ def _add_block(
     with phase("sums"):
         good &= block.usable  # (c, T)
         # √w in the dtype of h, so that one operand serves both sides of the sum; and w is what it is squared.
-        root = token_weights(block, blended, *unit).mul_(good).sqrt_().to(h.dtype)
+        root = token_roots(block, blended, *unit, good, h.dtype)
         sums.mass += root.float().square().sum(1, keepdim=True)
         sums.seen += good.sum(1)
     if source is not None and sums.changes is not None:

@@ -13,7 +13,11 @@ from collections.abc import Iterator
 
 import torch
 
+from quantizers.device.fused import fused
 from quantizers.device.kind import accelerated
+
+from .fused import operators
+from .sum_in_order import sum_in_order
 
 SMALLEST = 128  # columns: below that a matmul wastes more than it saves
 BLOCKS = 8
@@ -85,7 +89,7 @@ def row_losses(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
         gram: (E, C, C), or (1, C, C) where all share it; symmetric.
 
     Returns:
-        (E, R) in delta's dtype.
+        (E, R) in delta's dtype, added as sum_in_order.py says.
     """
     columns = delta.mT if delta.stride(-2) == 1 else delta.mT.contiguous()  # (E, C, R)
     gram = gram.expand(len(columns), -1, -1)
@@ -96,4 +100,7 @@ def row_losses(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
         torch.bmm(gram[:, start:end, start:end], own, out=made)
         if end < columns.shape[1]:
             made.baddbmm_(gram[:, start:end, end:], after, alpha=2)
-    return product.mul_(columns).sum(1)
+    if fused(delta.device) and delta.dtype == torch.float32:
+        summed: torch.Tensor = operators.summed_products(product, columns)
+        return summed
+    return sum_in_order(product.mul_(columns))

@@ -20,7 +20,10 @@ from functools import cached_property
 import torch
 
 from quantizers.device.fetch import on_host
+from quantizers.device.fused import fused
 from quantizers.forward.recorded import Recorded, route_counts
+
+from .fused import operators
 
 
 @dataclass(frozen=True)
@@ -170,8 +173,18 @@ def squared_weights(block: Recorded, first: int, last: int) -> torch.Tensor:
     return table.scatter_(1, column, block.weight.square())[:, :count].T.contiguous()
 
 
-def token_weights(block: Recorded, blended: Blend, first: int, last: int) -> torch.Tensor:
-    """(c, T) float32: what each row counts for experts first … last - 1; 0 for those that are not usable."""
+def token_roots(
+    block: Recorded, blended: Blend, first: int, last: int, good: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """(c, T): the root of what each row counts for experts first … last - 1.
+
+    Args:
+        good: (c, T) bool, rows that count at all.
+        dtype: of the result.
+    """
     routed, every = blended.factors(first, last)
+    if dtype == torch.bfloat16 and fused(good.device):
+        roots: torch.Tensor = operators.token_roots(block.chosen, block.weight, good, routed, every, first)
+        return roots
     weights = squared_weights(block, first, last).mul_(routed.unsqueeze(-1)).add_(every.unsqueeze(-1))
-    return weights.mul_(block.usable)
+    return weights.mul_(good).sqrt_().to(dtype)

@@ -19,9 +19,11 @@ from quantizers.cost.work import Work
 from quantizers.device import kind
 from quantizers.forward.recorded import Recorded, usable_rows
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve import awq, refine, rounding
+from quantizers.solve import awq, refine, rounding, symmetric
 from quantizers.solve.fused import operators
 from quantizers.solve.gram_engine import solve
+from quantizers.solve.sum_in_order import sum_in_order
+from quantizers.solve.token_weights import squared_weights
 from quantizers.system.residents import Residents
 
 
@@ -154,7 +156,7 @@ def test_operations_are_those_that_the_profiler_sees(monkeypatch: pytest.MonkeyP
     for name, module in list(sys.modules.items()):
         if name.startswith("quantizers.") and getattr(module, "accelerated", None) is real:
             monkeypatch.setattr(module, "accelerated", lambda _: True)
-    for module in (awq, rounding, refine):  # torch's own operations on both, which the profiler sees
+    for module in (awq, rounding, refine, symmetric):  # torch's own operations on both, which the profiler sees
         monkeypatch.setattr(module, "fused", lambda _: False)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         solved_on(torch.device("cpu"))
@@ -203,6 +205,9 @@ def test_what_a_cpu_does_instead_of_a_kernel(kernel: str) -> None:
     flags = torch.empty(experts, columns // 64, rows, dtype=torch.int8, device=META)
     root, magnitude = h[0][:, 0], [empty(columns, parts) for parts in (operators.SUMS, 1)]
     scales, errors = torch.empty(4, experts, columns, device=META), empty(columns, 4, rows)
+    numbers = [torch.empty(rows, 8, dtype=dtype, device=META) for dtype in (torch.int32, torch.float32)]
+    routed = Recorded(h[0][0], *numbers, flags[0, 0])
+    good, factors = flags[:, 0].bool(), torch.empty(2, experts, device=META)
     of_kernel, of_torch = {
         "gptq_block": (
             lambda: operators.gptq_block(some[0], block, scale, order, some[1], codes, 4),
@@ -227,6 +232,21 @@ def test_what_a_cpu_does_instead_of_a_kernel(kernel: str) -> None:
             lambda: (
                 h[0].mul_(root.unsqueeze(1)),
                 magnitude[1].add_(h[0].abs_().mul_(root.unsqueeze(1)).sum(-1, keepdim=True, dtype=torch.float32)),
+            ),
+        ),
+        "summed_products": (
+            lambda: operators.summed_products(weight, weight),
+            lambda: sum_in_order(torch.empty_like(weight).mul_(weight)),
+        ),
+        "token_roots": (
+            lambda: operators.token_roots(routed.chosen, routed.weight, good, *factors, 0),
+            lambda: (
+                squared_weights(routed, 0, experts)
+                .mul_(factors[0][:, None])
+                .add_(factors[1][:, None])
+                .mul_(good)
+                .sqrt_()
+                .bfloat16()
             ),
         ),
         "tried_errors": (

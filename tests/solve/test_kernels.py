@@ -25,7 +25,10 @@ from quantizers.solve import rounding
 from quantizers.solve.fused.operators import OPTIONS, STRIP, SUMS, TOKENS, WEIGHED, WIDER, rows_of_program
 from quantizers.solve.rounding import mse_scales
 
-LAUNCHES = ("gptq_block", "refine_group", "tried_errors", "gate_rows", "weigh_rows", "mse_scales")
+LAUNCHES = (
+    "gptq_block", "refine_group", "tried_errors", "summed_products", "token_roots", "gate_rows", "weigh_rows",
+    "mse_scales",
+)  # fmt: skip
 INTERPRETED = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -36,7 +39,7 @@ def interpreted(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("kernel", [*LAUNCHES[:5], pytest.param("mse_scales", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernel", [*LAUNCHES[:-1], pytest.param("mse_scales", marks=pytest.mark.slow)])
 def test_a_kernel_leaves_the_bits_that_torch_s_operations_leave(kernel: str) -> None:
     """In Triton's interpreter, over 16 shapes each; float32 errors and changes too, not codes and scales alone."""
     found = interpreted("bits", kernel)
@@ -52,15 +55,18 @@ def test_a_kernel_moves_the_bytes_that_are_counted() -> None:
 
 
 POINTERS = {
-    "group_of": "*i32", "codes": "*i8", "unusable": "*i8",
+    "group_of": "*i32", "chosen_experts": "*i32", "codes": "*i8", "unusable": "*i8", "good": "*i8",
     **dict.fromkeys(("scale", "chosen", "gate", "up", "rows", "root"), "*bf16"),
     **dict.fromkeys(("work", "factor", "errors", "block", "near", "image", "change"), "*fp32"),
-    **dict.fromkeys(("weight", "importance", "magnitude"), "*fp32"),
+    **dict.fromkeys(("weight", "importance", "magnitude", "first", "second", "sums"), "*fp32"),
+    **dict.fromkeys(("of_routed", "of_any"), "*fp32"),
 }  # fmt: skip
 COMPILED = [
     ("gptq_block", {"W": rounding.BLOCK, "factor_row": 1}, rounding.BLOCK),
     *(("refine_group", {"G": group}, group) for group in (32, 64, 128)),
     *(("tried_errors", {"G": group, "P": 4}, 8) for group in (32, 128)),
+    ("summed_products", {}, 8),
+    ("token_roots", {"K": 8, "TOKENS": TOKENS}, 0),
     ("gate_rows", {"LARGEST": LARGEST, "STRIP": STRIP, "TOKENS": TOKENS}, 0),
     ("weigh_rows", {"STRIP": WEIGHED, "SUMS": SUMS}, 0),
     *(("mse_scales", {"G": group, "COUNT": 20, "FIRST": 1.05, "LESS": 0.02}, 8) for group in (32, 64, 128)),
@@ -86,10 +92,10 @@ def test_a_kernel_compiles_for_every_card(
     from quantizers.solve.fused import kernels
 
     function = getattr(kernels, kernel)
+    constants, options = sizes, OPTIONS | WIDER
     if columns:
-        constants, options = sizes | {"LOW": -8, "HIGH": 7, "ROWS": rows_of_program(columns)}, OPTIONS
-    else:
-        constants, options = sizes, OPTIONS | WIDER
+        rounding_s = {"LOW": -8, "HIGH": 7, "ROWS": rows_of_program(columns)}
+        constants, options = {n: v for n, v in (sizes | rounding_s).items() if n in function.arg_names}, OPTIONS
     signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in function.arg_names}
     places = {(function.arg_names.index(name),): value for name, value in constants.items()}
     even = {(place,): [["tt.divisibility", 16]] for place in range(len(function.arg_names)) if (place,) not in places}

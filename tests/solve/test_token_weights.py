@@ -22,7 +22,7 @@ from quantizers.plan.units import units_of
 from quantizers.solve.expert_sums import width_sums
 from quantizers.solve.input_sums import InputSums, blended_gram, sweep
 from quantizers.solve.symmetric import gram
-from quantizers.solve.token_weights import Blend, Survey, survey, token_weights
+from quantizers.solve.token_weights import Blend, Survey, survey, token_roots
 
 FEW = settings(max_examples=15, deadline=None, database=None, derandomize=True)
 EXPERTS, HIDDEN, WIDTH = 4, 128, 64
@@ -166,7 +166,7 @@ def test_record_is_what_transformers_calls_its_experts_with(observed: Observed) 
         experts = module.get_submodule(observed.model.facts.modules.experts)
         hook = experts.register_forward_pre_hook(lambda _module, arguments: caught.append(arguments))
         for states in observed.states:
-            module(**observed.model.inputs(states))
+            module(**observed.model.inputs(states.unsqueeze(0)))
         hook.remove()
         again = [observed.model.run(module, states)[1] for states in observed.states]
     for length, seen, ours, choice in zip(LENGTHS, caught, observed.recorded, again, strict=True):
@@ -328,7 +328,11 @@ def test_the_weights_of_all_tokens_add_up_to_one(seed: int, experts: int, length
     """For every expert, routed or not."""
     recorded = random_routing(seed, experts, 1, lengths, 3)
     blended = blend(recorded, experts, a, full_share_at=5)
-    total = sum(token_weights(s, blended, 0, experts).double().sum(1) for s in recorded)
+    all_good = [torch.ones(experts, len(s.x), dtype=torch.bool) for s in recorded]
+    roots = [
+        token_roots(s, blended, 0, experts, good, torch.float64) for s, good in zip(recorded, all_good, strict=True)
+    ]
+    total = sum(root.square().sum(1) for root in roots)
     torch.testing.assert_close(torch.as_tensor(total), torch.ones(experts, dtype=torch.float64), rtol=1e-6, atol=0)
 
 

@@ -1,14 +1,15 @@
 """The kernels. Importing this file takes Triton; operators.py launches them.
 
-In those of rounding a program has some rows of one expert's matrix, which lies transposed, (C, R): a column's rows are
-read in one piece, and all columns of a block or a group stay in registers until the last of them is rounded. The last
-two go with the forced pass, whose results lie transposed as well, (C, T): a program has some columns of those.
+In those of rounding and of the search a program has some rows of one expert's matrix, which lies transposed, (C, R): a
+column's rows are read in one piece, and all columns of a block or a group that is rounded stay in registers until the
+last of them is. The last three go with the forced pass, whose results lie transposed as well, (C, T): a program has
+some tokens of an expert, or some columns of those.
 
 They are compiled with `enable_fp_fusion=False`, or the compiler would fuse products and sums. Nothing is added by
 tl.sum or tl.dot, whose order is not written down: a group's sums are made in 8 lanes, see sum_in_order.py.
 
-Legend: E experts, C columns, R rows, g group size, n groups, P grid points, T tokens; `…_e` steps in memory from one
-expert to the next.
+Legend: E experts, C columns, R rows, g group size, n groups, P grid points, T tokens, K experts chosen per token; `…_e`
+steps in memory from one expert to the next.
 """
 
 from __future__ import annotations
@@ -166,6 +167,28 @@ def tried_errors(
 
 
 @triton.jit
+def summed_products(
+    first, second, sums,
+    C, R, first_e, second_e, sums_e,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """See operators.summed_products. Grid (E, R / ROWS)."""
+    expert = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there = row < R
+    lanes = tl.arange(0, LANES)[None, :] * R
+    first += expert * first_e + row[:, None] + lanes
+    second += expert * second_e + row[:, None] + lanes
+    total = tl.zeros((ROWS, LANES), tl.float32)
+    for _ in range(0, C, LANES):
+        value = tl.load(first, mask=there[:, None], other=0.0)
+        total = total + value * tl.load(second, mask=there[:, None], other=0.0)
+        first += LANES * R
+        second += LANES * R
+    tl.store(sums + expert * sums_e + row, _lanes_added(total, ROWS), mask=there)
+
+
+@triton.jit
 def mse_scales(
     weight, importance, chosen,
     R, weight_e, importance_e, chosen_e,
@@ -203,6 +226,27 @@ def mse_scales(
         best = tl.where(better, loss, best)
         best_step = tl.where(better, step, best_step)
     tl.store(chosen + expert * chosen_e + group * R + row, best_step.to(tl.bfloat16), mask=there)
+
+
+@triton.jit
+def token_roots(
+    chosen_experts, weight, good, of_routed, of_any, root,
+    T, first_expert, good_e, root_e,
+    K: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """See operators.token_roots. Grid (c, T / TOKENS)."""
+    expert = tl.program_id(0)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    there = token < T
+    squared = tl.zeros((TOKENS,), tl.float32)
+    for k in range(K):
+        value = tl.load(weight + token * K + k, mask=there, other=0.0)
+        own = tl.load(chosen_experts + token * K + k, mask=there, other=-1) == first_expert + expert
+        squared = tl.where(own, value * value, squared)
+    value = tl.sqrt_rn(squared * tl.load(of_routed + expert) + tl.load(of_any + expert))
+    counts = tl.load(good + expert.to(tl.int64) * good_e + token, mask=there, other=0) != 0
+    value = tl.where(counts, _bfloat16(value), 0.0)
+    tl.store(root + expert.to(tl.int64) * root_e + token, value.to(tl.bfloat16), mask=there)
 
 
 @triton.jit

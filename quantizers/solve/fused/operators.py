@@ -4,7 +4,7 @@ As operators they are seen by whatever follows torch's dispatch. On the meta dev
 do nothing and need no Triton. Every tensor may be a view, as long as rows lie in one piece.
 
 Legend: E experts, C columns, W columns of a block, R rows, g group size, n = C / g groups, P grid points; B = E, or 1
-where all experts share something.
+where all experts share something; c experts of a unit, I expert width, T tokens, K experts chosen per token.
 """
 
 from __future__ import annotations
@@ -148,6 +148,58 @@ def tried_errors(weight: torch.Tensor, scales: torch.Tensor, errors: torch.Tenso
     )  # fmt: skip
 
 
+@torch.library.custom_op("quantizers::summed_products", mutates_args=())
+def summed_products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The sum over columns of first · second, added as sum_in_order.py says.
+
+    Args:
+        first, second: (E, C, R) float32, each expert's in one piece; C a multiple of 8.
+
+    Returns:
+        (E, R) float32.
+    """
+    from .kernels import summed_products as kernel
+
+    sums = _rows_like(first)
+    _launched(kernel, first, columns=LANES)(
+        first, second, sums, first.shape[1], first.shape[2], first.stride(0), second.stride(0), sums.stride(0)
+    )
+    return sums
+
+
+@torch.library.custom_op("quantizers::token_roots", mutates_args=())
+def token_roots(
+    chosen: torch.Tensor,
+    weight: torch.Tensor,
+    good: torch.Tensor,
+    of_routed: torch.Tensor,
+    of_any: torch.Tensor,
+    first: int,
+) -> torch.Tensor:
+    """The root of what each token counts for each expert of a unit, see token_weights.py.
+
+    Args:
+        chosen: (T, K) int32 or int64, contiguous.
+        weight: (T, K) float32, contiguous, routing weights.
+        good: (c, T) bool, rows of it in one piece; the others count nothing.
+        of_routed, of_any: (c,) float32, see `Blend.factors`.
+        first: number of the unit's first expert.
+
+    Returns:
+        (c, T) bfloat16.
+    """
+    from .kernels import token_roots as kernel
+
+    root = torch.empty_like(good, dtype=torch.bfloat16)
+    experts, tokens = good.shape
+    together = TOKENS if good.is_cuda else INTERPRETED
+    kernel[experts, -(-tokens // together)](
+        chosen, weight, good.view(torch.int8), of_routed, of_any, root, tokens, first, good.stride(0), root.stride(0),
+        K=chosen.shape[1], TOKENS=together, **(OPTIONS | WIDER),
+    )  # fmt: skip
+    return root
+
+
 @torch.library.custom_op("quantizers::gate_rows", mutates_args=("gate", "unusable"))
 def gate_rows(gate: torch.Tensor, up: torch.Tensor, unusable: torch.Tensor) -> None:
     """gate *= up, rounded to bfloat16; and where a token has a value that no sum can use, see `recorded.usable_rows`.
@@ -195,6 +247,11 @@ def _scales_like(weight: torch.Tensor, group: int) -> torch.Tensor:
     return torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
 
 
+def _rows_like(matrices: torch.Tensor) -> torch.Tensor:
+    experts, _, rows = matrices.shape
+    return torch.empty(experts, rows, dtype=torch.float32, device=matrices.device)
+
+
 @gptq_block.register_fake
 def _(*_: Any) -> None:
     pass
@@ -218,6 +275,16 @@ def _(*_: Any) -> None:
 @tried_errors.register_fake
 def _(*_: Any) -> None:
     pass
+
+
+@summed_products.register_fake
+def _(first: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return _rows_like(first)
+
+
+@token_roots.register_fake
+def _(_: torch.Tensor, __: torch.Tensor, good: torch.Tensor, *___: Any) -> torch.Tensor:
+    return torch.empty_like(good, dtype=torch.bfloat16)
 
 
 @mse_scales.register_fake
