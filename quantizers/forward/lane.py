@@ -9,6 +9,7 @@ memory, and rank 0 writes all of them to the file.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import torch
@@ -36,6 +37,8 @@ class Lane:
         check: called between sequences; may raise to interrupt.
         team: the processes that share the texts.
         device: where the states lie; None for the files themselves, or for memory in one of several processes.
+        writer: a thread that has durable states written to the disk while the next layer is worked on, see `on_disk`;
+            None for this one, which then waits for the disk.
 
     Attributes:
         left: the states that left the layer that ran last; between its halves, the residual stream.
@@ -56,10 +59,13 @@ class Lane:
         check: Callable[[], None] = lambda: None,
         team: Team = ALONE,
         device: torch.device | None = None,
+        writer: Executor | None = None,
     ) -> None:
         self.name, self.model, self.number = name, model, number
         self._lengths, self._folder, self._durable, self._check, self._team = lengths, folder, durable, check, team
         self._device, self._in_files = device, device is None and not team.several
+        self._writer = writer
+        self._flushed: dict[int, Future[None]] = {}
         self._states: dict[int, Rows] = {}
         self.chosen = self._rows(f"chosen-{number}.bin", model.sizes["chosen"], torch.int32)
 
@@ -125,13 +131,24 @@ class Lane:
             self._keep(number + 1)
 
     def _keep(self, layer: int) -> None:
-        """Write the states that enter a layer to the disk."""
+        """Write the states that enter a layer to their file, and have them brought to the disk."""
         whole = self.left
         if not self._in_files:
             whole = self._whole(layer) if self._team.leads else whole
             self.left.share.collect(self.left.flat, whole.flat if self._team.leads else None)
-        if self._team.leads:
+        if self._team.leads and self._writer is not None:
+            self._flushed[layer] = self._writer.submit(whole.flush)
+        elif self._team.leads:
             whole.flush()
+
+    def on_disk(self, layer: int) -> None:
+        """Wait until the states that enter a layer, if this process writes them, are on the disk.
+
+        Raises:
+            QuantizeError: they could not be written.
+        """
+        if layer in self._flushed:
+            self._flushed.pop(layer).result()
 
     def forget(self, number: int) -> None:
         """Remove the states that entered a layer, once those that left it are kept."""

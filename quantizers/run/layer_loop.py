@@ -95,6 +95,7 @@ def quantize_layers(
                     }
                 for number, shard in written.items():
                     entry = visited.pop(number) | of_shard(shard)
+                    loop.on_disk(number)
                     write_json(journal.layer_file(work, number), entry)
                     journal.log(work, layer_line(entry))
                     entries.append(entry)
@@ -146,7 +147,8 @@ class _Loop:
             folder.mkdir(exist_ok=True)
         lengths = [len(text.tokens) for text in texts]
         there = context.device if context.texts_there else None
-        lane = partial(Lane, durable=True, check=context.check, team=context.team, device=there)
+        writer = stack.enter_context(ThreadPoolExecutor(max_workers=1))
+        lane = partial(Lane, durable=True, check=context.check, team=context.team, device=there, writer=writer)
         self.lanes = [
             lane(name, self.model, number, lengths, folder) for number, name in enumerate((source.name, "the output"))
         ]
@@ -156,7 +158,7 @@ class _Loop:
             self.lanes[1],
             context,
             order["lengths"],
-            shards=Shards(job, context, stack.enter_context(ThreadPoolExecutor(max_workers=1))),
+            shards=Shards(job, context, writer),
             compensate_router=compensate_router,
         )
 
@@ -238,6 +240,11 @@ class _Loop:
                 visit.watch.lap("write")
             yield visit, written
         yield None, self.candidate.shards.finished(ahead=0)
+
+    def on_disk(self, number: int) -> None:
+        """Wait for the held-out states that left a layer, from which a run goes on once the layer is in the journal."""
+        for lane in self.lanes:
+            lane.on_disk(number + 1)
 
     def forget(self, number: int) -> None:
         """Remove the held-out states that entered a layer, which is in the journal."""

@@ -32,7 +32,7 @@ class Shards:
     Args:
         job: what is written.
         context: where.
-        writer: one thread.
+        writer: one thread, which held-out states are written by as well.
 
     Attributes:
         ahead: how many shards may be on their way while the next layer is worked on.

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,41 @@ def test_held_out_states_that_lie_on_the_device(
     run(job_of(small), Options(tmp_path / "output", CPU))
     assert all(rows.path is None for rows in on_device)
     assert_same(tmp_path / "output", small[1])
+
+
+def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
+    small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states that leave it, of source and output; however slow the disk. Where it is full, nothing is journaled."""
+    events: list[str] = []
+    flush, write = Rows.flush, layer_loop.write_json
+
+    def slowly(rows: Rows) -> None:
+        time.sleep(0.1)
+        flush(rows)
+        assert rows.path is not None
+        events.append(rows.path.name)
+
+    def noted(path: Path, *content: Any) -> None:
+        events.append(path.name)
+        write(path, *content)
+
+    monkeypatch.setattr(Rows, "flush", slowly)
+    monkeypatch.setattr(layer_loop, "write_json", noted)
+    run(job_of(small), Options(tmp_path / "output", CPU))
+    layers = job_of(small).sizes["layers"]
+    for number in range(layers):
+        entry = events.index(journal.layer_file(tmp_path, number).name)
+        assert all(events.index(f"states-{lane}-{number + 1:05d}.bin") < entry for lane in (0, 1))
+    assert len(events) == 3 * layers
+
+    def full(_: Rows) -> None:
+        raise QuantizeError("states: no room")
+
+    monkeypatch.setattr(Rows, "flush", full)
+    with pytest.raises(QuantizeError, match="states: no room"):
+        run(job_of(small), Options(tmp_path / "other", CPU))
+    assert journal.done_layers(journal.work_folder(tmp_path / "other"), layers) == []
 
 
 def test_the_figures_of_a_run_are_those_of_its_files(finished: Finished, tmp_path: Path) -> None:
