@@ -193,14 +193,12 @@ def _output_errors(
     last = first + len(source["down"])
     lost = {name: torch.zeros((), dtype=torch.float64, device=source["down"].device) for name in variants}
     for sequence, table in zip(sequences, tables, strict=True):
-        if not table.most(first, last):
-            continue
-        rows, weight = table.routed(first, last)
-        x = sequence.x[rows].float()  # (c, largest, H)
-        wanted = _forward(x, source, activation)
-        for name, weights in variants.items():
-            error = (_forward(x, weights, activation) - wanted).square().sum(-1) * weight.square()
-            lost[name] += torch.where(torch.isfinite(error), error, torch.zeros_like(error)).double().sum()
+        for rows, weight in table.routed(first, last):
+            x = sequence.x[rows].float()  # (c, m, H)
+            wanted = _forward(x, source, activation)
+            for name, weights in variants.items():
+                error = (_forward(x, weights, activation) - wanted).square().sum(-1) * weight.square()
+                lost[name] += torch.where(torch.isfinite(error), error, torch.zeros_like(error)).double().sum()
     return {name: float(value) for name, value in lost.items()}
 
 

@@ -29,7 +29,7 @@ from quantizers.system.errors import InputError
 
 from .plan import Plan
 from .states import between_bytes, lanes_bytes, recorded_bytes
-from .units import rows_of_block, unit_of_experts, units_of
+from .units import ROUTED_ROWS, rows_of_block, unit_of_experts, units_of
 
 FLOAT = 4
 # Arrays that are alive while a matrix is rounded. First its Gram matrix in order, damped and factorized, (C, C), beside
@@ -200,10 +200,11 @@ def _expert_bytes(sizes: Sizes, rows: int, itemsize: int) -> int:
     gate_up, down = FLOAT * 2 * width * hidden, FLOAT * width * hidden
     stored = itemsize * 3 * width * hidden  # the weights as they are served
     small = rows * (9 * chosen + 40)  # routing weights and row indices
-    # Routed rows, all rows in the worst case, one block at a time.
-    inputs = rows * itemsize * 2 * hidden + square // 4 + small
+    # Routed rows, of which all that are gathered at a time may be one expert's.
+    routed = min(rows, ROUTED_ROWS)
+    inputs = routed * itemsize * 2 * hidden + square // 4 + small
     # The weights in float32, rounded and as served; gate, up and h of a block, and the same of its routed rows.
-    batch = rows * itemsize * max(4 * width, 2 * hidden + 6 * width) + small
+    batch = itemsize * max(4 * width * rows, 3 * width * rows + (2 * hidden + 3 * width) * routed) + small
     serving = stored + 3 * gate_up + down + 2 * narrow + batch
     # The weights in float32 and as passed on, and then one matrix being rounded.
     held = stored + 2 * (gate_up + down) + narrow

@@ -22,6 +22,7 @@ LARGEST_UNIT, UNIT_BYTES, SQUARES = 16, 6 * 2**30, 6
 CPU_EXPERTS, CPU_CACHE_BYTES = 8, 6 * 2**20
 FLOAT = 4
 ACCELERATOR_ROWS, CPU_ROWS = 16384, 4096
+ROUTED_ROWS = 4096  # of a block's rows that are routed to an expert, so many are gathered at a time
 
 
 def unit_of_experts(accelerator: bool, hidden: int, width: int) -> int:

@@ -143,8 +143,8 @@ def _add_block(
         sums.seen += good.sum(1)
     if source is not None and sums.changes is not None:
         with phase("changes"):
-            routed = table.routed(*unit)
-            sums.routed_mass += _add_changes(sums.changes, h, good, block, routed, source, activation)
+            for routed in table.routed(*unit):
+                sums.routed_mass += _add_changes(sums.changes, h, good, block, routed, source, activation)
     with phase("sums"):
         add_weighed(h, root, sums.total, sums.magnitude)
 
@@ -158,12 +158,12 @@ def _add_changes(
     source: torch.Tensor,
     activation: Activation,
 ) -> torch.Tensor:
-    """Add a block's Σ r² d hᵀ to `changes`; returns its Σ r² (c,) in float64.
+    """Add Σ r² d hᵀ over rows of a block to `changes`; returns their Σ r² (c,) in float64.
 
     Args:
         h: (c, I, T), from the rounded weights; worth nothing in rows that do not go into the sums.
         good: (c, T), which of its rows do.
-        routed: rows and weights (c, m), see `Table.routed`.
+        routed: rows and weights (c, m), one part of `Table.routed`.
     """
     rows, weight = routed
     wanted = gated(torch.bmm(source, rows_of(block.x, rows).mT), activation)  # (c, I, m)

@@ -64,9 +64,9 @@ def sweep(
 
 def _add_routed(total: torch.Tensor, block: Recorded, table: Table, unit: Unit) -> None:
     """Add Σ r² x xᵀ (c, H, H) over the rows of a block that are routed to a unit's experts."""
-    rows, weight = table.routed(*unit)
-    picked = rows_of(block.x, rows).mul_(weight.unsqueeze(-1).to(block.x.dtype))  # (c, m, H)
-    add_gram(total, picked, picked)
+    for rows, weight in table.routed(*unit):
+        picked = rows_of(block.x, rows).mul_(weight.unsqueeze(-1).to(block.x.dtype))  # (c, m, H)
+        add_gram(total, picked, picked)
 
 
 def blended_gram(routed: torch.Tensor, all_gram: torch.Tensor, blended: Blend, unit: Unit) -> torch.Tensor:

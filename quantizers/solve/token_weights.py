@@ -13,7 +13,7 @@ Because routing is known before the experts run, the blend is one weighted sum: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +22,7 @@ import torch
 from quantizers.device.fetch import on_host
 from quantizers.device.fused import fused
 from quantizers.forward.recorded import Recorded, route_counts
+from quantizers.plan.units import ROUTED_ROWS
 
 from .fused import operators
 
@@ -76,17 +77,21 @@ class Table:
         """The largest number of rows that one of these experts gets."""
         return max(self.known[first:last])
 
-    def routed(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def routed(self, first: int, last: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The rows of experts first … last - 1, padded to the largest number that one of them gets.
 
-        Returns:
+        They come in parts of ROUTED_ROWS, usually one: memory does not grow where a router prefers some experts.
+
+        Yields:
             Row numbers (c, m) int32, any row's where padded, and routing weights (c, m) float32, 0 there.
         """
-        places = torch.arange(self.most(first, last), device=self.rows.device)
-        padded = places >= self.counts[first:last, None]
-        at = (self.starts[first:last, None] + places).masked_fill_(padded, 0)
-        rows, weight = (listed.index_select(0, at.flatten()).view(at.shape) for listed in (self.rows, self.weight))
-        return rows, weight.masked_fill_(padded, 0)
+        most = self.most(first, last)
+        for start in range(0, most, ROUTED_ROWS):
+            places = torch.arange(start, min(start + ROUTED_ROWS, most), device=self.rows.device)
+            padded = places >= self.counts[first:last, None]
+            at = (self.starts[first:last, None] + places).masked_fill_(padded, 0)
+            rows, weight = (listed.index_select(0, at.flatten()).view(at.shape) for listed in (self.rows, self.weight))
+            yield rows, weight.masked_fill_(padded, 0)
 
 
 @dataclass(frozen=True)

@@ -332,7 +332,7 @@ def test_routed_rows_one_by_one() -> None:
     sequence.weight[10:20] = 0
     squared = squared_weights(sequence, 1, 5)
     table = survey([sequence], 6, 0.9, 8).tables[0]
-    rows, weights = table.routed(1, 5)
+    ((rows, weights),) = table.routed(1, 5)
     for expert in range(1, 5):
         mine = [t for t in range(60) if expert in sequence.chosen[t].tolist() and squared[expert - 1, t] > 0]
         padding = [0] * (table.most(1, 5) - len(mine))

@@ -19,6 +19,7 @@ from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import Recorded, route_counts
 from quantizers.forward.recorded import recorded as seen_by
 from quantizers.plan.units import units_of
+from quantizers.solve import token_weights
 from quantizers.solve.expert_sums import width_sums
 from quantizers.solve.input_sums import InputSums, blended_gram, sweep
 from quantizers.solve.symmetric import gram
@@ -396,9 +397,13 @@ def test_left_out_input_rows_leave_the_blended_input_sums_a_weighted_mean(observ
         torch.testing.assert_close(sums.input_gram, torch.ones_like(sums.input_gram), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("together", [3, 4096])
 @pytest.mark.parametrize("unit", [(0, 5), (1, 5), (2, 3), (4, 5)])
-def test_routed_rows_are_the_routed_tokens_in_order_and_padding_weighs_nothing(unit: tuple[int, int]) -> None:
+def test_routed_rows_are_the_routed_tokens_in_order_and_padding_weighs_nothing(
+    unit: tuple[int, int], together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: nonzero() of the choices whose weight is not zero. The last expert gets no token at all."""
+    monkeypatch.setattr(token_weights, "ROUTED_ROWS", together)
     recorded = random_routing(5, 5, 2, [31], 4)[0]
     x = recorded.x.clone()
     x[7] = torch.inf
@@ -407,7 +412,10 @@ def test_routed_rows_are_the_routed_tokens_in_order_and_padding_weighs_nothing(u
     kept = [((recorded.chosen == e) & (recorded.weight != 0)).nonzero(as_tuple=True) for e in range(5)]
     assert table.known == [len(tokens) for tokens, _ in kept]
     assert (recorded.weight == 0).sum() > 2  # those of row 7, and others
-    rows, weight = table.routed(*unit)
+    parts = list(table.routed(*unit))
+    assert all(len(part[0][0]) == together for part in parts[:-1])
+    empty = torch.empty(unit[1] - unit[0], 0)
+    rows, weight = (torch.cat([empty, *(part[i] for part in parts)], 1) for i in (0, 1))
     most = max(len(tokens) for tokens, _ in kept[slice(*unit)])
     assert rows.shape == weight.shape == (unit[1] - unit[0], most)
     assert table.most(*unit) == most
