@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quantizers.architectures.matrices import MATRICES
 from quantizers.output import journal
 from quantizers.output.context import Context
+from quantizers.output.fingerprint import refuse_changes
 from quantizers.plan.allocation import Allocation
 from quantizers.recipe.scheme import Scheme, counted
 from quantizers.system.errors import InputError
@@ -39,7 +40,7 @@ def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Con
     schemes, entries = None, measure_schemes(job, tokens, context)
     if entries is not None:
         schemes = job.allocation.spell(chosen_candidates(job.allocation, entries))
-        journal.refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
+        refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
     return replace(job, plan=job.plan.with_schemes(context.team.tell(schemes)))
 
 

@@ -63,7 +63,7 @@ def evaluate(
     from quantizers.architectures.sizes import sizes_of
     from quantizers.checkpoint.reader import open_checkpoint
     from quantizers.device.devices import choose_device, use_threads
-    from quantizers.output.journal import begun_with
+    from quantizers.output.fingerprint import begun_with
     from quantizers.output.record import carried_facts
     from quantizers.run.measure import EVALUATION, measure
     from quantizers.run.proof import NOT_SIMULATED

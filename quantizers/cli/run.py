@@ -78,7 +78,8 @@ def run(
 
     Example: quantize run tiny-minimax-m2-fp8-int4 --output out/tiny
     """
-    from quantizers.output.journal import begun_with, refuse_second_run, work_folder
+    from quantizers.output.fingerprint import begun_with
+    from quantizers.output.journal import refuse_second_run, work_folder
     from quantizers.plan.job import prepare
     from quantizers.recipe.changes import changes_of
     from quantizers.recipe.names import find_recipe

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .kind import accelerated
@@ -22,7 +23,7 @@ _pinned: set[int] = set()  # first addresses
 def pin(buffer: torch.Tensor, device: torch.device) -> None:
     """Let a device copy from and to this memory, as long as the tensor lives; on a CPU this does nothing.
 
-    Where the driver refuses, as it does if a process may not lock so much memory, that is said, and copies are slower.
+    Where the driver refuses, as it does if a process may not lock so much memory, that is said once; copies are slower.
 
     Args:
         buffer: on the CPU, all of its storage.
@@ -37,15 +38,21 @@ def pin(buffer: torch.Tensor, device: torch.device) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # in torch
         failure = runtime.cudaHostRegister(address, buffer.nbytes, 0)
         if failure != runtime.cudaError.success:
-            print(
-                f"copies to and from the device are slower than they could be: {buffer.nbytes:,} bytes of host memory "
-                f"cannot be locked ({failure}); see ulimit -l",
-                file=sys.stderr,
-            )
+            _say_why_slower(str(failure))
             return
         weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
     _pinned.add(address)
     weakref.finalize(buffer, _pinned.discard, address).atexit = False
+
+
+@cache
+def _say_why_slower(failure: str) -> None:
+    """Once: the buffers of every layer are refused alike."""
+    print(
+        f"copies to and from the device are slower than they could be: host memory cannot be locked ({failure}); see "
+        "ulimit -l",
+        file=sys.stderr,
+    )
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.device.devices import fingerprint, versions
-from quantizers.output.journal import differences, short_value
+from quantizers.output.fingerprint import differences, short_value
 from quantizers.plan.job import Job
 from quantizers.recipe.portable import settings_hash
 from quantizers.system.errors import InputError

@@ -9,6 +9,7 @@ import yaml
 
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.output import journal
+from quantizers.output.fingerprint import differences, short_value
 from quantizers.output.folder import finished_report
 from quantizers.output.record import add_files, seal_of, write_record
 from quantizers.plan.job import Job
@@ -65,10 +66,10 @@ def _changes(output: Path, job: Job) -> str:
     now = meaning(job.recipe, job.path)
     texts = [{name: yaml.safe_load(text) for name, text in side[1].items()} for side in (before, now)]
     changes = [
-        *journal.differences(before[0], now[0]),
-        *journal.differences(_by_place(texts[0]), _by_place(texts[1])),
+        *differences(before[0], now[0]),
+        *differences(_by_place(texts[0]), _by_place(texts[1])),
     ]
-    shown = [f"{key}: {journal.short_value(old)}, now {journal.short_value(new)}" for key, old, new in changes[:SHOWN]]
+    shown = [f"{key}: {short_value(old)}, now {short_value(new)}" for key, old, new in changes[:SHOWN]]
     return ", ".join([*shown, *([f"and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else [])])
 
 

@@ -28,6 +28,7 @@ from quantizers.device.devices import device_limit, fingerprint, forward_dtype
 from quantizers.device.kind import accelerated
 from quantizers.output import journal
 from quantizers.output.context import Context, Place
+from quantizers.output.fingerprint import refuse_changes
 from quantizers.output.folder import check_room, finished_report, move_into_place, refuse_strangers
 from quantizers.output.record import describe_files, text_sha256
 from quantizers.plan.job import Job
@@ -168,7 +169,7 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     memory = device_memory(
         job.plan, job.sizes, data.lengths[-1], accelerated(device), min(limits), there[0], team.count, held_out=there[1]
     )
-    journal.refuse_changes(work, run_fingerprint(job, data, device), options.output)
+    refuse_changes(work, run_fingerprint(job, data, device), options.output)
     layers = job.sizes["layers"]
     journal.note_command(work, options.command, layers)
     done = len(journal.done_layers(work, layers))

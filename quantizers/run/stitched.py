@@ -18,6 +18,7 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.device.devices import versions
 from quantizers.output import journal
+from quantizers.output.fingerprint import refuse_changes
 from quantizers.output.folder import finished_report, move_into_place, refuse_strangers
 from quantizers.output.record import describe_files, text_sha256
 from quantizers.plan.summary import summary
@@ -84,7 +85,7 @@ def stitch(
     with journal.locked(output):
         work = journal.work_folder(output)
         if not (work / "moving").exists():
-            journal.refuse_changes(work, settings, output)
+            refuse_changes(work, settings, output)
             journal.note_command(work, command, mix.sizes["layers"])
             written = write_mix(mix, work, repair_router=repair_router, check=check)
             folder = work / "output"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quantizers.output import journal
+from quantizers.output.fingerprint import refuse_changes
 from quantizers.system.errors import OutputError
 from quantizers.system.progress import checked, progress
 
@@ -25,7 +26,7 @@ def refuse_other_texts(work: Path, layers: int, held: HeldOut, output: Path) -> 
             f"{output}: its finished layers were measured on no held-out set; leave verify.perplexity out as before, "
             "or start over with --fresh"
         )
-    journal.refuse_changes(work, {"held_out": held.about["digest"]}, output, journal.HELD_OUT)
+    refuse_changes(work, {"held_out": held.about["digest"]}, output, journal.HELD_OUT)
 
 
 def find_damage(work: Path, layers: int, output: Path, check: Callable[[], None]) -> list[int]:

@@ -17,6 +17,7 @@ from conftest import Finished
 
 from quantizers.device.devices import choose_device
 from quantizers.output import journal
+from quantizers.output.fingerprint import refuse_changes
 from quantizers.run import layer_loop
 from quantizers.system.errors import InputError, QuantizeError
 
@@ -154,9 +155,9 @@ def test_other_threads_name_the_variable_and_the_number(
     ],
 )
 def test_another_machine_has_a_remedy_of_its_own(key: str, before: Any, remedy: str, tmp_path: Path) -> None:
-    journal.refuse_changes(tmp_path, {"machine": {key: before}}, tmp_path)
+    refuse_changes(tmp_path, {"machine": {key: before}}, tmp_path)
     with pytest.raises(InputError, match=rf"another machine\.{key} .*; {remedy}, or start over with --fresh$"):
-        journal.refuse_changes(tmp_path, {"machine": {key: "other"}}, tmp_path)
+        refuse_changes(tmp_path, {"machine": {key: "other"}}, tmp_path)
 
 
 def test_a_finished_folder_says_which_setting_differs(

@@ -22,7 +22,7 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.device import devices
 from quantizers.device.devices import use_threads
-from quantizers.output import journal
+from quantizers.output.fingerprint import begun_with
 from quantizers.run import layer_loop
 from quantizers.system.errors import OutputError
 from quantizers.team.team import Team
@@ -93,7 +93,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
         patched.setattr(layer_loop, "write_json", cut)
         assert quantize(patched, *words) == 2
     assert torch.get_num_threads() == 2
-    assert journal.begun_with(output / ".quantize")["threads"] == 2
+    assert begun_with(output / ".quantize")["threads"] == 2
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OMP_NUM_THREADS", "1")
         assert quantize(patched, *words) == 2

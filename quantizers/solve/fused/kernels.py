@@ -128,14 +128,9 @@ def refine_group(
 
 
 @triton.jit
-def _minmax(weight, factor, there, R, G: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr):
-    """A group's min-max scale for some rows, (ROWS,); its columns are multiplied by `factor` (g,) first."""
-    lanes = tl.arange(0, LANES)[None, :]
-    largest = tl.zeros((ROWS, LANES), tl.float32)
-    for k in range(0, G, LANES):
-        value = tl.load(weight[:, None] + k * R + lanes * R, mask=there[:, None], other=0.0)
-        largest = tl.maximum(largest, tl.abs(value * tl.load(factor + k + lanes)))
-    largest = tl.max(largest, 1)  # of which there is one in any order
+def _minmax(largest, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr):
+    """The min-max scale (ROWS,) of a group's magnitudes, of which there is a largest in each lane, (ROWS, 8)."""
+    largest = tl.max(largest, 1)  # which is the same in any order
     base = _bfloat16(tl.div_rn(largest, tl.full((ROWS,), (HIGH - LOW) / 2, tl.float32)))
     return tl.where(base == 0, 1.0, base)
 
@@ -157,7 +152,11 @@ def tried_errors(
     lanes = tl.arange(0, LANES)[None, :]
     for point in range(P):
         own = scale + point * scale_p
-        wide = _minmax(weight, own, there, R, G, LOW, HIGH, ROWS)[:, None] + tl.zeros((ROWS, LANES), tl.float32)
+        largest = tl.zeros((ROWS, LANES), tl.float32)
+        for k in range(0, G, LANES):
+            value = tl.load(weight[:, None] + k * R + lanes * R, mask=there[:, None], other=0.0)
+            largest = tl.maximum(largest, tl.abs(value * tl.load(own + k + lanes)))
+        wide = _minmax(largest, LOW, HIGH, ROWS)[:, None] + tl.zeros((ROWS, LANES), tl.float32)
         for k in range(0, G, LANES):
             value = tl.load(weight[:, None] + k * R + lanes * R, mask=there[:, None], other=0.0)
             factor = tl.load(own + k + lanes) + tl.zeros((ROWS, LANES), tl.float32)
@@ -207,9 +206,7 @@ def mse_scales(
     for k in range(0, G, LANES):
         value = tl.load(weight[:, None] + k * R + lanes * R, mask=there[:, None], other=0.0)
         largest = tl.maximum(largest, tl.abs(value))
-    largest = tl.max(largest, 1)  # of which there is one in any order
-    base = _bfloat16(tl.div_rn(largest, tl.full((ROWS,), (HIGH - LOW) / 2, tl.float32)))
-    base = tl.where(base == 0, 1.0, base)
+    base = _minmax(largest, LOW, HIGH, ROWS)
     best_step = base
     best = tl.zeros((ROWS,), tl.float32)
     for i in range(COUNT + 1):  # the min-max scale itself, then its multiples
