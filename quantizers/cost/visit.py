@@ -243,7 +243,9 @@ class _Lane(Lane):
 
 def _in_memory(_: Context, lengths: Sequence[int], __: str, width: int, dtype: torch.dtype) -> Rows:
     """Memory that the processes of a machine have in common; one copy of it, whoever has made it."""
-    return Rows(None, lengths, width, dtype)
+    rows = Rows(None, lengths, width, dtype)
+    pin(rows.flat, META)
+    return rows
 
 
 class _Comparing(Team):

@@ -1,8 +1,8 @@
 """Memory of the host that a GPU reads and writes by itself: a copy is then as fast as the bus.
 
-From and to any other memory the driver copies twice, by way of a small buffer of its own. Memory is registered where it
-lies, and not taken from torch's pool for this: that rounds sizes up to powers of two, and has nothing that several
-processes see.
+From and to any other memory the driver copies twice, by way of a small buffer of its own. So the buffers of a layer are
+registered, and the hidden states that lie in host memory. Memory is registered where it lies, and not taken from
+torch's pool for this: that rounds sizes up to powers of two, and has nothing that several processes see.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import torch
 from quantizers.calibration.data import CalibrationData
 from quantizers.checkpoint.held import Held, held_tensors
 from quantizers.device.kind import accelerated
-from quantizers.device.pinned import Turns
+from quantizers.device.pinned import Turns, pin
 from quantizers.forward.halves import attend, finish, observe
 from quantizers.forward.lane import Lane, embed
 from quantizers.forward.layered_model import LayeredModel
@@ -84,7 +84,10 @@ class Quantized:
         def rows(place: Place, name: str, width: int, dtype: torch.dtype, team: Team = ALONE) -> Rows:
             path = context.work / f"{name}.bin" if place == "files" else None
             device = model.device if place == "device" else None
-            return Rows(path, lengths, width, dtype, device, team=team, block=block)
+            made = Rows(path, lengths, width, dtype, device, team=team, block=block)
+            if place == "memory":
+                pin(made.flat, model.device)
+            return made
 
         own = "" if context.team.leads else f"-{context.team.rank}"
         self.states = rows(context.states, f"states{own}", job.sizes["hidden"], model.dtype, context.team)
@@ -218,6 +221,7 @@ def rows_in_common(context: Context, lengths: Sequence[int], name: str, width: i
     with shared_memory(here, max(1, sum(lengths) * width * dtype.itemsize)) as memory:
         rows = Rows(memory, lengths, width, dtype)
     rows.path = None  # memory has nothing to be removed
+    pin(rows.flat, context.device)
     return rows
 
 

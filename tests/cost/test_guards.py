@@ -208,3 +208,11 @@ def test_the_source_s_experts_are_gone_when_the_layer_is_solved() -> None:
     assert with_texts["reference"].peak > experts
     for phase in ("observe", "sums", "rounding"):
         assert abs(with_texts[phase].peak - without[phase].peak) < 0.1 * experts
+
+
+def test_hidden_states_in_host_memory_cross_the_bus_without_a_detour() -> None:
+    """What the driver would copy twice is what is not registered with it: numbers that are looked at."""
+    phases = counted(SIZES[0], in_host_memory=True).phases
+    for phase in ("observe", "inputs", "propagate"):
+        crossed = phases[phase].to_device + phases[phase].to_host
+        assert phases[phase].pinned == crossed - (phase == "propagate") > 0
