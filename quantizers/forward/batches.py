@@ -24,8 +24,8 @@ def batches(lengths: Sequence[int], most: int) -> list[range]:
     first = tokens = longest = 0
     for number, length in enumerate(lengths):
         tokens, longest = tokens + length, max(longest, length)
-        padded = longest * (number + 1 - first)
-        if number > first and (padded > most or padded - tokens > MOST_PADDING * padded):
+        rows = longest * (number + 1 - first)
+        if number > first and (rows > most or rows - tokens > MOST_PADDING * rows):
             found.append(range(first, number))
             first, tokens, longest = number, length, length
     return [*found, range(first, len(lengths))] if lengths else []

@@ -33,8 +33,8 @@ from .units import ROUTED_ROWS, rows_of_block, unit_of_experts, units_of
 
 FLOAT = 4
 # Arrays that are alive while a matrix is rounded. First its Gram matrix in order, damped and factorized, (C, C), beside
-# the matrix itself transposed, (R, C). Then that with its slope, or what is left to do, and its codes; and of what is
-# worked on a panel of columns, see solve/refine.py.
+# the matrix itself transposed, (R, C). Then that with what is left to do, or what codes leave of it, and its codes; and
+# of what is worked on a panel of columns, see solve/refine.py.
 FACTORIZED = 6, 2, 0
 ROUNDED = 3, 4, 5
 PANEL = 256

@@ -163,9 +163,8 @@ def gptq(
             if start > first:
                 work[:, own].baddbmm_(factor[:, first:start, own].mT, errors[:, : start - first], alpha=-1)
             round_block(work[:, own], factor[:, own, own], steps, group_of[:, own], left, codes[:, own], bits)
-        work[:, first:last] = errors[
-            :, : last - first
-        ]  # these columns are done with: it is what later ones need of them
+        # These columns are done with: their errors, which later ones need, take their place.
+        work[:, first:last] = errors[:, : last - first]
     # Taken by the inverse order. To scatter by the order gives the same, but where algorithms must be deterministic,
     # torch does that on a GPU by sorting all elements, with several int64 for each of them in memory.
     return _in_order(codes, order.argsort(dim=-1)).mT, used

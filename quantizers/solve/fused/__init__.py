@@ -1,7 +1,7 @@
 """Inner loops as one kernel each, in Triton, and the torch operators that launch them.
 
-rounding.py, refine.py, awq.py and forced_rows.py say what is computed, with torch's own operations, and compute it
-wherever there are no kernels. A kernel gives the same bits, by a rule that both keep:
+rounding.py, refine.py, awq.py, symmetric.py, token_weights.py and forced_rows.py say what is computed, with torch's own
+operations, and compute it wherever there are no kernels. A kernel gives the same bits, by a rule that both keep:
 
     every operation rounds by itself: a product and the sum after it are two roundings, never one
     division is IEEE's
