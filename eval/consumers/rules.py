@@ -25,7 +25,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from quantizers.architectures.architecture import Architecture, ServerName
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.facts import ServerName
 from quantizers.architectures.fused import FUSED
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes

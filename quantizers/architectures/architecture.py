@@ -1,7 +1,8 @@
-"""What is known about a model family: the schema of architectures/*.yaml.
+"""What is known about a model family: the schema of architectures/*.yaml, and what its facts say of a layer.
 
 The differences between families are data: names, shapes, which tensors read a norm's output, where the router is and
-what its servers are told. families.py finds the file of a model, sizes.py checks a config.json against it.
+what its servers are told. facts.py has the parts, families.py finds the file of a model, sizes.py checks a config.json
+against it.
 """
 
 from __future__ import annotations
@@ -10,220 +11,32 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from .facts import (
+    DenseFacts,
+    Facts,
+    KvCacheFacts,
+    LayerFacts,
+    LinearFacts,
+    Modules,
+    MtpFacts,
+    NormFacts,
+    Published,
+    RouterFacts,
+    ServerFacts,
+    ServerName,
+    SizeFacts,
+    Targets,
+    TensorFacts,
+    TensorParallelFacts,
+)
 from .matrices import Matrix
 
 # A sum of products of sizes and numbers, worked out from left to right: "heads * head_dim", "hidden / heads".
 EXPRESSION = re.compile(r"\s*\w+(\s*[*/+]\s*\w+)*\s*")
 NEEDED = ("layers", "experts", "chosen", "hidden", "width", "vocabulary", "heads")
 ROUTER, EXPERTS = "router", "experts"  # as readers of a norm
-ServerName = Literal["vllm", "sglang"]
-
-
-def _term(value: Any) -> Any:
-    return str(value) if type(value) is int else value
-
-
-# A size in a shape: an expression in sizes, or a number.
-Term = Annotated[str, BeforeValidator(_term)]
-
-
-class Facts(BaseModel):
-    """Base of the classes below: frozen, unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class SizeFacts(Facts):
-    """A size's key in config.json, and what a config.json without that key means: an expression in other sizes."""
-
-    key: str
-    otherwise: Term | None = None
-
-
-class TensorFacts(Facts):
-    """A tensor's shape in terms of `sizes`, and its published dtype. Any floating dtype is accepted in a checkpoint.
-
-    Attributes:
-        when: a key of config.json: a model has the tensor if this is true there. Every model has it without.
-        optional: some models of the family lack it, and config.json does not say which.
-    """
-
-    shape: list[Term]
-    dtype: Literal["BF16", "F16", "F32"]
-    when: str | None = None
-    optional: bool = False
-
-
-class LayerFacts(Facts):
-    """What lies in a decoder layer besides the routed experts, without the layer's prefix.
-
-    Attributes:
-        tensors: full names of those that are no linear module's.
-        linears: linear modules with the shapes (rows, columns) of their weights; they keep their bytes.
-    """
-
-    tensors: dict[str, TensorFacts] = {}
-    linears: dict[str, list[Term]] = {}
-
-
-class DenseFacts(LayerFacts):
-    """What only a layer without experts has.
-
-    Attributes:
-        layers: a key of config.json, see `sizes.dense_layers`.
-        otherwise: how many there are at the start if config.json lacks it.
-    """
-
-    layers: str
-    otherwise: int = 0
-
-
-class MtpFacts(LayerFacts):
-    """What a layer that predicts further tokens has besides all that a layer with experts has.
-
-    Such layers follow the last one. Nothing here computes with them: they are kept whole, experts too.
-
-    Attributes:
-        layers: the key of config.json that says how many there are.
-    """
-
-    layers: str
-
-
-class LinearFacts(Facts):
-    """One matrix of an expert: its published name and its shape (rows, columns)."""
-
-    name: str
-    shape: list[Term]
-
-
-class NormFacts(Facts):
-    """The norm before the experts, into which AWQ may fold its scales, and everything that reads what comes out of it.
-
-    Attributes:
-        tensor: its weight, without the layer's prefix.
-        readers: `router`, `experts` (their gate and up), `residual` (the residual stream continues from the norm's
-            output), or the name of any other linear module, or of a tensor.
-        offset: what the model adds to the stored weight w before it multiplies: 1 where it computes (1 + w) x.
-    """
-
-    tensor: str
-    readers: list[str]
-    offset: Literal[0, 1] = 0
-
-
-class RouterFacts(Facts):
-    """The router.
-
-    Attributes:
-        tensor: its weight, without the layer's prefix.
-        served: the dtype in which servers hold it, and in which it is written when it is compensated.
-        scoring: what it makes of its logits before it chooses.
-    """
-
-    tensor: str
-    served: Literal["F32", "BF16"]
-    scoring: Literal["sigmoid", "softmax"]
-
-
-class Modules(Facts):
-    """The decoder layer in transformers.
-
-    Attributes:
-        rename: from published names to transformers' names of modules.
-        aliases: other programs' names of tensors, with the published ones.
-        without: published names of tensors and linear modules of a layer that transformers' layer has no place for.
-            They are kept, and the forward pass does without them.
-        norm, router, experts: paths of submodules.
-    """
-
-    rename: dict[str, str] = {}
-    aliases: dict[str, str] = {}
-    without: list[str] = []
-    norm: str
-    router: str
-    experts: str
-
-
-class Targets(Facts):
-    """Regular expressions for quantization_config, for the names under which any server looks its modules up.
-
-    Attributes:
-        fp8: of the kept linear modules, and of what servers fuse them to.
-        experts: the end of the name of an expert's matrix.
-        ignore: names and expressions (`re:`) of what is not quantized.
-        unquantized: the same of the kept linear modules, for a model in which they are not FP8.
-        keys: of the source's quantization_config, those that servers read whatever the method of quantization is.
-    """
-
-    fp8: list[str]
-    experts: str
-    ignore: list[str]
-    unquantized: list[str]
-    keys: list[str] = []
-
-
-class KvCacheFacts(Facts):
-    """What a server caches of one token in one layer.
-
-    Attributes:
-        numbers: how many numbers, over all heads.
-        split_by: into how many parts tensor parallelism can divide them, and with them the rows of k and v; with more
-            cards, parts are repeated. Without it every card holds all of them.
-    """
-
-    numbers: Term
-    split_by: Term | None = None
-
-
-class TensorParallelFacts(Facts):
-    """How servers divide the kept linear modules of a layer among cards; those that are not named lie whole on each.
-
-    Attributes:
-        rows, columns: into how many parts the rows or columns of a module can be divided, by its name.
-    """
-
-    rows: dict[str, Term] = {}
-    columns: dict[str, Term] = {}
-
-
-# Of a server's command line: values by name, `true` for one that takes none.
-Options = dict[str, str | Literal[True]]
-
-
-class ServerFacts(Facts):
-    """A server that knows the family.
-
-    Attributes:
-        experts: its name for the module of a layer's experts, without the layer's prefix.
-        asks_for_router: whether it looks the router up in quantization_config, or else always builds it plain.
-        fused: linear modules that it builds as one besides q, k and v, and gate and up: the parts by its name for it.
-        mtp_prefix: its prefix for a layer that predicts further tokens, where that is not `layer_prefix`.
-        options: to be given when it is started.
-    """
-
-    experts: str
-    asks_for_router: bool = False
-    fused: dict[str, list[str]] = {}
-    mtp_prefix: str | None = None
-    options: Options = {}
-
-
-class Published(Facts):
-    """Models of one size on the Hub.
-
-    Attributes:
-        license: the license fields of their cards.
-        options: to be given when a server is started, besides those of the family.
-        config: the parts of their config.json that decide what is planned.
-    """
-
-    models: list[str]
-    license: dict[str, str]
-    options: dict[ServerName, Options] = {}
-    config: dict[str, Any]
 
 
 def _size(value: Any) -> Any:
@@ -242,7 +55,7 @@ class Architecture(Facts):
     embedding: str
     final_norm: str
     head: str
-    unread: list[str] = []
+    unread: list[str] = Field(default_factory=list)
     layer_prefix: str
     every_layer: LayerFacts
     moe_layer: LayerFacts
@@ -252,14 +65,14 @@ class Architecture(Facts):
     expert_prefix: str
     expert_linears: dict[Matrix, LinearFacts]
     norm: NormFacts
-    smoothing: dict[str, list[str]] = {}
+    smoothing: dict[str, list[str]] = Field(default_factory=dict)
     router: RouterFacts
     modules: Modules
     targets: Targets
     kv_cache: KvCacheFacts | None = None
     tensor_parallel: TensorParallelFacts | None = None
-    servers: dict[ServerName, ServerFacts] = {}
-    published: list[Published] = []
+    servers: dict[ServerName, ServerFacts] = Field(default_factory=dict)
+    published: list[Published] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

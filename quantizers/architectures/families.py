@@ -15,7 +15,8 @@ from typing import Any
 from quantizers.system.errors import ArchitectureError
 from quantizers.system.strict_yaml import load
 
-from .architecture import Architecture, Published
+from .architecture import Architecture
+from .facts import Published
 
 FOLDER = Path(__file__).parent
 

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantizers.architectures.architecture import Architecture, SizeFacts
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.facts import SizeFacts
 from quantizers.architectures.families import known
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.fused_experts import specs_apart

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quantizers.architectures.architecture import Architecture, SizeFacts
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.facts import SizeFacts
 from quantizers.architectures.families import known_facts
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes

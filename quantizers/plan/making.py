@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantizers.architectures.architecture import Architecture, TensorFacts
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.facts import TensorFacts
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.fp8 import Fp8, declared_form, scale_of, stored_form

@@ -6,7 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from quantizers.architectures.architecture import Architecture, Options, ServerName
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.facts import Options, ServerName
 from quantizers.architectures.sizes import Sizes
 from quantizers.calibration.data import language_counts
 from quantizers.calibration.set import read_set
