@@ -44,7 +44,7 @@ from .random_model import BLOCK, published, resized, write_random
 from .rates import device_rates, timed
 
 LAYER_PHASES = (
-    "read", "hold", "materialise", "dequantize", "observe", "inputs", "forced pass", "sums", "changes", "search",
+    "read", "hold", "materialise", "dequantize", "observe", "forced pass", "sums", "changes", "search",
     "rounding", "pack", "write", "audit", "install", "propagate",
 )  # fmt: skip
 # Phases whose time grows with the number of experts.

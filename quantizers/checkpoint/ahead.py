@@ -32,6 +32,7 @@ def held_ahead(
     parts: Sequence[Sequence[str]],
     team: Team = ALONE,
     prepare: Callable[[torch.Tensor], object] = lambda _: None,
+    arrived: Callable[[Held], object] = lambda _: None,
 ) -> Generator[Held]:
     """Each part in its turn, while a thread reads the one after it. Close the iterator to stop the thread early.
 
@@ -42,6 +43,8 @@ def held_ahead(
         parts: the names of each part's tensors.
         team: who asks for the same parts; each of them has the checkpoint on its machine.
         prepare: called with each of the two buffers, once, before anything is read.
+        arrived: called by the thread with each part as it has been read; of several processes on a machine each has
+            read its share then.
 
     Raises:
         CheckpointError: as `hold`, when the part's turn comes; or another machine's checkpoint has other bytes.
@@ -53,9 +56,14 @@ def held_ahead(
     stop = Event()
     with ThreadPoolExecutor(max_workers=1) as pool:
 
+        def read(position: int) -> Held:
+            share = hold(checkpoint, parts[position], stop, buffers[position % 2], team.here)
+            if not stop.is_set():
+                arrived(share)
+            return share
+
         def begin(position: int) -> list[Future[Held]]:
-            part = parts[position : position + 1]
-            return [pool.submit(hold, checkpoint, names, stop, buffers[position % 2], team.here) for names in part]
+            return [pool.submit(read, position)] if position < len(parts) else []
 
         try:
             reading = begin(0)

@@ -1,8 +1,9 @@
 """How long counted work takes on a card, by the rates that its vendor states and the shares of them that are reached.
 
 An operation takes as long as its bytes or its arithmetic, whichever is more, and never less than the smallest kernel.
-Launching goes on beside it: a phase takes the time of its operations or that of launching them, whichever is more, and
-the copies over the bus, which wait for each other. None of this has been measured on a GPU by this program so far.
+Launching goes on beside it, and so do the copies of a stream of their own: a phase takes the time of its operations, of
+launching them, or of those copies, whichever is most; and that of all other copies over the bus, which are waited for.
+None of this has been measured on a GPU by this program so far.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Card:
     def seconds(self, work: Work) -> float:
         """How long a phase takes."""
         on_it = sum(self._one(operation) * times for operation, times in work.operations.items())
-        return max(on_it, launching(work)) + crossing(work) + self.passing(work)
+        return max(on_it, launching(work), work.beside / PINNED) + crossing(work) + self.passing(work)
 
     def passing(self, work: Work) -> float:
         """How long what is passed on between processes takes; nothing else is done meanwhile."""
@@ -82,8 +83,8 @@ def launching(work: Work) -> float:
 
 
 def crossing(work: Work) -> float:
-    """Seconds that a phase's copies take on the bus."""
-    return (work.to_device + work.to_host - work.pinned) / BUS + work.pinned / PINNED
+    """Seconds that a phase's copies take on the bus, without those beside its work."""
+    return (work.to_device + work.to_host - work.pinned) / BUS + (work.pinned - work.beside) / PINNED
 
 
 def _card(name: str, seen: str, bandwidth: float, link: float, bfloat16: float, float32: float, float64: float) -> Card:

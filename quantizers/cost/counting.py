@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from quantizers.device.crossing import Crossing, Pairs
 from quantizers.device.pinned import is_pinned
 from quantizers.system.errors import QuantizeError
 
@@ -64,7 +65,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self._here = self._between = Work()  # what is not within a block belongs to the next lap
         self._alive: dict[int, str] = {}  # storages on the device, and the operation that wrote to each last
         self._now = 0
-        self._paused = self._given_back = False
+        self._paused = self._given_back = self._aside = False
         self._done: dict[Any, _Done] = {}
 
     @contextlib.contextmanager
@@ -236,13 +237,30 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         """A copy over the bus into memory that is there."""
         self._here.copies += 1
         here = source if target.is_meta else target
+        beside = self._aside and is_pinned(here)  # from and to other memory a copy is waited for
         self._here.pinned += here.nbytes * is_pinned(here)
+        self._here.beside += here.nbytes * beside
         if target.is_meta:
             self._here.to_device += source.nbytes
         else:
-            self._here.syncs += 1
+            self._here.syncs += not beside
             self._here.to_host += target.nbytes
         return target
+
+    def copy(self, pairs: Pairs) -> Crossing:
+        """Count copies beside the work, where they are waited for; see `device.crossing.Stream`."""
+        here, copies = self._here, Work()
+        self._here, self._aside = copies, True
+        try:
+            for target, source in pairs:
+                target.copy_(source)
+        finally:
+            self._here, self._aside = here, False
+        return _Counted(self, copies)
+
+    def waited(self, copies: Work) -> None:
+        """Count what was waited for."""
+        self._here.add(copies)
 
     def _on_host(self, function: Any, name: str, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
         if name == "sum" and given[0].is_floating_point() and given[0].nbytes < SMALL:
@@ -278,6 +296,21 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
 
     def _note_peak(self) -> None:
         self._here.peak = max(self._here.peak, self._now)
+
+
+class _Counted:
+    """Copies beside the work."""
+
+    def __init__(self, counting: Counting, copies: Work) -> None:
+        self._counting, self._copies = counting, copies
+
+    def wait(self) -> None:
+        self._counting.waited(self._copies)
+        self._copies = Work()
+
+    def finish(self) -> None:
+        self._copies.syncs += 1
+        self.wait()
 
 
 class OneKernel(TorchFunctionMode):

@@ -20,9 +20,11 @@ import torch
 
 from eval.fidelity.compare import OfText
 from eval.fidelity.figures import Text
+from quantizers.checkpoint.brought import Brought
 from quantizers.checkpoint.held import Held
 from quantizers.checkpoint.safetensors_header import TensorInfo
 from quantizers.checkpoint.tensor_bytes import torch_dtype
+from quantizers.device import crossing
 from quantizers.device.devices import forward_dtype
 from quantizers.device.pinned import pin
 from quantizers.device.timing import listening
@@ -41,6 +43,7 @@ from quantizers.run.visit import Visit, Watch, pass_through
 from quantizers.solve import expert_sums, gram_engine, input_sums, norm_search, token_weights
 from quantizers.system.residents import Residents
 from quantizers.team.team import Team
+from stitch.write.shard import LayerTensors
 
 from .counted_team import ALONE, CountedTeam, Ranks, busiest
 from .counting import Counting, OneKernel
@@ -107,8 +110,10 @@ def count_visit(
     if ranks.count > 1:
         team = CountedTeam(counting, ranks, busiest(ranks, memory.units, tokens), job.sizes["experts"])
     with torch.no_grad(), counting, listening(counting), _once(counting):
-        there = META if memory.texts else None
-        lanes = [_Lane(str(n), model, n, tokens, NOWHERE, durable=True, team=team, device=there) for n in range(2)]
+        texts_there = META if memory.texts else None
+        lanes = [
+            _Lane(str(n), model, n, tokens, NOWHERE, durable=True, team=team, device=texts_there) for n in range(2)
+        ]
         context = Context(
             NOWHERE,
             META,
@@ -121,7 +126,11 @@ def count_visit(
         for lane in lanes:
             lane.left = lane.states(number)
         counting.lap("begin")
-        visit = Visit(number, source, source.to(META), _Laps(counting))
+        brought = _brought(source, memory)
+        # Read, and on its way, while the experts of the layer before it were solved.
+        with counting.block("rounding") if memory.early else contextlib.nullcontext():
+            there = brought.take(source)
+        visit = Visit(number, source, there, _Laps(counting))
         counting.lap("read")
         pass_through(visit, lanes[0], [candidate], texts, _Comparing(len(texts)))
         candidate.entry(visit)
@@ -143,6 +152,7 @@ def _once(counting: Counting) -> Iterator[None]:
         for module, name in REPEATED:
             stack.enter_context(patch.object(module, name, counting.once(getattr(module, name))))
         stack.enter_context(patch.object(quantized, "rows_in_common", _in_memory))
+        stack.enter_context(patch.object(crossing, "stream_of", lambda _: counting))
         yield
 
 
@@ -174,6 +184,16 @@ def _untouched_source(job: Job, names: Sequence[str]) -> Held:
         for name, info in infos.items()
     }
     return Held(NOWHERE, "counted", job.config, infos, None, stored, dict.fromkeys(infos, ""), buffer)
+
+
+def _brought(source: Held, memory: DeviceMemory) -> Brought:
+    """What brings the layer to the device; with room for the next one there, if that crosses meanwhile."""
+    brought = Brought(META, early=memory.early)
+    assert source.buffer is not None
+    for _ in range(2):
+        brought.make_room(source.buffer)
+    brought.begin(source)
+    return brought
 
 
 class _Laps(Watch):
@@ -267,7 +287,7 @@ class _Shards(Shards):
     def has_turn(self, number: int) -> bool:
         return True
 
-    def begin(self, visit: Visit, tensors: Mapping[str, torch.Tensor], made: Held) -> None:
+    def begin(self, visit: Visit, tensors: LayerTensors, made: Held) -> None:
         visit.watch.lap("pack")
-        self.audit(visit, made)
+        self.audit(visit, made, tensors.crossing)
         visit.watch.lap("audit")

@@ -43,6 +43,7 @@ class Work:
         syncs: how often a number on the device was waited for.
         to_device, to_host: bytes copied.
         pinned: of those bytes, how many went from or to pinned memory of the host, see device/pinned.py.
+        beside: of those again, how many crossed beside the device's work, see device/crossing.py.
         copies: number of those copies.
         host_bytes: read and written by operations on the host's own memory.
         sent, received: bytes passed on from and to this process, and which of both pass `between` machines.
@@ -56,6 +57,7 @@ class Work:
     to_device: int = 0
     to_host: int = 0
     pinned: int = 0
+    beside: int = 0
     copies: int = 0
     host_bytes: int = 0
     sent: int = 0
@@ -112,6 +114,7 @@ class Work:
             "bytes_to_device": self.to_device,
             "bytes_to_host": self.to_host,
             "bytes_pinned": self.pinned,
+            "bytes_beside": self.beside,
             "copies": self.copies,
             "host_bytes": self.host_bytes,
             "bytes_sent": self.sent,

@@ -11,9 +11,10 @@ timing never waits for the GPU; the times are read once, at the end. Blocks do n
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
@@ -71,6 +72,7 @@ class Listener(Protocol):
 
 
 Heard = TypeVar("Heard", bound=Listener)
+Item = TypeVar("Item")
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
@@ -83,6 +85,17 @@ def listening(listener: Heard) -> Iterator[Heard]:
         yield listener
     finally:
         _listener.reset(token)
+
+
+def asked_for(name: str, items: Iterable[Item]) -> Iterator[Item]:
+    """The same items, each asked for in the phase `name`."""
+    iterator = iter(items)
+    while True:
+        with phase(name):
+            found = list(itertools.islice(iterator, 1))
+        if not found:
+            return
+        yield found.pop()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from quantizers.device.crossing import ahead, behind
 from quantizers.system.errors import QuantizeError
 
 from .batches import padded, unpadded
@@ -34,10 +35,13 @@ def attend(
         before, after: may be the same.
         check: called between batches; may raise to interrupt.
     """
-    for rows, lengths in before.batches():
-        batch = model.attend(layer, padded(before.flat[rows], lengths))
-        after.flat[rows].copy_(unpadded(batch, lengths))
-        check()
+    batches, device = before.batches(), model.device
+    entering = ahead([(before.flat[rows],) for rows, _ in batches], device)
+    with behind(device) as put:
+        for (rows, lengths), (states,) in zip(batches, entering, strict=True):
+            batch = model.attend(layer, padded(states, lengths))
+            put([(after.flat[rows], unpadded(batch, lengths))])
+            check()
 
 
 def observe(
@@ -55,11 +59,13 @@ def observe(
         check: as for `attend`.
     """
     attend(model, layer, states, states, check)
-    start = states.share.start
-    for block in states.blocks():
-        rows = slice(start + block.start, start + block.stop)
-        recorded.put(rows, model.route(layer, states.flat[block]))
-        check()
+    start, device = states.share.start, model.device
+    blocks = states.blocks()
+    with behind(device) as put:
+        for block, (residual,) in zip(blocks, ahead([(states.flat[rows],) for rows in blocks], device), strict=True):
+            rows = slice(start + block.start, start + block.stop)
+            put(recorded.places(rows, model.route(layer, residual)))
+            check()
     recorded.complete(states.share.team, states.share.rows_of)
 
 
@@ -83,19 +89,21 @@ def finish(
         QuantizeError: an output is not finite.
     """
     finite: torch.Tensor | None = None
-    for block in residual.blocks():
-        output, choices = model.finish(layer, residual.flat[block])
-        so_far = torch.isfinite(output).all()
-        finite = so_far if finite is None else finite & so_far
-        residual.flat[block].copy_(output)
-        if chosen is not None and choices is not None:
-            chosen.flat[block].copy_(choices)
-        check()
+    blocks, device = residual.blocks(), model.device
+    with behind(device) as put:
+        for block, (rows,) in zip(blocks, ahead([(residual.flat[rows],) for rows in blocks], device), strict=True):
+            output, choices = model.finish(layer, rows)
+            so_far = torch.isfinite(output).all()
+            finite = so_far if finite is None else finite & so_far
+            put([(residual.flat[block], output)])
+            if chosen is not None and choices is not None:
+                put([(chosen.flat[block], choices)])
+            check()
     # Looked at once: on an accelerator every look waits for all that was launched.
     if finite is not None and not bool(finite):
         raise QuantizeError(
             f"{where}: its output is not finite and would spoil the layers after it; nothing can be computed here"
         )
-    for rows in (residual, chosen):
-        if rows is not None:
-            rows.share.complete(rows.flat)
+    for kept in (residual, chosen):
+        if kept is not None:
+            kept.share.complete(kept.flat)

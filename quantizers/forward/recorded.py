@@ -5,12 +5,14 @@ Legend: T rows (tokens), H hidden, E experts, K experts chosen per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import overload
 
 import torch
 
 from quantizers.architectures.sizes import Sizes
+from quantizers.device.crossing import ahead
 from quantizers.device.kind import accelerated
 from quantizers.team.team import Team
 
@@ -74,9 +76,13 @@ class RecordedRows:
 
     def put(self, rows: slice, seen: Recorded) -> None:
         """Keep what was recorded of these rows, counted through all sequences."""
-        for field in fields(seen):
-            flat = getattr(self, field.name).flat[rows]
-            flat.copy_(getattr(seen, field.name).view_as(flat))
+        for place, tensor in self.places(rows, seen):
+            place.copy_(tensor)
+
+    def places(self, rows: slice, seen: Recorded) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Where what was recorded of these rows, counted through all sequences, is kept, each with what goes there."""
+        found = zip(self._parts(rows), (getattr(seen, field.name) for field in fields(seen)), strict=True)
+        return [(place, tensor.view_as(place)) for place, tensor in found]
 
     def complete(self, team: Team, rows_of: Callable[[int], tuple[int, int]]) -> None:
         """Get the rows that the other processes have recorded, each row once to every machine or process.
@@ -97,17 +103,23 @@ class RecordedRows:
 
     def at(self, rows: slice, device: torch.device) -> Recorded:
         """These rows on a device: views where they lie there already."""
-        x, chosen, weight, usable = (
-            part.flat[rows].to(device) for part in (self.x, self.chosen, self.weight, self.usable)
-        )
-        return Recorded(x, chosen, weight, usable.squeeze(-1))
+        return _recorded(tensor.to(device) for tensor in self._parts(rows))
+
+    def _parts(self, rows: slice) -> tuple[torch.Tensor, ...]:
+        return tuple(part.flat[rows] for part in (self.x, self.chosen, self.weight, self.usable))
 
     def sequence(self, number: int) -> slice:
         """The rows of one sequence."""
         return slice(self.x.share.offsets[number], self.x.share.offsets[number + 1])
 
     def blocks(self, device: torch.device, length: int, check: Callable[[], None] = lambda: None) -> Sequence[Recorded]:
-        """All rows in their order, `length` at a time, moved to the device when asked for; `check` is called then."""
+        """All rows in their order, `length` at a time, on the device.
+
+        Whoever goes through them has each until the next one is asked for: that crosses meanwhile, see `ahead`.
+
+        Args:
+            check: called before each.
+        """
         rows = [slice(start, start + length) for start in range(0, len(self.x.flat), length)]
         return _Blocks(self, rows, device, check)
 
@@ -145,9 +157,39 @@ class _Blocks(Sequence[Recorded]):
     def __len__(self) -> int:
         return len(self.slices)
 
-    def __getitem__(self, index: int) -> Recorded:  # type: ignore[override]  # no slices
+    @overload
+    def __getitem__(self, index: int) -> Recorded: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> _Blocks: ...
+
+    def __getitem__(self, index: int | slice) -> Recorded | _Blocks:
+        if isinstance(index, slice):
+            return _Blocks(self.rows, self.slices[index], self.device, self.check)
         self.check()
-        return self.rows.at(self.slices[index], self.device)  # IndexError ends an iteration
+        return self.rows.at(self.slices[index], self.device)
+
+    def __iter__(self) -> Iterator[Recorded]:
+        for part in ahead([self.rows._parts(rows) for rows in self.slices], self.device):
+            self.check()
+            yield _recorded(part)
+
+    def routing(self) -> Iterator[Recorded]:
+        """The same, with x where it lies."""
+        parts = [self.rows._parts(rows) for rows in self.slices]
+        for (x, *_), routed in zip(parts, ahead([part[1:] for part in parts], self.device), strict=True):
+            self.check()
+            yield _recorded((x, *routed))
+
+
+def routing_of(blocks: Iterable[Recorded]) -> Iterable[Recorded]:
+    """The same blocks for whoever reads their routing alone: x does not cross to the device, where it is large."""
+    return blocks.routing() if isinstance(blocks, _Blocks) else blocks
+
+
+def _recorded(part: Iterable[torch.Tensor]) -> Recorded:
+    x, chosen, weight, usable = part
+    return Recorded(x, chosen, weight, usable.squeeze(-1))
 
 
 def route_counts(chosen: torch.Tensor, experts: int) -> torch.Tensor:

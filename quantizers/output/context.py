@@ -30,6 +30,7 @@ class Context:
         inputs: where the inputs of the experts lie.
         states: where the calibration states between the layers lie.
         texts_there: whether the states of the held-out texts lie on the device, or only in their files.
+        next_there: whether the next layer's bytes lie on the device while a layer is worked on.
     """
 
     work: Path
@@ -40,3 +41,4 @@ class Context:
     inputs: Place = "memory"
     states: Place = "memory"
     texts_there: bool = False
+    next_there: bool = False

@@ -12,9 +12,9 @@ there throughout.
     propagate  as forward, with what was written
 
 In order of what they save, free memory holds the inputs of the experts, the states between the layers, those of the
-held-out texts, and the sums of x of as many units as fit. None of this decides a byte of the output. The bytes of a
-unit are derived from the files in solve/: they count the arrays that are live at each one's peak.
-tests/plan/test_solve_memory.py measures them.
+held-out texts, the sums of x of as many units as fit, and the source's next layer. None of this decides a byte of the
+output. The bytes of a unit are derived from the files in solve/: they count the arrays that are live at each one's
+peak. tests/plan/test_solve_memory.py measures them.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class DeviceMemory:
         resident: units whose sums of x are held at a time.
         inputs, states, texts: whether the inputs of the experts, the states between the layers, and those of the
             held-out texts lie on the device throughout; never on a CPU, where they lie in host memory or in files.
+        early: whether the source's next layer lies there as well, beside the one that is worked on.
         layer: the source's largest layer as it is stored; 0 on a CPU, where it lies in host memory anyway.
         forward: the largest layer in the dtype of the forward pass.
         one_unit: bytes for solving one unit.
@@ -63,6 +64,7 @@ class DeviceMemory:
     inputs: bool
     states: bool
     texts: bool
+    early: bool
     layer: int
     forward: int
     one_unit: int
@@ -107,12 +109,13 @@ def device_memory(
     units = len(units_of(sizes["experts"], unit))
     rows = rows_of_block(accelerator)
     phases = _Phases(plan, sizes, longest, itemsize, unit=unit, rows=rows, accelerator=accelerator, tokens=tokens or 0)
-    inputs = states = texts = 0
+    inputs = states = texts = early = 0
     resident, smallest = units, phases.peak(1)
     if accelerator and tokens is not None:
         inputs = recorded_bytes(sizes, tokens, itemsize)
         states = between_bytes(sizes, -(-tokens // processes), itemsize)
         texts = lanes_bytes(sizes, -(-held_out // processes), itemsize)
+        early = phases.layer if processes == 1 else 0
     if limit is not None:
         if smallest > limit:
             raise InputError(
@@ -124,6 +127,7 @@ def device_memory(
         states = states if smallest + inputs + states <= limit else 0
         texts = texts if smallest + inputs + states + texts <= limit else 0
         resident = max(1, min(units, (limit - inputs - states - texts - phases.solve(0)) // phases.routed))
+        early = early if phases.peak(resident) + inputs + states + texts + early <= limit else 0
     return DeviceMemory(
         unit,
         units,
@@ -131,11 +135,12 @@ def device_memory(
         bool(inputs),
         bool(states),
         bool(texts),
+        bool(early),
         phases.layer,
         phases.forward,
         phases.one_unit,
         smallest,
-        phases.peak(resident) + inputs + states + texts,
+        phases.peak(resident) + inputs + states + texts + early,
     )
 
 
@@ -165,7 +170,7 @@ class _Phases:
         attention = batch * itemsize * 4 * (hidden + max(_rows_made(plan, number) for number in numbers))
         routed = rows * itemsize * (sizes["chosen"] * (2 * hidden + 3 * width) + 8 * hidden)
         self._activations = max(attention, routed)
-        # Their sums, one block of them, and who is routed where.
+        # Their sums, one block of them and one that crosses meanwhile, and who is routed where.
         self._inputs = 2 * FLOAT * hidden**2 + 2 * rows * hidden * itemsize + 8 * sizes["chosen"] * tokens
         self.routed = unit * FLOAT * hidden**2
         self.one_unit = unit * _expert_bytes(sizes, rows, itemsize)

@@ -260,6 +260,7 @@ class _Loop:
             self.done,
             check=self.context.check,
             team=self.context.team,
+            early=self.context.next_there,
         )
         self.candidate.remove()
 

@@ -124,7 +124,7 @@ class _Shared:
     """What rank 0 decides for all, and tells them.
 
     Attributes:
-        residents, inputs, states, texts_there: see `Context`.
+        residents, inputs, states, texts_there, next_there: see `Context`.
         texts: the held-out texts; empty for none.
     """
 
@@ -132,12 +132,15 @@ class _Shared:
     inputs: Place
     states: Place
     texts_there: bool
+    next_there: bool
     texts: Sequence[Text]
 
     def context(self, work: Path, device: torch.device, check: Callable[[], None], team: Team) -> Context:
         """The same for a process."""
         residents = Residents(**self.residents)
-        return Context(work, device, residents, check, team, self.inputs, self.states, self.texts_there)
+        return Context(
+            work, device, residents, check, team, self.inputs, self.states, self.texts_there, self.next_there
+        )
 
 
 def _memory(options: Options) -> tuple[int, int]:
@@ -189,7 +192,7 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
         print(f"{units} for {team.count} processes: some have none to solve", file=sys.stderr)
     inputs, states, in_files = places(job.sizes, memory, rows, itemsize, options, min(frees))
     residents = Residents(memory.resident, memory.unit, memory.smallest)
-    shared = _Shared(residents.as_dict(), inputs, states, memory.texts, texts)
+    shared = _Shared(residents.as_dict(), inputs, states, memory.texts, memory.early, texts)
     context = shared.context(work, device, check, team)
     needed = output_bytes(job, resolved.data.values() if options.with_data else ())
     needed += held_out_bytes(job.sizes, text_rows, itemsize) + in_files

@@ -155,7 +155,7 @@ class Quantized:
         )
         self._made = held_tensors(visit.source, tensors.device, context.work / "output" / job.plan.shard_file(number))
         self._solved = _for_the_journal(solved)
-        self.shards.begin(visit, tensors.host, self._made)
+        self.shards.begin(visit, tensors, self._made)
         visit.watch.lap("pack")
 
     @contextlib.contextmanager

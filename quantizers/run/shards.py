@@ -14,12 +14,13 @@ from concurrent.futures import Executor, Future
 import torch
 
 from quantizers.checkpoint.held import Held
+from quantizers.device.crossing import ARRIVED, Crossing
 from quantizers.device.kind import accelerated
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
 from stitch.write.digests import ShardDigest
-from stitch.write.shard import kept_hashes, write_shard
+from stitch.write.shard import LayerTensors, kept_hashes, write_shard
 
 from .visit import Visit
 
@@ -51,28 +52,30 @@ class Shards:
         """Whether this process writes the layer's shard."""
         return number % self._writers == self.context.team.rank
 
-    def begin(self, visit: Visit, tensors: Mapping[str, torch.Tensor], made: Held) -> None:
+    def begin(self, visit: Visit, tensors: LayerTensors, made: Held) -> None:
         """Let a shard be audited and written, if it is this process's turn.
 
         Args:
-            tensors: on the CPU, for the file; none of use if it is another's turn.
-            made: the same where the layer was solved.
+            tensors: those on the CPU are for the file, and of no use if it is another's turn.
+            made: those where the layer was solved.
         """
         self._begun.append(visit.number)
         if not self.has_turn(visit.number):
             return
         source = visit.source
+        host = tensors.host
         if self.ahead:  # the source's memory gets other bytes before the shard is on disk
-            tensors = {name: tensor.clone() if source.holds(tensor) else tensor for name, tensor in tensors.items()}
+            host = {name: tensor.clone() if source.holds(tensor) else tensor for name, tensor in host.items()}
         hashes = kept_hashes(self.job.plan, visit.number, source)
-        audit = self._writer.submit(self.audit, visit, made)
-        self._own[visit.number] = self._writer.submit(self.store, visit.number, tensors, hashes), audit
+        audit = self._writer.submit(self.audit, visit, made, tensors.crossing)
+        self._own[visit.number] = self._writer.submit(self.store, visit.number, host, hashes), audit
 
-    def audit(self, visit: Visit, made: Held) -> LayerAudit:
-        """Compare what is going to be in the file with the source."""
+    def audit(self, visit: Visit, made: Held, crossing: Crossing = ARRIVED) -> LayerAudit:
+        """Compare what is going to be in the file with the source, while it comes to the host."""
         job, number = self.job, visit.number
         audit = written_from(job.plan.of_layer(number))
         audit_layer(number, job.facts, job.sizes, visit.there, made, device=self.context.device, audit=audit)
+        crossing.finish()
         return audit
 
     def store(self, number: int, tensors: Mapping[str, torch.Tensor], kept: Mapping[str, str]) -> ShardDigest:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +23,11 @@ import torch
 from eval.fidelity.compare import compare
 from eval.fidelity.figures import Text
 from quantizers.checkpoint.ahead import held_ahead
+from quantizers.checkpoint.brought import Brought
 from quantizers.checkpoint.held import Held, layer_names
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.allocator import release_free_memory
+from quantizers.device.kind import accelerated
 from quantizers.device.pinned import pin
 from quantizers.forward.lane import Lane
 from quantizers.system.errors import QuantizeError
@@ -89,6 +90,7 @@ def visits(
     *,
     check: Callable[[], None] = lambda: None,
     team: Team = ALONE,
+    early: bool = False,
 ) -> Generator[Visit]:
     """Visit the layers in their order, from layer `done` on.
 
@@ -98,6 +100,8 @@ def visits(
         texts: of the lanes; there may be none.
         check: called between steps; may raise to interrupt.
         team: the processes that share the work.
+        early: whether there is room on the device for the next layer's bytes, which then cross while one is worked on.
+            (Of several processes on a machine each has read only a share of them by then.)
 
     Yields:
         Each visit once all lanes have passed through the layer. Its tensors are valid until the next one is asked for.
@@ -109,7 +113,13 @@ def visits(
     """
     model = reference.model
     parts = [layer_names(source, model.facts, number) for number in range(done, model.sizes["layers"])]
-    with contextlib.closing(held_ahead(source, parts, team, partial(pin, device=model.device))) as ahead:
+    brought = Brought(model.device, early=early and accelerated(model.device) and not team.here.several)
+
+    def prepare(buffer: torch.Tensor) -> None:
+        pin(buffer, model.device)
+        brought.make_room(buffer)
+
+    with contextlib.closing(held_ahead(source, parts, team, prepare, brought.begin)) as ahead:
         for number in range(done, model.sizes["layers"]):
             check()
             doing("reading")
@@ -117,7 +127,7 @@ def visits(
             source = next(ahead)
             watch.lap("read")
             with device_memory_errors(number):
-                visit = Visit(number, source, source.to(model.device), watch)
+                visit = Visit(number, source, brought.take(source), watch)
                 pass_through(visit, reference, candidates, texts, team)
             del source
             yield visit

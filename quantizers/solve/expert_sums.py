@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantizers.device.timing import phase
+from quantizers.device.timing import asked_for, phase
 from quantizers.forward.recorded import Recorded, usable_rows
 
 from .forced_rows import Activation, add_weighed, gated, gated_and_looked_at, no_magnitude
@@ -79,9 +79,9 @@ def width_sums(
     step = max(1, found.routed() // (ROUTED_PER_COLUMN * width))
     products = torch.empty(0, device=device, dtype=gate_up.dtype)
     rows = 0
-    for number in range(0, len(blocks), every):
-        with phase("inputs"):  # which cross the bus here, if they do not lie on the device
-            block, table = blocks[number], found.tables[number]
+    numbered = zip(range(0, len(blocks), every), blocks[::every], strict=True)
+    for number, block in asked_for("forced pass", numbered):  # beside which the next block crosses
+        table = found.tables[number]
         rows += len(block.x)
         if products.shape[-1] != len(block.x):  # else the memory of the last block is used again
             products = gate_up.new_empty(count * double_width, len(block.x))

@@ -21,7 +21,7 @@ import torch
 
 from quantizers.device.fetch import on_host
 from quantizers.device.fused import fused
-from quantizers.forward.recorded import Recorded, route_counts
+from quantizers.forward.recorded import Recorded, route_counts, routing_of
 from quantizers.plan.units import ROUTED_ROWS
 
 from .fused import operators
@@ -125,7 +125,7 @@ def survey(blocks: Iterable[Recorded], experts: int, routed_weight: float, full_
     numbers: list[torch.Tensor] = []
     mass: torch.Tensor | None = None
     rows = 0
-    for block in blocks:
+    for block in routing_of(blocks):
         order, weight, counts, squares = _of_block(block, experts)
         parts.append((order, weight))
         numbers.append(counts)

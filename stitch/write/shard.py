@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.tensor_bytes import torch_dtype
+from quantizers.device.crossing import ARRIVED, Crossing, beside
 from quantizers.device.kind import accelerated
 from quantizers.forward.packing import pack
 from quantizers.plan.plan import KEPT, METADATA, Action, Plan
@@ -37,10 +38,12 @@ class LayerTensors(NamedTuple):
         host: for the file, on the CPU, contiguous.
         device: for whoever computes with them, where the layer was solved; on a CPU the same memory. The shapes of
             packed weights are on the CPU in both, since they are read as numbers, and so is what was made there.
+        crossing: of what was made on the device: to be finished before `host` is read, and `device` kept until then.
     """
 
     host: dict[str, torch.Tensor]
     device: dict[str, torch.Tensor]
+    crossing: Crossing = ARRIVED
 
 
 def layer_tensors(
@@ -55,7 +58,7 @@ def layer_tensors(
 ) -> LayerTensors:
     """Every tensor of one output shard.
 
-    Whatever was made on a device comes to the host in one copy.
+    Whatever was made on a device comes to the host in one copy, beside the device's work.
 
     Args:
         layer: a decoder layer, or None for the tensors outside the layers.
@@ -86,7 +89,9 @@ def layer_tensors(
         there, buffer, rooms = _in_one_place(small, solved if quantized else None, bits)
         places = [(made.device, there)]
         if written:
-            places.append((made.host, there | arrays_in(_on_host(buffer, room), rooms)))
+            on_host, crossing = _on_host(buffer, room)
+            made = made._replace(crossing=crossing)
+            places.append((made.host, there | arrays_in(on_host, rooms)))
         for found, values in places:
             for action in quantized:
                 assert action.matrix is not None
@@ -139,10 +144,11 @@ def _in_one_place(
     return there, buffer, rooms
 
 
-def _on_host(buffer: torch.Tensor, room: Room | None) -> torch.Tensor:
+def _on_host(buffer: torch.Tensor, room: Room | None) -> tuple[torch.Tensor, Crossing]:
     if room is None or not accelerated(buffer.device):
-        return buffer.cpu()
-    return room(len(buffer)).copy_(buffer)
+        return buffer.cpu(), ARRIVED
+    there = room(len(buffer))
+    return there, beside([(there, buffer)], buffer.device)
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], where: str, carried: Collection[str] = ()) -> None:

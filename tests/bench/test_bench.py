@@ -84,8 +84,8 @@ def test_only_what_grows_with_experts_is_extrapolated() -> None:
     whole = sizes_of(facts, config, "config.json")
     small = sizes_of(facts, resized(config, experts=8), "config.json")
     result = extrapolate(dict.fromkeys(LAYER_PHASES, 1.0), small, whole)
-    assert result["seconds"] == 62 * (14 * 32 + 2)
-    assert result["seconds_overlapped"] == 62 * (10 * 32 + 2)
+    assert result["seconds"] == 62 * (13 * 32 + 2)
+    assert result["seconds_overlapped"] == 62 * (9 * 32 + 2)
 
 
 def test_both_engines_solve_the_same_layer() -> None:

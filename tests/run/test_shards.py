@@ -55,9 +55,9 @@ def test_the_sources_memory_gets_other_bytes_meanwhile(tmp_path: Path) -> None:
     assert shards.ahead == 1
     assert [Shards(job, replace(context, team=ALONE, device=torch.device(one)), later).ahead for one in KINDS] == [0, 1]
     held = hold(job.opened, layer_names(job.opened, job.facts, 0))  # a dense layer: all of it is kept
-    tensors = layer_tensors(job.plan, 0, held, None).host
-    wanted = {name: tensor.clone() for name, tensor in tensors.items()}
-    shards.begin(Visit(0, held, held), tensors, held_tensors(held, tensors, tmp_path / "x"))
+    tensors = layer_tensors(job.plan, 0, held, None)
+    wanted = {name: tensor.clone() for name, tensor in tensors.host.items()}
+    shards.begin(Visit(0, held, held), tensors, held_tensors(held, tensors.device, tmp_path / "x"))
     audit, store = later.waiting
     audit()
     assert shards.finished() == {}

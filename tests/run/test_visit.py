@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from conftest import Finished
+from delayed_copies import AtOnce, Delayed, delay
 from runs import assert_same, cut_in_layer, hashes, leaves
 from safetensors.torch import save_file
 from tiny import make, write_job
@@ -29,6 +30,7 @@ from quantizers.output import journal
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.solve_memory import DeviceMemory
 from quantizers.run import layer_loop, pipeline, places, quantized, shards
+from quantizers.run import visit as visiting
 from quantizers.run.measure import measure
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
@@ -371,10 +373,34 @@ def test_where_calibration_states_lie_decides_no_byte(
     assert seen == (files if states == "files" else set())
 
 
+@pytest.mark.parametrize("stream", [Delayed(), AtOnce()], ids=["late", "at once"])
+def test_what_crosses_beside_the_work_has_the_same_bytes(
+    stream: Delayed, small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accelerator's way, on the CPU: the source's next layer, all hidden states, and what was packed."""
+    hosts, make_rows = delay(monkeypatch, stream), Rows.__init__
+
+    def make_there(self: Rows, *arguments: Any, **named: Any) -> None:
+        make_rows(self, *arguments, **named)
+        hosts.add(self.flat)
+
+    monkeypatch.setattr(Rows, "__init__", make_there)
+    for module in (visiting, shards, writing):
+        monkeypatch.setattr(module, "accelerated", lambda device: True)
+    monkeypatch.setattr(
+        layer_loop, "visits", lambda *given, **named: visiting.visits(*given, **named | {"early": True})
+    )
+    run(job_of(small), Options(tmp_path / "output", CPU))
+    assert_same(tmp_path / "output", small[1])
+    assert stream.under_way == 0
+    assert stream.copied > 100
+    assert stream.most > 1 or isinstance(stream, AtOnce)
+
+
 def test_little_memory_sends_states_to_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a device has no room for lies in host memory as long as it takes at most half of what is free."""
     sizes: Any = {"hidden": 16, "chosen": 2}
-    nothing, inputs = (DeviceMemory(1, 1, 1, held, False, False, 0, 0, 0, 0, 0) for held in (False, True))
+    nothing, inputs = (DeviceMemory(1, 1, 1, held, False, False, False, 0, 0, 0, 0, 0) for held in (False, True))
     states: Any  # one of the three
     rows = 100
     of_states, of_inputs = rows * 16 * 4, rows * (16 * 4 + 8 * 2 + 1)

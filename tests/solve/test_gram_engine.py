@@ -495,6 +495,8 @@ def test_any_sequence_class_will_do_and_it_is_read_in_order() -> None:
             return len(stored)
 
         def __getitem__(self, index: Any) -> Any:
+            if isinstance(index, slice):
+                return [self[i] for i in range(*index.indices(len(self)))]
             if not 0 <= index < len(stored):
                 raise IndexError(index)
             read.append(index)

@@ -194,7 +194,7 @@ def test_a_run_says_its_phases_in_their_order(finished: Finished, tmp_path: Path
         patched.setattr(shown, "_shows_phases", watch(said))
         run(prepare(str(finished.recipe)), Options(tmp_path / "output", torch.device("cpu")))
     assert list(dict.fromkeys(said)) == [
-        "reading", "held-out texts", "attention", "sums", "search", "dequantize", "rounding", "inputs", "forced pass",
+        "reading", "held-out texts", "attention", "sums", "search", "dequantize", "rounding", "forced pass",
         "changes", "packing", "calibration pass", "comparing", "audit",
     ]  # fmt: skip
     assert said.count("reading") == said.count("audit") == 4
