@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from quantizers.cost.lengths import longest_possible
 from quantizers.cost.seconds import DISK, HASH, layer_seconds
 from quantizers.cost.visit import CountedVisit, count_visit, texts_of
 from quantizers.cost.work import together
+from quantizers.device.rough import FASTER
 from quantizers.plan.job import Job
 from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.solve_memory import DeviceMemory, device_memory
@@ -69,8 +70,9 @@ def count_layer(
         sizes: other sizes, by this program's names for them.
 
     Returns:
-        For each phase what was counted, see `Work.as_dict`, and seconds by card; the same of the layer, and of all
-        layers with experts; the peak of living bytes, beside the bytes that a run sets aside; and the rates.
+        For each phase what was counted on the first card, see `Work.as_dict`, and seconds by card; the same of the
+        layer, and of all layers with experts; the peak of living bytes, beside the bytes that a run sets aside; and the
+        rates.
 
     Raises:
         InputError: no facts are kept for this model, the card is not known, or the memory is too small.
@@ -83,7 +85,13 @@ def count_layer(
     lengths, texts = sequences(tokens, length)
     held_out = sum(len(text.tokens) for text in texts)
     memory = device_memory(job.plan, job.sizes, max(lengths), True, limit, tokens, held_out=held_out)
-    visit = count_visit(job, job.sizes.moe_layers[0], lengths, texts, memory)
+    visits: dict[bool, CountedVisit] = {}  # the work is the same on all devices, but that some rank points roughly
+    for device in devices:
+        if _ranks(device) not in visits:
+            capability = device.capability if isinstance(device, Card) else None
+            number = job.sizes.moe_layers[0]
+            visits[_ranks(device)] = count_visit(job, number, lengths, texts, memory, capability=capability)
+    visit = visits[_ranks(devices[0])]
     whole = sizes_of(job.facts, published(like), CONFIG)
     return described(job, lengths, texts) | {
         "memory": memory.as_dict() | {"limit": limit},
@@ -93,7 +101,7 @@ def count_layer(
         "peak_bytes": visit.peak,
         "phases": {name: work.as_dict() for name, work in visit.phases.items()},
         "layer": together(visit.phases.values()).as_dict(),
-        "cards": _on_devices(visit, memory, devices, len(whole.moe_layers)),
+        "cards": _on_devices(visits, memory, devices, len(whole.moe_layers)),
         "assumptions": [
             *_rates(devices),
             f"{DISK / 1e9:g} GB/s read from or written to files, {HASH / 1e9:g} GB/s hashed by a thread",
@@ -124,6 +132,11 @@ def _devices(name: str | None, job: Job) -> list[Card | Cpu]:
     return [this_cpu(job.sizes) if name.lower() == "cpu" else card_of(name)]
 
 
+def _ranks(device: Card | Cpu) -> bool:
+    """Whether a search ranks its points roughly there, see solve/ranking.py."""
+    return isinstance(device, Card) and device.capability in FASTER
+
+
 def _rates(devices: Sequence[Card | Cpu]) -> list[str]:
     if cpu := [device for device in devices if isinstance(device, Cpu)]:
         return [cpu_rates(cpu[0].cores)]
@@ -131,12 +144,12 @@ def _rates(devices: Sequence[Card | Cpu]) -> list[str]:
 
 
 def _on_devices(
-    visit: CountedVisit, memory: DeviceMemory, devices: Sequence[Card | Cpu], layers: int
+    visits: Mapping[bool, CountedVisit], memory: DeviceMemory, devices: Sequence[Card | Cpu], layers: int
 ) -> dict[str, dict[str, Any]]:
     """Seconds on each device, and whether its memory is enough for what is held."""
     found = {}
     for device in devices:
-        seconds = layer_seconds(visit, device)
+        seconds = layer_seconds(visits[_ranks(device)], device)
         found[device.name] = {
             "phases": dict(seconds.phases),
             "reading": seconds.reading,

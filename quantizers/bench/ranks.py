@@ -58,7 +58,7 @@ def count_ranks(
 
     def one(ranks: Ranks) -> dict[str, Any]:
         memory = device_memory(job.plan, job.sizes, max(lengths), True, limit, tokens, ranks.count, held_out=held_out)
-        visit = count_visit(job, job.sizes.moe_layers[0], lengths, texts, memory, ranks)
+        visit = count_visit(job, job.sizes.moe_layers[0], lengths, texts, memory, ranks, known.capability)
         return shared_layer(visit, known, ranks, disk) | {"memory": memory.as_dict()}
 
     wanted = [Ranks(count, gpus) for count in sorted({1, *counts})]

@@ -27,7 +27,7 @@ LINKED, NETWORK, BROADCAST, ROUND = 2 / 3, 0.9 * 50e9, 0.5e-3, 1e-3
 BUS, PINNED = 8e9, 20e9  # bytes a second over PCIe 4, from and to memory that is not pinned, and that is
 HOST = 10e9  # bytes a second that this process's operations on the host's memory move
 # What of a stated rate is reached. Cholesky factors and triangular solves of a batch are far from the products' rate.
-BANDWIDTH, REACHED = 0.8, {"bfloat16": 0.6, "float32": 0.75, "float64": 0.8, "factorization": 0.15}
+BANDWIDTH, REACHED = 0.8, {"bfloat16": 0.6, "tf32": 0.6, "float32": 0.75, "float64": 0.8, "factorization": 0.15}
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Card:
 
     Attributes:
         name: as it is printed.
+        capability: its compute capability.
         memory: bytes that torch sees.
         bandwidth: bytes a second, as stated.
         link: bytes a second from it to another card of its machine, as stated: NVLink, or else its bus.
@@ -43,6 +44,7 @@ class Card:
     """
 
     name: str
+    capability: tuple[int, int]
     memory: int
     bandwidth: float
     link: float
@@ -57,8 +59,8 @@ class Card:
 
     def rate(self, kind: str) -> float:
         """Operations a second that are reached."""
-        stated = self.float32 if kind == "factorization" else getattr(self, kind)
-        return float(stated) * REACHED[kind]
+        stated = {"factorization": self.float32, "tf32": self.bfloat16 / 2}
+        return float(stated[kind] if kind in stated else getattr(self, kind)) * REACHED[kind]
 
     def seconds(self, work: Work) -> float:
         """How long a phase takes."""
@@ -87,17 +89,17 @@ def crossing(work: Work) -> float:
     return (work.to_device + work.to_host - work.pinned) / BUS + (work.pinned - work.beside) / PINNED
 
 
-def _card(name: str, seen: str, bandwidth: float, link: float, bfloat16: float, float32: float, float64: float) -> Card:
-    return Card(name, int(SEEN[seen] * GIB), *(1e12 * rate for rate in (bandwidth, link, bfloat16, float32, float64)))
+def _card(name: str, seen: str, capability: tuple[int, int], *rates: float) -> Card:
+    return Card(name, capability, int(SEEN[seen] * GIB), *(1e12 * rate for rate in rates))
 
 
 # TB/s of the memory, and of the link one way; then TFLOP/s in bfloat16, float32 and float64, without sparsity.
 CARDS: Mapping[str, Card] = {
-    "h100": _card("H100", "H100", 3.35, 0.45, 989, 67, 33.5),
-    "h200": _card("H200", "H200", 4.8, 0.45, 989, 67, 33.5),
-    "a100": _card("A100", "A100", 2.04, 0.3, 312, 19.5, 9.7),
-    "rtx-pro-6000": _card("RTX PRO 6000", "RTX-PRO-6000", 1.79, 0.064, 504, 125, 1.95),
-    "4090": _card("RTX 4090", "RTX-4090", 1.01, 0.032, 165, 83, 1.29),
+    "h100": _card("H100", "H100", (9, 0), 3.35, 0.45, 989, 67, 33.5),
+    "h200": _card("H200", "H200", (9, 0), 4.8, 0.45, 989, 67, 33.5),
+    "a100": _card("A100", "A100", (8, 0), 2.04, 0.3, 312, 19.5, 9.7),
+    "rtx-pro-6000": _card("RTX PRO 6000", "RTX-PRO-6000", (12, 0), 1.79, 0.064, 504, 125, 1.95),
+    "4090": _card("RTX 4090", "RTX-4090", (8, 9), 1.01, 0.032, 165, 83, 1.29),
 }
 
 
@@ -132,8 +134,8 @@ def rates(cards: Sequence[Card]) -> list[str]:
     )
     return [
         f"stated, bfloat16 and float32: {of_cards}",
-        f"reached: {BANDWIDTH:.0%} of the bandwidth, {REACHED['bfloat16']:.0%} in bfloat16, {REACHED['float32']:.0%} "
-        f"in float32, {REACHED['factorization']:.0%} of float32 in batched factorizations",
+        f"reached: {BANDWIDTH:.0%} of the bandwidth, {REACHED['bfloat16']:.0%} in bfloat16 (TF32 half as fast), "
+        f"{REACHED['float32']:.0%} in float32, {REACHED['factorization']:.0%} of float32 in batched factorizations",
         f"{LAUNCH * 1e6:g} us a launch, {VIEW * 1e6:g} us a view, {SYNC * 1e6:g} us a synchronisation, at least "
         f"{KERNEL * 1e6:g} us a kernel, {TURN * 1e6:g} us a column that it rounds; {BUS / 1e9:g} GB/s over the bus, "
         f"{PINNED / 1e9:g} from and to pinned memory, "

@@ -22,7 +22,7 @@ from .work import Operation, Work
 LAUNCH = 3e-6  # seconds of an operation that is next to nothing
 OF_A_CORE = 0.095e12  # operations a second in float32
 BANDWIDTH, MOST = 7.5e9, 200e9  # bytes a second: of a core with its caches, and of all
-REACHED = {"": 1.0, "bfloat16": 0.75, "float32": 0.75, "float64": 0.4, "factorization": 0.3}
+REACHED = {"": 1.0, "bfloat16": 0.75, "tf32": 0.75, "float32": 0.75, "float64": 0.4, "factorization": 0.3}
 WIDER = {"bfloat16": 2}  # what an accelerator has in bfloat16
 # Of each kernel of solve/fused: how many times as many bytes torch's operations move, and how many operations they are;
 # with groups of 32.

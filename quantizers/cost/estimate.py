@@ -117,7 +117,9 @@ def _counted(
 ) -> dict[str, Any]:
     """What follows from counted work."""
     card, memory = _card_for(job, sum(lengths), sum(held_out))
-    work = count_run(job, lengths, texts_of(held_out), memory, output)
+    work = count_run(
+        job, lengths, texts_of(held_out), memory, output, capability=None if card is None else card.capability
+    )
     seconds = {"CPU": work.seconds(this_cpu(job.sizes), disk)}
     if card is None:
         return {"operations": float(work.flops()), "seconds": seconds}

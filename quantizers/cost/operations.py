@@ -156,7 +156,10 @@ def _arithmetic(
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
     if packet in flop_registry:
         operands = [value for value in args if isinstance(value, torch.Tensor)]
-        return int(flop_registry[packet](*operands, out_val=made[0])), KINDS.get(operands[-1].dtype, "")
+        multiplied = KINDS.get(operands[-1].dtype, "")
+        if multiplied == "float32" and torch.get_float32_matmul_precision() == "high":
+            multiplied = "tf32"
+        return int(flop_registry[packet](*operands, out_val=made[0])), multiplied
     if name == "_grouped_mm":  # (T, M) x (E, M, N): every row with the matrix of its group
         return 2 * args[0].numel() * args[1].shape[-1], kind
     if name == "linalg_cholesky_ex":

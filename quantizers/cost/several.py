@@ -44,7 +44,7 @@ def several_needs(
         its processes have in common; of a layer with experts what `shared_layer` says; of the whole run `seconds`
         beside those `alone`, and what only rank 0 does, `by_rank_0`.
     """
-    runs = run, count_run(job, lengths, texts_of(held_out), memory, output, ranks)
+    runs = run, count_run(job, lengths, texts_of(held_out), memory, output, ranks, card.capability)
     layers = [shared_layer(one.routed, card, one.ranks, disk) for one in runs]
     alone, together = (one.seconds(card, disk) for one in runs)
     parts = serial(*layers)

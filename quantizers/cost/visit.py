@@ -20,11 +20,10 @@ import torch
 
 from eval.fidelity.compare import OfText
 from eval.fidelity.figures import Text
-from quantizers.checkpoint.brought import Brought
 from quantizers.checkpoint.held import Held
 from quantizers.checkpoint.safetensors_header import TensorInfo
 from quantizers.checkpoint.tensor_bytes import torch_dtype
-from quantizers.device import crossing
+from quantizers.device import crossing, rough
 from quantizers.device.devices import forward_dtype
 from quantizers.device.pinned import pin
 from quantizers.device.timing import listening
@@ -37,6 +36,7 @@ from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import DeviceMemory
 from quantizers.plan.units import rows_of_block
 from quantizers.run import quantized
+from quantizers.run.brought import Brought
 from quantizers.run.quantized import Quantized
 from quantizers.run.shards import Shards
 from quantizers.run.visit import Visit, Watch, pass_through
@@ -59,6 +59,7 @@ REPEATED = (
     (expert_sums, "_add_block"),
     (token_weights, "_of_block"),
     (norm_search, "scale_losses"),
+    (norm_search, "rough_losses"),
 )
 
 
@@ -88,6 +89,7 @@ def count_visit(
     texts: Sequence[Text],
     memory: DeviceMemory,
     ranks: Ranks = ALONE,
+    capability: tuple[int, int] | None = None,
 ) -> CountedVisit:
     """Count a visit to one layer.
 
@@ -98,6 +100,7 @@ def count_visit(
         texts: held-out texts; only their lengths matter.
         memory: what is held on the device.
         ranks: the processes that share the work; counted is the one that has most to do.
+        capability: of the card, see device/rough.py; None for one on which nothing is ranked roughly.
 
     Raises:
         QuantizeError: an operation whose sum has no order on a GPU.
@@ -109,7 +112,7 @@ def count_visit(
     tokens, team = [len(text.tokens) for text in texts], Team()
     if ranks.count > 1:
         team = CountedTeam(counting, ranks, busiest(ranks, memory.units, tokens), job.sizes["experts"])
-    with torch.no_grad(), counting, listening(counting), _once(counting):
+    with torch.no_grad(), counting, listening(counting), _once(counting, capability):
         texts_there = META if memory.texts else None
         lanes = [
             _Lane(str(n), model, n, tokens, NOWHERE, durable=True, team=team, device=texts_there) for n in range(2)
@@ -146,13 +149,14 @@ def texts_of(lengths: Sequence[int]) -> list[Text]:
 
 
 @contextlib.contextmanager
-def _once(counting: Counting) -> Iterator[None]:
-    """What is repeated with the same shapes is done once."""
+def _once(counting: Counting, capability: tuple[int, int] | None) -> Iterator[None]:
+    """What is repeated with the same shapes is done once; copies are counted, and a card's capability is known."""
     with contextlib.ExitStack() as stack:
         for module, name in REPEATED:
             stack.enter_context(patch.object(module, name, counting.once(getattr(module, name))))
         stack.enter_context(patch.object(quantized, "rows_in_common", _in_memory))
         stack.enter_context(patch.object(crossing, "stream_of", lambda _: counting))
+        stack.enter_context(patch.object(rough, "capability", lambda _: capability))
         yield
 
 

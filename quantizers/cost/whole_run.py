@@ -85,6 +85,7 @@ def count_run(
     memory: DeviceMemory,
     output: int,
     ranks: Ranks = ALONE,
+    capability: tuple[int, int] | None = None,
 ) -> CountedRun:
     """Count a run of this job.
 
@@ -94,13 +95,14 @@ def count_run(
         memory: what is held on the device.
         output: bytes of the finished checkpoint.
         ranks: the processes that share the work.
+        capability: see `count_visit`.
     """
     dense, moe = sorted(job.sizes.dense), job.sizes.moe_layers
     first: list[CountedVisit] = []
     numbers = (moe[0], *dense[:1])
     with progress("counting", len(numbers) + bool(texts)) as step:
         for number in numbers:
-            first.append(_visit(job, number, lengths, texts, memory, ranks))
+            first.append(_visit(job, number, lengths, texts, memory, ranks, capability))
             step(f"layer {number}")
         tokens = [len(text.tokens) for text in texts]
         own = [texts[i] for i in own_texts(ranks, busiest(ranks, memory.units, tokens), tokens)]
@@ -127,7 +129,13 @@ def count_scoring(job: Job, texts: Sequence[Text]) -> dict[str, Work]:
 
 
 def _visit(
-    job: Job, number: int, lengths: Sequence[int], texts: Sequence[Text], memory: DeviceMemory, ranks: Ranks
+    job: Job,
+    number: int,
+    lengths: Sequence[int],
+    texts: Sequence[Text],
+    memory: DeviceMemory,
+    ranks: Ranks,
+    capability: tuple[int, int] | None,
 ) -> CountedVisit:
     """As `count_visit`, from memory where a visit of the same shape was counted before."""
     prefix = job.facts.layer(number, "")
@@ -135,8 +143,8 @@ def _visit(
     settings = job.plan.settings(number).model_dump_json()
     key = (
         job.facts.model_dump_json(), tuple(sorted(dict(job.sizes).items())), layer, settings, tuple(lengths),
-        tuple(len(text.tokens) for text in texts), memory, ranks,
+        tuple(len(text.tokens) for text in texts), memory, ranks, capability,
     )  # fmt: skip
     if key not in _counted:
-        _counted[key] = count_visit(job, number, lengths, texts, memory, ranks)
+        _counted[key] = count_visit(job, number, lengths, texts, memory, ranks, capability)
     return _counted[key]

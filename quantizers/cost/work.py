@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 # The rate that arithmetic is done at; "" where an operation has none worth counting.
-Arithmetic = Literal["", "bfloat16", "float32", "float64", "factorization"]
+Arithmetic = Literal["", "bfloat16", "tf32", "float32", "float64", "factorization"]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ import torch
 from eval.fidelity.compare import compare
 from eval.fidelity.figures import Text
 from quantizers.checkpoint.ahead import held_ahead
-from quantizers.checkpoint.brought import Brought
 from quantizers.checkpoint.held import Held, layer_names
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.allocator import release_free_memory
@@ -33,6 +32,8 @@ from quantizers.forward.lane import Lane
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import doing
 from quantizers.team.team import ALONE, Team
+
+from .brought import Brought
 
 
 class Watch:

@@ -11,6 +11,8 @@ are llm-compressor's "duo scaling" grid.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from quantizers.device.fused import fused
@@ -91,18 +93,29 @@ def scale_losses(weight: torch.Tensor, gram: torch.Tensor, scales: torch.Tensor,
     Returns:
         (P, E) float32; infinity where a loss is not finite.
     """
+    table = []
+    for errors in tried_errors(weight, scales, group, bits):
+        experts, _, points, rows = errors.shape
+        table.append(row_losses(errors.flatten(2).mT, gram).view(experts, points, rows).sum(-1))
+    losses = torch.cat(table, 1).T
+    return torch.where(torch.isfinite(losses), losses, torch.full_like(losses, torch.inf))
+
+
+def tried_errors(weight: torch.Tensor, scales: torch.Tensor, group: int, bits: int) -> Iterator[torch.Tensor]:
+    """Q(W s) / s − W of all candidates, a few at a time, (E, C, n, R); each valid until the next is asked for.
+
+    Args:
+        weight, scales: as for `scale_losses`.
+    """
     weight = weight.mT.contiguous()
     experts, columns, rows = weight.shape
     together = TOGETHER if accelerated(weight.device) else 1
     room = weight.new_empty(min(together, len(scales)) * weight.numel())
     try_all = operators.tried_errors if fused(weight.device) else _tried_errors
-    table = []
     for some in torch.split(scales, together):
         errors = room[: len(some) * weight.numel()].view(experts, columns, len(some), rows)
         try_all(weight, some, errors, group, bits)
-        table.append(row_losses(errors.flatten(2).mT, gram).view(experts, len(some), rows).sum(-1))
-    losses = torch.cat(table, 1).T
-    return torch.where(torch.isfinite(losses), losses, torch.full_like(losses, torch.inf))
+        yield errors
 
 
 def _tried_errors(weight: torch.Tensor, scales: torch.Tensor, errors: torch.Tensor, group: int, bits: int) -> None:

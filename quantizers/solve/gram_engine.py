@@ -29,7 +29,7 @@ from quantizers.team.team import ALONE, Team
 
 from .awq import fold_norm
 from .expert_sums import WidthSums, width_sums
-from .expert_unit import SolvedUnit, solve_unit
+from .expert_unit import UNPROVEN, SolvedUnit, solve_unit
 from .forced_rows import Activation
 from .held_sums import HeldSums
 from .input_sums import Unit, blended_gram
@@ -81,6 +81,8 @@ def solve(
         QuantizeError: the device's memory is too small for one unit.
     """
     experts, hidden = router.shape
+    # To see whether a factorization failed, or ranking was not enough, a GPU would have to be waited for each time.
+    careful = not accelerated(router.device)
     units = units_of(experts, unit)
     units = [units[i] for i in team.share(len(units))]
     with phase("sums"):
@@ -99,13 +101,12 @@ def solve(
                 experts,
                 within_memory=held.within_memory,
                 team=team,
+                careful=careful,
             )
             folded, smooth = fold_norm(norm, shared, offset)
     one = partial(_solve_unit, held, weights, inputs.gram, smooth, activation, settings)
-    # To see whether a factorization failed, a GPU would have to be waited for each time: there it is asked once.
-    careful = not accelerated(router.device)
     solved = _solve_units(one, held, units, careful=careful)
-    solved |= _solve_units(one, held, [] if careful else _without_factor(solved, units), careful=True)
+    solved |= _solve_units(one, held, [] if careful else _in_doubt(solved, units), careful=True)
     whole = _together([solved[unit] for unit in units], team, router.device)
     # Numbers for the report are fetched once all units are under way: a GPU never waits for them.
     damping = {f"damping.{name}": used for name, used in whole.damping.items()}
@@ -188,10 +189,25 @@ def _sums_when_rounded(
     return sums(rounded.div_(smooth).to(gate_up.dtype), source=gate_up if compare else None)
 
 
-def _without_factor(solved: dict[Unit, SolvedUnit], units: Sequence[Unit]) -> list[Unit]:
-    """The units with an expert whose Gram matrix had no factor at the first damping; one synchronisation."""
-    used = fetched({str(unit): torch.cat([*solved[unit].damping.values()]) for unit in units if solved[unit].damping})
-    return [unit for unit in units if str(unit) in used and bool(used[str(unit)].isinf().any())]
+def _in_doubt(solved: dict[Unit, SolvedUnit], units: Sequence[Unit]) -> list[Unit]:
+    """The units with an expert whose Gram matrix had no factor at the first damping, or whose search was not proven.
+
+    One synchronisation.
+    """
+    looks: dict[str, torch.Tensor] = {}
+    for unit, own in solved.items():
+        if own.damping:
+            looks[f"{unit} damping"] = torch.cat([*own.damping.values()])
+        if UNPROVEN in own.totals:
+            looks[f"{unit} search"] = own.totals.pop(UNPROVEN)
+    found = fetched(looks)
+    nothing = torch.zeros(1)
+
+    def in_doubt(unit: Unit) -> bool:
+        damping, search = (found.get(f"{unit} {what}", nothing) for what in ("damping", "search"))
+        return bool(damping.isinf().any() or search.any())
+
+    return [unit for unit in units if in_doubt(unit)]
 
 
 def _together(parts: Sequence[SolvedUnit], team: Team, device: torch.device) -> SolvedUnit:

@@ -17,6 +17,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
+from quantizers.device.fetch import fetched
 from quantizers.device.kind import accelerated
 from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, reader_state, router_state
 from quantizers.forward.weights import ExpertWeights, read_weight
@@ -110,11 +111,14 @@ def audit_layer(
     if norm_name not in candidate.tensors or router_name not in candidate.tensors:
         return
     before, after = (checkpoint.tensor(norm_name).to(device) for checkpoint in (source, candidate))
-    if before.shape != after.shape or not bool(torch.isfinite(after.float()).all()):
+    broken = ~torch.isfinite(after.float()).all()
+    zeros = ((before == 0) != (after == 0)).any() if before.shape == after.shape else broken
+    seen = fetched({"broken": broken, "zeros": zeros})
+    if before.shape != after.shape or seen["broken"]:
         audit.differences.append(f"{norm_name}: is not finite, or of another shape than the source's")
         return
     smooth = norm_ratio(before, after, facts.norm.offset)
-    if bool(((before == 0) != (after == 0)).any()):
+    if seen["zeros"]:
         audit.differences.append(f"{norm_name}: zero where the source is not, or the other way round")
     routers = source.tensor(router_name).to(device), candidate.tensor(router_name).to(device)
     _check_router(router_name, norm_name, smooth, *routers, audit, repairable=not facts.also_reads_the_norm)

@@ -88,7 +88,7 @@ def test_all_together_do_what_one_does_and_what_each_needs(count: int) -> None:
         before, after = sum(work.flops.values()), count * sum(shared[phase].flops.values())
         if phase == "sums":
             assert after - before == pytest.approx((count - 1) * all_rows, rel=1e-3)
-        elif phase != "solve":  # a few numbers for the report
+        elif phase not in ("solve", "audit"):  # a few numbers for the report, and two looks
             assert after == pytest.approx(before, rel=1e-6)
 
 

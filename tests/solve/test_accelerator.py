@@ -113,6 +113,6 @@ def test_a_factorization_that_failed_is_done_again_with_care(monkeypatch: pytest
         return real(*arguments, careful=False)
 
     monkeypatch.setattr(gram_engine, "_solve_unit", noted)
-    monkeypatch.setattr(gram_engine, "_without_factor", lambda _, units: [units[1]])
+    monkeypatch.setattr(gram_engine, "_in_doubt", lambda _, units: [units[1]])
     traced(3, **QUICK)
     assert done == [((0, 2), False), ((2, 4), False), ((4, 6), False), ((2, 4), True)]

@@ -12,9 +12,9 @@ from delayed_copies import AtOnce, Delayed, delay
 from tiny import make
 
 from quantizers.checkpoint.ahead import held_ahead
-from quantizers.checkpoint.brought import Brought
 from quantizers.checkpoint.held import hold
 from quantizers.checkpoint.reader import Checkpoint, open_folder
+from quantizers.run.brought import Brought
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

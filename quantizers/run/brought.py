@@ -1,6 +1,6 @@
 """Parts of a checkpoint on a device: while one is in use there, the next one crosses, as soon as it has been read.
 
-Two pieces of the device's memory take turns, as the buffers on the host do, see ahead.py.
+Two pieces of the device's memory take turns, as the buffers on the host do, see checkpoint/ahead.py.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from quantizers.checkpoint.held import Held
 from quantizers.device.crossing import Crossing, beside
-
-from .held import Held
 
 if TYPE_CHECKING:
     import torch
