@@ -168,7 +168,10 @@ class _Phases:
         self._codes = 3 * experts * width * hidden
         batch = max(longest, rows)
         attention = batch * itemsize * 4 * (hidden + max(_rows_made(plan, number) for number in numbers))
-        routed = rows * itemsize * (sizes["chosen"] * (2 * hidden + 3 * width) + 8 * hidden)
+        # At the experts, of each token's copies: itself, gate and up, what replaces them and what is made of them; or
+        # itself and what comes of it, and that in float32 times its weight, twice. (A CPU takes expert after expert.)
+        copies = max(hidden + 4 * width, 2 * hidden + 2 * hidden * FLOAT // itemsize)
+        routed = rows * itemsize * (sizes["chosen"] * (copies if accelerator else 2 * hidden + 3 * width) + 8 * hidden)
         self._activations = max(attention, routed)
         # Their sums, one block of them and one that crosses meanwhile, and who is routed where.
         self._inputs = 2 * FLOAT * hidden**2 + 2 * rows * hidden * itemsize + 8 * sizes["chosen"] * tokens

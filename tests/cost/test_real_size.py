@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from quantizers.bench.count import count_layer
+from quantizers.bench.count import count_layer, published_job
+from quantizers.cost.visit import count_visit
+from quantizers.plan.solve_memory import device_memory
+from quantizers.plan.units import rows_of_block
 
 GIB = 2**30
 MODELS = (
@@ -35,3 +40,14 @@ def test_a_layer_stays_within_its_memory_and_crosses_the_bus_once(case: str) -> 
     assert to_host <= 1.001 * found["written_bytes"]
     assert waits <= 20
     assert found["peak_bytes"] <= memory["peak"] <= limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_with_little_held_no_more_is_alive_than_is_set_aside(model: str) -> None:
+    """Where the layer passes on what it was given as well as where it is solved; with experts wide and narrow."""
+    job, tokens = published_job(model), 2 * rows_of_block(True)
+    memory = device_memory(job.plan, job.sizes, tokens // 2, True, None, tokens)
+    memory = replace(memory, resident=1, inputs=False, states=False, texts=False, early=False)
+    visit = count_visit(job, job.sizes.moe_layers[0], [tokens // 2] * 2, [], memory)
+    assert 0.75 * memory.smallest <= visit.peak <= memory.smallest
