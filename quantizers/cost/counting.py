@@ -20,15 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from quantizers.device.crossing import Crossing, Pairs
 from quantizers.device.pinned import is_pinned
 from quantizers.system.errors import QuantizeError
 
-from .operations import FREE, attention, changed, described, does_nothing, is_unordered, name_of, tensors
+from .operations import FREE, changed, described, does_nothing, is_unordered, name_of, tensors
 from .values import META, SMALL, form, mapped, numbers_of, shape_of, tensors_within, untouched
 from .work import Work
 
@@ -247,20 +245,19 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
             self._here.to_host += target.nbytes
         return target
 
-    def copy(self, pairs: Pairs) -> Crossing:
-        """Count copies beside the work, where they are waited for; see `device.crossing.Stream`."""
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[Work]:
+        """Count the copies within the block apart from all else: they cross beside the work, see copies.py."""
         here, copies = self._here, Work()
         self._here, self._aside = copies, True
         try:
-            for target, source in pairs:
-                target.copy_(source)
+            yield copies
         finally:
             self._here, self._aside = here, False
-        return _Counted(self, copies)
 
-    def waited(self, copies: Work) -> None:
-        """Count what was waited for."""
-        self._here.add(copies)
+    def book(self, work: Work) -> None:
+        """Count what was counted apart."""
+        self._here.add(work)
 
     def _on_host(self, function: Any, name: str, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
         if name == "sum" and given[0].is_floating_point() and given[0].nbytes < SMALL:
@@ -296,33 +293,3 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
 
     def _note_peak(self) -> None:
         self._here.peak = max(self._here.peak, self._now)
-
-
-class _Counted:
-    """Copies beside the work."""
-
-    def __init__(self, counting: Counting, copies: Work) -> None:
-        self._counting, self._copies = counting, copies
-
-    def wait(self) -> None:
-        self._counting.waited(self._copies)
-        self._copies = Work()
-
-    def finish(self) -> None:
-        self._copies.syncs += 1
-        self.wait()
-
-
-class OneKernel(TorchFunctionMode):
-    """Within it attention is one kernel, as on a GPU; the meta device has a matrix for all pairs of tokens."""
-
-    def __init__(self, counting: Counting) -> None:
-        super().__init__()
-        self._counting = counting
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not torch.nn.functional.scaled_dot_product_attention or not args[0].is_meta:
-            return function(*args, **(kwargs or {}))
-        query, key, value = args[:3]
-        self._counting.kernel(args, attention(query, key, value, causal=bool((kwargs or {}).get("is_causal"))))
-        return query.new_empty(*query.shape[:-1], value.shape[-1])

@@ -45,8 +45,10 @@ from quantizers.system.residents import Residents
 from quantizers.team.team import Team
 from stitch.write.shard import LayerTensors
 
+from .copies import CountedStream
 from .counted_team import ALONE, CountedTeam, Ranks, busiest
-from .counting import Counting, OneKernel
+from .counting import Counting
+from .one_kernel import OneKernel
 from .values import META, untouched
 from .work import Work
 
@@ -151,11 +153,12 @@ def texts_of(lengths: Sequence[int]) -> list[Text]:
 @contextlib.contextmanager
 def _once(counting: Counting, capability: tuple[int, int] | None) -> Iterator[None]:
     """What is repeated with the same shapes is done once; copies are counted, and a card's capability is known."""
+    stream = CountedStream(counting)
     with contextlib.ExitStack() as stack:
         for module, name in REPEATED:
             stack.enter_context(patch.object(module, name, counting.once(getattr(module, name))))
         stack.enter_context(patch.object(quantized, "rows_in_common", _in_memory))
-        stack.enter_context(patch.object(crossing, "stream_of", lambda _: counting))
+        stack.enter_context(patch.object(crossing, "stream_of", lambda _: stream))
         stack.enter_context(patch.object(rough, "capability", lambda _: capability))
         yield
 

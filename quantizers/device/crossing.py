@@ -137,7 +137,8 @@ def ahead(parts: Sequence[Part], device: torch.device) -> Iterator[Part]:
 def behind(device: torch.device) -> Iterator[Callable[[Pairs], None]]:
     """Gives a function that takes targets and what is to go there from the device, beside what is asked of it next.
 
-    When the block ends, all of it is there.
+    Called once for each part, since what comes after a call waits until the call before it has been dealt with. When
+    the block ends, all of it is there.
     """
     last: tuple[Crossing, Pairs] = ARRIVED, ()
 

@@ -95,9 +95,10 @@ def finish(
             output, choices = model.finish(layer, rows)
             so_far = torch.isfinite(output).all()
             finite = so_far if finite is None else finite & so_far
-            put([(residual.flat[block], output)])
+            made = [(residual.flat[block], output)]
             if chosen is not None and choices is not None:
-                put([(chosen.flat[block], choices)])
+                made.append((chosen.flat[block], choices))
+            put(made)  # together: each call waits for what was put by the last one
             check()
     # Looked at once: on an accelerator every look waits for all that was launched.
     if finite is not None and not bool(finite):

@@ -138,9 +138,8 @@ class _Shared:
     def context(self, work: Path, device: torch.device, check: Callable[[], None], team: Team) -> Context:
         """The same for a process."""
         residents = Residents(**self.residents)
-        return Context(
-            work, device, residents, check, team, self.inputs, self.states, self.texts_there, self.next_there
-        )
+        places = self.inputs, self.states, self.texts_there, self.next_there
+        return Context(work, device, residents, check, team, *places)
 
 
 def _memory(options: Options) -> tuple[int, int]:

@@ -12,8 +12,9 @@ import torch
 from counted_layer import Size, counted
 from torch.profiler import ProfilerActivity, profile
 
-from quantizers.cost.counting import Counting, OneKernel
+from quantizers.cost.counting import Counting
 from quantizers.cost.cpu import INSTEAD
+from quantizers.cost.one_kernel import OneKernel
 from quantizers.cost.values import META, untouched
 from quantizers.cost.work import Work
 from quantizers.device import kind
