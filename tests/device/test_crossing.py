@@ -14,6 +14,7 @@ from delayed_copies import AtOnce, Delayed, Hosts, delay
 
 from quantizers.device import crossing
 from quantizers.device.crossing import ahead, behind, beside
+from quantizers.device.pinned import pin
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda:0")
 LENGTHS = [8, 8, 8, 3]
@@ -118,6 +119,23 @@ def test_without_a_stream_copies_are_made_at_once() -> None:
     assert bool(place.all())
     under_way.wait()
     under_way.finish()
+
+
+@pytest.mark.on_device
+@pytest.mark.parametrize("registered", [False, True])
+def test_rows_go_to_the_device_and_back(registered: bool, device: torch.device) -> None:
+    """Twice, in blocks whose work takes longer than their copies; in place, from the host's memory to the host's."""
+    rows = torch.randn(20, 4096, 64, generator=torch.Generator().manual_seed(0))
+    if registered:
+        pin(rows, device)
+    wanted, weight = rows.clone(), torch.eye(64).repeat(40, 1, 1)
+    for _ in range(2):
+        with behind(device) as put:
+            for place, (block,) in zip(rows, ahead([(part,) for part in rows], device), strict=True):
+                for matrix in weight.to(device):
+                    block = block @ matrix  # noqa: PLW2901
+                put([(place, block + 1)])
+    assert torch.equal(rows, wanted + 1 + 1)
 
 
 def test_a_gpu_copies_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

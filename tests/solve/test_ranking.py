@@ -81,6 +81,22 @@ def test_the_choice_is_the_exact_one(cut_off: bool, bits: int) -> None:
     assert others >= 20, "points other than the identity"
 
 
+@pytest.mark.on_device
+def test_the_choice_on_the_device_is_the_exact_one(device: torch.device) -> None:
+    """With the card's own rough products, where it has any that are worthwhile."""
+    for seed in range(4):
+        weight, gram, mean = (tensor.to(device) for tensor in heavy(seed))
+        grid = grid_scales(mean, weight_means(weight, 32), 20, duo_scaling=True)
+        wanted = scale_losses(weight, gram, grid, 32, 4)
+        losses, bound = rough_losses(weight, gram, grid, 32, 4)
+        assert bool(((losses - wanted).abs() <= bound).all())
+        points, exact, doubtful = tried(weight, gram, grid, 32, 4, careful=False)
+        best, chosen = wanted.argmin(0), exact.argmin(0)
+        for expert in range(len(best)):
+            if doubtful is None or not doubtful[expert]:
+                assert torch.equal(points[chosen[expert], expert], grid[best[expert], expert])
+
+
 @pytest.mark.usefixtures("ranked")
 def test_where_all_points_are_as_good_that_is_said() -> None:
     weight, gram, mean = heavy(0)
