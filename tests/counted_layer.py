@@ -35,17 +35,18 @@ def counted(
     *,
     in_host_memory: bool = False,
     capability: tuple[int, int] | None = None,
+    spread: float = 0.0,
 ) -> CountedVisit:
     """A visit to a layer with experts, with held-out texts of these lengths.
 
     Args:
         ranks: by whom; counted is the one that has most to do.
         in_host_memory: whether no hidden states lie on the device.
-        capability: of the card, see `count_visit`.
+        capability, spread: see `count_visit`; all experts get as many rows, so that formulas can say what is done.
     """
     job = published_job("minimax-m2.1", size.E, hidden=size.H, width=size.I)
     held_out = sum(texts or ())
     memory = device_memory(job.plan, job.sizes, ROWS, True, None, ROWS * size.B, ranks.count, held_out=held_out)
     if in_host_memory:
         memory = replace(memory, inputs=False, states=False, texts=False)
-    return count_visit(job, 0, [ROWS] * size.B, texts_of(texts or []), memory, ranks, capability)
+    return count_visit(job, 0, [ROWS] * size.B, texts_of(texts or []), memory, ranks, capability, spread)

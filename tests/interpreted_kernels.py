@@ -107,7 +107,7 @@ def token_roots(experts: int, rows: int, columns: int, bits: int) -> list[Any]:
     chosen = torch.rand(rows, 8, generator=generator).topk(3).indices.int()
     good = torch.rand(experts, rows, generator=generator) > 0.2
     factors = drawn(2, experts).abs()
-    return [chosen, drawn(rows, 3).abs(), good, factors[0], factors[1], 2]
+    return [chosen, drawn(rows, 3).abs(), good, factors[0], factors[1], torch.tensor([5, 2])[:experts]]
 
 
 def token_roots_by_torch(
@@ -116,10 +116,10 @@ def token_roots_by_torch(
     good: torch.Tensor,
     of_routed: torch.Tensor,
     of_any: torch.Tensor,
-    first: int,
+    numbers: torch.Tensor,
 ) -> torch.Tensor:
     block = Recorded(weight, chosen, weight, good[0])
-    squared = squared_weights(block, first, first + len(good))
+    squared = squared_weights(block, numbers)
     return (squared * of_routed[:, None] + of_any[:, None]).mul_(good).sqrt_().bfloat16()
 
 

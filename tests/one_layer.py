@@ -11,6 +11,7 @@ import torch
 from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.recorded import Recorded
 from quantizers.forward.recorded import recorded as seen
+from quantizers.plan.units import by_load
 from quantizers.solve import held_sums
 from quantizers.solve.gram_engine import Weights
 from quantizers.solve.solved import Solved
@@ -51,9 +52,17 @@ class Layer:
         return sliced(self.gate_up, self.down)
 
 
+def solving_order(layer: Layer, unit: int, chosen: int = 2) -> list[int]:
+    """The order in which a layer's experts are solved, in which the searches see them."""
+    counts = torch.zeros(len(layer.router), dtype=torch.int64)
+    for sequence in layer.recorded(chosen):
+        counts += torch.bincount(sequence.chosen.flatten(), minlength=len(counts))
+    return by_load(counts.tolist(), unit)
+
+
 def sliced(gate_up: torch.Tensor, down: torch.Tensor) -> Weights:
     """Copies of some experts' matrices, from those of all."""
-    return lambda first, last: (gate_up[first:last].clone(), down[first:last].clone())
+    return lambda experts: (gate_up[experts], down[experts])
 
 
 def sums_held(patched: pytest.MonkeyPatch) -> list[int]:

@@ -105,7 +105,7 @@ def _run(at: dict[str, int], hidden: int, width: int, device: torch.device, *, w
     down = (normal(at["experts"], hidden, width) * width**-0.5).to(device, dtype)
     with torch.no_grad(), listening(Clock(device)) as clock:
         solve(
-            blocks, lambda first, last: (gate_up[first:last].clone(), down[first:last].clone()),
+            blocks, lambda some: (gate_up[some], down[some]),
             norm=norm.to(device), router=router.to(device), activation=torch.nn.functional.silu,
             settings=settings, unit=unit_of_experts(accelerated(device), hidden, width),
             residents=Residents.all_of(at["experts"]),

@@ -28,7 +28,7 @@ WIDER = {"bfloat16": 2}  # what an accelerator has in bfloat16
 # with groups of 32.
 INSTEAD: Mapping[str, tuple[float, int]] = {
     "gptq_block": (30, 226), "refine_group": (31, 327), "mse_scales": (380, 404), "tried_errors": (14, 68),
-    "summed_products": (3, 387), "token_roots": (13.7, 15), "gate_rows": (1.7, 6), "weigh_rows": (3.5, 5),
+    "summed_products": (3, 387), "token_roots": (18.7, 10), "gate_rows": (1.7, 6), "weigh_rows": (3.5, 5),
 }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def _summed_products(made: torch.Tensor | None, *given: Any) -> Operation:
 
 def _token_roots(made: torch.Tensor | None, *given: Any) -> Operation:
     assert made is not None
-    return Operation("token_roots", 1, sum(t.nbytes for t in given[:-1]), made.nbytes)
+    return Operation("token_roots", 1, sum(t.nbytes for t in given), made.nbytes)
 
 
 COSTS: dict[str, Callable[..., Operation]] = {

@@ -3,7 +3,7 @@
 It is the run's own code (run/visit.py, run/quantized.py) with a model, lanes and a candidate whose tensors have no
 numbers. What a run does in the background is not done and only its bytes are known: reading and hashing the source,
 writing the shard, reading it back. Whatever is repeated with the same shapes is done once and counted as often as it
-happens: a unit of experts, a block of rows, a sequence of the same length.
+happens: for units of experts, blocks of rows, sequences of the same length.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from quantizers.forward.states import Rows
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import DeviceMemory
-from quantizers.plan.units import rows_of_block
 from quantizers.run import quantized
 from quantizers.run.brought import Brought
 from quantizers.run.quantized import Quantized
 from quantizers.run.shards import Shards
 from quantizers.run.visit import Visit, Watch, pass_through
-from quantizers.solve import expert_sums, gram_engine, input_sums, norm_search, token_weights
+from quantizers.solve import expert_sums, expert_unit, input_sums, norm_search, token_weights
 from quantizers.system.residents import Residents
 from quantizers.team.team import Team
 from stitch.write.shard import LayerTensors
@@ -49,6 +48,7 @@ from .copies import CountedStream
 from .counted_team import ALONE, CountedTeam, Ranks, busiest
 from .counting import Counting
 from .one_kernel import OneKernel
+from .routing import SPREAD, answer, routed_rows
 from .values import META, untouched
 from .work import Work
 
@@ -56,7 +56,9 @@ Result = TypeVar("Result")
 NOWHERE = Path("counted")  # nothing is written there
 # What units of experts and blocks of rows repeat with the same shapes.
 REPEATED = (
-    (gram_engine, "solve_unit"),
+    (expert_unit, "_round"),
+    (expert_unit, "_width_scale"),
+    (expert_unit, "corrected"),
     (input_sums, "_add_routed"),
     (expert_sums, "_add_block"),
     (token_weights, "_of_block"),
@@ -92,6 +94,7 @@ def count_visit(
     memory: DeviceMemory,
     ranks: Ranks = ALONE,
     capability: tuple[int, int] | None = None,
+    spread: float = SPREAD,
 ) -> CountedVisit:
     """Count a visit to one layer.
 
@@ -103,12 +106,12 @@ def count_visit(
         memory: what is held on the device.
         ranks: the processes that share the work; counted is the one that has most to do.
         capability: of the card, see device/rough.py; None for one on which nothing is ranked roughly.
+        spread: see routing.py.
 
     Raises:
         QuantizeError: an operation whose sum has no order on a GPU.
     """
-    routing = _even_routing(job, sum(lengths))
-    counting = Counting(routing)
+    counting = Counting(answer(routed_rows(job.sizes, sum(lengths), spread)))
     source = _untouched_source(job, [action.source for action in job.plan.of_layer(number)])
     model = CountedModel(job, counting)
     tokens, team = [len(text.tokens) for text in texts], Team()
@@ -161,19 +164,6 @@ def _once(counting: Counting, capability: tuple[int, int] | None) -> Iterator[No
         stack.enter_context(patch.object(crossing, "stream_of", lambda _: stream))
         stack.enter_context(patch.object(rough, "capability", lambda _: capability))
         yield
-
-
-def _even_routing(job: Job, tokens: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """Answers the look at a layer's routing: each expert gets the same number of each block's tokens."""
-    experts, chosen, step = job.sizes["experts"], job.sizes["chosen"], rows_of_block(True)
-    rows = [min(step, tokens - first) for first in range(0, tokens, step)]
-
-    def answer(asked: torch.Tensor) -> torch.Tensor | None:
-        if asked.shape != (len(rows), 2 * experts + 1):
-            return None
-        return torch.tensor([[-(-count * chosen // experts)] * (2 * experts) + [count] for count in rows])
-
-    return answer
 
 
 def _untouched_source(job: Job, names: Sequence[str]) -> Held:

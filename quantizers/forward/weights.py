@@ -14,6 +14,7 @@ with one synchronisation; only if one of them is not finite are they read again,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -120,14 +121,14 @@ class ExpertWeights:
                     self._require_shape(module, matrix, form.shape)
                 _refuse_bias(stored, module)
 
-    def unit(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts `first` to `last` - 1: gate_up (c, 2I, H), w1 above w3, and down (c, H, I).
+    def unit(self, experts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some experts, by their numbers: gate_up (c, 2I, H), w1 above w3, and down (c, H, I).
 
         Whether the numbers are finite is not looked at, see `require_finite`; except in formats of other programs and
         where blocks are partial, which are read module by module.
         """
-        gate_up, down = self.empty(last - first)
-        self.fill(first, gate_up, down)
+        gate_up, down = self.empty(len(experts))
+        self.fill(experts, gate_up, down)
         return gate_up, down
 
     def empty(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,11 +137,11 @@ class ExpertWeights:
         gate_up, down = (torch.empty(shape, device=self.device, dtype=self.dtype) for shape in shapes)
         return gate_up, down
 
-    def fill(self, first: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        """As `unit`, into memory that is there: c experts from `first` on."""
+    def fill(self, experts: Sequence[int], gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """As `unit`, into memory that is there."""
         slots = (gate_up[:, : self.width], gate_up[:, self.width :], down)
         for matrix, slot in zip(MATRICES, slots, strict=True):
-            modules = self.modules[matrix][first : first + len(slot)]
+            modules = [self.modules[matrix][expert] for expert in experts]
             form = self._forms[modules[0]]
             if form is None or any(self._forms[module] != form for module in modules):
                 for module, own in zip(modules, slot, strict=True):
@@ -227,7 +228,8 @@ def layer_weights(
         routed, count = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype, finite), sizes["experts"]
         gate_up, down = routed.empty(count)
         for first in range(0, count, UNIT):
-            routed.fill(first, gate_up[first : first + UNIT], down[first : first + UNIT])
+            some = slice(first, first + UNIT)
+            routed.fill(range(count)[some], gate_up[some], down[some])
         weights[f"{facts.modules.experts}.gate_up_proj"] = gate_up
         weights[f"{facts.modules.experts}.down_proj"] = down
     finite.require()

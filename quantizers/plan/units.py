@@ -1,8 +1,9 @@
 """The fixed units of work: how many experts are solved together, and how many rows go together.
 
 torch does not promise the same bits for a matmul of another shape. So whatever reaches the output is computed in
-units that follow from the kind of device and the layer's shape alone. Free memory decides how many units are held at
-a time, the number of processes who solves which of them: both decide speed, never a byte.
+units whose size follows from the kind of device and the layer's shape, and whose experts from the routing. Free memory
+decides how many units are held at a time, the number of processes who solves which of them: both decide speed, never a
+byte.
 
     accelerator  the largest power of two up to 16 whose arrays, 6 square matrices of float32 for each expert, stay
                  under 6 GiB: large batches fill it, and a larger card gains nothing by still larger ones
@@ -16,13 +17,14 @@ Legend: E experts, U experts of a unit, H hidden, I expert width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 LARGEST_UNIT, UNIT_BYTES, SQUARES = 16, 6 * 2**30, 6
 CPU_EXPERTS, CPU_CACHE_BYTES = 8, 6 * 2**20
 FLOAT = 4
 ACCELERATOR_ROWS, CPU_ROWS = 16384, 4096
 ROUTED_ROWS = 4096  # of a block's rows that are routed to an expert, so many are gathered at a time
+ALIGNED = 16  # they are padded to a multiple of so many, since a GPU's products are slow where lines begin anywhere
 
 
 def unit_of_experts(accelerator: bool, hidden: int, width: int) -> int:
@@ -43,6 +45,23 @@ def unit_of_experts(accelerator: bool, hidden: int, width: int) -> int:
 def units_of(experts: int, unit: int) -> list[tuple[int, int]]:
     """First and last (exclusive) expert of every unit; the last one may have fewer."""
     return [(first, min(first + unit, experts)) for first in range(0, experts, unit)]
+
+
+def by_load(tokens: Sequence[int], unit: int) -> list[int]:
+    """The order in which experts are solved, so that those of a unit have about as many routed tokens.
+
+    Busy units and idle ones take turns, since of several processes each solves consecutive ones. An order of numbers
+    that follows from the routing alone: the same for any free memory and number of processes.
+
+    Args:
+        tokens: routed to each expert, (E,).
+        unit: U.
+    """
+    falling = sorted(range(len(tokens)), key=lambda expert: -tokens[expert])
+    units = [falling[first:last] for first, last in units_of(len(tokens), unit)]
+    smaller = units.pop() if len(units[-1]) < unit else []  # which comes last
+    turns = [units.pop(-(number % 2)) for number in range(len(units))]
+    return [expert for experts in (*turns, smaller) for expert in experts]
 
 
 def rows_of_block(accelerator: bool) -> int:

@@ -21,7 +21,7 @@ from quantizers.forward.recorded import Recorded, usable_rows
 from .forced_rows import Activation, add_weighed, gated, gated_and_looked_at, no_magnitude
 from .input_sums import Unit
 from .symmetric import add_product, mirror
-from .token_weights import Blend, Survey, Table, rows_of, token_roots
+from .token_weights import Blend, Routed, Survey, rows_of, token_roots
 
 ROUTED_PER_COLUMN = 32  # tokens routed for each column of w2: with more, every n-th block goes into `changes`
 
@@ -85,8 +85,9 @@ def width_sums(
         rows += len(block.x)
         if products.shape[-1] != len(block.x):  # else the memory of the last block is used again
             products = gate_up.new_empty(count * double_width, len(block.x))
-        compared = source if number % step == 0 and table.most(*unit) else None
-        _add_block(sums, block, table, found.blended, gate_up, compared, products, activation=activation, unit=unit)
+        with phase("changes"):
+            routed = list(table.routed(*unit)) if source is not None and number % step == 0 else []
+        _add_block(sums, block, routed, found.blended, gate_up, source, products, activation=activation, unit=unit)
     mass = sums.mass.clamp(min=torch.finfo(torch.float32).tiny)
     share = found.blended.share[unit[0] : unit[1]] / sums.routed_mass
     share = torch.where(sums.routed_mass > 0, share, torch.zeros_like(share)).float()
@@ -117,7 +118,7 @@ class _Sums:
 def _add_block(
     sums: _Sums,
     block: Recorded,
-    table: Table,
+    routed: Sequence[Routed],
     blended: Blend,
     gate_up: torch.Tensor,
     source: torch.Tensor | None,
@@ -129,7 +130,8 @@ def _add_block(
     """Add one block.
 
     Args:
-        source: as for `width_sums`; None for a block that does not go into `changes`.
+        routed: the rows that go into `changes`, see `Table.routed`; none of a block that does not.
+        source: as for `width_sums`.
         products: (c · 2I, T), memory for x w1ᵀ above x w3ᵀ; overwritten.
     """
     with phase("forced pass"):
@@ -143,8 +145,8 @@ def _add_block(
         sums.seen += good.sum(1)
     if source is not None and sums.changes is not None:
         with phase("changes"):
-            for routed in table.routed(*unit):
-                sums.routed_mass += _add_changes(sums.changes, h, good, block, routed, source, activation)
+            for part in routed:
+                sums.routed_mass += _add_changes(sums.changes, h, good, block.x, part, source, activation)
     with phase("sums"):
         add_weighed(h, root, sums.total, sums.magnitude)
 
@@ -153,8 +155,8 @@ def _add_changes(
     changes: torch.Tensor,
     h: torch.Tensor,
     good: torch.Tensor,
-    block: Recorded,
-    routed: tuple[torch.Tensor, torch.Tensor],
+    x: torch.Tensor,
+    routed: Routed,
     source: torch.Tensor,
     activation: Activation,
 ) -> torch.Tensor:
@@ -163,10 +165,10 @@ def _add_changes(
     Args:
         h: (c, I, T), from the rounded weights; worth nothing in rows that do not go into the sums.
         good: (c, T), which of its rows do.
-        routed: rows and weights (c, m), one part of `Table.routed`.
+        routed: one part of `Table.routed`.
     """
     rows, weight = routed
-    wanted = gated(torch.bmm(source, rows_of(block.x, rows).mT), activation)  # (c, I, m)
+    wanted = gated(torch.bmm(source, rows_of(x, rows).mT), activation)  # (c, I, m)
     rows = rows.long()
     got = h.gather(2, rows.unsqueeze(1).expand(-1, h.shape[1], -1))
     kept = weight.square() * (usable_rows(wanted, 1) & good.gather(1, rows))

@@ -40,7 +40,7 @@ from .token_weights import survey
 
 SEARCH_TOKENS = 16  # with 8 bits, tokens for each column of w2: with more, s is searched over every n-th block only
 
-Weights = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+Weights = Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def solve(
@@ -60,8 +60,8 @@ def solve(
 
     Args:
         blocks: what the MoE block saw, in blocks of rows, on the device. Read several times, always in order.
-        weights: from the first and last (exclusive) of some experts to their w1 above w3 (c, 2I, H) and w2 (c, H, I)
-            in the dtype of the forward pass, in new memory. Asked for more than once.
+        weights: from the numbers of some experts to their w1 above w3 (c, 2I, H) and w2 (c, H, I) in the dtype of the
+            forward pass, in new memory. Asked for more than once.
         norm: (H,) as stored, in the source's dtype; None if no scale is to be folded into it.
         offset: what the model adds to the stored norm, 0 or 1.
         router: (E, H).
@@ -86,7 +86,7 @@ def solve(
     units = units_of(experts, unit)
     units = [units[i] for i in team.share(len(units))]
     with phase("sums"):
-        found = survey(blocks, experts, settings.routed_weight, full_share_at=hidden)
+        found = survey(blocks, experts, settings.routed_weight, full_share_at=hidden, unit=unit)
     held = HeldSums(blocks, found, hidden, residents)
     inputs = held.of_all(units)
     searched: dict[str, torch.Tensor] = {}
@@ -94,7 +94,7 @@ def solve(
     if norm is not None and settings.awq:
         with phase("search"):
             shared, searched = norm_scale(
-                lambda own: weights(*own)[0],
+                lambda own: weights(found.experts[slice(*own)])[0],
                 inputs,
                 settings,
                 units,
@@ -107,10 +107,11 @@ def solve(
     one = partial(_solve_unit, held, weights, inputs.gram, smooth, activation, settings)
     solved = _solve_units(one, held, units, careful=careful)
     solved |= _solve_units(one, held, [] if careful else _in_doubt(solved, units), careful=True)
-    whole = _together([solved[unit] for unit in units], team, router.device)
+    places = found.blended.experts.argsort()  # of each expert, in the order in which they were solved
+    whole = _together([solved[unit] for unit in units], places, team)
     # Numbers for the report are fetched once all units are under way: a GPU never waits for them.
     damping = {f"damping.{name}": used for name, used in whole.damping.items()}
-    blended = {"routed_tokens": found.blended.routed_tokens, "share": found.blended.share}
+    blended = {"routed_tokens": found.blended.routed_tokens[places], "share": found.blended.share[places]}
     numbers = fetched(whole.totals | damping | blended | searched)
     return Solved(
         folded,
@@ -146,7 +147,7 @@ def _solve_unit(
     unit, found = waiting[0], held.found
     gram = held.take(waiting)
     with phase("dequantize"):
-        own, down = weights(*unit)
+        own, down = weights(found.experts[slice(*unit)])
     with phase("sums"):
         gram = blended_gram(gram, all_gram, found.blended, unit)
         gram.div_(smooth.unsqueeze(-1) * smooth)  # see awq.fold_gram
@@ -210,14 +211,25 @@ def _in_doubt(solved: dict[Unit, SolvedUnit], units: Sequence[Unit]) -> list[Uni
     return [unit for unit in units if in_doubt(unit)]
 
 
-def _together(parts: Sequence[SolvedUnit], team: Team, device: torch.device) -> SolvedUnit:
-    """All experts in their order, from this process's units."""
+def _together(parts: Sequence[SolvedUnit], places: torch.Tensor, team: Team) -> SolvedUnit:
+    """All experts in the order of their numbers, from this process's units. Popped, so that not all lies there twice.
+
+    Args:
+        parts: emptied.
+        places: (E,) of the experts among those of all units.
+    """
+    rows = team.gather(_rows(parts), places.device)
+    whole = SolvedUnit({}, {}, {}, {})
+    for name in list(rows):
+        field, _, key = name.partition(".")
+        getattr(whole, field)[key] = rows.pop(name).index_select(0, places)
+    return whole
+
+
+def _rows(parts: Sequence[SolvedUnit]) -> dict[str, torch.Tensor]:
+    """What there is of every expert of some units, one below the other."""
     rows: dict[str, torch.Tensor] = {}
     for field in SolvedUnit.__annotations__:
-        for key in list(getattr(parts[0], field)) if parts else ():  # popped, so that not all lies there twice
+        for key in list(getattr(parts[0], field)) if parts else ():
             rows[f"{field}.{key}"] = torch.cat([getattr(part, field).pop(key) for part in parts])
-    whole = SolvedUnit({}, {}, {}, {})
-    for name, tensor in team.gather(rows, device).items():
-        field, _, key = name.partition(".")
-        getattr(whole, field)[key] = tensor
-    return whole
+    return rows

@@ -15,9 +15,9 @@ import torch
 from quantizers.forward.recorded import Recorded
 
 from .symmetric import add_gram, mirror
-from .token_weights import Blend, Survey, Table, rows_of
+from .token_weights import Blend, Survey, rows_of
 
-Unit = tuple[int, int]  # first and last (exclusive) of its experts
+Unit = tuple[int, int]  # first and last (exclusive) of its experts, in the order in which they are solved
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,17 @@ def sweep(
             add_gram(total, block.x, block.x)
             size += torch.linalg.vector_norm(block.x, 1, dim=0, dtype=torch.float32)
         for unit, gram in routed.items():
-            if table.most(*unit):
-                _add_routed(gram, block, table, unit)
+            for rows, weight in table.routed(*unit):
+                _add_routed(gram, block.x, rows, weight)
     for gram in routed.values():
         mirror(gram)
     return InputSums(mirror(total), size / max(found.blended.tokens, 1)) if with_all else None, routed
 
 
-def _add_routed(total: torch.Tensor, block: Recorded, table: Table, unit: Unit) -> None:
-    """Add Σ r² x xᵀ (c, H, H) over the rows of a block that are routed to a unit's experts."""
-    for rows, weight in table.routed(*unit):
-        picked = rows_of(block.x, rows).mul_(weight.unsqueeze(-1).to(block.x.dtype))  # (c, m, H)
-        add_gram(total, picked, picked)
+def _add_routed(total: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
+    """Add Σ r² x xᵀ (c, H, H) over the rows (c, m) of a block that are routed to a unit's experts."""
+    picked = rows_of(x, rows).mul_(weight.unsqueeze(-1).to(x.dtype))  # (c, m, H)
+    add_gram(total, picked, picked)
 
 
 def blended_gram(routed: torch.Tensor, all_gram: torch.Tensor, blended: Blend, unit: Unit) -> torch.Tensor:

@@ -9,6 +9,9 @@ tokens the router really sends count more. Of two ways of counting tokens, each 
 
 is the blend, with a_e = a · min(1, n_e / n0): an expert with few routed tokens leans on all of them.
 Because routing is known before the experts run, the blend is one weighted sum: nothing else is kept.
+
+One product takes as many routed rows of each expert of a unit as the busiest of them has; the others are padded. So
+which experts form a unit follows from their routed tokens, see `units.by_load`.
 """
 
 from __future__ import annotations
@@ -22,16 +25,19 @@ import torch
 from quantizers.device.fetch import on_host
 from quantizers.device.fused import fused
 from quantizers.forward.recorded import Recorded, route_counts, routing_of
-from quantizers.plan.units import ROUTED_ROWS
+from quantizers.plan.units import ALIGNED, ROUTED_ROWS, by_load
 
 from .fused import operators
+
+Routed = tuple[torch.Tensor, torch.Tensor]  # rows of a block (c, m) int32, and their routing weights (c, m) float32
 
 
 @dataclass(frozen=True)
 class Blend:
-    """How the tokens are weighted for each expert.
+    """How the tokens are weighted for each expert, in the order in which they are solved.
 
     Attributes:
+        experts: (E,) int64, their numbers.
         routed_tokens: (E,) int64, n_e.
         routed_mass: (E,) float64, Σ_routed r².
         share: (E,) float32, a_e.
@@ -39,6 +45,7 @@ class Blend:
         full_share_at: n0, the number of routed tokens from which an expert gets the full share a.
     """
 
+    experts: torch.Tensor
     routed_tokens: torch.Tensor
     routed_mass: torch.Tensor
     share: torch.Tensor
@@ -61,9 +68,9 @@ class Table:
     """The routed rows of one block, expert by expert; rows whose routing weight is zero are left out.
 
     Attributes:
-        rows: (T·K,) int32, numbers of rows; those of expert e begin at `starts[e]`, in their order.
+        rows: (T·K,) int32, numbers of rows; those of an expert begin at its start, in their order.
         weight: (T·K,) float32, their routing weights.
-        starts, counts: (E,) int64.
+        starts, counts: (E,) int64, in the order in which experts are solved.
         known: the counts on the host, so that a gather of padded rows needs no synchronisation.
     """
 
@@ -74,11 +81,11 @@ class Table:
     known: list[int]
 
     def most(self, first: int, last: int) -> int:
-        """The largest number of rows that one of these experts gets."""
-        return max(self.known[first:last])
+        """The largest number of rows that one of these experts gets, up to a multiple of ALIGNED."""
+        return -(-max(self.known[first:last]) // ALIGNED) * ALIGNED
 
-    def routed(self, first: int, last: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The rows of experts first … last - 1, padded to the largest number that one of them gets.
+    def routed(self, first: int, last: int) -> Iterator[Routed]:
+        """The rows of the experts of a unit, padded to `most`.
 
         They come in parts of ROUTED_ROWS, usually one: memory does not grow where a router prefers some experts.
 
@@ -101,11 +108,13 @@ class Survey:
     Attributes:
         tables: of each block.
         blended: how tokens count.
+        experts: their numbers, in the order in which they are solved; as in `Blend`, but on the host.
         rows: number of all rows, usable or not.
     """
 
     tables: list[Table]
     blended: Blend
+    experts: list[int]
     rows: int
 
     def routed(self) -> int:
@@ -113,13 +122,23 @@ class Survey:
         return sum(sum(table.known) for table in self.tables) // len(self.blended.share)
 
 
-def survey(blocks: Iterable[Recorded], experts: int, routed_weight: float, full_share_at: int) -> Survey:
+def survey(
+    blocks: Iterable[Recorded],
+    experts: int,
+    routed_weight: float,
+    full_share_at: int,
+    *,
+    unit: int | None = None,
+) -> Survey:
     """Count the routed tokens, make each block's table, and derive each expert's share; one synchronisation.
 
     Args:
+        experts: E.
         routed_weight: the recipe's a, 0 to 1.
         full_share_at: n0. The hidden size is used: with fewer tokens than columns the routed Gram
             matrix is singular.
+        unit: experts of a unit, if they are to be solved in the order of `units.by_load`; None for that of their
+            numbers.
     """
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     numbers: list[torch.Tensor] = []
@@ -134,15 +153,19 @@ def survey(blocks: Iterable[Recorded], experts: int, routed_weight: float, full_
     assert mass is not None, "a calibration set has at least one sequence"
     together = torch.stack(numbers)  # (blocks, 2E + 1)
     listed, counts = together[:, :experts], together[:, experts : 2 * experts].sum(0)
+    starts = listed.cumsum(1) - listed
+    found: list[list[int]] = on_host(together).tolist()
+    total = [sum(column) for column in zip(*found, strict=True)]
+    known_order = list(range(experts)) if unit is None else by_load(total[experts : 2 * experts], unit)
+    order = torch.tensor(known_order).to(counts.device)
+    starts, listed, counts, mass = (each.index_select(-1, order) for each in (starts, listed, counts, mass))
     share = routed_weight * torch.clamp(counts / full_share_at, max=1.0)
     share = torch.where(mass > torch.finfo(torch.float32).tiny, share, torch.zeros_like(share)).float()
-    found = on_host(together)
-    starts = listed.cumsum(1) - listed
     tables = [
-        Table(*part, start, count, row)
-        for part, start, count, row in zip(parts, starts, listed, found[:, :experts].tolist(), strict=True)
+        Table(*part, start, count, [row[expert] for expert in known_order])
+        for part, start, count, row in zip(parts, starts, listed, found, strict=True)
     ]
-    return Survey(tables, Blend(counts, mass, share, int(found[:, -1].sum()), full_share_at), rows)
+    return Survey(tables, Blend(order, counts, mass, share, total[-1], full_share_at), known_order, rows)
 
 
 def _of_block(block: Recorded, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -169,27 +192,25 @@ def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, rows.flatten()).view(*rows.shape, -1)
 
 
-def squared_weights(block: Recorded, first: int, last: int) -> torch.Tensor:
-    """(c, T) float32: the square of each row's routing weight for experts first … last - 1, 0 where not chosen."""
-    count = last - first
-    column = block.chosen.long() - first
-    column.masked_fill_((column < 0) | (column > count), count)  # the last takes all others, and is dropped
-    table = torch.zeros(len(column), count + 1, device=column.device)
-    return table.scatter_(1, column, block.weight.square())[:, :count].T.contiguous()
+def squared_weights(block: Recorded, experts: torch.Tensor) -> torch.Tensor:
+    """(c, T) float32: the square of each row's routing weight for some experts (c,), 0 where not chosen."""
+    own = block.chosen == experts[:, None, None]  # (c, T, K), of which at most one of K is true
+    return torch.where(own, block.weight.square(), 0).sum(-1)
 
 
 def token_roots(
     block: Recorded, blended: Blend, first: int, last: int, good: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(c, T): the root of what each row counts for experts first … last - 1.
+    """(c, T): the root of what each row counts for the experts of a unit.
 
     Args:
         good: (c, T) bool, rows that count at all.
         dtype: of the result.
     """
     routed, every = blended.factors(first, last)
+    experts = blended.experts[first:last]
     if dtype == torch.bfloat16 and fused(good.device):
-        roots: torch.Tensor = operators.token_roots(block.chosen, block.weight, good, routed, every, first)
+        roots: torch.Tensor = operators.token_roots(block.chosen, block.weight, good, routed, every, experts)
         return roots
-    weights = squared_weights(block, first, last).mul_(routed.unsqueeze(-1)).add_(every.unsqueeze(-1))
+    weights = squared_weights(block, experts).mul_(routed.unsqueeze(-1)).add_(every.unsqueeze(-1))
     return weights.mul_(good).sqrt_().to(dtype)

@@ -193,8 +193,8 @@ def _in_units(old: ExpertWeights, new: ExpertWeights, smooth: torch.Tensor) -> d
     for first, last in units_of(old.experts, unit):
         # The last unit's weights live until these are there, so that a CPU's memory is used again, not returned.
         with _broken():
-            source = _matrices(*old.unit(first, last))
-        candidate = _matrices(*new.unit(first, last))
+            source = _matrices(*old.unit(range(first, last)))
+        candidate = _matrices(*new.unit(range(first, last)))
         found |= zip(range(first, last), matrix_errors(source, candidate, smooth), strict=True)
     return found
 

@@ -15,7 +15,7 @@ import families
 import pytest
 import torch
 import yaml
-from one_layer import make_layer
+from one_layer import make_layer, solving_order
 from runs import cut_in_layer
 from torch import Tensor
 
@@ -141,6 +141,7 @@ def test_what_is_predicted_from_is_what_the_run_stores(
     By design w2's sums are the source's; so its mse scales differ, and with 4 bits s, which is handed on here.
     """
     layer = make_layer(3)
+    order = torch.tensor(solving_order(layer, unit=8))
     settings = Experts(group_size=32, bits=bits, awq=Awq(grid=8), scales=scales, rounding="nearest")
     of_s = list[Tensor]()
     real, search = output_errors.divided, expert_unit._width_scale
@@ -151,8 +152,8 @@ def test_what_is_predicted_from_is_what_the_run_stores(
 
     def found(down: Tensor, sums: Any, settings: Experts, careful: bool) -> tuple[Tensor, dict[str, Tensor]]:
         s, totals = search(down, sums, settings)
-        of_s.append(s)
-        return of_s[0], totals
+        of_s.append(s[order.argsort()])
+        return of_s[0][order], totals
 
     monkeypatch.setattr(output_errors, "divided", predicted)
     monkeypatch.setattr(expert_unit, "_width_scale", found)

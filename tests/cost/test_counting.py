@@ -145,7 +145,7 @@ def solved_on(device: torch.device) -> None:
 
     solve(
         [block(48), block(30)],
-        lambda first, last: (drawn(last - first, 2 * WIDTH, HIDDEN), drawn(last - first, HIDDEN, WIDTH)),
+        lambda some: (drawn(len(some), 2 * WIDTH, HIDDEN), drawn(len(some), HIDDEN, WIDTH)),
         norm=torch.ones(HIDDEN).to(device), router=drawn(EXPERTS, HIDDEN), activation=torch.nn.functional.silu,
         settings=Experts(group_size=32, awq=Awq(grid=3)), unit=2, residents=Residents(3, 2, 0),
     )  # fmt: skip
@@ -209,6 +209,7 @@ def test_what_a_cpu_does_instead_of_a_kernel(kernel: str) -> None:
     numbers = [torch.empty(rows, 8, dtype=dtype, device=META) for dtype in (torch.int32, torch.float32)]
     routed = Recorded(h[0][0], *numbers, flags[0, 0])
     good, factors = flags[:, 0].bool(), torch.empty(2, experts, device=META)
+    experts_of_unit = torch.empty(experts, dtype=torch.int64, device=META)
     of_kernel, of_torch = {
         "gptq_block": (
             lambda: operators.gptq_block(some[0], block, scale, order, some[1], codes, 4),
@@ -240,9 +241,9 @@ def test_what_a_cpu_does_instead_of_a_kernel(kernel: str) -> None:
             lambda: sum_in_order(torch.empty_like(weight).mul_(weight)),
         ),
         "token_roots": (
-            lambda: operators.token_roots(routed.chosen, routed.weight, good, *factors, 0),
+            lambda: operators.token_roots(routed.chosen, routed.weight, good, *factors, experts_of_unit),
             lambda: (
-                squared_weights(routed, 0, experts)
+                squared_weights(routed, experts_of_unit)
                 .mul_(factors[0][:, None])
                 .add_(factors[1][:, None])
                 .mul_(good)

@@ -330,7 +330,7 @@ def test_routed_rows_one_by_one() -> None:
     (sequence,) = recorded(1, (60,), 6, 2)
     assert not bool(usable_rows(torch.full((1, 3), torch.inf)))
     sequence.weight[10:20] = 0
-    squared = squared_weights(sequence, 1, 5)
+    squared = squared_weights(sequence, torch.arange(1, 5))
     table = survey([sequence], 6, 0.9, 8).tables[0]
     ((rows, weights),) = table.routed(1, 5)
     for expert in range(1, 5):

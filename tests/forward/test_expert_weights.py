@@ -112,7 +112,7 @@ def test_a_unit_has_the_numbers_of_its_matrices(form: str, dtype: torch.dtype, w
     checkpoint = stored(tmp_path, form)
     routed = experts_of(checkpoint, dtype=dtype)
     for first, last in ((0, 2), (2, 5)):
-        gate_up, down = routed.unit(first, last)
+        gate_up, down = routed.unit(range(first, last))
         assert gate_up.dtype == down.dtype == dtype
         for expert in range(first, last):
             w1, w3, w2 = (read_weight(checkpoint, MODULE.format(expert, m), CPU).to(dtype) for m in MATRICES)
@@ -125,7 +125,7 @@ def test_a_unit_has_the_numbers_of_its_matrices(form: str, dtype: torch.dtype, w
 def test_blocks_of_any_size(block: tuple[int, int], way: str, tmp_path: Path) -> None:
     """Whole or partial, in rows and in columns."""
     checkpoint = stored(tmp_path, "FP8 in blocks", block)
-    gate_up, down = experts_of(checkpoint).unit(0, EXPERTS)
+    gate_up, down = experts_of(checkpoint).unit(range(EXPERTS))
     for expert in range(EXPERTS):
         w1, w3, w2 = (read_weight(checkpoint, MODULE.format(expert, m), CPU) for m in MATRICES)
         assert torch.equal(gate_up[expert], torch.cat([w1, w3]))
@@ -146,7 +146,7 @@ def test_a_unit_is_one_call_for_each_matrix(tmp_path: Path, monkeypatch: pytest.
     checkpoint = stored(tmp_path, "FP8 in blocks")
     for source in (checkpoint, hold(checkpoint, checkpoint.tensors).to(META)):
         calls.clear()
-        gate_up, down = experts_of(source, META, torch.bfloat16).unit(1, 4)
+        gate_up, down = experts_of(source, META, torch.bfloat16).unit(range(1, 4))
         assert (gate_up.shape, down.shape) == ((3, 2 * WIDTH, HIDDEN), (3, HIDDEN, WIDTH))
         assert calls == [(3 * WIDTH, HIDDEN), (3 * WIDTH, HIDDEN), (3 * HIDDEN, WIDTH)]
 
@@ -168,9 +168,9 @@ def test_a_number_that_is_not_finite_is_named_in_the_words_of_read_weight(
     with pytest.raises(CheckpointError) as caught:
         read_weight(checkpoint, MODULE.format(3, "w3"), CPU)
     routed = experts_of(checkpoint)
-    routed.unit(0, 3)
+    routed.unit(range(3))
     routed.require_finite()  # the units so far are
-    routed.unit(3, 5)
+    routed.unit(range(3, 5))
     with pytest.raises(CheckpointError) as found:
         routed.require_finite()
     assert str(found.value) == str(caught.value)
@@ -198,7 +198,7 @@ def test_a_wrong_shape_in_another_format_is_refused(change: Tensors, tmp_path: P
     """Whose header does not say it; one row would be spread over all."""
     checkpoint = stored(tmp_path, "FP8 in blocks", **{"4_w1": change})
     with pytest.raises(CheckpointError, match=r"experts.4.w1: a weight of shape"):
-        experts_of(checkpoint).unit(0, EXPERTS)
+        experts_of(checkpoint).unit(range(EXPERTS))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.float8_e4m3fn])

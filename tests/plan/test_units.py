@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from conftest import REPOSITORY
 
 from quantizers.architectures.families import all_published, architecture_for
 from quantizers.architectures.sizes import sizes_of
-from quantizers.plan.units import rows_of_block, unit_of_experts, units_of, work_units
+from quantizers.plan.units import by_load, rows_of_block, unit_of_experts, units_of, work_units
 
 GIB = 2**30
 # Others' shapes, as their config.json has them: hidden size and an expert's width.
@@ -45,6 +46,28 @@ def test_units_cover_the_experts_in_their_order() -> None:
             units = units_of(experts, unit)
             assert [e for first, last in units for e in range(first, last)] == list(range(experts))
             assert {last - first for first, last in units[:-1]} <= {unit}
+
+
+@pytest.mark.parametrize(("experts", "unit"), [(1, 4), (3, 4), (32, 4), (30, 4), (7, 1)])
+def test_experts_of_a_unit_have_about_as_many_tokens(experts: int, unit: int) -> None:
+    """No expert outside of a unit has more tokens than its least busy one and fewer than its busiest one."""
+    tokens = torch.randint(50, (experts,), generator=torch.Generator().manual_seed(experts)).tolist()
+    order = by_load(tokens, unit)
+    assert sorted(order) == list(range(experts))
+    for first, last in units_of(experts, unit):
+        own = [tokens[expert] for expert in order[first:last]]
+        others = [tokens[expert] for expert in (*order[:first], *order[last:])]
+        assert not [count for count in others if min(own) < count < max(own)]
+
+
+def test_every_process_gets_busy_experts_and_idle_ones() -> None:
+    """Consecutive units in each process's share: no share has twice as many as another, where falling numbers had."""
+    tokens = list(range(0, 320, 5))
+    for processes in (2, 4):
+        each = len(tokens) // processes
+        order = by_load(tokens, 8)
+        shares = [sum(tokens[expert] for expert in order[i : i + each]) for i in range(0, len(tokens), each)]
+        assert max(shares) < 1.2 * min(shares)
 
 
 def test_the_documents_table_is_what_the_program_does() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -33,8 +34,8 @@ def blocks() -> list[Recorded]:
     ]
 
 
-def weights(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    shapes = (last - first, 2 * WIDTH, HIDDEN), (last - first, HIDDEN, WIDTH)
+def weights(experts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    shapes = (len(experts), 2 * WIDTH, HIDDEN), (len(experts), HIDDEN, WIDTH)
     gate_up, down = (torch.empty(shape, dtype=torch.bfloat16, device=META) for shape in shapes)
     return gate_up, down
 

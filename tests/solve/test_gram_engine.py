@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_layer import EXPERTS, GROUP, HIDDEN, WIDTH, Layer, assert_same, make_layer, silu
+from one_layer import EXPERTS, GROUP, HIDDEN, WIDTH, Layer, assert_same, make_layer, silu, solving_order
 
 from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.codes import dequantize
@@ -22,8 +22,10 @@ from quantizers.solve.rounding import damped, gptq, mse_scales
 from quantizers.solve.solved import Leaning, Solved
 from quantizers.system.residents import Residents
 
+UNIT = 8
 
-def solve_layer(layer: Layer, *, unit: int = 8, resident: int = 8, **options: Any) -> Solved:
+
+def solve_layer(layer: Layer, *, unit: int = UNIT, resident: int = 8, **options: Any) -> Solved:
     settings = Experts(**({"group_size": GROUP, "awq": Awq(grid=8)} | options))
     return solve(
         layer.recorded(),
@@ -332,7 +334,7 @@ def test_the_scale_to_w2_costs_w3_nothing_with_8_bits(
             solved = solve_layer(
                 layer, bits=8, group_size=group, scales=scales, rounding=rounding, routed_weight=0.0,
             )  # fmt: skip
-            s = torch.cat(found)
+            s = torch.cat(found)[torch.tensor(solving_order(layer, UNIT)).argsort()]
             assert bool((s != 1).any()) == scaled
             w3 = dequantize(solved.codes["up"], solved.scales["up"]).double() * s.double().unsqueeze(-1)
             delta = w3 - layer.gate_up[:, 128:].double() * solved.smooth.double()

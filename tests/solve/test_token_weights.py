@@ -18,7 +18,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import Recorded, route_counts
 from quantizers.forward.recorded import recorded as seen_by
-from quantizers.plan.units import units_of
+from quantizers.plan.units import ALIGNED, by_load, units_of
 from quantizers.solve import token_weights
 from quantizers.solve.expert_sums import width_sums
 from quantizers.solve.input_sums import InputSums, blended_gram, sweep
@@ -397,10 +397,11 @@ def test_left_out_input_rows_leave_the_blended_input_sums_a_weighted_mean(observ
         torch.testing.assert_close(sums.input_gram, torch.ones_like(sums.input_gram), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("by_load", [None, 2])
 @pytest.mark.parametrize("together", [3, 4096])
 @pytest.mark.parametrize("unit", [(0, 5), (1, 5), (2, 3), (4, 5)])
 def test_routed_rows_are_the_routed_tokens_in_order_and_padding_weighs_nothing(
-    unit: tuple[int, int], together: int, monkeypatch: pytest.MonkeyPatch
+    unit: tuple[int, int], together: int, by_load: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: nonzero() of the choices whose weight is not zero. The last expert gets no token at all."""
     monkeypatch.setattr(token_weights, "ROUTED_ROWS", together)
@@ -408,15 +409,16 @@ def test_routed_rows_are_the_routed_tokens_in_order_and_padding_weighs_nothing(
     x = recorded.x.clone()
     x[7] = torch.inf
     recorded = seen_by(x, recorded.chosen, recorded.weight)
-    table = survey([recorded], 5, 0.9, 4).tables[0]
-    kept = [((recorded.chosen == e) & (recorded.weight != 0)).nonzero(as_tuple=True) for e in range(5)]
+    found = survey([recorded], 5, 0.9, 4, unit=by_load)
+    table = found.tables[0]
+    kept = [((recorded.chosen == e) & (recorded.weight != 0)).nonzero(as_tuple=True) for e in found.experts]
     assert table.known == [len(tokens) for tokens, _ in kept]
     assert (recorded.weight == 0).sum() > 2  # those of row 7, and others
     parts = list(table.routed(*unit))
     assert all(len(part[0][0]) == together for part in parts[:-1])
     empty = torch.empty(unit[1] - unit[0], 0)
     rows, weight = (torch.cat([empty, *(part[i] for part in parts)], 1) for i in (0, 1))
-    most = max(len(tokens) for tokens, _ in kept[slice(*unit)])
+    most = -(-max(len(tokens) for tokens, _ in kept[slice(*unit)]) // ALIGNED) * ALIGNED
     assert rows.shape == weight.shape == (unit[1] - unit[0], most)
     assert table.most(*unit) == most
     for i, expert in enumerate(range(*unit)):
@@ -424,6 +426,30 @@ def test_routed_rows_are_the_routed_tokens_in_order_and_padding_weighs_nothing(
         assert rows[i].tolist()[: len(tokens)] == tokens.tolist()
         assert rows.shape[1] == most
         assert weight[i].tolist() == recorded.weight[tokens, slots].tolist() + [0] * (most - len(tokens))
+
+
+def test_experts_of_a_unit_have_about_as_many_tokens_so_that_little_is_padded() -> None:
+    """Oracle: all that an expert has in a survey in the order of numbers, and its roots of token weights there."""
+    share, generator = torch.tensor([1.0, 10, 4] * 4), torch.Generator().manual_seed(8)
+    recorded = random_routing(8, 12, 1, [900, 1100], 4)
+    recorded = [
+        seen_by(s.x, share.multinomial(len(s.x), True, generator=generator).unsqueeze(1), s.weight) for s in recorded
+    ]
+    plain, found = (survey(recorded, 12, 0.9, 90, unit=unit) for unit in (None, 4))
+    counts = plain.blended.routed_tokens.tolist()
+    assert plain.experts == plain.blended.experts.tolist() == list(range(12))
+    assert found.experts == by_load(counts, 4) == found.blended.experts.tolist()
+    for field in ("routed_tokens", "routed_mass", "share"):
+        assert torch.equal(getattr(found.blended, field), getattr(plain.blended, field)[found.blended.experts])
+    for mine, theirs in zip(found.tables, plain.tables, strict=True):
+        assert mine.known == [theirs.known[expert] for expert in found.experts]
+        assert torch.equal(mine.starts, theirs.starts[found.blended.experts])
+    good = torch.ones(12, 900, dtype=torch.bool)
+    all_roots = token_roots(recorded[0], plain.blended, 0, 12, good, torch.float32)
+    some = token_roots(recorded[0], found.blended, 4, 7, good[:3], torch.float32)
+    assert torch.equal(some, all_roots[found.experts[4:7]])
+    padded = [sum(t.most(*unit) for t in s.tables for unit in units_of(12, 4)) for s in (plain, found)]
+    assert padded[1] < 0.6 * padded[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -227,18 +227,19 @@ def mse_scales(
 
 @triton.jit
 def token_roots(
-    chosen_experts, weight, good, of_routed, of_any, root,
-    T, first_expert, good_e, root_e,
+    chosen_experts, weight, good, of_routed, of_any, experts, root,
+    T, good_e, root_e,
     K: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """See operators.token_roots. Grid (c, T / TOKENS)."""
     expert = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     there = token < T
+    number = tl.load(experts + expert)
     squared = tl.zeros((TOKENS,), tl.float32)
     for k in range(K):
         value = tl.load(weight + token * K + k, mask=there, other=0.0)
-        own = tl.load(chosen_experts + token * K + k, mask=there, other=-1) == first_expert + expert
+        own = tl.load(chosen_experts + token * K + k, mask=there, other=-1) == number
         squared = tl.where(own, value * value, squared)
     value = tl.sqrt_rn(squared * tl.load(of_routed + expert) + tl.load(of_any + expert))
     counts = tl.load(good + expert.to(tl.int64) * good_e + token, mask=there, other=0) != 0

@@ -174,7 +174,7 @@ def token_roots(
     good: torch.Tensor,
     of_routed: torch.Tensor,
     of_any: torch.Tensor,
-    first: int,
+    experts: torch.Tensor,
 ) -> torch.Tensor:
     """The root of what each token counts for each expert of a unit, see token_weights.py.
 
@@ -183,7 +183,7 @@ def token_roots(
         weight: (T, K) float32, contiguous, routing weights.
         good: (c, T) bool, rows of it in one piece; the others count nothing.
         of_routed, of_any: (c,) float32, see `Blend.factors`.
-        first: number of the unit's first expert.
+        experts: (c,) int64, the numbers of the unit's experts.
 
     Returns:
         (c, T) bfloat16.
@@ -191,10 +191,11 @@ def token_roots(
     from .kernels import token_roots as kernel
 
     root = torch.empty_like(good, dtype=torch.bfloat16)
-    experts, tokens = good.shape
+    count, tokens = good.shape
     together = TOKENS if good.is_cuda else INTERPRETED
-    kernel[experts, -(-tokens // together)](
-        chosen, weight, good.view(torch.int8), of_routed, of_any, root, tokens, first, good.stride(0), root.stride(0),
+    kernel[count, -(-tokens // together)](
+        chosen, weight, good.view(torch.int8), of_routed, of_any, experts, root,
+        tokens, good.stride(0), root.stride(0),
         K=chosen.shape[1], TOKENS=together, **(OPTIONS | WIDER),
     )  # fmt: skip
     return root
