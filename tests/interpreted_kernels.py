@@ -20,13 +20,18 @@ import torch
 from triton.runtime import interpreter
 
 from quantizers.cost.fused import COSTS
+from quantizers.forward import stored_matrix
+from quantizers.forward.fused import operators as stored
+from quantizers.forward.packing import pack
 from quantizers.forward.recorded import Recorded, usable_rows
 from quantizers.solve import awq, refine, rounding
 from quantizers.solve.fused import operators
 from quantizers.solve.sum_in_order import sum_in_order
 from quantizers.solve.token_weights import squared_weights
 
-operators.INTERPRETED = 64  # rows of a program, so that some matrices take several, of which the last is not full
+# Rows of a program, so that some matrices take several, of which the last is not full; and columns likewise.
+operators.INTERPRETED = 64
+stored.INTERPRETED, stored.COLUMNS = 32, 64
 SHAPES = [
     *itertools.product((1, 2), (1, 40, 130), (32,), (4, 8)),
     *itertools.product((1,), (24,), (64, 128), (4, 8)),
@@ -152,6 +157,44 @@ def weigh_rows_by_torch(h: torch.Tensor, root: torch.Tensor, magnitude: torch.Te
         magnitude[..., token % operators.SUMS] += (h[..., token].abs() * root[:, token, None]).float()
 
 
+def dequantize(experts: int, rows: int, columns: int, bits: int) -> list[Any]:
+    """All that FP8 has, or packed integers, with some that are not finite; into part of a matrix of either type.
+
+    (Numbers below 2⁻¹²⁶ are float32 here: of bfloat16 the interpreter takes them for 0.)
+    """
+    block = 4, 24 if columns > 32 else 8
+    slot = within(torch.zeros(experts, 4 * rows, columns, dtype=torch.bfloat16 if rows > 30 else torch.float32), 3)
+    if bits == 4 and rows != 40:
+        codes = torch.arange(experts * 4 * rows * columns).view(-1, columns).to(torch.uint8)
+        codes[8 * (rows > 1) :][codes[8 * (rows > 1) :] & 0x7F == 0x7F] = 5
+        codes = codes.view(torch.float8_e4m3fn)
+        scale = drawn(len(codes) // block[0], -(-columns // block[1]))
+        scale[-1] *= 1e-38 if rows < 30 else 1
+        return [codes, scale, slot, stored.no_look(slot), *block, 0]
+    limit, generator = 2 ** (bits - 1), torch.Generator().manual_seed(3)
+    codes = torch.randint(-limit, limit, (experts * 4 * rows, columns), generator=generator, dtype=torch.int8)
+    scale = drawn(len(codes), columns // 8).bfloat16()
+    scale[:4, 0] = torch.tensor([0, 3e38, float("inf"), float("nan")]) if rows > 1 else 3e-38
+    return [pack(codes, bits), scale, slot, stored.no_look(slot), 1, 8, bits]
+
+
+def dequantize_by_torch(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    slot: torch.Tensor,
+    finite: torch.Tensor,
+    rows: int,
+    columns: int,
+    bits: int,
+) -> None:
+    form = stored_matrix.Form("packed" if bits else "blocks", (), (), (slot.shape[1], slot.shape[2]), (rows, columns))
+    numbers = form.numbers([codes, scale]).view(slot.shape)
+    slot.copy_(numbers)
+    for i, parts in enumerate(numbers.split(stored.INTERPRETED, dim=1)):
+        for k, part in enumerate(parts.split(stored.COLUMNS, dim=2)):
+            finite[:, i, k] = torch.isfinite(part).all(2).all(1)
+
+
 # What makes its arguments, torch's own operations, and which arguments hold the results.
 KERNELS: dict[str, tuple[Callable[..., list[Any]], Callable[..., Any], dict[str, int]]] = {
     "gptq_block": (gptq_block, rounding._round_block, {"errors": 4, "codes": 5}),
@@ -162,7 +205,12 @@ KERNELS: dict[str, tuple[Callable[..., list[Any]], Callable[..., Any], dict[str,
     "tried_errors": (tried_errors, awq._tried_errors, {"errors": 2}),
     "summed_products": (summed_products, summed_products_by_torch, {}),
     "token_roots": (token_roots, token_roots_by_torch, {}),
+    "dequantize": (dequantize, dequantize_by_torch, {"slot": 2, "finite": 3}),
 }
+
+
+def operator(name: str) -> Any:
+    return getattr(torch.ops.quantizers, name)
 
 
 def results(function: Callable[..., Any], given: list[Any], places: dict[str, int]) -> dict[str, torch.Tensor]:
@@ -180,7 +228,7 @@ def bits(name: str) -> dict[str, list[str]]:
     found = {}
     for shape in SHAPES:
         given = make(*shape)
-        kernel, wanted = results(getattr(operators, name), given, places), results(by_torch, given, places)
+        kernel, wanted = results(operator(name), given, places), results(by_torch, given, places)
         found[str(shape)] = [
             key
             for key in wanted
@@ -225,7 +273,7 @@ def moved() -> dict[str, dict[str, int]]:
     for name, (make, _, _) in KERNELS.items():
         given, touched = make(2, 40, 32, 4), Touched()
         for _ in touched.watch():
-            made = getattr(operators, name)(*given)
+            made = operator(name)(*given)
         cost = COSTS[name](made, *given)
         found[name] = {
             "read": len(touched.read), "read, counted": cost.read,

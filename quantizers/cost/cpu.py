@@ -24,11 +24,12 @@ OF_A_CORE = 0.095e12  # operations a second in float32
 BANDWIDTH, MOST = 7.5e9, 200e9  # bytes a second: of a core with its caches, and of all
 REACHED = {"": 1.0, "bfloat16": 0.75, "tf32": 0.75, "float32": 0.75, "float64": 0.4, "factorization": 0.3}
 WIDER = {"bfloat16": 2}  # what an accelerator has in bfloat16
-# Of each kernel of solve/fused: how many times as many bytes torch's operations move, and how many operations they are;
-# with groups of 32.
+# Of each kernel of forward/fused and solve/fused: how many times as many bytes torch's operations move, and how many
+# operations they are; with groups of 32.
 INSTEAD: Mapping[str, tuple[float, int]] = {
     "gptq_block": (30, 226), "refine_group": (31, 327), "mse_scales": (380, 404), "tried_errors": (14, 68),
     "summed_products": (3, 387), "token_roots": (18.7, 10), "gate_rows": (1.7, 6), "weigh_rows": (3.5, 5),
+    "dequantize": (7.7, 10),
 }  # fmt: skip
 
 

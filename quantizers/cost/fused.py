@@ -1,4 +1,4 @@
-"""What one launch of this program's own kernels costs, see solve/fused.
+"""What one launch of this program's own kernels costs, see forward/fused and solve/fused.
 
 Every byte of device memory is moved once: what a program reads again lies in the cache next to it. Arithmetic is
 instructions of a thread, counted in the kernels, and each counts as two operations, since the rate that vendors state
@@ -74,10 +74,15 @@ def _token_roots(made: torch.Tensor | None, *given: Any) -> Operation:
     return Operation("token_roots", 1, sum(t.nbytes for t in given), made.nbytes)
 
 
+def _dequantize(made: torch.Tensor | None, *given: Any) -> Operation:
+    codes, scale, slot, finite, *_ = given
+    return Operation("dequantize", 1, codes.nbytes + scale.nbytes, slot.nbytes + finite.nbytes)
+
+
 COSTS: dict[str, Callable[..., Operation]] = {
     "gptq_block": _gptq_block, "refine_group": _refine_group, "mse_scales": _mse_scales,
     "tried_errors": _tried_errors, "summed_products": _summed_products, "token_roots": _token_roots,
-    "gate_rows": _gate_rows, "weigh_rows": _weigh_rows,
+    "gate_rows": _gate_rows, "weigh_rows": _weigh_rows, "dequantize": _dequantize,
 }  # fmt: skip
 
 

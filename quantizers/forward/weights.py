@@ -5,8 +5,9 @@
     plain                                       weight
     formats of other programs                   see checkpoint/formats.py, integer_words.py
 
-compressed-tensors does the FP8 dequantization, packing.py the unpacking. On a CPU everything becomes float32
-without rounding to bfloat16 in between. FP8 bytes are copied to a GPU as FP8 and dequantized there.
+compressed-tensors does the FP8 dequantization, packing.py the unpacking; a GPU does both for all experts of a unit by
+a kernel, see forward/fused. On a CPU everything becomes float32 without rounding to bfloat16 in between. FP8 bytes are
+copied to a GPU as FP8 and dequantized there.
 
 A single module is read by `read_weight`, which looks at its numbers at once. A layer's modules are looked at together,
 with one synchronisation; only if one of them is not finite are they read again, one by one, to name it.
@@ -24,6 +25,7 @@ from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.formats import foreign_weight
 from quantizers.checkpoint.reader import Checkpoint, block_size
+from quantizers.device.fused import fused
 from quantizers.device.kind import accelerated
 from quantizers.system.errors import CheckpointError
 
@@ -154,9 +156,9 @@ class ExpertWeights:
                 self._fill_in_bands(form, modules, slot)
 
     def _fill_together(self, form: Form, modules: list[str], slot: torch.Tensor) -> None:
-        """All matrices one below the other: one copy of each part to the device, one product."""
+        """All matrices one below the other: one copy of each part to the device, one kernel or product."""
         parts = [self._below(modules, part).to(self.device) for part in form.parts]
-        self._put(form, parts, slot, modules)
+        self._put(form, parts, slot, modules, kernel=fused(self.device))
 
     def _below(self, modules: list[str], part: str) -> torch.Tensor:
         tensors = [self.stored.tensor(f"{module}.{part}") for module in modules]
@@ -173,10 +175,10 @@ class ExpertWeights:
                 band = own[row : row + step]
                 self._put(form, form.band(parts, row, row + len(band)), band, [module])
 
-    def _put(self, form: Form, parts: list[torch.Tensor], slot: torch.Tensor, modules: list[str]) -> None:
-        numbers = form.numbers(parts)
-        self._finite.add(is_finite(numbers), partial(self._read_again, modules))
-        slot.copy_(numbers.view(slot.shape))
+    def _put(
+        self, form: Form, parts: list[torch.Tensor], slot: torch.Tensor, modules: list[str], *, kernel: bool = False
+    ) -> None:
+        self._finite.add(form.put(parts, slot, kernel=kernel), partial(self._read_again, modules))
 
     def _read_again(self, modules: list[str]) -> None:
         for module in modules:

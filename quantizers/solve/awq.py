@@ -51,7 +51,8 @@ def weight_means(weight: torch.Tensor, group: int) -> torch.Tensor:
     """
     means = torch.empty_like(weight[:, 0])
     for experts, columns in column_parts(weight.mT, group):
-        magnitude = in_groups(weight.mT[experts, columns].abs().contiguous(), group)
+        part = weight.mT[experts, columns]
+        magnitude = in_groups(torch.abs(part, out=part.new_empty(part.shape)), group)
         magnitude.div_(magnitude.amax(2, keepdim=True).add_(1e-6))
         means[experts, columns] = magnitude.flatten(1, 2).mean(-1)
     return means

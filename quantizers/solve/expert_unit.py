@@ -78,17 +78,19 @@ def solve_unit(
             tried again, see `rounding.gptq`.
     """
     # What w2's columns are multiplied by, w3's rows are divided by: s (c, I).
-    rows, searched = torch.ones_like(gate_up[:, :, :1]), dict[str, torch.Tensor]()
+    rows, searched = None, dict[str, torch.Tensor]()
     s = torch.ones_like(down[:, 0])
     early = bool(settings.awq) and divided_first(settings.bits)
     if early:
         s, searched = _width_scale(down, of_source(), settings, careful=careful)
-        rows[:, s.shape[1] :] = s.unsqueeze(-1)
+        rows = torch.cat([torch.ones_like(s), s], 1).unsqueeze(-1)
         gate_up.div_(rows)
     # gate and up read the same inputs, so they share one factorization.
     with phase("rounding"):
         codes, scales, first_damping, totals = _round(gate_up, input_gram, settings, "gate_up", rows, careful=careful)
-    sums = of_rounded(dequantize(codes, scales).mul_(rows), settings.rounding == "gptq")
+    rounded = dequantize(codes, scales)
+    sums = of_rounded(rounded if rows is None else rounded.mul_(rows), settings.rounding == "gptq")
+    del rounded
     if sums.changes is not None:
         with phase("rounding"):
             down = corrected(down, sums.gram, sums.changes, DAMPING)

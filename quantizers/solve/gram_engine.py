@@ -155,7 +155,7 @@ def _solve_unit(
     every = max(1, found.rows // (SEARCH_TOKENS * down.shape[-1]))
     zero = _zero_groups(own, down, settings.group_size)
     solved = solve_unit(
-        own.float() * smooth,
+        own * smooth,
         down.float(),
         gram,
         partial(width_inputs, own, every=every),
@@ -187,7 +187,8 @@ def _sums_when_rounded(
         compare: also sum the changes from what the source's w1 and w3 give.
     """
     # One rounding of the weights to the dtype of the forward pass, as a server does it.
-    return sums(rounded.div_(smooth).to(gate_up.dtype), source=gate_up if compare else None)
+    served = rounded if rounded.dtype == gate_up.dtype else torch.empty_like(gate_up)
+    return sums(torch.div(rounded, smooth, out=served), source=gate_up if compare else None)
 
 
 def _in_doubt(solved: dict[Unit, SolvedUnit], units: Sequence[Unit]) -> list[Unit]:

@@ -18,7 +18,9 @@ from quantizers.cost.one_kernel import OneKernel
 from quantizers.cost.values import META, untouched
 from quantizers.cost.work import Work
 from quantizers.device import kind
+from quantizers.forward.fused import operators as stored
 from quantizers.forward.recorded import Recorded, usable_rows
+from quantizers.forward.stored_matrix import Form, is_finite
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import awq, refine, rounding, symmetric
 from quantizers.solve.fused import operators
@@ -210,7 +212,14 @@ def test_what_a_cpu_does_instead_of_a_kernel(kernel: str) -> None:
     routed = Recorded(h[0][0], *numbers, flags[0, 0])
     good, factors = flags[:, 0].bool(), torch.empty(2, experts, device=META)
     experts_of_unit = torch.empty(experts, dtype=torch.int64, device=META)
+    codes8 = torch.empty(experts * columns, rows, dtype=torch.float8_e4m3fn, device=META)
+    form = Form("blocks", ("weight", "scale"), (), (columns, rows), (128, 128))
+    parts = [codes8, torch.empty(experts * columns // 128, rows // 128, device=META)]
     of_kernel, of_torch = {
+        "dequantize": (
+            lambda: stored.dequantize(*parts, h[0], stored.no_look(h[0]), 128, 128, 0),
+            lambda: (is_finite(numbers := form.numbers(parts)), h[0].copy_(numbers.view(h[0].shape))),
+        ),
         "gptq_block": (
             lambda: operators.gptq_block(some[0], block, scale, order, some[1], codes, 4),
             lambda: rounding._round_block(some[0], block, scale, order, some[1], codes, 4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,22 @@ def test_a_unit_has_the_numbers_of_its_matrices(form: str, dtype: torch.dtype, w
     routed.require_finite()
 
 
+@pytest.mark.on_device
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_device_makes_the_numbers_that_a_cpu_makes(
+    form: str, dtype: torch.dtype, device: torch.device, tmp_path: Path
+) -> None:
+    """In another thread as well, as an audit does."""
+    checkpoint, some = stored(tmp_path, form), [3, 0, 4]
+    here, there = (experts_of(checkpoint, where, dtype) for where in (CPU, device))
+    with ThreadPoolExecutor(1) as thread:
+        for found in (there.unit(some), thread.submit(there.unit, some).result()):
+            for own, wanted in zip(found, here.unit(some), strict=True):
+                assert torch.equal(own.cpu(), wanted)
+    there.require_finite()
+
+
 @pytest.mark.parametrize("block", [(32, 64), (16, 128), (128, 128), (33, 7)])
 def test_blocks_of_any_size(block: tuple[int, int], way: str, tmp_path: Path) -> None:
     """Whole or partial, in rows and in columns."""
@@ -132,17 +149,20 @@ def test_blocks_of_any_size(block: tuple[int, int], way: str, tmp_path: Path) ->
         assert torch.equal(down[expert], w2)
 
 
-def test_a_unit_is_one_call_for_each_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_unit_is_one_call_for_each_matrix(kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And on an accelerator nothing waits: a look at a number would fail on the meta device."""
     from quantizers.forward import stored_matrix
 
-    calls, real = list[tuple[int, ...]](), stored_matrix.dequantize_fp8
+    where, name = (stored_matrix.operators, "dequantize") if kernels else (stored_matrix, "dequantize_fp8")
+    calls, real = list[tuple[int, ...]](), getattr(where, name)
 
     def counted(weight: torch.Tensor, *rest: Any) -> torch.Tensor:
         calls.append(tuple(weight.shape))
         return real(weight, *rest)
 
-    monkeypatch.setattr(stored_matrix, "dequantize_fp8", counted)
+    monkeypatch.setattr(where, name, counted)
+    monkeypatch.setattr(weights, "fused", lambda _: kernels)
     checkpoint = stored(tmp_path, "FP8 in blocks")
     for source in (checkpoint, hold(checkpoint, checkpoint.tensors).to(META)):
         calls.clear()

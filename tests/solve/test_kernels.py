@@ -1,13 +1,17 @@
-"""The kernels of solve/fused: the same bits as torch's operations, the bytes that are counted, code for every card."""
+"""This program's kernels: the same bits as torch's operations, the bytes that are counted, code for every card."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,14 +24,16 @@ from calibration_tokenizer import write_tokenizer
 from conftest import REPOSITORY
 
 from quantizers.device import fused as device_fused
+from quantizers.device.fused import OPTIONS, WIDER
+from quantizers.forward.fused import operators as stored
 from quantizers.forward.recorded import LARGEST
 from quantizers.solve import rounding
-from quantizers.solve.fused.operators import OPTIONS, STRIP, SUMS, TOKENS, WEIGHED, WIDER, rows_of_program
+from quantizers.solve.fused.operators import STRIP, SUMS, TOKENS, WEIGHED, rows_of_program
 from quantizers.solve.rounding import mse_scales
 
 LAUNCHES = (
     "gptq_block", "refine_group", "tried_errors", "summed_products", "token_roots", "gate_rows", "weigh_rows",
-    "mse_scales",
+    "dequantize", "mse_scales",
 )  # fmt: skip
 INTERPRETED = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
@@ -55,13 +61,17 @@ def test_a_kernel_moves_the_bytes_that_are_counted() -> None:
 
 
 POINTERS = {
-    "group_of": "*i32", "chosen_experts": "*i32", "codes": "*i8", "unusable": "*i8", "good": "*i8",
+    "group_of": "*i32", "chosen_experts": "*i32", "experts": "*i64",
+    **dict.fromkeys(("codes", "unusable", "good", "finite"), "*i8"),
     **dict.fromkeys(("scale", "chosen", "gate", "up", "rows", "root"), "*bf16"),
     **dict.fromkeys(("work", "factor", "errors", "block", "near", "image", "change"), "*fp32"),
     **dict.fromkeys(("weight", "importance", "magnitude", "first", "second", "sums"), "*fp32"),
     **dict.fromkeys(("of_routed", "of_any"), "*fp32"),
 }  # fmt: skip
+STORED = {"codes": "*u8", "ROWS": stored.ROWS, "COLUMNS": stored.COLUMNS}
 COMPILED = [
+    ("dequantize", STORED | {"BITS": 0, "ROUNDED": True, "slot": "*bf16", "scale": "*fp32"}, 0),
+    *(("dequantize", STORED | {"BITS": bits, "ROUNDED": False, "slot": "*fp32"}, 0) for bits in (4, 8)),
     ("gptq_block", {"W": rounding.BLOCK, "factor_row": 1}, rounding.BLOCK),
     *(("refine_group", {"G": group}, group) for group in (32, 64, 128)),
     *(("tried_errors", {"G": group, "P": 4}, 8) for group in (32, 128)),
@@ -89,14 +99,17 @@ def test_a_kernel_compiles_for_every_card(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from quantizers.forward.fused.kernels import dequantize
     from quantizers.solve.fused import kernels
 
-    function = getattr(kernels, kernel)
+    function = getattr(kernels, kernel, dequantize)
+    pointers = POINTERS | {name: size for name, size in sizes.items() if isinstance(size, str)}
+    sizes = {name: size for name, size in sizes.items() if name not in pointers}
     constants, options = sizes, OPTIONS | WIDER
     if columns:
         rounding_s = {"LOW": -8, "HIGH": 7, "ROWS": rows_of_program(columns)}
         constants, options = {n: v for n, v in (sizes | rounding_s).items() if n in function.arg_names}, OPTIONS
-    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in function.arg_names}
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in function.arg_names}
     places = {(function.arg_names.index(name),): value for name, value in constants.items()}
     even = {(place,): [["tt.divisibility", 16]] for place in range(len(function.arg_names)) if (place,) not in places}
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -152,6 +165,52 @@ def test_a_run_with_interpreted_kernels_writes_the_same_shards(tmp_path: Path) -
     plain = quantized(tmp_path, os.environ | {"OMP_NUM_THREADS": "1"})
     assert quantized(tmp_path, INTERPRETED) == plain
     assert len(plain) == 2
+
+
+@pytest.mark.slow
+def test_stored_matrices_of_every_form_become_numbers_by_the_kernel() -> None:
+    """tests/forward/test_expert_weights.py again, in the interpreter, which warns of 0 times infinity."""
+    of_forms = REPOSITORY / "tests" / "forward" / "test_expert_weights.py"
+    program = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-o",
+        "filterwarnings=ignore",
+        "-k",
+        "numbers or blocks or named",
+    ]
+    done = subprocess.run([*program, str(of_forms)], env=INTERPRETED, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_one_thread_launches_at_a_time_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's current device is the first GPU, whichever one the tensors lie on."""
+    there, events = torch.empty(1), list[str]()
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return self.launch
+
+        def launch(self, name: str, **options: int) -> None:
+            events.append(f"begin {name} {options}")
+            time.sleep(0.01)
+            events.append("end")
+
+    @contextlib.contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        assert tensor is there
+        events.append("its device")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    launch = device_fused.launched(Kernel(), (1, 2), there, ROWS=8)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(launch, "abcd"))
+    assert sorted(events[1::3]) == [f"begin {name} {{'ROWS': 8}}" for name in "abcd"]
+    assert (events[::3], events[2::3]) == (["its device"] * 4, ["end"] * 4)
 
 
 def test_where_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quantizers.forward.fused.kernels import bfloat16
 from quantizers.solve import sum_in_order
 
 LANES = tl.constexpr(sum_in_order.LANES)
@@ -28,14 +29,6 @@ def _whole(x, LOW: tl.constexpr, HIGH: tl.constexpr):
     magic: tl.constexpr = 12582912.0  # 1.5 · 2²³: adding it leaves no bit for a fraction
     x = tl.minimum(tl.maximum(x, -4194304.0), 4194304.0)
     return tl.minimum(tl.maximum((x + magic) - magic, LOW), HIGH)
-
-
-@triton.jit
-def _bfloat16(x):
-    """x rounded to bfloat16, half to even, as float32. By its bits: Triton's interpreter cuts them off instead."""
-    bits = x.to(tl.uint32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return bits.to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -108,7 +101,7 @@ def refine_group(
         gradient = gradient + tl.load(near[:, None] + k * R + lanes, mask=there[:, None], other=0.0) * code
     curvature = _lanes_added(curvature, ROWS)
     gradient = _lanes_added(gradient, ROWS)
-    new = _bfloat16(old + tl.div_rn(gradient, tl.maximum(curvature, 1.1754943508222875e-38)))
+    new = bfloat16(old + tl.div_rn(gradient, tl.maximum(curvature, 1.1754943508222875e-38)))
     step = new - old
     better = ((2 * gradient - step * curvature) * step > 0) & (new > 0) & (new < float("inf"))
     step = tl.where(better, step, 0.0)
@@ -131,7 +124,7 @@ def refine_group(
 def _minmax(largest, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr):
     """The min-max scale (ROWS,) of a group's magnitudes, of which there is a largest in each lane, (ROWS, 8)."""
     largest = tl.max(largest, 1)  # which is the same in any order
-    base = _bfloat16(tl.div_rn(largest, tl.full((ROWS,), (HIGH - LOW) / 2, tl.float32)))
+    base = bfloat16(tl.div_rn(largest, tl.full((ROWS,), (HIGH - LOW) / 2, tl.float32)))
     return tl.where(base == 0, 1.0, base)
 
 
@@ -211,7 +204,7 @@ def mse_scales(
     best = tl.zeros((ROWS,), tl.float32)
     for i in range(COUNT + 1):  # the min-max scale itself, then its multiples
         factor = tl.full((), FIRST, tl.float64) - tl.full((), LESS, tl.float64) * (i - 1)
-        step = tl.where(i == 0, base, _bfloat16(base * factor.to(tl.float32)))
+        step = tl.where(i == 0, base, bfloat16(base * factor.to(tl.float32)))
         wide = step[:, None] + tl.zeros((ROWS, LANES), tl.float32)
         loss = tl.zeros((ROWS, LANES), tl.float32)
         for k in range(0, G, LANES):
@@ -243,7 +236,7 @@ def token_roots(
         squared = tl.where(own, value * value, squared)
     value = tl.sqrt_rn(squared * tl.load(of_routed + expert) + tl.load(of_any + expert))
     counts = tl.load(good + expert.to(tl.int64) * good_e + token, mask=there, other=0) != 0
-    value = tl.where(counts, _bfloat16(value), 0.0)
+    value = tl.where(counts, bfloat16(value), 0.0)
     tl.store(root + expert.to(tl.int64) * root_e + token, value.to(tl.bfloat16), mask=there)
 
 
@@ -266,7 +259,7 @@ def gate_rows(
         inside = there & (column < C)
         x = tl.load(gate + k * T, mask=inside, other=0.0).to(tl.float32)
         x = x * tl.load(up + k * T, mask=inside, other=0.0).to(tl.float32)
-        x = tl.where(x == x, _bfloat16(x), x)  # the bits of NaN would become another number's
+        x = tl.where(x == x, bfloat16(x), x)  # the bits of NaN would become another number's
         tl.store(gate + k * T, x.to(tl.bfloat16), mask=inside)
         bad = bad | tl.where((x < LARGEST) & (x > -LARGEST), 0, 1)
     tl.store(unusable + expert * unusable_e + strip * T + token, bad.to(tl.int8), mask=there)
@@ -292,7 +285,7 @@ def weigh_rows(
         inside = here & there[None, :]
         weight = tl.load(root + first, mask=there, other=0.0).to(tl.float32)[None, :]
         x = tl.load(rows + first, mask=inside, other=0.0).to(tl.float32)
-        x = tl.where(weight == 0, 0.0, _bfloat16(x * weight))
+        x = tl.where(weight == 0, 0.0, bfloat16(x * weight))
         tl.store(rows + first, x.to(tl.bfloat16), mask=inside)
-        total = total + _bfloat16(tl.abs(x) * weight)
+        total = total + bfloat16(tl.abs(x) * weight)
     tl.store(place, total, mask=here)

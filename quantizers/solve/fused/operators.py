@@ -9,11 +9,11 @@ where all experts share something; c experts of a unit, I expert width, T tokens
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
+from quantizers.device.fused import OPTIONS, WIDER, launched
 from quantizers.forward.codes import code_range
 from quantizers.forward.recorded import LARGEST
 from quantizers.solve.sum_in_order import LANES
@@ -22,8 +22,6 @@ ROWS, WIDE = 32, 64  # rows of a program, and columns from which on there are fe
 INTERPRETED = 1024  # rows of a program in Triton's interpreter, where every operation takes as long
 # Of a program: columns and tokens that are gated, columns that are weighed, and tokens of theirs that are added apart.
 STRIP, TOKENS, WEIGHED, SUMS = 64, 1024, 16, 128
-WIDER = {"num_warps": 4}
-OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
 
 
 def rows_of_program(columns: int) -> int:
@@ -37,7 +35,7 @@ def _launched(kernel: Any, tensor: torch.Tensor, *more: int, columns: int) -> An
     How many rows decides no bit, and is not searched for: the same programs are launched every time.
     """
     rows = rows_of_program(columns) if tensor.is_cuda else INTERPRETED
-    return partial(kernel[tensor.shape[0], -(-tensor.shape[-1] // rows), *more], ROWS=rows, **OPTIONS)
+    return launched(kernel, (tensor.shape[0], -(-tensor.shape[-1] // rows), *more), tensor, ROWS=rows, **OPTIONS)
 
 
 @torch.library.custom_op("quantizers::gptq_block", mutates_args=("errors", "codes"))
@@ -193,7 +191,7 @@ def token_roots(
     root = torch.empty_like(good, dtype=torch.bfloat16)
     count, tokens = good.shape
     together = TOKENS if good.is_cuda else INTERPRETED
-    kernel[count, -(-tokens // together)](
+    launched(kernel, (count, -(-tokens // together)), good)(
         chosen, weight, good.view(torch.int8), of_routed, of_any, experts, root,
         tokens, good.stride(0), root.stride(0),
         K=chosen.shape[1], TOKENS=together, **(OPTIONS | WIDER),
@@ -214,7 +212,7 @@ def gate_rows(gate: torch.Tensor, up: torch.Tensor, unusable: torch.Tensor) -> N
 
     experts, width, tokens = gate.shape
     together = TOKENS if gate.is_cuda else INTERPRETED
-    kernel[experts, unusable.shape[1], -(-tokens // together)](
+    launched(kernel, (experts, unusable.shape[1], -(-tokens // together)), gate)(
         gate, up, unusable, width, tokens, gate.stride(0), up.stride(0), unusable.stride(0),
         LARGEST=LARGEST, STRIP=STRIP, TOKENS=together, **(OPTIONS | WIDER),
     )  # fmt: skip
@@ -237,7 +235,7 @@ def weigh_rows(rows: torch.Tensor, root: torch.Tensor, magnitude: torch.Tensor) 
     from .kernels import weigh_rows as kernel
 
     experts, width, tokens = rows.shape
-    kernel[experts, -(-width // WEIGHED)](
+    launched(kernel, (experts, -(-width // WEIGHED)), rows)(
         rows, root, magnitude, width, tokens, rows.stride(0), root.stride(0), magnitude.stride(0),
         STRIP=WEIGHED, SUMS=SUMS, **(OPTIONS | WIDER),
     )  # fmt: skip
