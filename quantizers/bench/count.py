@@ -14,6 +14,7 @@ from quantizers.cost.cards import CARDS, Card, card_of, rates
 from quantizers.cost.cpu import Cpu, cpu_rates, this_cpu
 from quantizers.cost.estimate import OF_A_CARD
 from quantizers.cost.lengths import longest_possible
+from quantizers.cost.routing import TAKEN
 from quantizers.cost.seconds import DISK, HASH, layer_seconds
 from quantizers.cost.visit import CountedVisit, count_visit, texts_of
 from quantizers.cost.work import together
@@ -103,6 +104,7 @@ def count_layer(
         "layer": together(visit.phases.values()).as_dict(),
         "cards": _on_devices(visits, memory, devices, len(whole.moe_layers)),
         "assumptions": [
+            TAKEN,
             *_rates(devices),
             f"{DISK / 1e9:g} GB/s read from or written to files, {HASH / 1e9:g} GB/s hashed by a thread",
         ],

@@ -8,6 +8,7 @@ from typing import Any
 from quantizers.cost.cards import card_of, link_rates, rates
 from quantizers.cost.counted_team import Ranks
 from quantizers.cost.estimate import OF_A_CARD
+from quantizers.cost.routing import TAKEN
 from quantizers.cost.seconds import DISK, HASH
 from quantizers.cost.sharing import serial, shared_layer
 from quantizers.cost.visit import count_visit
@@ -83,6 +84,7 @@ def count_ranks(
         "serial": parts,
         "serial_share": sum(parts.values()) / rows[0]["computing"],
         "assumptions": [
+            TAKEN,
             *rates([known]),
             link_rates(known),
             f"each machine {disk / 1e9:g} GB/s read from or written to files, each thread {HASH / 1e9:g} GB/s hashed",

@@ -54,16 +54,20 @@ class Ranks:
 ALONE = Ranks()
 
 
-def busiest(ranks: Ranks, units: int, texts: Sequence[int]) -> int:
-    """The rank with most units of experts, and of these the one that compares and scores most held-out tokens.
+def busiest(ranks: Ranks, routed: Sequence[int], chosen: int, texts: Sequence[int]) -> int:
+    """The rank with most units of experts, and of these the one that takes most rows through experts: calibration rows
+    that are routed to its own, and held-out tokens of its texts, through the experts of source and output.
 
     Args:
+        routed: rows of each unit's experts, in the order in which units are solved.
+        chosen: experts of a token.
         texts: tokens of each held-out text.
     """
 
     def work(rank: int) -> tuple[int, int, int]:
         team = _member(ranks, rank)
-        return len(team.share(units)), sum(texts[i] for i in _share(texts, team).owned), rank
+        own, held_out = team.share(len(routed)), sum(texts[i] for i in _share(texts, team).owned)
+        return len(own), sum(routed[unit] for unit in own) + 2 * chosen * held_out, rank
 
     return max(range(ranks.count), key=work)
 

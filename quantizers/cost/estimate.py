@@ -24,6 +24,7 @@ from .cards import CARDS, Card, rates
 from .counted_team import ALONE, Ranks
 from .cpu import cpu_rates, this_cpu
 from .lengths import cut_to, longest_possible
+from .routing import TAKEN
 from .seconds import DISK, HASH
 from .several import several_needs
 from .visit import texts_of
@@ -193,6 +194,7 @@ def assumptions(needs: Estimate) -> list[str]:
         else "tokens: every sample as long as its sequence_length allows, which few are",
         "time: counted for one layer of each kind, with held-out texts through source and output and the audit of its "
         "shard, and for the proof: logits and one last reading of the shards; measuring for a budget comes on top",
+        TAKEN,
         *(f"on a GPU, {line}" for line in rates([card])),
         f"on a CPU: {cpu_rates(len(os.sched_getaffinity(0)))}",
         f"files: {needs.disk / 1e9:g} GB/s read or written, {HASH / 1e9:g} GB/s hashed by a thread, the "

@@ -17,10 +17,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from quantizers.plan.units import rows_of_block
+from quantizers.plan.units import by_load, rows_of_block, units_of
 
 SPREAD = 0.6  # standard deviation of the logarithms; half of it for a block
 SEED = 0
+TAKEN = (
+    "routing: taken to be uneven, so that of 256 experts the busiest gets 6 times the average, and the least an eighth"
+)
 
 
 def routed_rows(sizes: Mapping[str, int], tokens: int, spread: float = SPREAD) -> torch.Tensor:
@@ -38,6 +41,18 @@ def routed_rows(sizes: Mapping[str, int], tokens: int, spread: float = SPREAD) -
     share = (always + here).softmax(1)
     routed = (share * sizes["chosen"] * rows[:, None]).ceil().long().minimum(rows[:, None])
     return torch.cat([routed, rows[:, None]], 1)
+
+
+def of_units(routed: torch.Tensor, unit: int) -> list[int]:
+    """Rows of each unit's experts, in the order in which units are solved.
+
+    Args:
+        routed: see `routed_rows`.
+        unit: experts of a unit.
+    """
+    rows: list[int] = routed[:, :-1].sum(0).tolist()
+    order = by_load(rows, unit)
+    return [sum(rows[expert] for expert in order[first:last]) for first, last in units_of(len(rows), unit)]
 
 
 def answer(routed: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor | None]:

@@ -48,7 +48,7 @@ from .copies import CountedStream
 from .counted_team import ALONE, CountedTeam, Ranks, busiest
 from .counting import Counting
 from .one_kernel import OneKernel
-from .routing import SPREAD, answer, routed_rows
+from .routing import SPREAD, answer, of_units, routed_rows
 from .values import META, untouched
 from .work import Work
 
@@ -111,12 +111,14 @@ def count_visit(
     Raises:
         QuantizeError: an operation whose sum has no order on a GPU.
     """
-    counting = Counting(answer(routed_rows(job.sizes, sum(lengths), spread)))
+    routed = routed_rows(job.sizes, sum(lengths), spread)
+    counting = Counting(answer(routed))
     source = _untouched_source(job, [action.source for action in job.plan.of_layer(number)])
     model = CountedModel(job, counting)
     tokens, team = [len(text.tokens) for text in texts], Team()
     if ranks.count > 1:
-        team = CountedTeam(counting, ranks, busiest(ranks, memory.units, tokens), job.sizes["experts"])
+        rank = busiest(ranks, of_units(routed, memory.unit), job.sizes["chosen"], tokens)
+        team = CountedTeam(counting, ranks, rank, job.sizes["experts"])
     with torch.no_grad(), counting, listening(counting), _once(counting, capability):
         texts_there = META if memory.texts else None
         lanes = [

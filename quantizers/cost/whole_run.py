@@ -15,7 +15,7 @@ from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import DeviceMemory
 from quantizers.system.progress import progress
 
-from .counted_team import ALONE, Ranks, busiest, own_texts
+from .counted_team import ALONE, Ranks, own_texts
 from .counting import Counting
 from .seconds import DISK, Device, layer_seconds, proving_seconds, reading_seconds, writing_seconds
 from .values import META, untouched
@@ -105,8 +105,9 @@ def count_run(
             first.append(_visit(job, number, lengths, texts, memory, ranks, capability))
             step(f"layer {number}")
         tokens = [len(text.tokens) for text in texts]
-        own = [texts[i] for i in own_texts(ranks, busiest(ranks, memory.units, tokens), tokens)]
-        scoring = count_scoring(job, own) if own else {}
+        shares = (own_texts(ranks, rank, tokens) for rank in range(ranks.count))
+        own = max(shares, key=lambda share: sum(tokens[i] for i in share))
+        scoring = count_scoring(job, [texts[i] for i in own]) if own else {}
         if texts:
             step("held-out texts")
     around = sum(a.spec.bytes for a in job.plan.actions if a.layer is None or a.layer in job.plan.mtp)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from counted_layer import ROWS, Size, counted
 
-from quantizers.cost.routing import SPREAD, answer, routed_rows
+from quantizers.cost.routing import SPREAD, answer, of_units, routed_rows
 
 SIZES = {"experts": 256, "chosen": 8}
 
@@ -26,6 +26,13 @@ def test_what_the_documents_say_of_it() -> None:
     assert float(routed.min()) == pytest.approx(1 / 8, rel=0.05)
     assert torch.equal(routed_rows(SIZES, 3 * ROWS), routed_rows(SIZES, 3 * ROWS))
     assert int(routed_rows(SIZES, ROWS, 0.0)[:, :-1].unique()) == 512
+
+
+def test_rows_of_the_units_that_are_solved() -> None:
+    """Oracle: experts in falling order, a unit of busy ones and a unit of idle ones by turns."""
+    routed = routed_rows({"experts": 6, "chosen": 2}, ROWS)
+    rows = sorted(routed[0, :-1].tolist(), reverse=True)
+    assert of_units(routed, 2) == [sum(rows[:2]), sum(rows[4:]), sum(rows[2:4])]
 
 
 def test_only_the_look_at_the_routing_is_answered() -> None:

@@ -96,14 +96,16 @@ def test_who_has_most_to_do() -> None:
     """Oracle: a look at every rank."""
     texts = [256] * 40 + [8192] * 3
     for count, units in ((2, 16), (3, 16), (5, 7), (8, 4)):
+        routed = [100_000 // (unit + 1) for unit in range(units)]
         ranks, loads = Ranks(count, 8), dict[int, tuple[int, int]]()
         for rank in range(count):
             team = Team()
             team.rank, team.count = rank, count
             tokens = sum(texts[i] for i in Share(texts, team, ROWS).owned)
-            loads[rank] = len(team.share(units)), tokens
+            experts = team.share(units)
+            loads[rank] = len(experts), sum(routed[unit] for unit in experts) + 2 * 8 * tokens
             assert sum(texts[i] for i in own_texts(ranks, rank, texts)) == tokens
-        assert loads[busiest(ranks, units, texts)] == max(loads.values())
+        assert loads[busiest(ranks, routed, 8, texts)] == max(loads.values())
     assert sorted(i for rank in range(3) for i in own_texts(Ranks(3, 8), rank, texts)) == list(range(43))
 
 
