@@ -79,16 +79,21 @@ class _Cuda:
 
     def copy(self, pairs: Pairs) -> Crossing:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        # The current device too: that of a new thread is the first GPU, to which torch would go back when it is done.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
         return _CudaCrossing(self._device, self._stream.record_event())
 
 
-@cache
 def stream_of(device: torch.device) -> Stream:
     """The stream that copies from and to a device are made on."""
-    return _Cuda(device) if device.type == "cuda" else _AtOnce()
+    return _of_gpu(device.index or 0) if device.type == "cuda" else _AtOnce()
+
+
+@cache
+def _of_gpu(number: int) -> Stream:
+    return _Cuda(torch.device("cuda", number))
 
 
 def beside(pairs: Pairs, device: torch.device) -> Crossing:

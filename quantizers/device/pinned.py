@@ -7,6 +7,7 @@ torch's pool for this: that rounds sizes up to powers of two, and has nothing th
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from functools import cache
@@ -38,7 +39,10 @@ def pin(buffer: torch.Tensor, device: torch.device) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # in torch
         failure = runtime.cudaHostRegister(address, buffer.nbytes, 0)
         if failure != runtime.cudaError.success:
-            _say_why_slower(str(failure))
+            _say_why_slower(runtime.cudaGetErrorString(failure))
+            # CUDA keeps the refusal as this thread's last error, and torch would take it for that of the next kernel.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)
             return
         weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
     _pinned.add(address)

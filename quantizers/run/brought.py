@@ -26,7 +26,7 @@ class Brought:
     def __init__(self, device: torch.device, *, early: bool) -> None:
         self._device, self._early = device, early
         self._rooms: deque[torch.Tensor] = deque()
-        self._coming: deque[tuple[torch.Tensor, Crossing]] = deque()
+        self._coming: deque[tuple[torch.Tensor, torch.Tensor, Crossing]] = deque()
 
     def make_room(self, buffer: torch.Tensor) -> None:
         """Take as much of the device's memory as a buffer on the host has; called once for each."""
@@ -39,12 +39,18 @@ class Brought:
             assert part.buffer is not None
             room = self._rooms[0][: len(part.buffer)]
             self._rooms.rotate(1)
-            self._coming.append((room, beside([(room, part.buffer)], self._device)))
+            self._coming.append((room, part.buffer, beside([(room, part.buffer)], self._device)))
 
     def take(self, part: Held) -> Held:
         """The part on the device, when its turn comes; its memory on the host is then not read any more."""
         if not self._early:
             return part.to(self._device)
-        room, crossing = self._coming.popleft()
+        room, _, crossing = self._coming.popleft()
         crossing.finish()
         return part.to(self._device, room)
+
+    def give_up(self) -> None:
+        """Wait for what still crosses and nobody will take, before other things get its memory; here and there."""
+        for *_, crossing in self._coming:
+            crossing.finish()
+        self._coming.clear()

@@ -74,8 +74,10 @@ class Shards:
         """Compare what is going to be in the file with the source, while it comes to the host."""
         job, number = self.job, visit.number
         audit = written_from(job.plan.of_layer(number))
-        audit_layer(number, job.facts, job.sizes, visit.there, made, device=self.context.device, audit=audit)
-        crossing.finish()
+        try:
+            audit_layer(number, job.facts, job.sizes, visit.there, made, device=self.context.device, audit=audit)
+        finally:  # the file is written next, whatever was found
+            crossing.finish()
         return audit
 
     def store(self, number: int, tensors: Mapping[str, torch.Tensor], kept: Mapping[str, str]) -> ShardDigest:

@@ -120,7 +120,9 @@ def visits(
         pin(buffer, model.device)
         brought.make_room(buffer)
 
-    with contextlib.closing(held_ahead(source, parts, team, prepare, brought.begin)) as ahead:
+    with contextlib.ExitStack() as stack:
+        stack.callback(brought.give_up)  # once nothing is read ahead any more
+        ahead = stack.enter_context(contextlib.closing(held_ahead(source, parts, team, prepare, brought.begin)))
         for number in range(done, model.sizes["layers"]):
             check()
             doing("reading")

@@ -160,23 +160,31 @@ def test_a_gpu_copies_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         yield
         on.pop()
 
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        on.append(str(device))
+        yield
+        on.pop()
+
     def copy(target: Any, source: Any, non_blocking: bool = False) -> None:
+        assert on == ["work", "cuda:0", "copies"], "which a thread's current device may not be"
         told.append(("copy", on[-1], non_blocking))
 
     work = SimpleNamespace(name="work", wait_event=lambda event: told.append("work waits"))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "device", current)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: work)
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
-    crossing.stream_of.cache_clear()
+    crossing._of_gpu.cache_clear()
     try:
         pairs = [(torch.zeros(2), torch.zeros(2)) for _ in range(2)]
         under_way = beside(pairs, CARD)
         under_way.wait()
         under_way.finish()
-        beside(pairs[:1], CARD)
+        beside(pairs[:1], torch.device("cuda"))
     finally:
-        crossing.stream_of.cache_clear()
+        crossing._of_gpu.cache_clear()
     copied = ("copy", "copies", True)
     assert told == [
         ("stream", "cuda:0"), ("copies wait for", "work"), copied, copied, "mark", "work waits", "host waits",

@@ -30,8 +30,17 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
         held[address] = size
         return states.success
 
-    runtime = SimpleNamespace(cudaError=states, cudaHostRegister=register, cudaHostUnregister=held.pop)
+    runtime = SimpleNamespace(
+        cudaError=states, cudaHostRegister=register, cudaHostUnregister=held.pop,
+        cudaGetErrorString=lambda failure: f"error {failure}",
+    )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    real = torch.zeros
+
+    def without_a_card(*size: int, device: torch.device | None = None, **named: Any) -> torch.Tensor:
+        return real(*size, **named)
+
+    monkeypatch.setattr(torch, "zeros", without_a_card)
     return held
 
 
@@ -54,7 +63,22 @@ def test_where_it_cannot_be_locked_it_is_said(driver: dict[int, int], capsys: py
     assert not driver
     assert not is_pinned(buffer)
     (line,) = capsys.readouterr().err.splitlines()
-    assert "host memory cannot be locked (1); see ulimit -l" in line
+    assert "host memory cannot be locked (error 1); see ulimit -l" in line
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_refusal_is_not_taken_for_the_error_of_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's last error stays until somebody asks for it, and torch asks after each kernel."""
+    launched = []
+
+    def zeros(size: int, device: torch.device) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    buffer = torch.zeros(1001, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    pin(buffer, CARD)
+    assert launched == [CARD]
 
 
 @pytest.mark.parametrize(("device", "noted"), [(torch.device("cpu"), False), (META, True)])

@@ -53,6 +53,20 @@ def test_each_part_has_its_bytes_while_it_is_in_use(
     assert stream.copied == 4
 
 
+def test_what_nobody_takes_is_waited_for(model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its memory is given back, there and on the host, from which it crosses: the buffers are gone by then."""
+    stream = Delayed()
+    delay(monkeypatch, stream)
+    brought = Brought(CPU, early=True)
+    with closing(held_ahead(model, parts_of(model), prepare=brought.make_room, arrived=brought.begin)) as ahead:
+        brought.take(next(ahead))
+        while not stream.under_way:  # until the thread has read the next one
+            time.sleep(0.001)
+    del ahead
+    brought.give_up()
+    assert (stream.under_way, stream.copied) == (0, 2)
+
+
 def test_without_room_each_part_crosses_when_it_is_asked_for(model: Checkpoint) -> None:
     names = parts_of(model)[0]
     part = hold(model, names)

@@ -397,6 +397,19 @@ def test_what_crosses_beside_the_work_has_the_same_bytes(
     assert stream.most > 1 or isinstance(stream, AtOnce)
 
 
+def test_a_run_that_fails_waits_for_what_crosses(
+    small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Delayed()
+    delay(monkeypatch, stream)
+    monkeypatch.setattr(visiting, "accelerated", lambda device: True)
+    monkeypatch.setattr(
+        layer_loop, "visits", lambda *given, **named: visiting.visits(*given, **named | {"early": True})
+    )
+    cut_in_layer(0, job_of(small), Options(tmp_path / "output", CPU))
+    assert (stream.under_way, stream.copied) == (0, 2)
+
+
 def test_little_memory_sends_states_to_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a device has no room for lies in host memory as long as it takes at most half of what is free."""
     sizes: Any = {"hidden": 16, "chosen": 2}
