@@ -19,6 +19,6 @@ def grouped(weight: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """code * scale in float32: (…, R, C) from codes (…, R, C) of any number type and scales (…, R, n)."""
+    """code * scale in float32: (…, R, C) from codes (…, R, C), int8 or float32, and scales (…, R, n)."""
     view = grouped(codes, codes.shape[-1] // scale.shape[-1])
     return (view * scale.float().unsqueeze(-1)).flatten(-2)

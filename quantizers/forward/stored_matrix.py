@@ -61,8 +61,8 @@ class Form:
 
         Args:
             parts: of these rows, on the slot's device.
-            slot: (r, C), or (c, R, C) for whole matrices one below the other.
-            kernel: let one do it, see forward/fused; a plain weight needs none.
+            slot: (r, C), or (c, R, C) for whole matrices one below the other, each in one piece.
+            kernel: let one do it, see forward/fused, for whole matrices; a plain weight needs none.
 
         Returns:
             Whether all of them are finite, a bool of no dimension on the device: nothing waits for it.
@@ -77,7 +77,7 @@ class Form:
             scale, columns = scale.view(-1, 1), self.shape[1]
         elif self.kind == "packed":
             columns, bits = self.shape[1] // scale.shape[1], codes.shape[1] * 32 // self.shape[1]
-        finite = operators.no_look(slot)
+        finite = operators.looks_at(slot)
         operators.dequantize(codes, scale, slot, finite, rows, columns, bits)
         return finite.all()
 

@@ -18,7 +18,9 @@ Legend: E experts, U experts of a unit, H hidden, I expert width.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
+Item = TypeVar("Item")
 LARGEST_UNIT, UNIT_BYTES, SQUARES = 16, 6 * 2**30, 6
 CPU_EXPERTS, CPU_CACHE_BYTES = 8, 6 * 2**20
 FLOAT = 4
@@ -50,8 +52,9 @@ def units_of(experts: int, unit: int) -> list[tuple[int, int]]:
 def by_load(tokens: Sequence[int], unit: int) -> list[int]:
     """The order in which experts are solved, so that those of a unit have about as many routed tokens.
 
-    Busy units and idle ones take turns, since of several processes each solves consecutive ones. An order of numbers
-    that follows from the routing alone: the same for any free memory and number of processes.
+    Busy units and idle ones take turns, and so do such pairs, since of several processes each solves consecutive units.
+    (Where each solves one, nothing balances them.) The order follows from the routing alone, and is the same for any
+    free memory and number of processes.
 
     Args:
         tokens: routed to each expert, (E,).
@@ -60,8 +63,14 @@ def by_load(tokens: Sequence[int], unit: int) -> list[int]:
     falling = sorted(range(len(tokens)), key=lambda expert: -tokens[expert])
     units = [falling[first:last] for first, last in units_of(len(tokens), unit)]
     smaller = units.pop() if len(units[-1]) < unit else []  # which comes last
-    turns = [units.pop(-(number % 2)) for number in range(len(units))]
-    return [expert for experts in (*turns, smaller) for expert in experts]
+    turns = _from_both_ends(units)
+    pairs = _from_both_ends([turns[first : first + 2] for first in range(0, len(turns), 2)])
+    return [expert for pair in (*pairs, [smaller]) for experts in pair for expert in experts]
+
+
+def _from_both_ends(items: list[Item]) -> list[Item]:
+    """The first, the last, the second, the last but one, …; the list is emptied."""
+    return [items.pop(-(number % 2)) for number in range(len(items))]
 
 
 def rows_of_block(accelerator: bool) -> int:

@@ -81,7 +81,7 @@ def norm_scale(
         careful = True
     if careful:
         points = grid
-        total = of_all(partial(losses, points)).double().sum(0)  # (P,), added in the order of experts
+        total = of_all(partial(losses, points)).double().sum(0)  # (P,), added in the order in which they are solved
     best = total.argmin().view(1)
     before, after = total[0], total.index_select(0, best)[0]
     return points.index_select(0, best)[0, 0], {"norm_search_before": before, "norm_search_after": after}

@@ -2,14 +2,17 @@
 
 All points are ranked with products that keep 11 bits of each factor (TF32), where a card makes these several times as
 fast as those of whole float32. The best few, and the identity, are then computed exactly, and the best of these is
-chosen. It is the best of all if no other point can be better, as wrong as its rough loss may be; whoever searches looks
-at that afterwards, and searches exactly where it is not so.
+chosen. It is taken for the best of all if no other point would be better with a rough loss as wrong as BOUND says;
+whoever searches looks at that afterwards, and searches exactly where it is not so.
 
-How wrong that is: a factor is rounded, or cut off, to 11 bits, so by at most 2⁻¹⁰ of it, and by u = 2⁻¹¹ on average if
-it is cut off. Two factors make each product in the loss Σ d_i G_ik d_k smaller by 2 u on average, and what is left goes
-either way; its variance is at most (u S)² with S = Σ d_i² G_ii, since G_ik² ≤ G_ii G_kk. So 4 u of the loss, or of S
-where that is more, leaves as much again for chance. Measured on layers with heavy tails and outliers, losses were wrong
-by 2.5 u at most where factors were cut off, and by 0.8 u where they were rounded.
+How wrong a loss is: a factor is rounded, or cut off, to 11 bits, so by at most 2⁻¹⁰ of it, and by u = 2⁻¹¹ on average
+if it is cut off. Two factors make each product in the loss Σ d_i G_ik d_k smaller by 2 u on average, and what is left
+goes either way: of G's errors with a variance of (u S)² at most, where S = Σ d_i² G_ii, since G_ik² ≤ G_ii G_kk. So 4 u
+of the loss, or of S where that is more, leaves as much again for chance. Measured on layers with heavy tails and
+outliers, losses were wrong by 2.5 u at most where factors were cut off, and by 0.8 u where they were rounded. That is a
+wide margin and no proof: of a single row, made so that blocks of columns cancel each other, a loss can be wrong by 13 u
+of S, though by less than 3 u of hundreds of such rows. Even then a point about as good as the best is chosen, and the
+same one every time.
 
 Legend: E experts, R rows, C columns, P points, F of them computed exactly.
 """

@@ -217,7 +217,7 @@ def test_what_a_cpu_does_instead_of_a_kernel(kernel: str) -> None:
     parts = [codes8, torch.empty(experts * columns // 128, rows // 128, device=META)]
     of_kernel, of_torch = {
         "dequantize": (
-            lambda: stored.dequantize(*parts, h[0], stored.no_look(h[0]), 128, 128, 0),
+            lambda: stored.dequantize(*parts, h[0], stored.looks_at(h[0]), 128, 128, 0),
             lambda: (is_finite(numbers := form.numbers(parts)), h[0].copy_(numbers.view(h[0].shape))),
         ),
         "gptq_block": (

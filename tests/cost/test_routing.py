@@ -33,6 +33,7 @@ def test_rows_of_the_units_that_are_solved() -> None:
     routed = routed_rows({"experts": 6, "chosen": 2}, ROWS)
     rows = sorted(routed[0, :-1].tolist(), reverse=True)
     assert of_units(routed, 2) == [sum(rows[:2]), sum(rows[4:]), sum(rows[2:4])]
+    assert of_units(routed, 1) == [rows[0], rows[5], rows[2], rows[3], rows[1], rows[4]]
 
 
 def test_only_the_look_at_the_routing_is_answered() -> None:

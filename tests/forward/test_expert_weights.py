@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +16,11 @@ from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.held import hold
 from quantizers.checkpoint.reader import Checkpoint, open_folder
+from quantizers.device.fused import INTERPRETER
 from quantizers.forward import weights
 from quantizers.forward.fitting import load_layer
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.stored_matrix import is_finite
+from quantizers.forward.stored_matrix import Form, is_finite
 from quantizers.forward.weights import ExpertWeights, layer_weights, read_weight
 from quantizers.system.errors import ArchitectureError, CheckpointError
 
@@ -100,9 +102,19 @@ def experts_of(checkpoint: Checkpoint, device: torch.device = CPU, dtype: torch.
 
 @pytest.fixture(params=["in bands", "together"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of filling: a CPU's, some rows at a time, and an accelerator's, taken here on the CPU."""
+    """Both ways of filling: a CPU's, some rows at a time, and an accelerator's, taken here on the CPU.
+
+    Matrices with scales are then filled by the kernel if Triton's interpreter was asked for, and only then.
+    """
     monkeypatch.setattr(weights, "BAND", 4 * HIDDEN * 40)
     monkeypatch.setattr(weights, "accelerated", lambda _: request.param == "together")
+    real = Form.put
+
+    def put(form: Form, parts: Any, slot: torch.Tensor, *, kernel: bool) -> torch.Tensor:
+        assert kernel == (request.param == "together" and os.environ.get(INTERPRETER) == "1")
+        return real(form, parts, slot, kernel=kernel)
+
+    monkeypatch.setattr(Form, "put", put)
     return str(request.param)
 
 

@@ -24,7 +24,8 @@ def _e4m3(byte):
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)  # its exponent is biased by 7, not by 127
     x = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
     x = tl.where(size == 0x7F, float("nan"), x)
-    return tl.where(byte >= 0x80, -x, x)
+    sign = (byte & 0x80).to(tl.uint32) << 24  # by its bit: some of Triton's versions make 0 of -0
+    return (x.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit

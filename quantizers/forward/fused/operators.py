@@ -33,7 +33,7 @@ def dequantize(
             packing.py.
         scale: (c · R / rows, n) contiguous, of any floating type: each of `rows` x `columns` numbers.
         slot: (c, R, C) float32 or bfloat16, each matrix in one piece; filled.
-        finite: see `no_look`; filled: whether all numbers of a part are finite, before they are rounded.
+        finite: see `looks_at`; filled: whether all numbers of a part are finite, before they are rounded.
         bits: of packed integers; 0 where codes are FP8.
     """
     from .kernels import dequantize as kernel
@@ -46,8 +46,8 @@ def dequantize(
     )  # fmt: skip
 
 
-def no_look(slot: torch.Tensor) -> torch.Tensor:
-    """Memory for whether each part of the numbers (c, R, C) is finite, bool."""
+def looks_at(slot: torch.Tensor) -> torch.Tensor:
+    """Memory for whether the parts of numbers (c, R, C) are finite, each those of one program: (c, r, k) bool."""
     matrices, length, width = slot.shape
     parts = matrices, -(-length // _rows(slot)), -(-width // COLUMNS)
     return torch.empty(parts, dtype=torch.bool, device=slot.device)
