@@ -10,9 +10,9 @@ if it is cut off. Two factors make each product in the loss Σ d_i G_ik d_k smal
 goes either way: of G's errors with a variance of (u S)² at most, where S = Σ d_i² G_ii, since G_ik² ≤ G_ii G_kk. So 4 u
 of the loss, or of S where that is more, leaves as much again for chance. Measured on layers with heavy tails and
 outliers, losses were wrong by 2.5 u at most where factors were cut off, and by 0.8 u where they were rounded. That is a
-wide margin and no proof: of a single row, made so that blocks of columns cancel each other, a loss can be wrong by 13 u
-of S, though by less than 3 u of hundreds of such rows. Even then a point about as good as the best is chosen, and the
-same one every time.
+wide margin and no proof: of a single row, made so that blocks of columns cancel each other, a loss was wrong by 9 u of
+S, though by less than 2 u of 256 such rows. Even then a point about as good as the best is chosen, and the same one
+every time.
 
 Legend: E experts, R rows, C columns, P points, F of them computed exactly.
 """
