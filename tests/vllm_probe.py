@@ -67,8 +67,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_parameters import compare, fill, parameters_of
 from whole_models import stored
 
-from eval.consumers.config_groups import scheme_of
-from eval.consumers.vllm import ask_vllm
+from eval.serving.config_groups import scheme_of
+from eval.serving.vllm import ask_vllm
 from quantizers.system.errors import InputError
 
 

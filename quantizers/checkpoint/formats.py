@@ -1,12 +1,12 @@
-"""Checkpoints made by other programs: their names for modules, and their formats of a weight.
+"""Reads checkpoints of other tools: module names and weight formats.
 
     integers with a scale per tensor, row or group      weight int8, weight_scale (, weight_zero_point int8)
     FP8 with a scale per tensor, row, group or block    weight, weight_scale
     packed integers with zero points                    weight_packed, weight_scale, weight_shape, weight_zero_point
-    integers of AutoAWQ, GPTQ and AutoRound             see integer_words.py
+    integers of AutoAWQ, GPTQ and AutoRound             see awq_gptq.py
 
-The formats that compressed-tensors calls pack-quantized, int-quantized, float-quantized and naive-quantized are
-all among these or those in forward/weights.py. Other formats are refused by name, see refused_formats.py.
+compressed-tensors' pack-quantized, int-quantized, float-quantized and naive-quantized are among these or those of
+forward/weights.py. Other formats are refused in unsupported.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import sizes_of
 from quantizers.system.errors import CheckpointError
 
+from .awq_gptq import dequantize_awq_gptq, is_awq_or_gptq
+from .fp8 import blocks_of
 from .fused_experts import is_fused, with_experts_apart
-from .integer_words import words_weight
-from .integer_words_config import has_words
 from .reader import Checkpoint, block_size
-from .refused_formats import refuse_unread
+from .safetensors_header import FP8
+from .unsupported import refuse_unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -37,21 +38,20 @@ if TYPE_CHECKING:
 
 
 def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
-    """The checkpoint with its tensors renamed to the family's published names.
+    """The checkpoint under the family's published tensor names, with fused experts split.
 
-    This maps gate_proj, up_proj and down_proj of the experts (as llm-compressor saves them) and transformers'
-    names of modules (`mlp.` for `block_sparse_moe.`) to the names in `facts`. Fused experts are taken apart.
+    Maps llm-compressor's names of the experts (gate_proj, up_proj, down_proj) and transformers' names of modules
+    (`mlp.` for `block_sparse_moe.`).
 
     Raises:
-        CheckpointError: its format or the layout of its experts cannot be read, or two of its tensors get the same
-            name.
+        CheckpointError: its format or its experts' layout is not supported, or two tensors get the same name.
     """
     where = f"{checkpoint.folder}/config.json"
-    refuse_unread(checkpoint.config, where)
-    words = next((info for name, info in checkpoint.tensors.items() if name.endswith(".qweight")), None)
-    if words is not None and not has_words(checkpoint.config):
+    refuse_unsupported(checkpoint.config, where)
+    qweight = next((name for name in checkpoint.tensors if name.endswith(".qweight")), None)
+    if qweight is not None and not is_awq_or_gptq(checkpoint.config):
         raise CheckpointError(
-            f"{where}: says nothing of the integers of AutoAWQ or GPTQ that are stored ({words.name}); take their "
+            f"{where}: does not declare the AutoAWQ or GPTQ integers in the files ({qweight}); copy their "
             "quantization_config from quant_config.json or quantize_config.json, and add its quant_method"
         )
     tensors: dict[str, TensorInfo] = {}
@@ -60,7 +60,7 @@ def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
     for name, info in checkpoint.tensors.items():
         published = _published(name, facts, known)
         if published in tensors:
-            raise CheckpointError(f"{info.file}: {name} and {tensors[published].name} are one tensor; keep one")
+            raise CheckpointError(f"{info.file}: {name} and {tensors[published].name} are the same tensor; keep one")
         tensors[published] = info
     renamed = replace(checkpoint, tensors={name: replace(info, name=name) for name, info in tensors.items()})
     if any(map(is_fused, tensors)):
@@ -87,16 +87,16 @@ def _published(name: str, facts: Architecture, known: Collection[str]) -> str:
 
 
 def foreign_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor | None:
-    """A module's weight (R, C) in float32 on `device`, if it is stored in a format of this module.
+    """A module's weight (R, C) in float32 on `device`, dequantized from one of the formats above.
 
     Returns:
-        The weight, or None if it is stored in a format of forward/weights.py.
+        The weight, or None if its format is one of forward/weights.py.
 
     Raises:
-        CheckpointError: the module's tensors do not belong together.
+        CheckpointError: the module's tensors do not fit each other.
     """
     if f"{module}.qweight" in checkpoint.tensors:
-        return words_weight(checkpoint, module, device)
+        return dequantize_awq_gptq(checkpoint, module, device)
     parts = {part: checkpoint.tensors.get(f"{module}.{part}") for part in _PARTS}
     scale, weight = parts["weight_scale"], parts["weight"]
     if parts["weight_packed"] is not None:
@@ -104,9 +104,9 @@ def foreign_weight(checkpoint: Checkpoint, module: str, device: torch.device) ->
         return _asymmetric(checkpoint, module, device) if asymmetric else None
     if weight is None or scale is None or len(weight.shape) != 2:
         return None
-    if weight.dtype != "I8" and (
-        weight.dtype != "F8_E4M3" or scale.shape == _blocks(weight.shape, block_size(checkpoint))
-    ):
+    if weight.dtype not in ("I8", FP8):
+        return None
+    if weight.dtype == FP8 and scale.shape == blocks_of(weight.shape, block_size(checkpoint)):
         return None
     codes = checkpoint.tensor(weight.name).to(device).float()
     zero = parts["weight_zero_point"]
@@ -116,10 +116,6 @@ def foreign_weight(checkpoint: Checkpoint, module: str, device: torch.device) ->
 
 
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point")
-
-
-def _blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    return tuple(math.ceil(n / b) for n, b in zip(shape, block, strict=True))
 
 
 def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, device: torch.device) -> torch.Tensor:
@@ -133,11 +129,11 @@ def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, devic
     if len(scale.shape) == 2 and scale.shape[0] == rows and columns % scale.shape[1] == 0:
         return values.repeat_interleave(columns // scale.shape[1], dim=1)
     block = _declared_block(checkpoint)
-    if block is not None and scale.shape == _blocks(weight.shape, block):
+    if block is not None and scale.shape == blocks_of(weight.shape, block):
         return values.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
     raise CheckpointError(
-        f"{scale.file}: {scale.name} has shape {list(scale.shape)}, which is neither one number, nor one for each row, "
-        f"group or declared block of {list(weight.shape)}"
+        f"{scale.file}: {scale.name} has shape {list(scale.shape)}; one number, or one per row, group or declared "
+        f"block of {list(weight.shape)} is needed"
     )
 
 
@@ -187,7 +183,7 @@ def _asymmetric(checkpoint: Checkpoint, module: str, device: torch.device) -> to
     ):
         raise CheckpointError(
             f"{checkpoint.folder}: {module}: packed {list(packed.shape)}, scale {list(scale.shape)}, zero point "
-            f"{list(zero.shape)} and weight_shape {[rows, columns]} do not belong together"
+            f"{list(zero.shape)} and weight_shape {[rows, columns]} do not fit each other"
         )
     codes = unpack_from_int32(packed.to(device), bits, torch.Size((rows, columns))).float()
     zeros = unpack_from_int32(zero.to(device), bits, torch.Size((rows, groups)), packed_dim=0).float()

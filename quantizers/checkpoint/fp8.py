@@ -1,16 +1,16 @@
-"""The two forms of FP8 in which models are published.
+"""The two FP8 formats of published models.
 
     a scale per block   weight F8_E4M3 (R, C), weight_scale_inv (⌈R / b⌉, ⌈C / b⌉)   quant_method fp8
     a scale per row     weight F8_E4M3 (R, C), weight_scale (R, 1)                   compressed-tensors' `channel`
 
-The tensors say which it is; config.json is asked only where there are none, for a plan without the files. The second
-form is the one that compressed-tensors writes itself, so nothing in it is renamed.
+Detected from the tensors; from config.json only for a plan without files. The second is compressed-tensors' own, so
+its tensors keep their names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from quantizers.system.errors import CheckpointError
@@ -19,29 +19,36 @@ from .reader import declared_block
 
 ROWS: Final = "rows"
 Fp8 = tuple[int, int] | Literal["rows"]  # rows and columns of a block, or ROWS for a scale per row
+SCALE = "weight_scale"
+SCALE_INV = "weight_scale_inv"  # the published name of the scales of blocks
 
 
 def scale_of(form: Fp8, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """The last part of the name of a weight's scale as it is published, and its shape for a weight of (R, C)."""
+    """The published name (its last part) and the shape of the scale of a weight (R, C)."""
     if isinstance(form, tuple):
-        return "weight_scale_inv", tuple(math.ceil(n / b) for n, b in zip(shape, form, strict=True))
-    return "weight_scale", (shape[0], 1)
+        return SCALE_INV, blocks_of(shape, form)
+    return SCALE, (shape[0], 1)
+
+
+def blocks_of(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
+    """Rows and columns of blocks in a matrix, partial ones included."""
+    return tuple(math.ceil(n / b) for n, b in zip(shape, block, strict=True))
 
 
 def stored_form(names: Iterable[str], block: tuple[int, int]) -> Fp8:
-    """The form of a checkpoint with tensors of these names; `block` where no name shows a scale per row."""
-    return ROWS if any(name.endswith(".weight_scale") for name in names) else block
+    """The format of a checkpoint with these tensor names: ROWS if one is a scale per row, else `block`."""
+    return ROWS if any(name.endswith(f".{SCALE}") for name in names) else block
 
 
 def declared_form(config: Mapping[str, Any], where: str) -> Fp8:
-    """The form that config.json declares.
+    """The format that config.json declares.
 
     Args:
-        config: config.json of a model that is FP8.
+        config: config.json of an FP8 model.
         where: its path, for messages.
 
     Raises:
-        CheckpointError: it declares neither form.
+        CheckpointError: it declares neither format.
     """
     block = declared_block(config, where)
     section = config.get("quantization_config") or {}
@@ -52,7 +59,7 @@ def declared_form(config: Mapping[str, Any], where: str) -> Fp8:
     wanted = {"num_bits": 8, "type": "float", "strategy": "channel"}
     if not schemes or not all(isinstance(s, Mapping) and wanted.items() <= s.items() for s in schemes):
         raise CheckpointError(
-            f"{where}: quantization_config.config_groups: of compressed-tensors only FP8 with a scale per row can be "
-            "read (num_bits 8, type float, strategy channel); give the model's FP8 or BF16 release"
+            f"{where}: quantization_config.config_groups: of compressed-tensors only FP8 with a scale per row is "
+            "supported (num_bits 8, type float, strategy channel); give the model's FP8 or BF16 release"
         )
     return ROWS

@@ -7,9 +7,9 @@ from typing import Any
 
 from quantizers.system.errors import CheckpointError
 
-from .four_bits import refuse_four_bits
 from .reader import CONFIG, read_json
 from .safetensors_header import DTYPE_BYTES, Spec
+from .unsupported import refuse_four_bits
 
 
 def read_hub(model: str, revision: str) -> tuple[dict[str, Any], dict[str, Spec], str]:

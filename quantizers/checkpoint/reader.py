@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from quantizers.system.errors import CheckpointError
 from quantizers.system.own_files import is_own
 
-from .refused_formats import refuse_gguf
 from .safetensors_header import TensorInfo, printed, read_header
 from .tensor_bytes import as_tensor, read_bytes
 
@@ -29,6 +28,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+GIVE_ORIGINAL = "here give the checkpoint that it was made from"
+EVALUATE_GGUF = f"evaluate it with llama.cpp's llama-perplexity --kl-divergence; {GIVE_ORIGINAL}"
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     _refuse_link_out(folder / CONFIG)
     return read_json(folder / CONFIG)
+
+
+def refuse_gguf(model: str) -> None:
+    """Refuse a GGUF file, a folder with GGUF files and no safetensors, and a Hub id that ends in GGUF.
+
+    Raises:
+        CheckpointError: one line with the remedy.
+    """
+    folder = os.path.expanduser(model)
+    if os.path.isdir(folder):
+        names = sorted(os.listdir(folder))
+        gguf = [name for name in names if name.lower().endswith(".gguf")]
+        if gguf and not any(name.endswith(".safetensors") for name in names):
+            raise CheckpointError(f"{os.path.join(folder, gguf[0])}: GGUF is not supported; {EVALUATE_GGUF}")
+    elif model.lower().endswith((".gguf", "-gguf", "_gguf")):
+        raise CheckpointError(f"{model}: GGUF is not supported; {EVALUATE_GGUF}")
 
 
 def open_folder(folder: Path, name: str | None = None, revision: str | None = None) -> Checkpoint:

@@ -21,6 +21,8 @@ DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
+FP8 = "F8_E4M3"  # as safetensors spells float8_e4m3fn
+FLOATING = ("BF16", "F16", "F32")
 
 
 class Stored(Protocol):

@@ -1,6 +1,6 @@
 """Notices that a source and a candidate were given in the wrong order.
 
-A quantized checkpoint says so: it has 4-bit weights (four_bits.py), or was made by a program whose name stands in
+A quantized checkpoint says so: it has 4-bit weights (unsupported.py), or was made by a program whose name stands in
 quant_method, or carries this program's report.json. If that is the source, and the candidate is none of it, then the
 candidate is what the source was made from, and every figure would be the wrong way round.
 
@@ -16,9 +16,9 @@ from typing import Any
 from quantizers.system.errors import CheckpointError, InputError
 from quantizers.system.own_files import REPORT
 
-from .four_bits import few_bits
-from .integer_words_config import METHODS
+from .awq_gptq import METHODS
 from .reader import CONFIG, Checkpoint, read_json
+from .unsupported import four_bit_key
 
 
 def refuse_swapped(source: Checkpoint, candidate: Checkpoint, remedy: str) -> None:
@@ -45,7 +45,7 @@ def made(checkpoint: Checkpoint) -> str | None:
     section = checkpoint.config.get("quantization_config")
     if isinstance(section, Mapping) and section.get("quant_method") in METHODS:
         return f"its {CONFIG} says quant_method: {section['quant_method']}"
-    sign = few_bits(checkpoint.config)
+    sign = four_bit_key(checkpoint.config)
     return None if sign is None else f"its {CONFIG} says {sign}"
 
 

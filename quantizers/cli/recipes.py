@@ -109,8 +109,8 @@ def new(
     Example: quantize new MiniMaxAI/MiniMax-M2.1 mine.yaml
     """
     from quantizers.architectures.families import architecture_for
-    from quantizers.checkpoint.four_bits import refuse_four_bits
     from quantizers.checkpoint.reader import CONFIG, read_config
+    from quantizers.checkpoint.unsupported import refuse_four_bits
     from quantizers.recipe.catalogue import new_recipe, write_new
 
     config, where = None, str(Path(model) / CONFIG)

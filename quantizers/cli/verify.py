@@ -29,12 +29,12 @@ def verify(
 
     Reads the files alone: kept bytes by hash, experts, the router's compensation; config.json key by key, index,
     tokenizer and every other side file; report.json, recipe and card; then the rules by which vLLM, SGLang and
-    transformers give each tensor its scheme. Of a checkpoint of AutoAWQ, GPTQ or AutoRound it says what became of
-    every tensor of the source.
+    transformers give each tensor its scheme. Checkpoints of AutoAWQ, GPTQ and AutoRound are refused: `quantize eval`
+    measures those.
 
     Example: quantize verify out/tiny --source models/tiny-minimax-m2
     """
-    from eval.consumers.findings import render
+    from eval.serving.findings import render
     from quantizers.cli.tables.verify import audit_table
     from quantizers.device.devices import choose_device
     from quantizers.output.record import carried_facts
@@ -47,7 +47,7 @@ def verify(
     if verification.consumers is not None:
         text += "\n\n" + render(verification.consumers)
     if with_vllm:
-        from eval.consumers.vllm import ask_vllm
+        from eval.serving.vllm import ask_vllm
 
         report["vllm"] = answers = ask_vllm(candidate, facts or carried_facts(candidate))
         text += f"\n\nvLLM {answers['version']}, asked for {answers['asked']:,} modules: " + (

@@ -22,8 +22,9 @@ from typing import Any, Literal
 
 import torch
 
+from quantizers.checkpoint.fp8 import SCALE, SCALE_INV, blocks_of
 from quantizers.checkpoint.reader import Checkpoint, block_size
-from quantizers.checkpoint.safetensors_header import TensorInfo
+from quantizers.checkpoint.safetensors_header import FP8, TensorInfo
 from quantizers.system.errors import CheckpointError
 
 from .codes import dequantize
@@ -112,7 +113,7 @@ def form_of(checkpoint: Checkpoint, module: str) -> Form | None:
     shape = (info.shape[0], info.shape[1])
     if info.dtype in PLAIN:
         return Form("plain", ("weight",), ((info.dtype, shape),), shape)
-    if info.dtype != "F8_E4M3":
+    if info.dtype != FP8:
         return None
     block, scale = block_size(checkpoint), tensors.get(f"{module}.weight_scale")
     if scale is None or scale.shape == blocks_of(shape, block):
@@ -143,11 +144,6 @@ def _packed(checkpoint: Checkpoint, module: str) -> Form | None:
     return Form("packed", ("weight_packed", "weight_scale"), stored, (rows, columns))
 
 
-def blocks_of(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
-    """Rows and columns of blocks in a matrix, partial ones included."""
-    return tuple(math.ceil(n / b) for n, b in zip(shape, block, strict=True))
-
-
 def fp8_scale(checkpoint: Checkpoint, module: str) -> TensorInfo:
     """The header entry of the scale of an FP8 module in blocks: `weight_scale_inv`, as published, or `weight_scale`.
 
@@ -155,11 +151,11 @@ def fp8_scale(checkpoint: Checkpoint, module: str) -> TensorInfo:
         CheckpointError: there is none, or weight and scale do not belong together.
     """
     weight = checkpoint.tensors[f"{module}.weight"]
-    names = (f"{module}.weight_scale_inv", f"{module}.weight_scale")
+    names = (f"{module}.{SCALE_INV}", f"{module}.{SCALE}")
     info = next((checkpoint.tensors[name] for name in names if name in checkpoint.tensors), None)
     if info is None:
         raise CheckpointError(
-            f"{weight.file}: {module}.weight is FP8 but has no weight_scale_inv; the checkpoint is incomplete, "
+            f"{weight.file}: {module}.weight is FP8 but has no {SCALE_INV}; the checkpoint is incomplete, "
             "download it again"
         )
     if len(weight.shape) != 2:
@@ -185,7 +181,7 @@ def _library(block: tuple[int, int]) -> Any:
 
 def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """Dequantize FP8 as q * scale per block, in float32 on the tensors' device. weight (R, C), scale (⌈R/b⌉, ⌈C/b⌉)."""
-    result: torch.Tensor = _library(block).process({"m.weight": weight, "m.weight_scale_inv": scale})["m.weight"]
+    result: torch.Tensor = _library(block).process({"m.weight": weight, f"m.{SCALE_INV}": scale})["m.weight"]
     return result
 
 

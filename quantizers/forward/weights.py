@@ -3,7 +3,7 @@
     FP8 e4m3 with one float32 scale per block   weight, weight_scale_inv (source) or weight_scale (ours)
     packed integers with a scale per group      weight_packed, weight_scale, weight_shape
     plain                                       weight
-    formats of other programs                   see checkpoint/formats.py, integer_words.py
+    formats of other programs                   see checkpoint/formats.py, awq_gptq.py
 
 compressed-tensors does the FP8 dequantization, packing.py the unpacking; a GPU does both for all experts of a unit by
 a kernel, see forward/fused. On a CPU everything becomes float32 without rounding to bfloat16 in between. FP8 bytes are

@@ -10,7 +10,7 @@ from typing import Any
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.checkpoint.safetensors_header import FP8, Spec
 
 from .fit_sizes import numbered
 from .making import expected_tensors, mtp_layers
@@ -21,9 +21,8 @@ OUTSIDE: Section = ("outside",)
 MATRICES_OF_EXPERTS: Section = ("expert_linears",)
 TENSORS, LINEARS = "tensors", "linears"
 EVERY, MOE, DENSE, MTP = "every_layer", "moe_layer", "dense_layer", "mtp_layer"
-FP8, SCALE = "F8_E4M3", "_scale_inv"
+SCALE = "_scale_inv"
 SCALES = (f".weight{SCALE}", ".weight_scale")  # with a scale per block, and per row
-FLOATING = ("BF16", "F16", "F32")  # dtypes of tensors that are kept as they are, and of scales the first and last
 
 
 @dataclass(frozen=True)

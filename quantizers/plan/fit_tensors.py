@@ -6,8 +6,9 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.checkpoint.safetensors_header import FLOATING, FP8
 
-from .differences import FLOATING, FP8, LINEARS, MATRICES_OF_EXPERTS, Compared, Difference, Kind, part, shown
+from .differences import LINEARS, MATRICES_OF_EXPERTS, Compared, Difference, Kind, part, shown
 
 Values = MutableMapping[str, Any]  # facts as they lie in YAML
 SCALES = ("F32", "BF16")

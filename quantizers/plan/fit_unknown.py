@@ -14,9 +14,9 @@ from typing import Any
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Spec
 
-from .differences import DENSE, EVERY, FLOATING, FP8, LINEARS, MOE, MTP, SCALE, TENSORS, Difference, part, shown
+from .differences import DENSE, EVERY, LINEARS, MOE, MTP, SCALE, TENSORS, Difference, part, shown
 from .fit_sizes import numbered
 from .summary import kind_of_tensor
 

@@ -14,7 +14,6 @@ from typing import Any
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.checkpoint.four_bits import refuse_four_bits
 from quantizers.checkpoint.fp8 import Fp8
 from quantizers.checkpoint.fused_experts import specs_apart, with_experts_apart
 from quantizers.checkpoint.reader import (
@@ -29,6 +28,7 @@ from quantizers.checkpoint.reader import (
     resolve,
 )
 from quantizers.checkpoint.safetensors_header import Spec, printed
+from quantizers.checkpoint.unsupported import refuse_four_bits
 from quantizers.recipe.changes import Change
 from quantizers.recipe.locations import facts_location, set_location, source_location
 from quantizers.recipe.schema import Recipe, given_at, read_recipe

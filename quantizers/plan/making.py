@@ -13,8 +13,8 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import TensorFacts
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.fp8 import Fp8, declared_form, scale_of, stored_form
-from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.checkpoint.fp8 import SCALE, Fp8, declared_form, scale_of, stored_form
+from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Spec
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import CheckpointError, RecipeError
 
@@ -37,7 +37,7 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
     tensors = {name: Spec(t.dtype, sizes.shape(t.shape)) for name, t in facts.outside.items()}
 
     def linear(name: str, shape: tuple[int, ...]) -> None:
-        tensors[f"{name}.weight"] = Spec("F8_E4M3" if form else "BF16", shape)
+        tensors[f"{name}.weight"] = Spec(FP8 if form else "BF16", shape)
         if form:
             suffix, scale = scale_of(form, shape)
             tensors[f"{name}.{suffix}"] = Spec(facts.scale_dtype, scale)
@@ -102,7 +102,7 @@ def make_plan(
 
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     form = stored_form((name for name in tensors if name.startswith(in_layers) and not facts.is_unread(name)), block)
-    floating, linear = ("BF16", "F16", "F32"), ("F8_E4M3", "BF16", "F16", "F32")
+    linear = (FP8, *FLOATING)
     mtp = mtp_layers(facts, sizes, tensors)
     for layer in (*range(sizes["layers"]), *mtp):
         dense, read = layer in sizes.dense, layer not in sizes.mtp
@@ -111,7 +111,7 @@ def make_plan(
             full_name = facts.layer(layer, name)
             if t.optional and full_name not in remaining:
                 continue
-            spec = take(remaining, full_name, sizes.shape(t.shape), floating, where)
+            spec = take(remaining, full_name, sizes.shape(t.shape), FLOATING, where)
             kind: Kind = "keep"
             output = spec
             if folded and read and not dense and name == facts.norm.tensor:
@@ -134,11 +134,11 @@ def make_plan(
                     continue
                 outputs = packed_specs(module, spec.shape, experts.scheme)
                 actions.append(Action(f"{module}.weight", spec, "quantize", outputs, layer, expert, matrix))
-                if spec.dtype == "F8_E4M3":
+                if spec.dtype == FP8:
                     scale, scale_spec = take_scale(remaining, module, spec.shape, form, where)
                     actions.append(Action(scale, scale_spec, "drop", {}, layer, expert, matrix))
     for name, t in facts.outside.items():
-        spec = take(remaining, name, sizes.shape(t.shape), floating, where)
+        spec = take(remaining, name, sizes.shape(t.shape), FLOATING, where)
         actions.append(Action(name, spec, "keep", {name: spec}))
     named = {name for action in actions for name in (action.source, *action.outputs)}
     for name, spec, number in take_unread(remaining, named, facts, sizes["layers"], where):
@@ -163,9 +163,9 @@ def _kept_linear(remaining: Remaining, weight: Action, form: Fp8, where: str) ->
         weight: the action without its outputs.
     """
     yield replace(weight, outputs={weight.source: weight.spec})
-    if weight.spec.dtype == "F8_E4M3":
+    if weight.spec.dtype == FP8:
         module = weight.source.removesuffix(".weight")
         scale, spec = take_scale(remaining, module, weight.spec.shape, form, where)
-        written = f"{module}.weight_scale"
+        written = f"{module}.{SCALE}"
         kind: Kind = "keep" if scale == written else "rename"
         yield replace(weight, source=scale, spec=spec, kind=kind, outputs={written: spec})

@@ -28,7 +28,7 @@ from functools import cached_property
 from typing import Literal
 
 from quantizers.architectures.matrices import Matrix
-from quantizers.checkpoint.fp8 import ROWS, Fp8
+from quantizers.checkpoint.fp8 import ROWS, SCALE, SCALE_INV, Fp8
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import Scheme
@@ -62,7 +62,7 @@ class Action:
     @property
     def is_scale(self) -> bool:
         """Whether it is the scale of an FP8 weight, and no weight itself."""
-        return self.source.endswith((".weight_scale_inv", ".weight_scale"))
+        return self.source.endswith((f".{SCALE_INV}", f".{SCALE}"))
 
     @property
     def is_weight(self) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.fp8 import Fp8
+from quantizers.checkpoint.safetensors_header import FP8
 from quantizers.system.errors import InputError
 
 from .cards import GIB, Cards, parse_cards
@@ -131,7 +132,7 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
             others[action.layer] += written
         else:
             kept[action.layer][module] += written
-            if action.spec.dtype == "F8_E4M3" and isinstance(fp8, tuple):
+            if action.spec.dtype == FP8 and isinstance(fp8, tuple):
                 blocks[module] = fp8
     return Model(
         facts=facts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.checkpoint.fp8 import ROWS, Fp8, scale_of
+from quantizers.checkpoint.fp8 import ROWS, SCALE_INV, Fp8, scale_of
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.tensor_bytes import DTYPES
 from quantizers.system.errors import ArchitectureError, CheckpointError
@@ -52,7 +52,7 @@ def take_scale(remaining: Remaining, module: str, shape: tuple[int, ...], form: 
         CheckpointError: as `take`, or the weight has a scale per block in a checkpoint with scales per row.
     """
     suffix, needed = scale_of(form, shape)
-    other = f"{module}.weight_scale_inv"
+    other = f"{module}.{SCALE_INV}"
     if form == ROWS and other in remaining:
         raise CheckpointError(
             f"{where}: {other} is a scale per block of FP8, but other tensors have a scale per row (weight_scale); one "

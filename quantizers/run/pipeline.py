@@ -46,7 +46,7 @@ from quantizers.system.progress import peak_memory
 from quantizers.system.residents import Residents
 from quantizers.team.heart import RESUME
 from quantizers.team.team import Team
-from stitch.write.beside import write_beside
+from stitch.write.config_files import write_config_files
 
 from .agree import agree
 from .card import write_with_card
@@ -258,7 +258,7 @@ def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> di
 
 def assemble(job: Job, folder: Path) -> None:
     """Write what lies beside the shards: index, config, and the source's side files."""
-    write_beside(folder, job.opened, job.plan, job.facts)
+    write_config_files(folder, job.opened, job.plan, job.facts)
 
 
 def add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:

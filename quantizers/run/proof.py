@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eval.consumers.folder import check_folder
 from eval.coverage.gates import gates as coverage_gates
 from eval.coverage.gates import summarise
+from eval.serving.folder import check_folder
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measurements import read_measurements
 from quantizers.calibration.tally import by_category
@@ -29,7 +29,7 @@ from stitch.audit.layer import LayerAudit
 from stitch.write.digests import ShardDigest
 
 if TYPE_CHECKING:
-    from eval.consumers.findings import Consumers
+    from eval.serving.findings import Consumers
     from quantizers.calibration.data import CalibrationData
     from quantizers.recipe.portable import Resolved
 

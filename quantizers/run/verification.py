@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.families import architecture_for
-from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json
-from quantizers.checkpoint.refused_formats import refuse_gguf, refuse_unread
+from quantizers.checkpoint.awq_gptq import is_awq_or_gptq
+from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json, refuse_gguf
 from quantizers.checkpoint.swapped import refuse_swapped
+from quantizers.checkpoint.unsupported import refuse_unsupported
 from quantizers.output.record import carried_facts
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
@@ -22,7 +23,7 @@ from .record_check import Record, check_record
 if TYPE_CHECKING:
     import torch
 
-    from eval.consumers.findings import Consumers
+    from eval.serving.findings import Consumers
     from stitch.audit.checkpoint import Audit
 
 
@@ -70,7 +71,7 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: P
             was made from the folder.
         ArchitectureError: there are no facts for the source. A fault in facts that the folder carries is a difference.
     """
-    from eval.consumers.folder import check_folder
+    from eval.serving.folder import check_folder
     from stitch.audit.checkpoint import Audit, verify
 
     _refuse(folder, source)
@@ -95,7 +96,14 @@ def _refuse(folder: Path, source: Checkpoint) -> None:
         config = read_config(folder)
     except CheckpointError:
         return  # which the audit reports
-    refuse_unread(config, str(folder / CONFIG))
+    refuse_unsupported(config, str(folder / CONFIG))
+    if is_awq_or_gptq(config):
+        method = config["quantization_config"]["quant_method"]
+        raise CheckpointError(
+            f"{folder / CONFIG}: quantization_config.quant_method is {method!r}; "
+            "`verify` checks compressed-tensors checkpoints, such as those of `quantize run` and `quantize stitch`; "
+            f"measure this one with `quantize eval {source.name} {folder} --data SET`"
+        )
     candidate = Checkpoint(folder, str(folder), config, {})
     refuse_swapped(source, candidate, f"quantize verify {source.name} --source {folder}")
 

@@ -25,7 +25,7 @@ def config_differences(found: Mapping[str, Any], expected: Mapping[str, Any], ou
     Args:
         found, expected: the candidate's config.json, and the one that this program would write.
         ours: whether this program wrote the candidate. Other programs may write an equivalent quantization_config
-            differently, so theirs is not compared; eval/consumers checks how serving engines read it.
+            differently, so theirs is not compared; eval/serving checks how serving engines read it.
     """
     skipped = () if ours else (QUANTIZATION,)
     return [

@@ -59,17 +59,6 @@ def written_from(actions: Sequence[Action]) -> LayerAudit:
     return LayerAudit(len(actions), sum(action.kind in KEPT for action in actions))
 
 
-def missing_layer(facts: Architecture, layer: int, tensors: int) -> str:
-    """The difference where a candidate lacks all of a layer that predicts further tokens.
-
-    Most programs leave such layers out, since transformers builds none of them.
-    """
-    return (
-        f"{facts.layer(layer, '').rstrip('.')}: none of the {tensors} tensors of this layer is there, which predicts "
-        "further tokens; speculative decoding needs it"
-    )
-
-
 def audit_kept(actions: Sequence[Action], source: Checkpoint, candidate: Checkpoint, audit: LayerAudit) -> None:
     """Account for a layer's tensors, and compare those that keep their bytes, by SHA-256."""
     audit.tensors += len(actions)

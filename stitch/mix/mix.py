@@ -22,8 +22,8 @@ from quantizers.plan.plan import Plan
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import CheckpointError
 from quantizers.system.progress import checked, progress
-from stitch.audit.packed_scheme import stored_schemes
-from stitch.write.beside import write_beside
+from stitch.audit.infer_scheme import stored_schemes
+from stitch.write.config_files import write_config_files
 from stitch.write.digests import ShardDigest
 from stitch.write.shard import layer_tensors, write_shard
 
@@ -104,6 +104,6 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
     for part in plan.kept_parts:
         tensors = layer_tensors(plan, part, mix.source, None).host
         kept[plan.shard_file(part)] = write_shard(tensors, folder / plan.shard_file(part), carried=plan.carried(part))
-    write_beside(folder, mix.source, plan, mix.facts)
+    write_config_files(folder, mix.source, plan, mix.facts)
     written = {entry["shard"]: entry["digest"] for entry in journal.done_layers(work, layers)}
     return written | kept

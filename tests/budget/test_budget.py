@@ -19,8 +19,8 @@ from one_layer import make_layer, solving_order
 from runs import cut_in_layer
 from torch import Tensor
 
-from eval.consumers.check import STORED
 from eval.report.schemes import choice_lines
+from eval.serving.check import STORED
 from quantizers.architectures.matrices import MATRICES
 from quantizers.budget import branches, choice, measure, measurements, output_errors
 from quantizers.budget.output_errors import scheme_errors
@@ -540,7 +540,7 @@ def test_a_budget_where_some_layers_have_no_experts(
 
 def test_one_scheme_for_all_layers_is_written_as_ever(finished: Any) -> None:
     """The config of a uniform choice within a budget is that of the same scheme asked for."""
-    from stitch.write.config import output_config
+    from stitch.write.config_files import output_config
 
     config = json.loads((finished.folder / "config.json").read_text())
     job = prepare(str(finished.recipe))

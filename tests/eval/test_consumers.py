@@ -15,12 +15,12 @@ import pytest
 import tiny
 from conftest import REPOSITORY, VLLM_PYTHON, needs_vllm
 
-from eval.consumers.check import STORED, check
-from eval.consumers.config_groups import Refused, read_rules
-from eval.consumers.findings import Consumers, render
-from eval.consumers.parallel import tensor_parallel
-from eval.consumers.readings import TRANSFORMERS, server_readings
-from eval.consumers.rules import (
+from eval.serving.check import STORED, check
+from eval.serving.config_groups import Refused, read_rules
+from eval.serving.findings import Consumers, render
+from eval.serving.parallel import tensor_parallel
+from eval.serving.readings import TRANSFORMERS, server_readings
+from eval.serving.rules import (
     ATTENTION,
     EMBEDDINGS,
     EXPERTS,
@@ -39,7 +39,7 @@ from eval.consumers.rules import (
     find,
     matches,
 )
-from eval.consumers.vllm import ask_vllm
+from eval.serving.vllm import ask_vllm
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
@@ -51,7 +51,7 @@ from quantizers.plan.plan import Plan
 from quantizers.recipe.schema import Experts
 from quantizers.recipe.scheme import Scheme
 from quantizers.system.errors import CheckpointError, InputError
-from stitch.write.config import output_config
+from stitch.write.config_files import output_config
 
 BLOCK = (128, 128)
 ATTENTION_GROUP, EXPERT_GROUP = "attention_fp8_block", "routed_experts"
@@ -543,7 +543,7 @@ def test_without_vllm_the_message_names_the_remedy(tmp_path: Path, monkeypatch: 
 ASK = """
 import json, sys
 from pathlib import Path
-from eval.consumers.vllm import ask_vllm
+from eval.serving.vllm import ask_vllm
 print(json.dumps([ask_vllm(Path(folder)) for folder in sys.argv[1:]]))
 """
 

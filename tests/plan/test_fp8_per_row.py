@@ -9,9 +9,9 @@ import pytest
 import tiny
 from families import PER_ROW
 
-from eval.consumers.check import STORED, check
-from eval.consumers.findings import Consumers
-from eval.consumers.rules import ATTENTION
+from eval.serving.check import STORED, check
+from eval.serving.findings import Consumers
+from eval.serving.rules import ATTENTION
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.fp8 import ROWS, Fp8
@@ -23,7 +23,7 @@ from quantizers.plan.serving_memory import serving_model, tensor_parallel_proble
 from quantizers.plan.solve_memory import device_memory
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import CheckpointError
-from stitch.write.config import output_config
+from stitch.write.config_files import output_config
 
 BLOCK = (128, 128)
 ATTENTION_SCALE = "model.layers.1.self_attn.o_proj.weight_scale"

@@ -111,7 +111,7 @@ def test_a_layer_that_predicts_further_tokens_is_missed_in_one_line(source: Path
     made = quantized(source, tmp_path / "made", "kept", mtp=False)
     found = [line for line in verify(made, open_folder(source), CPU).differences if "model.layers.3" in line]
     (line,) = found
-    assert line.startswith(f"model.layers.3: none of the {15 + 8 + 48 + 6} tensors of this layer is there")
+    assert line.startswith(f"model.layers.3: all {15 + 8 + 48 + 6} tensors of this MTP layer are missing")
 
 
 @pytest.mark.parametrize("shared", ["copied", "multiplied"])

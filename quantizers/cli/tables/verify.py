@@ -18,7 +18,6 @@ def audit_table(audit: dict[str, Any]) -> str:
             else "not compared, for report.json has no digests of it"
         ),
         *audit["notes"],
-        *audit.get("account", []),
     ]
     if audit["weight_error"]:
         lines.append(f"experts: largest relative weight error {max(audit['weight_error']):.3f}")

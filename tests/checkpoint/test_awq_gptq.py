@@ -11,7 +11,7 @@ import torch
 from awq_gptq import Kind, quantized
 from safetensors.torch import save_file
 
-from quantizers.checkpoint.integer_words_config import read_words
+from quantizers.checkpoint.awq_gptq import read_packing
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.weights import read_weight
 from quantizers.system.errors import CheckpointError
@@ -97,19 +97,19 @@ def test_exceptions_for_single_modules_are_honoured() -> None:
     gptq = Kind("gptq").section() | {
         "dynamic": {r"-:.*\.gate": {}, r"+:.*layers\.1\.": {"bits": 8}, r".*\.w2": {"group_size": 64}}
     }
-    words = read_words(gptq, "x")
-    found = [words.of(f"model.layers.{name}") for name in ("0.q_proj", "1.gate", "1.w2", "0.w2")]
+    packing = read_packing(gptq, "x")
+    found = [packing.of(f"model.layers.{name}") for name in ("0.q_proj", "1.gate", "1.w2", "0.w2")]
     assert found == [(4, 32), None, (8, 32), (4, 64)]
     rounded = {
         "quant_method": "auto-round", "bits": 4, "group_size": 128, "packing_format": "auto_round:auto_gptq",
         "data_type": "int", "extra_config": {"a.b": {"bits": 16}, r".*\.w2$": {"bits": 8, "group_size": 32}, "c": {}},
     }  # fmt: skip
-    words = read_words(rounded, "x")
-    found = [words.of(name) for name in ("a.b", "a.bc", "a.w2", "a.w2.x", "c", "cc")]
+    packing = read_packing(rounded, "x")
+    found = [packing.of(name) for name in ("a.b", "a.bc", "a.w2", "a.w2.x", "c", "cc")]
     assert found == [None, (4, 128), (8, 32), (4, 128), (4, 128), (4, 128)]
-    assert (words.layout, words.missing) == ("gptq", 1)
-    assert read_words(rounded | {"packing_format": "auto_round:gptqmodel"}, "x").missing == 0
-    assert read_words(rounded | {"packing_format": "auto_round:auto_awq", "extra_config": {}}, "x").layout == "awq"
+    assert (packing.layout, packing.zero_offset) == ("gptq", 1)
+    assert read_packing(rounded | {"packing_format": "auto_round:gptqmodel"}, "x").zero_offset == 0
+    assert read_packing(rounded | {"packing_format": "auto_round:auto_awq", "extra_config": {}}, "x").layout == "awq"
 
 
 AWQ, GPTQ = Kind("awq").section(), Kind("gptq").section()
@@ -118,28 +118,28 @@ AWQ, GPTQ = Kind("awq").section(), Kind("gptq").section()
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        (AWQ | {"version": "gemv"}, "version is 'gemv', which fills its words in another way; only gemm"),
-        (AWQ | {"bits": 8}, "bits is 8; only 4 can be read"),
+        (AWQ | {"version": "gemv"}, "version is 'gemv', another packing; only gemm"),
+        (AWQ | {"bits": 8}, "bits is 8; only 4 is supported"),
         (AWQ | {"bits": None, "w_bit": 3}, "w_bit is 3; only 4"),
         (AWQ | {"group_size": 0}, "group_size is 0; only a positive number or -1"),
         (GPTQ | {"bits": 3}, "bits is 3; only 4 or 8"),
         (GPTQ | {"bits": True}, "bits is True; only 4 or 8"),
-        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', which fills"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', another packing"),
         (GPTQ | {"is_marlin_format": True}, "is_marlin_format is True; only the format gptq"),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype is 'int16'; only int32"),
         (GPTQ | {"adapter": {"name": "lora"}}, "adapter is {'name': 'lora'}; only a checkpoint without one"),
         (GPTQ | {"dynamic": [1]}, "dynamic is [1]; an object is needed"),
         (GPTQ | {"dynamic": {"+:(": {}}}, "'(' is not a regular expression"),
-        (GPTQ | {"dynamic": {"x": {"bits": 2}}}, "dynamic['x'] is {'bits': 2}; only 4 or 8 bits"),
+        (GPTQ | {"dynamic": {"x": {"bits": 2}}}, "dynamic['x'] is {'bits': 2}; only 4 or 8 bits are supported"),
         (GPTQ | {"dynamic": {"x": {"lora": {"rank": 8}}}}, "dynamic['x']: lora is {'rank': 8}"),
         ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:llm_compressor"},
-         "packing_format is 'auto_round:llm_compressor', which fills its words in another way"),
+         "packing_format is 'auto_round:llm_compressor', another packing"),
         ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "mx_fp"}, "data_type is 'mx_fp'"),
     ],
 )  # fmt: skip
 def test_a_section_that_cannot_be_honoured_is_refused_by_its_key(section: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError) as failure:
-        read_words(section, "config.json: quantization_config")
+        read_packing(section, "config.json: quantization_config")
     assert said in str(failure.value)
     assert "\n" not in str(failure.value)
 
@@ -168,13 +168,13 @@ def broken(change: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("another group size", "are not the 4 bits in groups of 64 that"),
-        ("another number of bits", "are not the 8 bits in groups of 32 that"),
-        ("no zero points", "model.m.qzeros is missing (a part of a quantized layer)"),
-        ("out of order", "model.m.g_idx is out of order, though"),
+        ("another group size", "quantization_config: 4 bits in groups of 64"),
+        ("another number of bits", "quantization_config: 8 bits in groups of 32"),
+        ("no zero points", "model.m.qzeros is missing (part of a quantized layer)"),
+        ("out of order", "model.m.g_idx is out of order, but"),
         ("a group that is not there", "model.m.g_idx must give each of 192 inputs one of 6 groups"),
-        ("left out", "leaves this layer out; nobody can say"),
-        ("a weight too", "model.m.qweight lies beside its weight"),
+        ("left out", "quantization_config excludes this layer"),
+        ("a weight too", "model.m.qweight and a plain weight are both present"),
         ("infinite scales", "model.m.weight or its scale holds a NaN or infinity"),
     ],
 )

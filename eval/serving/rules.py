@@ -13,7 +13,7 @@ Both servers look up expert 0 only, and its three matrices must get the same sch
 files do since 0.32 (w1/w3/w2 where these do), and gate_proj/up_proj/down_proj before; SGLang always uses the latter
 names. Below which module they lie is a fact of the family's, for each server, and so are the linear modules that it
 fuses besides q, k and v, and gate and up. Taken from the sources of vLLM 0.15 to 0.33 (before about 0.23 it tried the
-class before the parts), SGLang 0.5.23 and transformers 5.17; eval/consumers/vllm.py asks an installed vLLM.
+class before the parts), SGLang 0.5.23 and transformers 5.17; eval/serving/vllm.py asks an installed vLLM.
 
 A layer that predicts further tokens (MTP) is looked up by a server for speculative decoding alone: by vLLM under its
 number, by SGLang under a prefix of its own. transformers never builds one.

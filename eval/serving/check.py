@@ -15,7 +15,6 @@ from typing import Any
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.integer_words_config import has_words
 from quantizers.checkpoint.safetensors_header import Stored
 
 from .config_groups import Refused, Rules, read_rules
@@ -34,7 +33,6 @@ from .tensors import (
     misnamed_experts,
     mistakes,
 )
-from .words import check_words
 
 STORED = "stored as"
 SECTION = "quantization_config"
@@ -113,9 +111,6 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
         (module.kind, describe(modules[name], module.shape)) for name, module in expected.items() if name in modules
     )
     table = {STORED: _by_kind(stored)}
-    if has_words(config):
-        taken = check_words(config[SECTION], modules, facts, sizes, expected, findings)
-        return Consumers(table | ({VLLM.name: _by_kind(taken)} if taken else {}), findings.all())
     packed = any("weight_packed" in parts for parts in modules.values())
     rules = _read_section(config.get(SECTION), packed, facts.targets.keys, findings)
     if rules is None:

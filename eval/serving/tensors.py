@@ -14,13 +14,13 @@ from typing import Literal
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.safetensors_header import Stored
+from quantizers.checkpoint.fp8 import SCALE_INV
+from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
 
 from .config_groups import ServedScheme
 from .readings import kind_of, module_of, mtp_matrices
 from .rules import EMBEDDINGS, EXPERTS, HEAD, MTP_EXPERTS, MTP_LINEAR, MTP_OTHER, ROUTER
 
-FLOATING = ("BF16", "F16", "F32")
 ASYMMETRIC = ("weight_zero_point", "weight_g_idx")
 Mistake = Literal[
     "no weight",
@@ -105,8 +105,6 @@ def misnamed_experts(modules: Mapping[str, Parts], facts: Architecture, sizes: S
 def describe(parts: Parts, shape: tuple[int, ...]) -> str:
     """How a module is stored, worded like `str(ServedScheme)`."""
     scale = parts.get("weight_scale")
-    if "qweight" in parts:
-        return _describe_words(parts, shape)
     if "weight_packed" in parts:
         bits = parts["weight_packed"].shape[-1] * 32 / shape[-1]
         name = f"INT{bits:g}"
@@ -118,31 +116,15 @@ def describe(parts: Parts, shape: tuple[int, ...]) -> str:
     if "weight" not in parts:
         return "no weight"
     dtype = parts["weight"].dtype
-    if dtype != "F8_E4M3":
+    if dtype != FP8:
         return dtype if scale is None else f"{dtype} with a scale"
     if scale is None:
-        return "FP8 with weight_scale_inv" if "weight_scale_inv" in parts else "FP8 without a scale"
+        return "FP8 with weight_scale_inv" if SCALE_INV in parts else "FP8 without a scale"
     if math.prod(scale.shape) == 1 and math.prod(shape) > 128 * 128:
         return "FP8 per tensor"
     if scale.shape[0] == shape[0]:
         return "FP8 per channel"
     return f"FP8 block {'x'.join(str(_block(n, count)) for n, count in zip(shape, scale.shape, strict=False))}"
-
-
-def words_scheme(layout: str, bits: float, group: int, columns: int) -> str:
-    """Integers in the words of AutoAWQ or GPTQ, of a matrix with so many columns."""
-    return f"{layout.upper()} INT{bits:g} " + (f"group {group}" if 0 < group < columns else "per channel")
-
-
-def _describe_words(parts: Parts, shape: tuple[int, ...]) -> str:
-    """The same of integers whose words are filled along the outputs (AutoAWQ) or the inputs (GPTQ), see
-    checkpoint/integer_words.py.
-    """
-    words, scales = parts["qweight"].shape, parts["scales"].shape if "scales" in parts else ()
-    if len(words) != 2 or len(scales) != 2 or not scales[0]:
-        return f"words {list(words)} with scales {list(scales)}"
-    layout, filled, size = ("awq", words[1], shape[0]) if words[0] == shape[1] else ("gptq", words[0], shape[1])
-    return words_scheme(layout, filled * 32 / size, math.ceil(shape[1] / scales[0]), shape[1])
 
 
 def _block(size: int, count: int) -> int:
@@ -163,7 +145,7 @@ def mistakes(scheme: ServedScheme | None, parts: Parts, shape: tuple[int, ...]) 
         problems.append(("extra", "weight lies beside weight_packed"))
     if "weight_packed" not in parts and "weight" not in parts:
         return [*problems, ("no weight", "neither weight nor weight_packed is there")]
-    if "weight_scale_inv" in parts and "weight_scale" not in parts:
+    if SCALE_INV in parts and "weight_scale" not in parts:
         return [*problems, ("scale not renamed", "the FP8 scale is called weight_scale_inv; it must be weight_scale")]
     quantized = "weight_packed" in parts or "weight_scale" in parts or parts["weight"].dtype not in FLOATING
     if scheme is None:
@@ -216,7 +198,7 @@ def required(scheme: ServedScheme, shape: tuple[int, ...]) -> dict[str, Needed] 
         }
     if scheme.type == "float" and scheme.bits == 8 and scheme.strategy == "block" and scheme.block:
         blocks = (math.ceil(rows / scheme.block[0]), math.ceil(columns / scheme.block[1]))
-        return {"weight": Needed(("F8_E4M3",), shape), "weight_scale": Needed(FLOATING, blocks)}
+        return {"weight": Needed((FP8,), shape), "weight_scale": Needed(FLOATING, blocks)}
     if scheme.type == "float" and scheme.bits == 8 and scheme.strategy == "channel":
-        return {"weight": Needed(("F8_E4M3",), shape), "weight_scale": Needed(FLOATING, (rows, 1))}
+        return {"weight": Needed((FP8,), shape), "weight_scale": Needed(FLOATING, (rows, 1))}
     return None
