@@ -87,7 +87,7 @@ def _stored_scheme(experts: Checkpoint, facts: Architecture, layer: int) -> Sche
             f"{where}.qweight: experts of AutoAWQ or GPTQ cannot be stitched; give symmetric ones in "
             "compressed-tensors' pack-quantized, as llm-compressor saves them"
         )
-    packed = experts.require(f"{module}.weight_packed", "the experts must be packed integers")
+    packed = experts.require(f"{module}.weight_packed", "its experts must be packed integers")
     scale = experts.require(f"{module}.weight_scale", "the scales of packed integers")
     shape = experts.tensor(experts.require(f"{module}.weight_shape", "the shape of packed integers").name).tolist()
     if len(packed.shape) != 2 or len(scale.shape) != 2 or len(shape) != 2 or not scale.shape[1] or not shape[1]:
