@@ -56,7 +56,7 @@ def test_sizes_are_as_planned_to_the_byte(finished: Finished) -> None:
     job = prepare(str(finished.recipe))
     planned = summary(job.plan, job.sizes)
     shards = planned["shards"]
-    assert isinstance(quantizer, dict)
+    assert isinstance(shards, dict)
     assert shards == {path.name: path.stat().st_size for path in finished.folder.glob("*.safetensors")}
     assert planned["index_bytes"] == (finished.folder / "model.safetensors.index.json").stat().st_size
 
