@@ -67,8 +67,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_parameters import compare, fill, parameters_of
 from whole_models import stored
 
-from eval.serving.config_groups import scheme_of
-from eval.serving.vllm import ask_vllm
+from eval.serving.ask_vllm import ask_vllm
+from eval.serving.config import scheme_of
 from quantizers.system.errors import InputError
 
 
@@ -95,7 +95,7 @@ def lookups() -> Iterator[dict[str, Counter[str]]]:
 
     def recorded(self: CompressedTensorsConfig, layer: Any, layer_name: str | None = None) -> Any:
         found = look_up(self, layer, layer_name)
-        answer = str(scheme_of("", {"weights": found["weights"].model_dump(mode="json")}, "")) if found else "plain"
+        answer = str(scheme_of(found["weights"])) if found else "plain"
         asked.setdefault(re.sub(r"layers\.\d+", "layers.N", str(layer_name)), Counter())[answer] += 1
         return found
 

@@ -1,4 +1,4 @@
-"""Checks whether vLLM, SGLang and transformers would read a checkpoint correctly, from its config and headers.
+"""Predicts whether vLLM, SGLang and transformers would load a checkpoint correctly, from its config and headers.
 
-No weight is read here.
+No weight is read.
 """

@@ -1,4 +1,4 @@
-"""What the check found: mistakes with their consequences, and the schemes that each engine would use."""
+"""Findings of the serving check: mistakes with their consequences, and the schemes that each engine would use."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, Literal
 from quantizers.system.repeated import places
 from quantizers.system.text_table import plain
 
-from .rules import KINDS
+from .engines import KINDS
 
 Severity = Literal["error", "warning", "note"]
-NONE = "-"  # in place of a scheme, for a kind of module that the model lacks
+NONE = "-"  # for a kind of module that the model lacks
 ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake, or something that nobody has tried yet.
+    """A mistake, or something untested.
 
     Attributes:
-        severity: `error` if an engine stops, or computes with other weights than those stored; `note` if nothing is
-            wrong as far as is known.
-        engine: the engines that it concerns.
-        problem: what is wrong.
-        consequence: what these engines then do.
-        places: tensors, modules or keys of config.json that all have this mistake.
+        severity: `error` if an engine refuses the checkpoint, or computes with other weights than those stored;
+            `note` if nothing is known to be wrong.
+        engine: the affected engines.
+        problem: the mistake.
+        consequence: the engines' reaction.
+        places: the tensors, modules or keys of config.json that have it.
     """
 
     severity: Severity
@@ -42,28 +42,29 @@ class Finding:
 
     @property
     def count(self) -> int:
-        """How many places there are."""
+        """The number of places."""
         return len(self.places)
 
     def __str__(self) -> str:
         times = f" ({self.count:,} times)" if self.count > 1 else ""
-        where = places(self.places)
-        return f"{self.severity}: {where}{times}: {self.problem}; {self.engine}: {self.consequence}"
+        return f"{self.severity}: {places(self.places)}{times}: {self.problem}; {self.engine}: {self.consequence}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For report.json: without the list of places, which may be as long as the model has tensors."""
-        kept = {key: value for key, value in vars(self).items() if key != "places"}
-        return kept | {"where": self.where, "count": self.count}
+        """For report.json: without the places, which may be as many as the model's tensors."""
+        return {key: value for key, value in vars(self).items() if key != "places"} | {
+            "where": self.where,
+            "count": self.count,
+        }
 
 
 @dataclass(frozen=True)
 class Consumers:
-    """What `check` found.
+    """The result of `check`; `consumers` in report.json.
 
     Attributes:
-        schemes: text by engine and kind of module; the row STORED says how the tensors are stored.
-        findings: mistakes and notes, errors first.
-        tensor_parallel: by number of ranks, `ok` or the reason why vLLM cannot divide the model among them.
+        schemes: text by engine and kind of module; the row STORED is how the tensors are stored.
+        findings: errors first.
+        tensor_parallel: by number of ranks, `ok` or the reason why vLLM cannot split the model among them.
     """
 
     schemes: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -85,18 +86,18 @@ class Consumers:
 
 
 class Findings:
-    """Collects mistakes: keeps the places of equal ones, and joins engines with the same consequence."""
+    """Collects findings: gathers the places of equal ones, and joins engines with the same consequence."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[Severity, str, str, str], list[str]] = {}
 
     def add(self, severity: Severity, engines: Iterable[str], where: str, problem: str, consequence: str) -> None:
-        """Add one mistake, for several engines."""
+        """Add a mistake for several engines."""
         for engine in engines:
             self._seen.setdefault((severity, engine, problem, consequence), []).append(where)
 
     def all(self) -> list[Finding]:
-        """Each mistake once, errors first and notes last."""
+        """Each finding once, errors first and notes last."""
         joined: dict[tuple[Severity, str, str, tuple[str, ...]], list[str]] = {}
         for (severity, engine, problem, consequence), where in self._seen.items():
             joined.setdefault((severity, problem, consequence, tuple(where)), []).append(engine)
@@ -108,7 +109,7 @@ class Findings:
 
 
 def render(consumers: Consumers) -> str:
-    """Plain text: a table of schemes of those kinds that the model has, the mistakes, and one of tensor parallelism."""
+    """Plain text: a table of schemes, the findings, and a table of tensor parallelism."""
     shown = [kind for kind in KINDS if any(kinds[kind] != NONE for kinds in consumers.schemes.values())]
     rows = [(engine, *(kinds[kind] for kind in shown)) for engine, kinds in consumers.schemes.items()]
     lines = [plain(("", *shown), rows), ""]

@@ -47,7 +47,7 @@ def verify(
     if verification.consumers is not None:
         text += "\n\n" + render(verification.consumers)
     if with_vllm:
-        from eval.serving.vllm import ask_vllm
+        from eval.serving.ask_vllm import ask_vllm
 
         report["vllm"] = answers = ask_vllm(candidate, facts or carried_facts(candidate))
         text += f"\n\nvLLM {answers['version']}, asked for {answers['asked']:,} modules: " + (

@@ -126,7 +126,7 @@ def _changed(folder: Path, report: dict[str, Any], files: list[LocalFile]) -> li
 
 def _by_report(folder: Path, report: dict[str, Any], files: list[LocalFile]) -> tuple[list[str], list[str]]:
     """Problems and notes, found without the source."""
-    from eval.serving.folder import check_folder
+    from eval.serving.check import check_folder
 
     record = check_record(folder)
     problems = [*record.differences, *_changed(folder, report, files), *strays(folder, recorded_digests(report))]

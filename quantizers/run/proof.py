@@ -10,7 +10,7 @@ import numpy as np
 
 from eval.coverage.gates import gates as coverage_gates
 from eval.coverage.gates import summarise
-from eval.serving.folder import check_folder
+from eval.serving.check import check_folder
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measurements import read_measurements
 from quantizers.calibration.tally import by_category

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from eval.serving.folder import check_folder
+from eval.serving.check import check_folder
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.device.devices import versions

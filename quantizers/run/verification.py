@@ -71,7 +71,7 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: P
             was made from the folder.
         ArchitectureError: there are no facts for the source. A fault in facts that the folder carries is a difference.
     """
-    from eval.serving.folder import check_folder
+    from eval.serving.check import check_folder
     from stitch.audit.checkpoint import Audit, verify
 
     _refuse(folder, source)

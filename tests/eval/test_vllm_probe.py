@@ -21,8 +21,8 @@ from source_forms import per_row, write_plain
 from torch import Tensor
 from whole_models import stored
 
-from eval.serving.folder import check_folder
-from eval.serving.rules import VLLM
+from eval.serving.check import check_folder
+from eval.serving.engines import VLLM
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known
 from quantizers.plan.job import prepare

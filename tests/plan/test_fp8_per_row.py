@@ -10,8 +10,8 @@ import tiny
 from families import PER_ROW
 
 from eval.serving.check import STORED, check
+from eval.serving.engines import ATTENTION
 from eval.serving.findings import Consumers
-from eval.serving.rules import ATTENTION
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.fp8 import ROWS, Fp8

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.serving.parallel import tensor_parallel
+from eval.serving.check import tensor_parallel
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import all_published, architecture_for, known, published_config
 from quantizers.architectures.sizes import sizes_of

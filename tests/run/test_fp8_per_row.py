@@ -19,9 +19,8 @@ from source_forms import per_row, write_plain
 from whole_models import finished_weights, run_whole, stored
 
 from eval.report.front_matter import has_fp8_attention
-from eval.serving.check import STORED
-from eval.serving.folder import check_folder
-from eval.serving.rules import ATTENTION, OUTPUT
+from eval.serving.check import STORED, check_folder
+from eval.serving.engines import ATTENTION, OUTPUT
 from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.weights import read_weight
