@@ -56,10 +56,9 @@ def publish(
     """
     from quantizers.cli.tables.publish import dry_run_table, published_table
     from quantizers.device.devices import choose_device
-    from quantizers.hub.card import described, rewrite, with_statement
-    from quantizers.hub.local_files import hashed_again, local_files
-    from quantizers.hub.publish import check_folder_by, read_report
-    from quantizers.hub.remaining import checklist
+    from quantizers.hub.card import rewrite, with_publication, with_statement
+    from quantizers.hub.checklist import checklist
+    from quantizers.hub.checks import check_output, local_files, read_report, rehash
     from quantizers.hub.upload import upload
     from quantizers.recipe.portable import is_hub_id
     from quantizers.run.verification import source_of
@@ -70,10 +69,10 @@ def publish(
     if force is not None and not force.strip():
         raise InputError("--force: give the reason, which the card states")
     report = read_report(folder)
-    after = described(report, repo, license, base_model)
+    after = with_publication(report, repo, license, base_model)
     with progress("hashing", len(report["files"]) + 1) as step:
         files = local_files(folder, report, step)
-    checks = check_folder_by(
+    checks = check_output(
         folder,
         report,
         files,
@@ -103,7 +102,7 @@ def publish(
             raise typer.Exit(GATE_FAILED)
         return
     after = with_statement(_completed(after), force, checks.problems)
-    files = hashed_again(folder, files, rewrite(folder, report, after))
+    files = rehash(folder, files, rewrite(folder, report, after))
     with progress("publishing", 2) as step:
         published = upload(folder, files, repo, revision, private, step)
     emit(published.as_dict() | result, as_json, published_table(published.as_dict() | result))
@@ -112,8 +111,8 @@ def publish(
 def _completed(report: dict[str, Any]) -> dict[str, Any]:
     """The report with the licence and base model that its card lacks: asked for on a terminal, elsewhere named."""
     from eval.report.front_matter import front_matter
-    from quantizers.hub.card import described
-    from quantizers.hub.remaining import base_model_point, license_point
+    from quantizers.hub.card import with_publication
+    from quantizers.hub.checklist import base_model_point, license_point
 
     asked: dict[str, str | None] = {"license": None, "base_model": None}
     for point in (license_point(report, front_matter(report)), base_model_point(report, front_matter(report))):
@@ -124,4 +123,4 @@ def _completed(report: dict[str, Any]) -> dict[str, Any]:
             asked[point.name] = answer.strip() or None
         else:
             print(f"the card has no {point.name}: {point.words}", file=sys.stderr)
-    return described(report, report["published"]["repo"], asked["license"], asked["base_model"])
+    return with_publication(report, report["published"]["repo"], asked["license"], asked["base_model"])

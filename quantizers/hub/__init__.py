@@ -1,4 +1,4 @@
-"""Publishes a finished checkpoint on the Hugging Face Hub: checks it, uploads it, and compares what the Hub holds.
+"""Publishing on the Hugging Face Hub: check a finished checkpoint, upload it, compare the Hub's hashes.
 
-Reading from the Hub is not done here but in `checkpoint/` and `calibration/sources/`.
+Downloads are in `checkpoint/` and `calibration/`.
 """

@@ -1,4 +1,4 @@
-"""What publishing adds to a report and its card: the repository, licence and base model, and a forced publication."""
+"""The parts of report and card that publishing adds: repository, licence, base model, and a forced publication."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from quantizers.system.errors import InputError
 from quantizers.system.own_files import CARD, PAGE, REPORT
 from quantizers.system.strict_yaml import dump
 
-GIVEN = ("license", "license_name", "license_link", "base_model", "base_model_relation")  # keys that publishing decides
+PUBLICATION_KEYS = ("license", "license_name", "license_link", "base_model", "base_model_relation")
 
 
-def described(report: dict[str, Any], repo: str, license: str | None, base_model: str | None) -> dict[str, Any]:
-    """The report with what is known of its publication.
+def with_publication(report: dict[str, Any], repo: str, license: str | None, base_model: str | None) -> dict[str, Any]:
+    """The report with repository, licence and base model.
 
     Args:
-        license, base_model: None for what an earlier publication was given, or what the source says.
+        license, base_model: None for those of an earlier publication, or of the source.
 
     Raises:
-        InputError: one of them is not written as the Hub writes it.
+        InputError: one of them is not in the Hub's format.
     """
     if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", license):
-        raise InputError(f"--license {license}: write the Hub's name of it, such as apache-2.0, mit or other")
+        raise InputError(f"--license {license}: use the Hub's identifier, such as apache-2.0, mit or other")
     if base_model is not None and not is_hub_id(base_model):
         raise InputError(f"--base-model {base_model}: write it as owner/name")
     given = {"repo": repo, "license": license, "base_model": base_model}
@@ -36,24 +36,23 @@ def described(report: dict[str, Any], repo: str, license: str | None, base_model
 
 
 def with_statement(report: dict[str, Any], reason: str | None, problems: list[str]) -> dict[str, Any]:
-    """The report with a statement that it is published despite its problems, or without one if there are none.
+    """The report with the statement that it was published despite its problems, or without one if it has none.
 
     Args:
-        reason: given by the user, with --force.
+        reason: the user's, from --force.
     """
-    kept = {key: value for key, value in report.items() if key != "forced"}
-    return kept | ({"forced": {"reason": reason, "problems": problems}} if problems else {})
+    rest = {key: value for key, value in report.items() if key != "forced"}
+    return rest | ({"forced": {"reason": reason, "problems": problems}} if problems else {})
 
 
 def rewrite(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Write report, page and card of a changed report; an edited card keeps its text.
+    """Write report, HTML report and card after a change; an edited card keeps its text.
 
     Args:
-        before: the report as it was read.
-        after: see `described` and `with_statement`.
+        before, after: the report as read, and as changed by the functions above.
 
     Returns:
-        The names of the files written; none if nothing changed.
+        The names of the written files; none if nothing changed.
     """
     if after == before:
         return []
@@ -69,15 +68,15 @@ def rewrite(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> list
 
 
 def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Change only commands and front matter of a card that somebody has edited."""
+    """Change only commands and front matter of a card that the user edited."""
     from eval.report.card_serving import repository
     from eval.report.front_matter import front_matter
     from eval.report.page import page
 
     old, new, front = repository(before), repository(after), front_matter(after)
-    for words in ("vllm serve {}", "--model-path {}", 'from_pretrained("{}"'):
-        text = text.replace(words.format(old), words.format(new))
-    for key in GIVEN:
+    for command in ("vllm serve {}", "--model-path {}", 'from_pretrained("{}"'):
+        text = text.replace(command.format(old), command.format(new))
+    for key in PUBLICATION_KEYS:
         if front.get(key) != before["card"]["front_matter"].get(key):
             text = _with_key(text, key, front.get(key))
     write_text(text, folder / CARD)
@@ -86,7 +85,7 @@ def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[st
 
 
 def _with_key(text: str, key: str, value: Any) -> str:
-    """A card with another value of a key of its front matter, at the end of it; without the key if it is None."""
+    """A card with a key of its front matter set, or removed if the value is None."""
     head, front, rest = text.split("---\n", 2)
     front = re.sub(rf"(?m)^{key}:.*\n(?:[ -].*\n)*", "", front)
     return f"{head}---\n{front}{'' if value is None else dump({key: value})}---\n{rest}"

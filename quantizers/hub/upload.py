@@ -1,7 +1,6 @@
-"""Uploads files to the Hub, resumably, and compares them with what it then holds.
+"""Resumable upload to the Hub, and comparison of the Hub's hashes with the local ones.
 
-The Hub library takes the token from its own login or environment. No message may contain it, so it is
-masked in every message of the library before that is passed on.
+The Hub library takes the token from its own login or environment. It is masked in every message of the library.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing import Any
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.progress import Step
 
-from .local_files import LocalFile
+from .checks import LocalFile
 
-AGAIN = "give the same command again; what has arrived is not sent twice"
+AGAIN = "give the same command again; it resumes the upload"
 
 
 @dataclass(frozen=True)
 class Published:
-    """What is on the Hub after an upload.
+    """The result of an upload.
 
     Attributes:
         files: the uploaded files, all compared and equal.
@@ -47,28 +46,27 @@ class Published:
 def upload(
     folder: Path, files: list[LocalFile], repo: str, revision: str, private: bool | None, step: Step = lambda _: None
 ) -> Published:
-    """Create the repository if there is none, upload the files, and compare them with what the Hub holds.
+    """Create the repository if it is missing, upload the files, and compare the Hub's hashes.
 
     Args:
         files: from `local_files`.
-        revision: a branch; created if there is none.
-        private: visibility of a new repository; if None, the account's default.
+        revision: a branch; created if it is missing.
+        private: visibility of a new repository; None for the account's default.
 
     Raises:
         InputError: no token, or one without write access.
-        QuantizeError: the Hub cannot be reached, or holds something else afterwards. Giving the same command
-            again resumes the upload.
+        QuantizeError: the Hub cannot be reached, or its files differ afterwards. The same command resumes the upload.
     """
     from huggingface_hub import HfApi, get_token
 
     if get_token() is None:
-        raise InputError("no Hub token; log in with `hf auth login`, or set HF_TOKEN to one that may write")
+        raise InputError("no Hub token; log in with `hf auth login`, or set HF_TOKEN to one with write access")
     api = HfApi()
     with _hub_errors(repo):
         url = str(api.create_repo(repo, private=private, exist_ok=True))
         if revision != "main":
             api.create_branch(repo, branch=revision, exist_ok=True)
-        step("sending")
+        step("uploading")
         api.upload_folder(
             repo_id=repo,
             folder_path=folder,
@@ -78,23 +76,23 @@ def upload(
         )
         step("comparing")
         commit = api.model_info(repo, revision=revision).sha or revision
-        held = {entry.path: entry for entry in api.list_repo_tree(repo, recursive=True, revision=commit)}
-    different = [file.name for file in files if not _same(file, held.get(file.name))]
+        on_hub = {entry.path: entry for entry in api.list_repo_tree(repo, recursive=True, revision=commit)}
+    different = [file.name for file in files if not _same(file, on_hub.get(file.name))]
     if different:
         raise QuantizeError(
-            f"{repo}: the Hub holds something else under {', '.join(different[:5])}"
+            f"{repo}: the Hub has other content in {', '.join(different[:5])}"
             f"{f' and {len(different) - 5} more' if len(different) > 5 else ''}; publish again"
         )
     known = {file.name for file in files} | {".gitattributes"}
-    strangers = sorted(path for path, entry in held.items() if path not in known and hasattr(entry, "blob_id"))
+    strangers = sorted(path for path, entry in on_hub.items() if path not in known and hasattr(entry, "blob_id"))
     return Published(url, commit, tuple(files), tuple(strangers))
 
 
 def _same(file: LocalFile, entry: Any) -> bool:
     """Whether the Hub's entry has this file's content: by SHA-256 if stored as LFS or Xet, else by git blob id.
 
-    `HfApi.verify_repo_checksums` compares the same hashes, but it reads all local files a second time and so takes
-    what lies there after the upload for what was verified before it. Here the hashes are those from before.
+    `HfApi.verify_repo_checksums` compares the same hashes, but of the local files as they are after the upload; these
+    are the hashes of the files that were checked.
     """
     if entry is None or not hasattr(entry, "blob_id") or entry.size != file.size:
         return False
@@ -104,12 +102,12 @@ def _same(file: LocalFile, entry: Any) -> bool:
 
 @contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """Turn what the Hub's library raises into our own errors, with one line of message and no token in it."""
+    """Turn exceptions of the Hub's library into ours, with a one-line message without the token."""
     from httpx import HTTPError
     from huggingface_hub.errors import HFValidationError
 
     try:
-        with _ended_at_once(f"quantize: {repo}: interrupted while uploading; {AGAIN}"):
+        with _exit_on_signals(f"quantize: {repo}: interrupted while uploading; {AGAIN}"):
             yield
     except HFValidationError as failure:
         raise InputError(f"--repo {repo}: {_first_line(failure)}; write it as owner/name") from None
@@ -117,8 +115,8 @@ def _hub_errors(repo: str) -> Iterator[None]:
         status = getattr(getattr(failure, "response", None), "status_code", None)
         if status in (401, 403):
             raise InputError(
-                f"{repo}: the Hub refuses this token ({status}); log in with `hf auth login` as someone who may write "
-                "there, or choose another --repo"
+                f"{repo}: the Hub refuses this token ({status}); log in with `hf auth login` to an account with write "
+                "access, or choose another --repo"
             ) from None
         raise QuantizeError(f"{repo}: the upload stopped ({_first_line(failure)}); {AGAIN}") from None
     except (OSError, RuntimeError, ValueError) as failure:
@@ -126,11 +124,10 @@ def _hub_errors(repo: str) -> Iterator[None]:
 
 
 @contextmanager
-def _ended_at_once(message: str) -> Iterator[None]:
-    """Within the block, Ctrl-C and SIGTERM end the process at once.
+def _exit_on_signals(message: str) -> Iterator[None]:
+    """Within the block, Ctrl-C and SIGTERM end the process immediately.
 
-    Otherwise the library's threads would first finish uploading their shards. Nothing is written to disk here, so
-    nothing is left incomplete.
+    Otherwise the library's threads would finish their shards first. Nothing is written to disk here.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Audits a checkpoint against its source: a finished one from its files alone, a layer wherever it lies.
+"""Audit of a checkpoint against its source: a finished one from its files alone, a single layer also in memory.
 
-Nothing here writes.
+Nothing is written.
 """

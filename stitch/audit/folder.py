@@ -1,6 +1,6 @@
-"""Audits what lies beside the shards of a finished checkpoint: config.json, side files, stray files.
+"""Audit of config.json, side files (tokenizer, chat template, code) and stray files of a checkpoint.
 
-A tokenizer, a chat template or a rope_theta decides what a model says as much as its weights do.
+A tokenizer, a chat template or rope_theta changes a model's output as much as its weights do.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LOADED_NAMES = ("vocab.txt", "merges.txt")
 
 
 def config_differences(found: Mapping[str, Any], expected: Mapping[str, Any], ours: bool) -> list[str]:
-    """Keys of config.json whose value is not what this program makes of the source's, one line each.
+    """Keys of config.json with another value than this program would write, one line each.
 
     Args:
         found, expected: the candidate's config.json, and the one that this program would write.
-        ours: whether this program wrote the candidate. Other programs may write an equivalent quantization_config
-            differently, so theirs is not compared; eval/serving checks how serving engines read it.
+        ours: this program wrote the candidate. Other tools may write an equivalent quantization_config differently, so
+            theirs is not compared; eval/serving checks how engines read it.
     """
     skipped = () if ours else (QUANTIZATION,)
     return [
@@ -55,7 +55,7 @@ def _shown(value: Any) -> str:
 
 
 def side_file_differences(folder: Path, source: Path) -> list[str]:
-    """Side files that are missing, differ from the source's, or do not exist in the source."""
+    """Side files that are missing, differ from the source's, or are not in the source."""
     lines = []
     names = set()
     for file in side_files(source):
@@ -68,14 +68,12 @@ def side_file_differences(folder: Path, source: Path) -> list[str]:
             lines.append(f"{file.name}: cannot be read ({failure.strerror})")
         else:
             if not same:
-                lines.append(f"{file.name}: is not the source's")
-    return lines + [
-        f"{name}: the source has no such file, and loaders read it; remove it" for name in added(folder, names)
-    ]
+                lines.append(f"{file.name}: differs from the source's")
+    return lines + [f"{name}: not in the source, but loaders read it; remove it" for name in added(folder, names)]
 
 
 def added(folder: Path, known: Collection[str]) -> list[str]:
-    """Names of side files that a loader reads or runs, and that are not among the known ones."""
+    """Names of unknown side files that a loader reads or runs."""
     return [file.name for file in side_files(folder) if file.name not in known and _is_loaded(file)]
 
 
@@ -84,8 +82,7 @@ def _is_loaded(file: Path) -> bool:
 
 
 def strays(folder: Path, shards: Collection[str]) -> list[str]:
-    """Weight files that the index does not name, and folders with templates or code: some loaders read them too, or
-    even prefer them.
+    """Weight files that are not in the index, and folders with templates or code: some loaders read or prefer them.
 
     Args:
         shards: the file names in the index.
@@ -93,17 +90,15 @@ def strays(folder: Path, shards: Collection[str]) -> list[str]:
     lines = []
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.suffix in WEIGHTS and path.name not in shards:
-            lines.append(f"{path.name}: weights that the index does not name, which some loaders take all the same")
+            lines.append(f"{path.name}: weights file not in the index; some loaders load it anyway")
         elif path.is_dir() and not path.name.startswith("."):
             loadable = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix in (".py", ".jinja"))
             if loadable:
-                lines.append(
-                    f"{loadable[0].relative_to(folder)}: in a folder of its own, where loaders may look; remove it"
-                )
+                lines.append(f"{loadable[0].relative_to(folder)}: in a subfolder that loaders may read; remove it")
     return lines
 
 
 def folders_left_out(source: Path) -> list[str]:
-    """A line for the report that names the source's sub-folders, none of which is copied; empty if it has none."""
+    """A line for the report that names the source's subfolders, none of which is copied; empty if it has none."""
     names = sorted(path.name for path in source.iterdir() if path.is_dir() and not path.name.startswith("."))
-    return [f"folders of the source that were not copied: {', '.join(names)}"] if names else []
+    return [f"subfolders of the source that were not copied: {', '.join(names)}"] if names else []

@@ -1,6 +1,6 @@
-"""Audits one layer of a checkpoint against its source: kept bytes, closure of the fold, closeness of every expert.
+"""Audit of one layer against its source: passthrough bytes, closure of the fold, closeness of every expert.
 
-It reads both through the same interface, so the layer may lie in files, or in memory while a run has it there.
+Both are read through the same interface, from files or from memory during a run.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ WITHOUT_A_FOLD = "quantize again without scales in this norm"
 
 @dataclass
 class LayerAudit:
-    """What was found in one layer, or outside the layers.
+    """The result for one layer, or for the tensors outside the layers.
 
     Attributes:
         tensors: source tensors accounted for.
         kept: tensors compared byte for byte.
         differences: one line each, starting with the tensor's name.
         weight_error: the largest relative error of an expert's matrix after folding; None outside the layers, and
-            where the norms cannot be compared.
-        by_expert: the same of each expert; None for one that cannot be read, or whose weights have no finite norm.
+            if the norms cannot be compared.
+        by_expert: the same for each expert; None if it cannot be read, or its weights have no finite norm.
     """
 
     tensors: int = 0
@@ -55,18 +55,18 @@ class LayerAudit:
 
 
 def written_from(actions: Sequence[Action]) -> LayerAudit:
-    """Of a shard whose kept tensors were compared when it was written, see `stitch.write.shard.write_shard`."""
+    """The audit of a shard whose passthrough tensors were compared when it was written, see `write_shard`."""
     return LayerAudit(len(actions), sum(action.kind in KEPT for action in actions))
 
 
 def audit_kept(actions: Sequence[Action], source: Checkpoint, candidate: Checkpoint, audit: LayerAudit) -> None:
-    """Account for a layer's tensors, and compare those that keep their bytes, by SHA-256."""
+    """Count a layer's tensors, and compare the passthrough ones by SHA-256."""
     audit.tensors += len(actions)
     for action in actions:
         if action.kind in KEPT:
             (name,) = action.outputs
             if name not in candidate.tensors:
-                continue  # already reported as missing
+                continue  # reported as missing
             audit.kept += 1
             if source.sha256(action.source) != candidate.sha256(name):
                 audit.differences.append(f"{name}: bytes differ from the source's {action.source}")
@@ -82,17 +82,17 @@ def audit_layer(
     device: torch.device,
     audit: LayerAudit,
 ) -> None:
-    """Closure: the router must carry the inverse of the norm's change, and every expert must agree with it.
+    """Closure: the router must carry the inverse of the norm's change, and every expert must match it.
 
-    Where norm and router are kept, `audit_kept` compares their bytes; the ratio is then 1. A layer without experts has
-    nothing to close.
+    For a passthrough norm and router `audit_kept` compares the bytes, and the ratio is 1. A layer without experts has
+    no closure.
 
     Args:
         device: where weights are dequantized.
-        audit: findings are added here.
+        audit: added to.
 
     Raises:
-        CheckpointError: the source is broken. A fault of the candidate's is a difference.
+        CheckpointError: the source is damaged. Damage to the candidate is a difference.
     """
     if layer in sizes.dense:
         return
@@ -104,30 +104,27 @@ def audit_layer(
     zeros = ((before == 0) != (after == 0)).any() if before.shape == after.shape else broken
     seen = fetched({"broken": broken, "zeros": zeros})
     if before.shape != after.shape or seen["broken"]:
-        audit.differences.append(f"{norm_name}: is not finite, or of another shape than the source's")
+        audit.differences.append(f"{norm_name}: is not finite, or has another shape than the source's")
         return
     smooth = norm_ratio(before, after, facts.norm.offset)
     if seen["zeros"]:
-        audit.differences.append(f"{norm_name}: zero where the source is not, or the other way round")
+        audit.differences.append(f"{norm_name}: zero where the source is not, or vice versa")
     routers = source.tensor(router_name).to(device), candidate.tensor(router_name).to(device)
     _check_router(router_name, norm_name, smooth, *routers, audit, repairable=not facts.also_reads_the_norm)
     _check_other_readers(layer, facts, source, candidate, smooth, audit)
-    experts = {
-        expert: [facts.expert(layer, expert, matrix) for matrix in MATRICES] for expert in range(sizes["experts"])
-    }
     found, unreadable = _errors(layer, facts, sizes, source, candidate, smooth)
     errors = dict(zip(found, torch.stack(list(found.values())).tolist() if found else [], strict=True))
-    for expert, modules in experts.items():
+    for expert in range(sizes["experts"]):
         if expert in unreadable:
             audit.differences.append(unreadable[expert])
             audit.by_expert.append(None)
             continue
         audit.by_expert.append(max((error for error in errors[expert] if math.isfinite(error)), default=None))
-        for module, error in zip(modules, errors[expert], strict=True):
+        for matrix, error in zip(MATRICES, errors[expert], strict=True):
             if not error < CLOSE_ENOUGH:
                 audit.differences.append(
-                    f"{module}.weight_packed: {error:.0%} away from the source's matrix times the norm's ratio; it was "
-                    "not scaled as its norm was, or is another matrix"
+                    f"{facts.expert(layer, expert, matrix)}.weight_packed: {error:.0%} away from the source's matrix "
+                    "times the norm's ratio; it was not scaled as its norm was, or is another matrix"
                 )
     audit.weight_error = max((error for error in audit.by_expert if error is not None), default=0.0)
 
@@ -135,26 +132,26 @@ def audit_layer(
 def _errors(
     layer: int, facts: Architecture, sizes: Sizes, source: Checkpoint, candidate: Checkpoint, smooth: torch.Tensor
 ) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
-    """Compare all experts, in units. Where one of the candidate's cannot be read, each is read alone.
+    """Compare all experts in batches; one by one if any of the candidate's cannot be read.
 
     Returns:
-        The errors (3,) of each expert on the device of `smooth`, see `matrix_errors`; and what is wrong with each that
+        The errors (3,) of each expert on the device of `smooth`, see `matrix_errors`; and the problem of each that
         cannot be read.
 
     Raises:
-        CheckpointError: the source is broken.
+        CheckpointError: the source is damaged.
     """
     device = smooth.device
 
     def weights(checkpoint: Checkpoint) -> ExpertWeights:
         return ExpertWeights(checkpoint, facts, sizes, layer, device, torch.float32)
 
-    with _broken():
+    with _reading_the_source():
         old = weights(source)
     try:
         new = weights(candidate)
-        found = _in_units(old, new, smooth)
-        with _broken():
+        found = _in_batches(old, new, smooth)
+        with _reading_the_source():
             old.require_finite()
         new.require_finite()
     except BrokenSource:
@@ -165,23 +162,23 @@ def _errors(
 
 
 class BrokenSource(CheckpointError):
-    """The source cannot be read, whatever the candidate is like."""
+    """The source cannot be read."""
 
 
 @contextlib.contextmanager
-def _broken() -> Iterator[None]:
+def _reading_the_source() -> Iterator[None]:
     try:
         yield
     except CheckpointError as failure:
-        raise BrokenSource(f"the source is broken: {failure}") from None
+        raise BrokenSource(f"the source is damaged: {failure}") from None
 
 
-def _in_units(old: ExpertWeights, new: ExpertWeights, smooth: torch.Tensor) -> dict[int, torch.Tensor]:
+def _in_batches(old: ExpertWeights, new: ExpertWeights, smooth: torch.Tensor) -> dict[int, torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     unit = unit_of_experts(accelerated(smooth.device), old.hidden, old.width)
     for first, last in units_of(old.experts, unit):
-        # The last unit's weights live until these are there, so that a CPU's memory is used again, not returned.
-        with _broken():
+        # The previous batch is freed after this one is read, so that a CPU's memory is reused, not returned.
+        with _reading_the_source():
             source = _matrices(*old.unit(range(first, last)))
         candidate = _matrices(*new.unit(range(first, last)))
         found |= zip(range(first, last), matrix_errors(source, candidate, smooth), strict=True)
@@ -199,7 +196,7 @@ def _one_by_one(
     unreadable: dict[int, str] = {}
     for expert in range(experts):
         modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
-        with _broken():
+        with _reading_the_source():
             old = [read_weight(source, module, smooth.device) for module in modules]
         try:
             new = [read_weight(candidate, module, smooth.device) for module in modules]
@@ -249,9 +246,9 @@ def _check_other_readers(
     smooth: torch.Tensor,
     audit: LayerAudit,
 ) -> None:
-    """What else reads a norm that was divided must have been multiplied as the experts were.
+    """Every other reader of a divided norm must have been multiplied as the experts were.
 
-    The mappings of other programs leave it out in some families: llm-compressor 0.14 the shared experts of GLM-4.x.
+    Other tools' mappings omit some: llm-compressor 0.14 the shared experts of GLM-4.x.
     """
     if not facts.also_reads_the_norm or not bool((smooth != 1).any()):
         return
@@ -268,25 +265,25 @@ def _check_other_readers(
         audit.differences.append(
             f"{facts.layer(layer, left[0])}: {NOT_COMPENSATED} {facts.layer(layer, facts.norm.tensor)} was divided in "
             f"{int((smooth != 1).sum())} of {len(smooth)} channels: {' and '.join(left)} read it and have the source's "
-            f"numbers; this cannot be repaired without changing bytes that are to be kept; {WITHOUT_A_FOLD}"
+            f"numbers; repairing this would change passthrough bytes; {WITHOUT_A_FOLD}"
         )
 
 
 def _is_left(
     layer: int, reader: str, facts: Architecture, source: Checkpoint, candidate: Checkpoint, smooth: torch.Tensor
 ) -> bool:
-    """Whether a reader of the norm has the source's numbers; the residual stream has no others."""
+    """Whether a reader of the norm has the source's numbers; the residual stream always has."""
     if reader == "residual":
         return True
     linear = reader in facts.linears(dense=False)
     name = reader if reader in facts.outside else facts.layer(layer, reader)
     if not linear and name not in candidate.tensors:
-        return False  # which is reported as missing
+        return False  # reported as missing
 
     def numbers(checkpoint: Checkpoint) -> torch.Tensor:
         return read_weight(checkpoint, name, smooth.device) if linear else checkpoint.tensor(name).to(smooth).float()
 
-    with _broken():
+    with _reading_the_source():
         before = numbers(source)
     after = numbers(candidate)
     return before.shape == after.shape and reader_state(before, after, smooth, CLOSE_ENOUGH) == "not compensated"

@@ -1,4 +1,4 @@
-"""Writes shards and what lies beside them, and takes digests of what is written.
+"""Writes shards, config and side files, and hashes every written tensor.
 
-Nothing is computed here but packed codes.
+Nothing is computed except packed integers.
 """

@@ -1,9 +1,8 @@
-"""Digests of what a run writes, taken at the time of writing, so that any later change can be named.
+"""Digests of shards, computed when they are written, to detect and locate any later change.
 
-A shard's SHA-256 shows that it changed; eight bytes of BLAKE2b per tensor show which tensor did. (A full
-hash per tensor would make the report of a 256-expert model 12 MB.) Both go into the journal when the shard
-is written, and into report.json at the end. The proof compares the shards with these digests, never with
-ones that it computes itself.
+A shard's SHA-256 shows that it changed, eight bytes of BLAKE2b per tensor show which tensor did. (A full hash per
+tensor would make the report of a 256-expert model 12 MB.) Both go into the journal when the shard is written, and into
+report.json at the end. Verification compares the shards with these digests.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ TENSOR_BYTES = 8
 
 
 class ShardDigest(TypedDict):
-    """`bytes` and `sha256` of the file; `tensors`: the tensors' digests, sorted by tensor name and joined."""
+    """`bytes` and `sha256` of the file; `tensors`: the tensors' digests in the order of their names, joined."""
 
     bytes: int
     sha256: str
@@ -37,7 +36,7 @@ class ShardDigest(TypedDict):
 
 
 def joined_digests(tensors: Mapping[str, torch.Tensor]) -> str:
-    """`ShardDigest.tensors` of tensors on the CPU, contiguous, before they are written."""
+    """`ShardDigest.tensors` of contiguous tensors on the CPU."""
     with closing(at_once(_short, (as_bytes(tensors[name]) for name in sorted(tensors)))) as found:
         return "".join(found)
 
@@ -47,15 +46,13 @@ def _short(raw: bytes | bytearray | memoryview) -> str:
 
 
 def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, dict[str, str]]:
-    """Read a shard once, and take its digests from what lies in the file.
-
-    The hash of the file is taken byte after byte, those of the tensors meanwhile by other threads.
+    """Read a shard once and compute its digests; the tensors' hashes are computed in other threads.
 
     Args:
         wanted: tensors whose SHA-256 is returned as well.
 
     Returns:
-        The digests, and the SHA-256, hexadecimal, of the tensors asked for.
+        The digests, and the SHA-256, hexadecimal, of the wanted tensors.
 
     Raises:
         CheckpointError: the file is not a whole safetensors file.
@@ -64,18 +61,18 @@ def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, di
     header, whole = read_header(file), hashlib.sha256()
     size = min((info.start for info in header.values()), default=file.stat().st_size)
 
-    def arriving(stream: FileIO) -> Iterator[tuple[str, bytearray]]:
+    def pieces(stream: FileIO) -> Iterator[tuple[str, bytearray]]:
         whole.update(_exactly(stream, size, file))
         for name, info in header.items():  # in the order of their bytes, without gaps
             raw = _exactly(stream, info.size, file)
             whole.update(raw)
             yield name, raw
 
-    def hashed(arrived: tuple[str, bytearray]) -> tuple[str, str, str | None]:
-        name, raw = arrived
+    def hashed(piece: tuple[str, bytearray]) -> tuple[str, str, str | None]:
+        name, raw = piece
         return name, _short(raw), hashlib.sha256(raw).hexdigest() if name in wanted else None
 
-    with file.open("rb", buffering=0) as stream, closing(at_once(hashed, arriving(stream))) as found:
+    with file.open("rb", buffering=0) as stream, closing(at_once(hashed, pieces(stream))) as found:
         hashes = {name: (short, full) for name, short, full in found}
     tensors = "".join(hashes[name][0] for name in sorted(hashes))
     digest: ShardDigest = {
@@ -98,7 +95,7 @@ def _exactly(stream: FileIO, size: int, file: Path) -> bytearray:
 
 
 def recorded_digests(report: Any) -> dict[str, ShardDigest]:
-    """The digests in a report, by shard; malformed ones, from a damaged report, are left out."""
+    """The digests in a report, by shard, without the malformed ones of a damaged report."""
     audit = report.get("audit") if isinstance(report, dict) else None
     by_shard = audit.get("digests") if isinstance(audit, dict) else None
     kinds = ShardDigest.__annotations__.keys()
@@ -110,13 +107,13 @@ def recorded_digests(report: Any) -> dict[str, ShardDigest]:
 
 
 def changes(file: Path, written: ShardDigest, *, past_the_cache: bool = False) -> list[str]:
-    """What changed in a shard since it was written, one line each; empty if its hash is equal, which is read once.
+    """The changes in a shard since it was written, one line each; none if its SHA-256 is equal.
 
-    A line names the changed tensor, or the file if it holds another number of tensors, cannot be read, or changed
-    only in its header.
+    A line names the changed tensor; or the file, if that has another number of tensors, cannot be read, or changed only
+    in its header.
 
     Args:
-        past_the_cache: ask the system to forget its copy of the file first, so that the disk itself is read.
+        past_the_cache: drop the system's cached copy first, so that the disk is read.
     """
     try:
         if past_the_cache:
@@ -133,17 +130,17 @@ def changes(file: Path, written: ShardDigest, *, past_the_cache: bool = False) -
         return [f"{file.name}: changed since the run wrote it: {len(known)} tensors then, {len(now)} now"]
     changed = [name for name, old, new in zip(names, known, now, strict=True) if old != new]
     return [f"{name}: changed since the run wrote it" for name in changed] or [
-        f"{file.name}: changed since the run wrote it, in its header alone"
+        f"{file.name}: changed since the run wrote it, only in its header"
     ]
 
 
 def forget(file: Path) -> None:
-    """Ask the system to drop what it has of a file in memory; it need not comply, and only some systems can."""
+    """Ask the system to drop a file from its page cache, where it can."""
     if hasattr(os, "posix_fadvise"):
         with file.open("rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def split(tensors: str) -> list[str]:
-    """The digests that `ShardDigest.tensors` joins."""
+    """The digests joined in `ShardDigest.tensors`."""
     return [tensors[i : i + 2 * TENSOR_BYTES] for i in range(0, len(tensors), 2 * TENSOR_BYTES)]

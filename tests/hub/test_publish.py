@@ -176,7 +176,7 @@ def test_no_reason_publishes_changed_figures(hub: ModelHub, publish: Publish, fo
     before = contents(folder)
     code, _, err = publish(folder, "--repo", REPO, "--source", finished.source, "--force", "a test")
     assert code == 2
-    assert "was changed since the run wrote it, so its figures are not published, even with --force" in err
+    assert "was modified after the run (checksum mismatch), so its figures are not published, even with --force" in err
     assert contents(folder) == before
     assert hub.repositories == {}
 
@@ -199,7 +199,7 @@ def test_a_hub_that_holds_something_else(hub: ModelHub, publish: Publish, folder
         hub.damage = lambda path, raw, spoiled=spoiled: raw[:-1] + b"?" if path == spoiled else raw
         code, _, err = publish(folder, "--repo", f"me/{spoiled[:5]}", "--source", finished.source)
         assert code == 1
-        assert f"the Hub holds something else under {spoiled}; publish again" in err
+        assert f"the Hub has other content in {spoiled}; publish again" in err
 
 
 def test_what_is_wrong_with_a_login(publish: Publish, folder: Path, finished: Finished) -> None:
@@ -207,7 +207,7 @@ def test_what_is_wrong_with_a_login(publish: Publish, folder: Path, finished: Fi
     code, _, err = publish(*words, token=None)
     assert (code, err.splitlines()[-1]) == (
         2,
-        "quantize: no Hub token; log in with `hf auth login`, or set HF_TOKEN to one that may write",
+        "quantize: no Hub token; log in with `hf auth login`, or set HF_TOKEN to one with write access",
     )
     other = "hf_" + "another" * 5
     code, _, err = publish(*words, token=other)

@@ -78,8 +78,14 @@ def test_a_changed_byte_in_any_file_is_noticed_without_the_source(
     [
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json: cannot be read"),
         (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: named in report.json, not in the folder"),
-        (lambda folder: (folder / "extra.safetensors").write_bytes(b"x"), "extra.safetensors: weights that the index"),
-        (lambda folder: (folder / "added.json").write_text("{}"), "added.json: is no file of it, and loaders read it"),
+        (
+            lambda folder: (folder / "extra.safetensors").write_bytes(b"x"),
+            "extra.safetensors: weights file not in the index",
+        ),
+        (
+            lambda folder: (folder / "added.json").write_text("{}"),
+            "added.json: not a file of this output, but loaders read it",
+        ),
         (
             lambda folder: rewrite_report(
                 folder, lambda report: report["audit"]["differences"].append("x: bytes differ")
@@ -167,9 +173,7 @@ def test_a_card_without_licence_and_base_model_is_warned_about_or_completed(
     code, _, err = publish(folder, "--repo", REPO)
     assert code == 0
     assert "the card has no license: the source names none; give --license NAME\n" in err
-    assert (
-        "the card has no base_model: the source was a folder (its card says that it was made from some/original)" in err
-    )
+    assert "the card has no base_model: the source was a folder (made from some/original according to its card)" in err
     assert not {"license", "base_model"} & ModelCard((folder / "README.md").read_text()).data.to_dict().keys()
 
     terminal = io.StringIO("mit\n\n")
@@ -185,7 +189,7 @@ def test_a_card_without_licence_and_base_model_is_warned_about_or_completed(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--license", "Apache 2"), "--license Apache 2: write the Hub's name of it, such as apache-2.0, mit or other"),
+        (("--license", "Apache 2"), "--license Apache 2: use the Hub's identifier, such as apache-2.0, mit or other"),
         (("--base-model", "tiny"), "--base-model tiny: write it as owner/name"),
     ],
 )
@@ -204,26 +208,24 @@ def test_a_dry_run_ends_with_what_is_done_and_what_remains(
 
     assert (
         publish(folder, "--repo", REPO, "--dry-run")[1].splitlines()[-1].split()
-        == (
-            f"open repository {REPO}: none that you can see, so it will be made, with your account's default visibility"
-        ).split()
+        == (f"open repository {REPO}: not found; will be created with default visibility").split()
     )
     first = points("--private", token=None)
     assert {name for name, (state, _) in first.items() if state == "missing"} == {"license", "base_model", "token"}
-    assert first["repository"][1].endswith("it will be made, private")
+    assert first["repository"][1].endswith("will be created as private")
     assert first["gates"] == ("done", "3 of 3 passed")
-    assert "--thorough does it again" in first["source"][1]
+    assert "--thorough repeats it" in first["source"][1]
 
     assert publish(folder, "--repo", REPO, "--license", "mit", "--base-model", "me/tiny")[0] == 0
     done = points()
     assert {state for state, _ in done.values()} == {"done"}
     assert done["repository"][1] == f"{REPO} exists, public"
-    assert points("--private")["repository"][1].endswith("--private and --public change nothing")
+    assert points("--private")["repository"][1].endswith("--private and --public have no effect")
 
     break_a_byte(folder)
     assert points()["checks"][0] == "missing"
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert points()["repository"] == ("open", f"{REPO}: the Hub could not be asked whether it exists")
+    assert points()["repository"] == ("open", f"{REPO}: the Hub did not answer")
 
 
 @pytest.mark.usefixtures("no_source")

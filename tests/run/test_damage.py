@@ -113,22 +113,25 @@ def front(change: Callable[[dict[str, Any]], object]) -> Damage:
 
 # What is done, and what `quantize verify` says of it.
 DAMAGE: dict[str, tuple[Damage, list[str]]] = {
-    "an emptied tokenizer": (lambda f: (f / "tokenizer.json").write_text(""), ["tokenizer.json: is not the source's"]),
+    "an emptied tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text(""),
+        ["tokenizer.json: differs from the source's"],
+    ),
     "a missing tokenizer_config": (
         lambda f: (f / "tokenizer_config.json").unlink(),
         ["tokenizer_config.json: missing; the source has it"],
     ),
     "another chat template": (
         lambda f: (f / "chat_template.jinja").write_text("{{ messages }}"),
-        ["chat_template.jinja: is not the source's"],
+        ["chat_template.jinja: differs from the source's"],
     ),
     "another generation_config": (
         in_json("generation_config.json", lambda c: c.update(temperature=2.0)),
-        ["generation_config.json: is not the source's"],
+        ["generation_config.json: differs from the source's"],
     ),
     "code that comes from nowhere": (
         lambda f: (f / "modeling_tiny.py").write_text("print('hello')"),
-        ["modeling_tiny.py: the source has no such file, and loaders read it; remove it"],
+        ["modeling_tiny.py: not in the source, but loaders read it; remove it"],
     ),
     "another rope_theta and rms_norm_eps": (
         in_json("config.json", other_theta),
@@ -147,7 +150,7 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
         ['config.json: quantization_config.quantization_status is "frozen", should be "compressed"'],
     ),
     "a shard": (lambda f: damage_bytes(f / SHARD), [DAMAGED]),
-    "a shard's header": (other_header, [f"{SHARD}: changed since the run wrote it, in its header alone"]),
+    "a shard's header": (other_header, [f"{SHARD}: changed since the run wrote it, only in its header"]),
     "two entries of the index": (
         in_json(INDEX, lambda i: swap(i["weight_map"])),
         [f"{INDEX}: {NORMS[0]} should be in model-00002", f"{INDEX}: changed since the run wrote it"],
@@ -189,19 +192,19 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
     ),
     "weights beside the index": (
         lambda f: shutil.copy(f / SHARD, f / "model.safetensors"),
-        ["model.safetensors: weights that the index does not name"],
+        ["model.safetensors: weights file not in the index"],
     ),
     "weights in another format": (
         lambda f: (f / "pytorch_model.bin").write_bytes(b"x"),
-        ["pytorch_model.bin: weights that the index does not name"],
+        ["pytorch_model.bin: weights file not in the index"],
     ),
     "a template in a folder": (
         in_folder("additional_chat_templates/tool_use.jinja"),
-        ["additional_chat_templates/tool_use.jinja: in a folder of its own, where loaders may look; remove it"],
+        ["additional_chat_templates/tool_use.jinja: in a subfolder that loaders may read; remove it"],
     ),
     "merges of a tokenizer": (
         lambda f: (f / "merges.txt").write_text("a b"),
-        ["merges.txt: the source has no such file, and loaders read it; remove it"],
+        ["merges.txt: not in the source, but loaders read it; remove it"],
     ),
     "a shard's header that cannot be read": (
         lambda f: (f / SHARD).write_bytes(b"\xff" * 8 + (f / SHARD).read_bytes()[8:]),
@@ -272,7 +275,7 @@ def test_every_side_file_is_compared(
             stream.write(b" ")
     assert quantize(monkeypatch, "verify", copied, "--source", finished.source) == 3
     out = capsys.readouterr().out
-    assert [name for name in names if f"{name}: is not the source's" not in out] == []
+    assert [name for name in names if f"{name}: differs from the source's" not in out] == []
 
 
 def test_words_of_the_card_and_more_tags_are_no_damage(

@@ -15,7 +15,7 @@ from own_tokenizer import FILES, FIRST, write_own_tokenizer
 
 from quantizers.calibration.samples import samples
 from quantizers.checkpoint.reader import open_folder
-from quantizers.hub.local_files import local_files
+from quantizers.hub.checks import local_files
 from quantizers.plan.job import prepare
 from quantizers.run.measure import measure
 from quantizers.run.options import Options

@@ -89,7 +89,7 @@ def test_a_shared_expert_that_was_left_out_is_named_once_a_layer(shared: str, so
     assert named == [
         f"{SHARED.format(layer)}: {LEFT_OUT} model.layers.{layer}.post_attention_layernorm.weight was divided in "
         f"{divided} of {CHANNELS} channels: mlp.shared_experts.gate_proj and mlp.shared_experts.up_proj read it and "
-        "have the source's numbers; this cannot be repaired without changing bytes that are to be kept; quantize again "
+        "have the source's numbers; repairing this would change passthrough bytes; quantize again "
         "without scales in this norm"
         for layer, divided in enumerate(DIVIDED, 1)
         if shared != "multiplied"

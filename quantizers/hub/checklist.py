@@ -1,4 +1,4 @@
-"""What a dry run ends with: what was checked, and what remains to be done before an upload."""
+"""The checklist at the end of a dry run: done and missing steps before an upload."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, Literal
 from eval.report.front_matter import front_matter
 from quantizers.system.text_table import size
 
-from .local_files import LocalFile
-from .publish import Checks
+from .checks import Checks, LocalFile
 
 State = Literal["done", "missing", "open"]
 PATIENCE = 10.0  # seconds to wait for the Hub's answer
@@ -17,7 +16,7 @@ PATIENCE = 10.0  # seconds to wait for the Hub's answer
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the list: `open` is what could not be found out, or is decided later."""
+    """One step; `open` if its state is unknown, or decided later."""
 
     name: str
     state: State
@@ -27,27 +26,25 @@ class Point:
 def checklist(
     report: dict[str, Any], files: list[LocalFile], checks: Checks, repo: str, private: bool | None
 ) -> list[Point]:
-    """All points, in the order in which they are needed.
+    """All steps in order.
 
     Args:
-        report: with what is known of its publication, see `card.described`.
+        report: from `card.with_publication`.
     """
     gates, front = report["gates"], front_matter(report)
     passed = sum(gate["passed"] for gate in gates)
-    source = "with it now" if checks.with_source else "with it when this was made; --thorough does it again"
+    compared = "now" if checks.with_source else "when it was made; --thorough repeats it"
     found = (
-        Point("checks", "missing", f"{len(checks.problems)} fail: repair what differs, or give --force with a reason")
+        Point("checks", "missing", f"{len(checks.problems)} fail: repair the output, or give --force with a reason")
         if checks.problems
-        else Point(
-            "checks", "done", "each file has the hash in report.json, and vLLM, SGLang, transformers read it right"
-        )
+        else Point("checks", "done", "file hashes match report.json; no problems for vLLM, SGLang, transformers")
     )
     return [
         Point("files", "done", f"{len(files)}, {size(sum(file.size for file in files))}"),
         found,
-        Point("source", "done", f"tensors were compared {source}"),
+        Point("source", "done", f"tensors compared with the source {compared}"),
         Point("gates", "done" if passed == len(gates) else "missing", f"{passed} of {len(gates)} passed"),
-        Point("card", "done", f"its commands will name {repo}, so README.md, report.html and report.json still change"),
+        Point("card", "done", f"its commands will name {repo}; README.md, report.html and report.json will change"),
         license_point(report, front),
         base_model_point(report, front),
         *_account(repo, private),
@@ -55,7 +52,7 @@ def checklist(
 
 
 def license_point(report: dict[str, Any], front: dict[str, Any]) -> Point:
-    """Whether the card says under which licence it is."""
+    """Whether the card names a licence."""
     if front.get("license"):
         return Point("license", "done", str(front.get("license_name", front["license"])))
     said = report.get("experts", {}).get("card", {}).get("license", ())
@@ -64,34 +61,34 @@ def license_point(report: dict[str, Any], front: dict[str, Any]) -> Point:
 
 
 def base_model_point(report: dict[str, Any], front: dict[str, Any]) -> Point:
-    """Whether the card says of which model on the Hub it is a quantization."""
+    """Whether the card names the model on the Hub that was quantized."""
     if front.get("base_model"):
         return Point("base_model", "done", str(front["base_model"]))
     said = report["source"].get("made_from", ())
-    hint = f" (its card says that it was made from {', '.join(said)})" if said else ""
+    hint = f" (made from {', '.join(said)} according to its card)" if said else ""
     return Point("base_model", "missing", f"the source was a folder{hint}; give --base-model OWNER/NAME")
 
 
 def _account(repo: str, private: bool | None) -> list[Point]:
-    """Whether there is a token, and whether the repository exists, as far as the Hub answers; nothing is sent to it."""
+    """Whether there is a token and a repository, as far as the Hub answers; nothing is uploaded."""
     from httpx import HTTPError
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     token = get_token()
-    login = "log in with `hf auth login`, or set HF_TOKEN to one that may write"
+    login = "log in with `hf auth login`, or set HF_TOKEN to one with write access"
     points = [Point("token", "done", "found") if token else Point("token", "missing", login)]
-    as_new = {True: "private", False: "public", None: "with your account's default visibility"}[private]
+    as_new = {True: "as private", False: "as public", None: "with default visibility"}[private]
     try:
         info = HfApi().model_info(repo, timeout=PATIENCE)
     except RepositoryNotFoundError:
-        return [*points, Point("repository", "open", f"{repo}: none that you can see, so it will be made, {as_new}")]
+        return [*points, Point("repository", "open", f"{repo}: not found; will be created {as_new}")]
     except HFValidationError:
-        return [*points, Point("repository", "missing", f"{repo} is no name on the Hub; write it as owner/name")]
+        return [*points, Point("repository", "missing", f"{repo} is not a valid name; write it as owner/name")]
     except (HTTPError, OSError) as failure:
         status = getattr(getattr(failure, "response", None), "status_code", None)
         if token and status in (401, 403):
             return [Point("token", "missing", f"the Hub refuses it ({status}); {login}"), *points[1:]]
-        return [*points, Point("repository", "open", f"{repo}: the Hub could not be asked whether it exists")]
-    ignored = "; --private and --public change nothing" if private not in (None, info.private) else ""
+        return [*points, Point("repository", "open", f"{repo}: the Hub did not answer")]
+    ignored = "; --private and --public have no effect" if private not in (None, info.private) else ""
     return [*points, Point("repository", "done", f"{repo} exists, {'private' if info.private else 'public'}{ignored}")]

@@ -1,0 +1,194 @@
+"""Checks before an upload: the run's report, the hashes of the files, and the gates."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantizers.output.journal import refuse_unfinished
+from quantizers.output.record import carried_facts, seal_of
+from quantizers.run.record_check import check_record
+from quantizers.system.errors import OutputError
+from quantizers.system.own_files import CARD, REPORT
+from quantizers.system.progress import Step
+from quantizers.system.text_table import gate_figures
+from stitch.audit.folder import added, strays
+from stitch.write.digests import changes, recorded_digests
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantizers.checkpoint.reader import Checkpoint
+
+CHUNK = 1 << 24  # bytes read at a time
+ALWAYS = ("audit", "consumers")  # the gates of every output of this program
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file to upload.
+
+    Attributes:
+        name: in the folder, and on the Hub.
+        size: bytes.
+        sha256: the Hub's hash of a file stored as LFS or Xet.
+        blob: git's blob id (SHA-1), the Hub's hash of any other file.
+    """
+
+    name: str
+    size: int
+    sha256: str
+    blob: str
+
+
+@dataclass(frozen=True)
+class Checks:
+    """The result of the checks.
+
+    Attributes:
+        problems: reasons not to publish, one line each.
+        notes: remarks that are no problems.
+        with_source: the tensors were compared with the source now. Otherwise this was done when the output was made,
+            according to the report with its checksum, and every file still has the hash that it had then.
+    """
+
+    problems: list[str]
+    notes: list[str]
+    with_source: bool
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """The report of a finished run or stitch.
+
+    Raises:
+        OutputError: the folder is not a finished output of this program, or its report was modified, so that its
+            figures are not the measured ones.
+    """
+    refuse_unfinished(folder)
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        if not isinstance(report, dict) or not {"source", "gates", "files"} <= set(report):
+            raise ValueError("not a report")
+        if not {"settings", "stitched"} & set(report):
+            raise ValueError("of neither a run nor a stitch")
+    except (OSError, ValueError):
+        raise OutputError(
+            f"{folder}: has no {REPORT} of a finished run; give the output of `quantize run` or `quantize stitch`"
+        ) from None
+    if report.get("seal") != seal_of(report):
+        raise OutputError(
+            f"{folder / REPORT}: was modified after the run (checksum mismatch), so its figures are not published, "
+            "even with --force; restore it"
+        )
+    return report
+
+
+def local_files(folder: Path, report: dict[str, Any], step: Step = lambda _: None) -> list[LocalFile]:
+    """The files to upload, hashed: those of the run. Any other file in the folder is not uploaded."""
+    files = []
+    for name in sorted({*report["files"], REPORT}):
+        if Path(name).name == name and (folder / name).is_file():
+            files.append(_hashed(folder / name))
+            step(name)
+    return files
+
+
+def rehash(folder: Path, files: list[LocalFile], names: list[str]) -> list[LocalFile]:
+    """The same files, with those hashed again that were rewritten."""
+    return [_hashed(folder / file.name) if file.name in names else file for file in files]
+
+
+def _hashed(path: Path) -> LocalFile:
+    size = path.stat().st_size
+    sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    with path.open("rb") as stream:
+        while block := stream.read(CHUNK):
+            sha256.update(block)
+            blob.update(block)
+    return LocalFile(path.name, size, sha256.hexdigest(), blob.hexdigest())
+
+
+def check_output(
+    folder: Path,
+    report: dict[str, Any],
+    files: list[LocalFile],
+    source: Callable[[], Checkpoint],
+    device: torch.device,
+    *,
+    thorough: bool,
+) -> Checks:
+    """Check a folder against its report, and against its source if the report does not suffice or on request.
+
+    Args:
+        files: all files to upload, hashed.
+        source: opens the source; called only if needed.
+        thorough: compare with the source in any case, as `quantize verify` does.
+    """
+    with_source = thorough or not is_complete(report, files)
+    if with_source:
+        from quantizers.run.verification import verify_folder
+
+        found = verify_folder(folder, source(), device)
+        problems = [*found.differences, *found.misread, *_failed_gates(report, ALWAYS)]
+        notes = list(found.record.notes)
+    else:
+        problems, notes = _check_without_source(folder, report)
+    problems += _changes(folder, report, files)
+    return Checks(list(dict.fromkeys(problems)), notes, with_source)
+
+
+def is_complete(report: dict[str, Any], files: list[LocalFile]) -> bool:
+    """Whether a report has the gates of an audit, and a hash of every file except its own and the card's.
+
+    Reports of older versions may lack them. The card's text may be edited; its front matter is checked elsewhere.
+    """
+    hashes = _recorded_hashes(report)
+    named = [file.name for file in files if file.name not in (REPORT, CARD)]
+    return {gate["name"] for gate in report["gates"]} >= set(ALWAYS) and all(name in hashes for name in named)
+
+
+def _recorded_hashes(report: dict[str, Any]) -> dict[str, str]:
+    """SHA-256 of each file in a report, by name: of shards from when they were written, of the rest from the end."""
+    shards = {name: digest["sha256"] for name, digest in recorded_digests(report).items()}
+    return dict(report.get("sha256", {})) | shards
+
+
+def _changes(folder: Path, report: dict[str, Any], files: list[LocalFile]) -> list[str]:
+    """The changes of the files since the report recorded their hashes, one line each."""
+    hashes, digests, lines = _recorded_hashes(report), recorded_digests(report), []
+    for file in files:
+        if file.name not in (REPORT, CARD) and hashes.get(file.name, file.sha256) != file.sha256:
+            tensors = changes(folder / file.name, digests[file.name]) if file.name in digests else []
+            lines += tensors or [f"{file.name}: changed since the run wrote it"]
+    return lines
+
+
+def _check_without_source(folder: Path, report: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Problems and notes."""
+    from eval.serving.check import check_folder
+
+    record = check_record(folder)
+    problems = [*record.differences, *strays(folder, recorded_digests(report))]
+    problems += [
+        f"{name}: not a file of this output, but loaders read it; remove it" for name in added(folder, report["files"])
+    ]
+    serving = check_folder(folder, carried_facts(folder))
+    if serving is None:
+        problems.append(f"{folder.name}: cannot be opened as a checkpoint; `quantize verify` says why")
+    problems += [str(finding) for finding in serving.errors] if serving else []
+    audit = report["audit"]["differences"]
+    problems += [*audit, *_failed_gates(report, ("audit",) if audit else ())]
+    return problems, list(record.notes)
+
+
+def _failed_gates(report: dict[str, Any], rechecked: tuple[str, ...]) -> list[str]:
+    """A line for each failed gate, except those that were checked again."""
+    return [
+        "gate {} failed: {}, limit {} ({})".format(gate["name"], *gate_figures(gate), gate["meaning"])
+        for gate in report["gates"]
+        if not gate["passed"] and gate["name"] not in rechecked
+    ]
