@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantizers.calibration.texts import scored_bytes
+from quantizers.calibration.render import scored_bytes
 
 from .figures import Text
 
 if TYPE_CHECKING:
     import torch
 
-    from quantizers.calibration.data import Sample
+    from quantizers.calibration.samples import Sample
 
 
 def positions(config: dict[str, Any]) -> int | None:

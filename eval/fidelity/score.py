@@ -16,7 +16,7 @@ import torch
 
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.system.atomic import atomic, disk_errors
+from quantizers.system.files import atomic, disk_errors
 from quantizers.system.progress import Step
 from quantizers.team.team import ALONE, Team
 

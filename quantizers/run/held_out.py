@@ -7,9 +7,8 @@ from typing import Any
 
 from eval.fidelity.figures import Measured, Text, figures
 from eval.fidelity.held_out import cut, past_the_model, positions, texts
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.texts import token_tensors
-from quantizers.calibration.tokenizer import load_tokenizer
+from quantizers.calibration.render import load_tokenizer
+from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.system.errors import QuantizeError
 

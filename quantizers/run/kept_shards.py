@@ -7,7 +7,7 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
-from quantizers.system.atomic import write_json
+from quantizers.system.files import write_json
 from stitch.audit.layer import written_from
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 

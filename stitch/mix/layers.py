@@ -25,8 +25,8 @@ from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio
 from quantizers.forward.weights import read_weight
 from quantizers.output import journal
 from quantizers.plan.plan import KEPT, Plan
-from quantizers.system.atomic import write_json
 from quantizers.system.errors import CheckpointError
+from quantizers.system.files import write_json
 from stitch.write.shard import write_shard
 
 PROBED = 3  # experts per layer on which the ratio of the norms is confirmed; the audit reads all of them

@@ -23,10 +23,10 @@ from hub_datasets import hub_datasets
 from hub_stand_in import HubStandIn
 from huggingface_hub.errors import OfflineModeIsEnabled
 
+from quantizers.calibration.hub import explained
+from quantizers.calibration.rows import Unreachable
 from quantizers.calibration.set import read_set
-from quantizers.calibration.sources.hub import explained
-from quantizers.calibration.sources.rows import Unreachable
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
 SOFTWARE = SETS / "software-engineer.yaml"

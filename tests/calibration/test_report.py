@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from quantizers.calibration.languages import CODES
-from quantizers.calibration.report.check import SetReport, check_set
-from quantizers.calibration.report.diff import diff_sets
-from quantizers.calibration.report.duplicates import find_duplicates
-from quantizers.calibration.report.show import render_samples, show_samples
-from quantizers.calibration.report.spoken import identify
-from quantizers.calibration.report.view import loading, render, render_diff
+from quantizers.calibration.check import SetReport, check_set, find_duplicates
+from quantizers.calibration.diff import diff_sets
+from quantizers.calibration.language_id import CODES, identify
+from quantizers.calibration.load_set import loading
 from quantizers.calibration.set import read_set
+from quantizers.calibration.view import render, render_diff, render_samples, show_samples
 from quantizers.system.errors import CalibrationError
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
 HEAD = "name: test\nsequence_length: 40\nlanguages: {programming: [C, D], spoken: [Hindi, German]}\nsources:\n"

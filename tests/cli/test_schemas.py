@@ -14,13 +14,12 @@ from commands import quantize
 from conftest import REPOSITORY
 from pydantic import BaseModel
 
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.row_formats import EXAMPLES, SHAREGPT_ROLES
 from quantizers.calibration.set import CalibrationSet, Shape
-from quantizers.calibration.shape_examples import EXAMPLES
-from quantizers.calibration.shapes import SHAREGPT_ROLES
 from quantizers.cli.schema_reference import pages
 from quantizers.recipe.schema import Recipe
-from quantizers.system.schema_text import key_table
+from quantizers.system.schema_docs import key_table
 from quantizers.system.strict_yaml import Strict, load, parse
 
 DOCS = REPOSITORY / "docs"
@@ -133,7 +132,7 @@ def test_every_shape_has_an_example_row_that_loads(tmp_path: Path) -> None:
         }
         path = tmp_path / "set.yaml"
         path.write_text(json.dumps(SET | {"sequence_length": 4096, "sources": [source]}))
-        (sample,) = load_samples(path, tokenizer).samples
+        (sample,) = load_set(path, tokenizer).samples
         answer = sample.text.rpartition("\n\n")[2]
         assert answer in read
 
