@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from .sampler import Sampled, Sampler
 from .samples import CalibrationData, Dropped, Sample, digest_of, missing_languages
 from .set import KINDS, CalibrationSet, DataSource, read_set
 from .subsample import subsample
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Called with the number of samples so far and the name of the source of the last one.
 Progress = Callable[[int, str], None]
@@ -218,14 +222,14 @@ def _write_cache(file: Path, data: CalibrationData) -> None:
 
 
 @contextmanager
-def progress_line() -> Iterator[Progress]:
+def progress_line(console: Console | None = None) -> Iterator[Progress]:
     """A line on a terminal's standard error while a set loads; without a terminal nothing is shown."""
-    from rich.console import Console
+    import rich.console
     from rich.progress import Progress as Bar
     from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    console = Console(stderr=True)
+    console = console or rich.console.Console(stderr=True)
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("loading calibration data")
         yield lambda count, dataset: bar.update(task, description=f"calibration: {count:,} samples, now {dataset}")

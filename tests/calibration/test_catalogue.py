@@ -12,7 +12,6 @@ from commands import quantize
 from quantizers.calibration.check import check_set
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.lock import lock_path, lock_set
-from quantizers.calibration.row_formats import EXAMPLES
 from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set import read_set
 from quantizers.calibration.set_files import copy_set, new_set, rows, write_together
@@ -147,17 +146,6 @@ def test_a_new_set_for_the_shipped_data_reads_it_as_the_shipped_set_does(
     expected = {"code": (lists.programming, ()), "spoken": ((), lists.spoken), "chat": ((), ())}[name]
     found = read_set(path).languages
     assert (set(found.programming), set(found.spoken)) == tuple(map(set, expected))
-
-
-@pytest.mark.parametrize("shape", EXAMPLES)
-def test_every_shape_is_recognised(shape: Any, tmp_path: Path) -> None:
-    data = tmp_path / "my texts.jsonl"
-    data.write_text(json.dumps(EXAMPLES[shape].row))
-    path = tmp_path / "new.yaml"
-    write_together(new_set(path, data).contents)
-    (source,) = read_set(path).sources
-    assert (source.shape, source.columns, source.category) == (shape, EXAMPLES[shape].columns, "my-texts")
-    assert source.dataset == "./my texts.jsonl"
 
 
 def test_rows_that_cannot_be_used_are_said_and_the_set_loads_without_them(tmp_path: Path, tokenizer: str) -> None:

@@ -80,7 +80,7 @@ def test_another_length_of_a_source_is_not_taken_from_the_cache(hundred: Path, t
         path = write_set(hundred, source("a.jsonl", samples=2, sequence_length=length), length=10)
         lengths.append({len(s.tokens) for s in load_set(path, tokenizer, cache=cache).samples})
     assert lengths == [{9}, {12}, {9}]
-    assert len(list(cache.glob("*.json"))) == 2
+    assert len(list(cache.glob("*.parquet"))) == 2
 
 
 def test_which_texts_are_long_is_part_of_the_digest(hundred: Path, tokenizer: str) -> None:
@@ -291,11 +291,13 @@ def test_a_damaged_cache_is_not_used(hundred: Path, tokenizer: str, tmp_path: Pa
     cache = tmp_path / "cache"
     path = write_set(hundred, source("a.jsonl"))
     fresh = load_set(path, tokenizer, cache=cache)
-    tokens = cache / f"{fresh.digest}.npy"
-    raw = bytearray(tokens.read_bytes())
-    raw[-1] ^= 1
-    for damage in (bytes(raw), raw[:50], b""):
-        tokens.write_bytes(damage)
+    (entry,) = cache.iterdir()
+    raw = entry.read_bytes()
+    other = pyarrow.parquet.read_table(entry)
+    tokens = [[*row["tokens"][:-1], 7] for row in other.to_pylist()]
+    pyarrow.parquet.write_table(other.set_column(0, "tokens", pyarrow.array(tokens)), entry)
+    for damage in (entry.read_bytes(), raw[:50], raw[:-50], b""):
+        entry.write_bytes(damage)
         again = load_set(path, tokenizer, cache=cache)
         assert (again.digest, again.notes) == (fresh.digest, ())
 
