@@ -1,6 +1,6 @@
 """The visit to one layer, counted: what `quantize run` does there, on an accelerator that is not there.
 
-It is the run's own code (run/visit.py, run/quantized.py) with a model, lanes and a candidate whose tensors have no
+It is the run's own code (layers/step.py, run/quantizer.py) with a model, lanes and a candidate whose tensors have no
 numbers. What a run does in the background is not done and only its bytes are known: reading and hashing the source,
 writing the shard, reading it back. Whatever is repeated with the same shapes is done once and counted as often as it
 happens: for units of experts, blocks of rows, sequences of the same length.
@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from eval.fidelity.compare import OfText
+from eval.fidelity.comparison import Comparison, OfText
 from eval.fidelity.figures import Text
 from quantizers.checkpoint.held import Held
 from quantizers.checkpoint.safetensors_header import TensorInfo
@@ -31,18 +31,17 @@ from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import Recorded
 from quantizers.forward.states import Rows
+from quantizers.layers.brought import Brought
+from quantizers.layers.step import LayerStep, Watch, run_step
+from quantizers.layers.writer import ShardWriter
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import DeviceMemory
-from quantizers.run import quantized
-from quantizers.run.brought import Brought
-from quantizers.run.quantized import Quantized
-from quantizers.run.shards import Shards
-from quantizers.run.visit import Visit, Watch, pass_through
+from quantizers.run import quantizer
+from quantizers.run.quantizer import Quantizer
 from quantizers.solve import expert_sums, expert_unit, input_sums, norm_search, token_weights
 from quantizers.system.residents import Residents
 from quantizers.team.team import Team
-from stitch.write.shard import LayerTensors
 
 from .copies import CountedStream
 from .counted_team import ALONE, CountedTeam, Ranks, busiest
@@ -132,7 +131,8 @@ def count_visit(
             inputs="device" if memory.inputs else "memory",
             states="device" if memory.states else "memory",
         )
-        candidate = Quantized(job, model, lanes[1], context, lengths, shards=_Shards(job, context))
+        laps = _Laps(counting)
+        candidate = Quantizer(job, model, lanes[1], context, lengths, writer=_Writer(laps))
         for lane in lanes:
             lane.left = lane.states(number)
         counting.lap("begin")
@@ -140,10 +140,10 @@ def count_visit(
         # Read, and on its way, while the experts of the layer before it were solved.
         with counting.block("rounding") if memory.early else contextlib.nullcontext():
             there = brought.take(source)
-        visit = Visit(number, source, there, _Laps(counting))
+        step = LayerStep(number, source, there, laps)
         counting.lap("read")
-        pass_through(visit, lanes[0], [candidate], texts, _Comparing(len(texts)))
-        candidate.entry(visit)
+        run_step(step, model, [Comparison(lanes[0], [candidate], texts, _Comparing(len(texts)))])
+        candidate.entry(step)
     phases = {name: work for name, work in counting.phases.items() if name != "begin"}
     shard = sum(spec.bytes for spec in job.plan.shard(number).values())
     return CountedVisit(phases, sum(info.size for info in source.tensors.values()), shard)
@@ -162,7 +162,7 @@ def _once(counting: Counting, capability: tuple[int, int] | None) -> Iterator[No
     with contextlib.ExitStack() as stack:
         for module, name in REPEATED:
             stack.enter_context(patch.object(module, name, counting.once(getattr(module, name))))
-        stack.enter_context(patch.object(quantized, "rows_in_common", _in_memory))
+        stack.enter_context(patch.object(quantizer, "rows_in_common", _in_memory))
         stack.enter_context(patch.object(crossing, "stream_of", lambda _: stream))
         stack.enter_context(patch.object(rough, "capability", lambda _: capability))
         yield
@@ -277,16 +277,18 @@ class _Comparing(Team):
         return [dict.fromkeys(range(self._texts), OfText(0.0, 0.0, 1.0))]
 
 
-class _Shards(Shards):
+class _Writer(ShardWriter[Any, Any]):
     """Writes nothing, and audits what would be written, if it is this process's turn."""
 
-    def __init__(self, job: Job, context: Context) -> None:
-        self.job, self.context = job, context
+    ahead = 0
+
+    def __init__(self, laps: _Laps) -> None:
+        self._laps = laps
 
     def has_turn(self, number: int) -> bool:
         return True
 
-    def begin(self, visit: Visit, tensors: LayerTensors, made: Held) -> None:
-        visit.watch.lap("pack")
-        self.audit(visit, made, tensors.crossing)
-        visit.watch.lap("audit")
+    def begin(self, number: int, audit: Callable[[], Any], store: Callable[[], Any]) -> None:
+        self._laps.lap("pack")
+        audit()
+        self._laps.lap("audit")

@@ -23,7 +23,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.device import devices
 from quantizers.device.devices import use_threads
 from quantizers.output.fingerprint import begun_with
-from quantizers.run import layer_loop
+from quantizers.run import quantize as quantizing
 from quantizers.system.errors import OutputError
 from quantizers.team.team import Team
 
@@ -80,7 +80,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
     """In one process: begun with 2, the rule says 1; then an explicit number is refused in one line."""
     output = tmp_path / "output"
     words = ("run", finished.recipe, "--output", output, "--device", "cpu")
-    real = layer_loop.write_json
+    real = quantizing.write_json
 
     def cut(path: Path, entry: Any) -> None:
         real(path, entry)
@@ -90,7 +90,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(devices, "SMALL_LAYER", 0)
         patched.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-        patched.setattr(layer_loop, "write_json", cut)
+        patched.setattr(quantizing, "write_json", cut)
         assert quantize(patched, *words) == 2
     assert torch.get_num_threads() == 2
     assert begun_with(output / ".quantize")["threads"] == 2
