@@ -22,7 +22,7 @@ from quantizers.layers.step import Consumer, LayerStep
 from quantizers.system.progress import doing
 from quantizers.team.team import ALONE, Team
 
-from .figures import Text, parts
+from .metrics import Text, parts
 
 
 class Candidate(Protocol):
@@ -130,7 +130,7 @@ def compare(
         agreement: the share of the source's expert choices that the candidate makes too, None without experts;
         hidden_error:
         ‖h_candidate − h_source‖ / ‖h_source‖ of the states that leave the layer; and `long` with the same of the long
-        texts, if they are reported separately (see `figures.parts`).
+        texts, if they are reported separately (see `metrics.parts`).
     """
     found = fetched({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.share.owned_batches})
     own = {int(first) + i: OfText(*row) for first, rows in found.items() for i, row in enumerate(rows.tolist())}

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 from eval.fidelity.comparison import Comparison, OfText
-from eval.fidelity.figures import Text
+from eval.fidelity.metrics import Text
 from quantizers.checkpoint.held import Held
 from quantizers.checkpoint.safetensors_header import TensorInfo
 from quantizers.checkpoint.tensor_bytes import torch_dtype

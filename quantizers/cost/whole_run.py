@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from eval.fidelity import score
-from eval.fidelity.figures import Text
+from eval.fidelity import scoring
+from eval.fidelity.metrics import Text
 from quantizers.checkpoint.tensor_bytes import torch_dtype
 from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import DeviceMemory
@@ -119,7 +119,7 @@ def count_scoring(job: Job, texts: Sequence[Text]) -> dict[str, Work]:
     counting = Counting()
     model = CountedModel(job, counting)
     (head,) = (action.spec for action in job.plan.of_layer(None) if action.source == job.facts.head)
-    scored = counting.once(score.score_text)
+    scored = counting.once(scoring.score_text)
     with torch.no_grad(), counting:
         matrix = untouched(head.shape, torch_dtype(head.dtype)).to(META).to(model.dtype)
         for text in texts:

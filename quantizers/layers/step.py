@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -46,7 +46,7 @@ class LayerStep:
     watch: Watch = field(default_factory=Watch)
 
 
-class Consumer(Protocol):
+class Consumer:
     """One use of the loop over the layers: quantizing, comparing, counting routes, measuring schemes, mixing.
 
     The loop (`loop.layer_steps`) reads the source's bytes of each layer once. At each layer every process calls every

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from eval.fidelity.comparison import Comparison
-from eval.fidelity.figures import Measured
-from eval.fidelity.score import measured, score
+from eval.fidelity.held_out import HeldOut, held_out
+from eval.fidelity.metrics import Measured
+from eval.fidelity.scoring import measured, score
 from eval.fidelity.weight_error import weight_errors
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
@@ -37,8 +38,6 @@ from quantizers.system.errors import CheckpointError, OutputError
 from quantizers.system.files import json_finite, write_json
 from quantizers.team.shown import shown
 from quantizers.team.team import ALONE, Team
-
-from .held_out import HeldOut, held_out
 
 EVALUATION = "evaluation.json"  # in `work`: the settings that a resumable evaluation was started with
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from eval.coverage.gates import check_floors
-from eval.fidelity.figures import Text
+from eval.fidelity.held_out import HeldOut, held_out
+from eval.fidelity.metrics import Text
 from quantizers.budget.branches import Branches
 from quantizers.budget.choice import choose_schemes
 from quantizers.budget.measurements import measuring_seconds
@@ -51,7 +52,6 @@ from .agree import agree
 from .card import write_with_card
 from .disk import output_bytes
 from .finished import already_done
-from .held_out import HeldOut, held_out
 from .opening import opening_line
 from .options import Options
 from .places import places

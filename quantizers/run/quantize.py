@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from eval.fidelity.comparison import Comparison
-from eval.fidelity.figures import Measured, Text
-from eval.fidelity.score import measured, score
+from eval.fidelity.metrics import Measured, Text
+from eval.fidelity.scoring import measured, score
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.held import Held, hold, layer_names
 from quantizers.checkpoint.reader import Checkpoint

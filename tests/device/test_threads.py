@@ -17,6 +17,7 @@ from conftest import REPOSITORY, Finished
 from runs import assert_same
 from tiny import write_job
 
+from eval.fidelity import scoring
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
@@ -111,20 +112,19 @@ def test_an_evaluation_goes_on_with_its_threads(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before: «holds an unfinished evaluation of other models or data»."""
-    from eval.fidelity import score
 
     words = ("eval", finished.source, finished.folder, "--data", finished.held_out, "--no-picture", "--device", "cpu")
     words += ("--work", tmp_path / "work", "--json")
     assert quantize(monkeypatch, *words) == 0
     wanted = json.loads(capsys.readouterr().out)
-    real = score.score_text
+    real = scoring.score_text
 
     def cut(*_: Any) -> Any:
         raise OutputError("cut here")
 
-    monkeypatch.setattr(score, "score_text", cut)
+    monkeypatch.setattr(scoring, "score_text", cut)
     assert quantize(monkeypatch, *words) == 2
-    monkeypatch.setattr(score, "score_text", real)
+    monkeypatch.setattr(scoring, "score_text", real)
     capsys.readouterr()
     monkeypatch.setattr(devices, "SMALL_LAYER", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
