@@ -25,11 +25,10 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint, block_size, open_fo
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.making import make_plan
 from quantizers.plan.plan import Plan
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import Scheme
-from quantizers.system.at_once import at_once
+from quantizers.recipe.schema import Experts, Scheme
 from quantizers.system.errors import CheckpointError
-from quantizers.system.own_files import REPORT, is_plain
+from quantizers.system.output_files import REPORT, is_plain
+from quantizers.system.thread_map import thread_map
 from stitch.write.config_files import output_config
 from stitch.write.digests import ShardDigest, changes, recorded_digests
 
@@ -117,7 +116,7 @@ def verify(
     def changed(name: str) -> list[str]:
         return changes(folder / name, recorded[name], past_the_cache=audited is not None)
 
-    with closing(at_once(changed, recorded)) as found:  # first: behind a damaged header nothing can be read
+    with closing(thread_map(changed, recorded)) as found:  # first: behind a damaged header nothing can be read
         for name, lines in zip(recorded, found, strict=True):
             audit.changed += lines
             if audited is not None:

@@ -25,7 +25,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.checkpoint.fp8 import ROWS, Fp8
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, block_size, side_files
 from quantizers.plan.plan import Plan, index_json
-from quantizers.system.atomic import copy_file, write_text
+from quantizers.system.files import copy_file, write_text
 
 
 def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Architecture) -> None:

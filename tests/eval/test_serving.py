@@ -41,8 +41,7 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.fp8 import ROWS
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.making import expected_tensors, make_plan
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import Scheme
+from quantizers.recipe.schema import Experts, Scheme
 from quantizers.system.errors import InputError
 from stitch.write.config_files import output_config
 
