@@ -98,7 +98,7 @@ def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
         CalibrationError: a set is wrong, or one of its local files is missing.
     """
     from quantizers.calibration.lock import file_hash
-    from quantizers.calibration.rows import local_file, published_name
+    from quantizers.calibration.rows import local_file
 
     sets: dict[str, str] = {}
     data: dict[str, Path] = {}
@@ -109,7 +109,7 @@ def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
 
         def called(source: DataSource, folder: Path = file.parent, names: dict[str, str] = names) -> str:
             data_file = local_file(source, folder)
-            name = published_name(file_hash(data_file).removeprefix("sha256:"), data_file.suffix)
+            name = f"data-{file_hash(data_file).removeprefix('sha256:')[:16]}{data_file.suffix}"
             data[name], names[source.dataset] = data_file, name
             return name
 
