@@ -42,9 +42,9 @@ from quantizers.plan.job import Job
 from quantizers.plan.units import rows_of_block
 from quantizers.recipe.locations import set_location
 from quantizers.recipe.schema import Experts
-from quantizers.run.layer_loop import quantize_layers
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble
+from quantizers.run.quantize import quantize_layers
 from quantizers.solve.layer import solve_layer
 from quantizers.system.residents import Residents
 

@@ -28,9 +28,9 @@ from quantizers.plan.job import Job
 from quantizers.plan.making import make_plan
 from quantizers.recipe.locations import set_location
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.run.layer_loop import quantize_layers
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble
+from quantizers.run.quantize import quantize_layers
 from quantizers.system.errors import InputError
 from quantizers.system.residents import Residents
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from eval.coverage.gates import check_floors
-from eval.fidelity.figures import Text
+from eval.fidelity.held_out import HeldOut, held_out
+from eval.fidelity.metrics import Text
 from quantizers.budget.branches import Branches
 from quantizers.budget.choice import choose_schemes
 from quantizers.budget.measurements import measuring_seconds
@@ -52,12 +53,11 @@ from .agree import agree
 from .card import write_with_card
 from .disk import output_bytes
 from .finished import already_done
-from .held_out import HeldOut, held_out
-from .layer_loop import assist_layers, quantize_layers
 from .opening import opening_line
 from .options import Options
 from .places import places
 from .proof import prove
+from .quantize import quantize_layers
 from .unfinished import find_damage, refuse_other_texts
 
 METHOD = 10  # increased whenever the same settings would give different bytes
@@ -113,7 +113,7 @@ def assist(job: Job, options: Options) -> None:
                 message: _Shared = team.tell()
                 context = message.context(work, options.device, check, team)
                 job = _with_schemes(job, None, context, options.output)
-                assist_layers(job, context, message.texts)
+                quantize_layers(job, None, None, context, message.texts)
             finally:
                 if team.node:
                     journal.leave(options.output, team.node)

@@ -29,8 +29,7 @@ from quantizers.system.own_files import CARD, PAGE
 from quantizers.system.progress import checked, progress
 from stitch.audit.checkpoint import verify
 from stitch.audit.folder import folders_left_out
-from stitch.mix.layers import as_rows, describe
-from stitch.mix.mix import Mix, belong_together, write_mix
+from stitch.mix import Mix, as_rows, belong_together, describe, write_mix
 from stitch.write.digests import ShardDigest
 
 from .card import write_with_card

@@ -54,7 +54,7 @@ def test_the_first_hour_on_a_cpu(tmp_path: Path) -> None:
     kl = re.fullmatch(r"the same \d gates; KL (\S+), of the CPU's output (\S+)", table["cpu"][1])
     assert kl
     assert kl[1] == kl[2] != "0.00000"
-    assert "going on after layer 1 of 3" in logs["resume"]
+    assert "resuming after layer 1 of 3" in logs["resume"]
     assert "one of 2 processes" in logs["two"]
     assert f"{torch.__version__}" in table["machine"][1]
     code, _, said = first_hour(tmp_path / "out")

@@ -16,7 +16,7 @@ import torch
 from one_layer import GROUP, make_layer, sliced
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eval.fidelity.score import score_text
+from eval.fidelity.scoring import score_text
 from quantizers.budget.branches import Branches
 from quantizers.budget.divergence import divergences
 from quantizers.budget.output_errors import scheme_errors

@@ -18,7 +18,7 @@ from foreign import FORMATS, bf16_copy, oneshots
 from safetensors.torch import load_file, save_file
 from whole_models import Run, run_whole, source_weights
 
-from eval.fidelity.figures import Measured, Text, figures
+from eval.fidelity.metrics import Measured, Text, figures
 from quantizers.architectures.families import architecture_for
 from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.formats import readable

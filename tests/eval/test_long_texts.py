@@ -18,8 +18,7 @@ from runs import leaves
 from sets import EMBEDDED, LONG, SHORT, write_set
 from whole_models import Run, finished_weights, run_whole, source_weights
 
-from eval.fidelity.by_position import by_position
-from eval.fidelity.figures import Measured, Text, figures
+from eval.fidelity.metrics import Measured, Text, by_position, figures
 from eval.fidelity.tables import eval_table
 from eval.report.card import card
 from eval.report.page import page

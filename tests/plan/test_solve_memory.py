@@ -17,7 +17,7 @@ from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.plan import Plan
 from quantizers.plan.solve_memory import DeviceMemory, _Phases, device_memory
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.run.quantized import _by_expert
+from quantizers.run.quantizer import _by_expert
 from quantizers.solve.gram_engine import solve
 from quantizers.system.errors import InputError
 from quantizers.system.residents import Residents

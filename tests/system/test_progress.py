@@ -14,7 +14,7 @@ import torch
 from conftest import Finished
 from sets import write_set
 
-from eval.fidelity import score
+from eval.fidelity import scoring
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward import lane
 from quantizers.plan.job import prepare
@@ -34,7 +34,7 @@ class Clock:
         self.now = 1000.0
         patched.setattr(time, "monotonic", lambda: self.now)
         patched.setattr(lane, "attend", self.slowed(lane.attend, LAYER))
-        patched.setattr(score, "score_text", self.slowed(score.score_text, TEXT))
+        patched.setattr(scoring, "score_text", self.slowed(scoring.score_text, TEXT))
 
     def slowed(self, work: Any, seconds: float) -> Any:
         def slow(*arguments: Any, **named: Any) -> Any:
@@ -99,7 +99,7 @@ def test_an_evaluation_that_goes_on_counts_what_was_done_before_as_done(
                 evaluated(finished, tmp_path / "work")
 
     cut_in(lane, "attend", 3)  # the candidate's in layer 1
-    cut_in(score, "score_text", 4)
+    cut_in(scoring, "score_text", 4)
     said = capsys.readouterr().err.splitlines()
     assert said == [
         "evaluating: 1 of 4  layer 0",

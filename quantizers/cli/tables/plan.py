@@ -126,8 +126,8 @@ def measured_table(result: dict[str, Any]) -> str:
             f"peak memory {size(result['peak_memory_bytes'])}",
             f"the whole run: {duration(result['run'])}, extrapolated: {result['layers']} layers with experts at "
             f"{_seconds(result['layer'])} each{others}",
-            "each phase is multiplied by the ratio of what it grows with; reading overlaps with computing; logits and the "
-            "last reading of the output are not included",
+            "each phase is multiplied by the ratio of what it grows with; reading overlaps with computing; logits and "
+            "the last reading of the output are not included",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""One visit a layer: what is read how often, what is measured on the way, what stops it, and how it goes on."""
+"""A run's layers: what is read how often, what is measured on the way, what stops a run, and how it resumes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from conftest import Finished
-from delayed_copies import AtOnce, Delayed, delay
+from delayed_copies import Delayed, delay
 from runs import assert_same, cut_in_layer, hashes, leaves
 from safetensors.torch import save_file
 from tiny import make, write_job
@@ -24,17 +24,16 @@ from tiny import make, write_job
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.cli import main as cli
-from quantizers.forward.lane import Lane
 from quantizers.forward.states import Rows
+from quantizers.layers import loop
 from quantizers.output import journal
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.solve_memory import DeviceMemory
-from quantizers.run import layer_loop, pipeline, places, quantized, shards
-from quantizers.run import visit as visiting
+from quantizers.run import pipeline, places, quantize, quantizer
 from quantizers.run.measure import measure
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
-from quantizers.system.errors import QuantizeError, Stopped
+from quantizers.system.errors import QuantizeError
 from stitch.audit.checkpoint import verify
 from stitch.write import shard as writing
 from stitch.write.shard import LayerTensors
@@ -110,32 +109,12 @@ def test_each_byte_is_read_once(
     assert 2 * output <= read["output"] <= 2.1 * output
 
 
-def test_held_out_states_that_lie_on_the_device(
-    small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run writes them to the same files, and goes on from these."""
-    real, on_device = layer_loop.Lane, list[Rows]()
-
-    def lane(*arguments: Any, **named: Any) -> Lane:
-        made = real(*arguments, **(named | {"device": CPU}))
-        on_device.append(made.states(0))
-        return made
-
-    monkeypatch.setattr(layer_loop, "Lane", lane)
-    cut_in_layer(2, job_of(small), Options(tmp_path / "output", CPU))
-    files = sorted(file.name for file in (journal.work_folder(tmp_path / "output") / "held-out").iterdir())
-    assert files == ["states-0-00002.bin", "states-0-00003.bin", "states-1-00002.bin"]
-    run(job_of(small), Options(tmp_path / "output", CPU))
-    assert all(rows.path is None for rows in on_device)
-    assert_same(tmp_path / "output", small[1])
-
-
 def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
     small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states that leave it, of source and output; however slow the disk. Where it is full, nothing is journaled."""
     events: list[str] = []
-    flush, write = Rows.flush, layer_loop.write_json
+    flush, write = Rows.flush, quantize.write_json
 
     def slowly(rows: Rows) -> None:
         time.sleep(0.1)
@@ -148,13 +127,13 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
         write(path, *content)
 
     monkeypatch.setattr(Rows, "flush", slowly)
-    monkeypatch.setattr(layer_loop, "write_json", noted)
+    monkeypatch.setattr(quantize, "write_json", noted)
     run(job_of(small), Options(tmp_path / "output", CPU))
     layers = job_of(small).sizes["layers"]
     for number in range(layers):
         entry = events.index(journal.layer_file(tmp_path, number).name)
         assert all(events.index(f"states-{lane}-{number + 1:05d}.bin") < entry for lane in (0, 1))
-    assert len(events) == 3 * layers
+    assert len(events) == 3 * layers + 1, "and the entry of the shard outside the layers"
 
     def full(_: Rows) -> None:
         raise QuantizeError("states: no room")
@@ -231,38 +210,9 @@ def test_a_byte_flipped_between_memory_and_file_is_found_at_once(
     assert_same(output, small[1])
 
 
-def test_a_shard_is_written_one_layer_behind(
-    small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU. What is wrong with it is found a layer later, and two layers are made again."""
-    monkeypatch.setattr(shards, "accelerated", lambda _: True)
-    run(job_of(small), Options(tmp_path / "whole", CPU))
-    assert_same(tmp_path / "whole", small[1])
-    output, visited, real = tmp_path / "output", list[int](), quantized.layer_tensors
-
-    def seen(plan: Any, layer: int, *arguments: Any, **near: Any) -> LayerTensors:
-        visited.append(layer)
-        return real(plan, layer, *arguments, **near)
-
-    def flipped(tensors: dict[str, torch.Tensor], path: Path, **named: Any) -> None:
-        save_file(tensors, path, **named)
-        if path.name.startswith(SHARD):
-            flip(path, KEPT)
-
-    monkeypatch.setattr(quantized, "layer_tensors", seen)
-    with monkeypatch.context() as patched:
-        patched.setattr(writing, "save_file", flipped)
-        with pytest.raises(QuantizeError, match=f"{SHARD}: {KEPT} has other bytes in the file"):
-            run(job_of(small), Options(output, CPU))
-    assert [entry["layer"] for entry in journal.done_layers(journal.work_folder(output), 4)] == [0]
-    run(job_of(small), Options(output, CPU))
-    assert visited == [0, 1, 2, 1, 2, 3]
-    assert_same(output, small[1])
-
-
 def test_a_kept_byte_that_changed_in_memory_is_found_at_once(small: tuple[Path, Path], tmp_path: Path) -> None:
     """Buffer and file then agree: only the hash taken when the source was read can tell."""
-    real = quantized.layer_tensors
+    real = quantizer.layer_tensors
 
     def changed(plan: Any, layer: int, source: Any, solved: Any, **near: Any) -> LayerTensors:
         tensors = real(plan, layer, source, solved, **near)
@@ -271,7 +221,7 @@ def test_a_kept_byte_that_changed_in_memory_is_found_at_once(small: tuple[Path, 
         return tensors
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(quantized, "layer_tensors", changed)
+        patched.setattr(quantizer, "layer_tensors", changed)
         with pytest.raises(QuantizeError, match=f"{SHARD}: {KEPT} has other bytes than the source's"):
             run(job_of(small), Options(tmp_path / "output", CPU))
 
@@ -319,17 +269,20 @@ def test_a_run_that_goes_on_makes_a_damaged_shard_again(
     options = Options(tmp_path / "output", CPU)
     cut_in_layer(3, job_of(small), options)
     damage(options.output / ".quantize" / "output" / SHARD)
-    solved, real = list[int](), quantized.solve_layer
+    solved, real = list[int](), quantizer.solve_layer
 
     def counted(*arguments: Any, **named: Any) -> Any:
         solved.append(1)
         return real(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(quantized, "solve_layer", counted)
+        patched.setattr(quantizer, "solve_layer", counted)
         run(job_of(small), options)
     assert len(solved) == 2, "layer 1 again, and layer 3"
-    assert said in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert said in shown
+    last = [line for line in shown.splitlines() if line.startswith("quantizing")][-1]
+    assert all(part in last for part in ("hidden error 0.", "router agreement", "experts within"))
     assert_same(options.output, small[1])
 
 
@@ -356,28 +309,20 @@ def test_the_outer_shard_is_written_again_where_it_was_damaged(small: tuple[Path
     assert_same(options.output, small[1])
 
 
-@pytest.mark.parametrize("states", ["memory", "files"])
-def test_where_calibration_states_lie_decides_no_byte(
-    states: Any, small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, real = set[str](), layer_loop.write_json
-
-    def noted(path: Path, data: Any) -> None:
-        seen.update(file.name for file in (tmp_path / "output" / ".quantize").glob("*.bin"))
-        real(path, data)
-
-    monkeypatch.setattr(layer_loop, "write_json", noted)
-    run(job_of(small), Options(tmp_path / "output", CPU, states=states))
-    assert hashes(tmp_path / "output") == hashes(small[1])
-    files = {"states.bin", "x.bin", "chosen.bin", "weight.bin", "usable.bin"}
-    assert seen == (files if states == "files" else set())
+def test_where_calibration_states_are_kept_decides_no_byte(small: tuple[Path, Path], tmp_path: Path) -> None:
+    options = Options(tmp_path / "output", CPU, states="files")
+    cut_in_layer(1, job_of(small), options)
+    files = {file.name for file in journal.work_folder(options.output).glob("*.bin")}
+    assert files == {"states.bin", "x.bin", "chosen.bin", "weight.bin", "usable.bin"}
+    run(job_of(small), options)
+    assert hashes(options.output) == hashes(small[1])
 
 
-@pytest.mark.parametrize("stream", [Delayed(), AtOnce()], ids=["late", "at once"])
-def test_what_crosses_beside_the_work_has_the_same_bytes(
-    stream: Delayed, small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_copied_beside_the_work_has_the_same_bytes(
+    small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An accelerator's way, on the CPU: the source's next layer, all hidden states, and what was packed."""
+    stream = Delayed()
     hosts, make_rows = delay(monkeypatch, stream), Rows.__init__
 
     def make_there(self: Rows, *arguments: Any, **named: Any) -> None:
@@ -385,29 +330,16 @@ def test_what_crosses_beside_the_work_has_the_same_bytes(
         hosts.add(self.flat)
 
     monkeypatch.setattr(Rows, "__init__", make_there)
-    for module in (visiting, shards, writing):
+    for module in (loop, quantize, quantizer, writing):
         monkeypatch.setattr(module, "accelerated", lambda device: True)
     monkeypatch.setattr(
-        layer_loop, "visits", lambda *given, **named: visiting.visits(*given, **named | {"early": True})
+        quantize, "layer_steps", lambda *given, **named: loop.layer_steps(*given, **named | {"early": True})
     )
     run(job_of(small), Options(tmp_path / "output", CPU))
     assert_same(tmp_path / "output", small[1])
     assert stream.under_way == 0
     assert stream.copied > 100
-    assert stream.most > 1 or isinstance(stream, AtOnce)
-
-
-def test_a_run_that_fails_waits_for_what_crosses(
-    small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = Delayed()
-    delay(monkeypatch, stream)
-    monkeypatch.setattr(visiting, "accelerated", lambda device: True)
-    monkeypatch.setattr(
-        layer_loop, "visits", lambda *given, **named: visiting.visits(*given, **named | {"early": True})
-    )
-    cut_in_layer(0, job_of(small), Options(tmp_path / "output", CPU))
-    assert (stream.under_way, stream.copied) == (0, 2)
+    assert stream.most > 1
 
 
 def test_little_memory_sends_states_to_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -469,7 +401,7 @@ def test_a_run_may_go_on_without_a_held_out_set_but_not_begin_with_one_half_way(
 
 def make_bad(numbers: set[int], patched: pytest.MonkeyPatch) -> None:
     """Let the experts of some layers come out with their first codes turned round."""
-    real, model_layers = quantized.layer_tensors, numbers
+    real, model_layers = quantizer.layer_tensors, numbers
 
     def bad(plan: Any, layer: int, source: Any, solved: Any, **near: Any) -> Any:
         if layer in model_layers:
@@ -477,7 +409,7 @@ def make_bad(numbers: set[int], patched: pytest.MonkeyPatch) -> None:
                 codes[:, :, ::2] = -codes[:, :, ::2].clamp(min=-7)
         return real(plan, layer, source, solved, **near)
 
-    patched.setattr(quantized, "layer_tensors", bad)
+    patched.setattr(quantizer, "layer_tensors", bad)
 
 
 @pytest.mark.parametrize(
@@ -545,17 +477,3 @@ def test_a_stop_needs_something_to_be_measured_on(tmp_path: Path) -> None:
     recipe.write_text(yaml.safe_dump(body))
     with pytest.raises(QuantizeError, match=r"recipe\.yaml:\d+: verify\.stop: .*give verify\.perplexity\.data"):
         prepare(str(recipe))
-
-
-def test_a_stopped_run_has_its_own_exit_code() -> None:
-    assert Stopped("x").exit_code == 3
-
-
-def test_each_layer_says_what_it_costs(
-    small: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(job_of(small), Options(tmp_path / "output", CPU))
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quantizing")]
-    assert "hidden error 0." in lines[-1]
-    assert "router agreement" in lines[-1]
-    assert "experts within" in lines[-1]

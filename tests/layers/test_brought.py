@@ -14,7 +14,7 @@ from tiny import make
 from quantizers.checkpoint.ahead import held_ahead
 from quantizers.checkpoint.held import hold
 from quantizers.checkpoint.reader import Checkpoint, open_folder
-from quantizers.run.brought import Brought
+from quantizers.layers.brought import Brought
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

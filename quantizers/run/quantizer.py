@@ -1,14 +1,13 @@
-"""The candidate of a run: the source's layers, quantized one by one on the way.
+"""The quantizer of a run: makes, from each of the source's layers, the quantized one, and writes its shard.
 
 Calibration states go through the layers beside the held-out texts. Where a layer's first half ends, they are what the
 layer is solved from: attention runs once, since quantizing changes nothing before the norm that the experts read.
 Statistics come from a forced pass (every expert sees every token); the states that the next layer reads come from
 the router's own choice, through the quantized experts, as they will be read from the finished file.
 
-Nothing of all this needs a disk's durability: the states can be computed again from the calibration set and the
-finished shards, with a twentieth of the operations that quantizing took (counted, for MiniMax-M2.1). A run that goes on
-does so. Kept on disk, they would be a file of 29.7 GB a layer for 4.8M tokens in bfloat16. They lie in memory where
-they fit, else in files that are overwritten in place.
+These states are not written to disk durably: a run that resumes computes them again from the calibration set and the
+finished shards, with about a twentieth of the operations that quantizing took. They are kept in memory where they fit,
+else in files that are overwritten in place.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import torch
 
 from quantizers.calibration.data import CalibrationData
 from quantizers.checkpoint.held import Held, held_tensors
+from quantizers.device.crossing import Crossing
 from quantizers.device.kind import accelerated
 from quantizers.device.pinned import Turns, pin
 from quantizers.forward.halves import attend, finish, observe
@@ -33,6 +33,8 @@ from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import recorded_rows, route_counts
 from quantizers.forward.states import Rows
 from quantizers.forward.weights import ExpertWeights
+from quantizers.layers.step import LayerStep
+from quantizers.layers.writer import ShardWriter
 from quantizers.output.context import Context, Place
 from quantizers.plan.job import Job
 from quantizers.plan.units import rows_of_block
@@ -41,14 +43,15 @@ from quantizers.solve.solved import Solved
 from quantizers.system.progress import doing
 from quantizers.team.shared_memory import shared_memory
 from quantizers.team.team import ALONE, Team
-from stitch.write.shard import layer_tensors
+from stitch.audit.layer import LayerAudit, audit_layer, written_from
+from stitch.write.digests import ShardDigest
+from stitch.write.shard import LayerTensors, kept_hashes, layer_tensors, write_shard
 
-from .shards import Shards, Written
-from .visit import Visit
+Written = tuple[ShardDigest, LayerAudit]
 
 
-class Quantized:
-    """Makes and writes a layer at each visit.
+class Quantizer:
+    """Makes and writes a layer at each step: a candidate of `eval.fidelity.comparison`.
 
     Args:
         job: what to do, and with which settings.
@@ -56,7 +59,7 @@ class Quantized:
         lane: its held-out states.
         context: where the work is done.
         lengths: calibration tokens of each sequence.
-        shards: writes and audits them in the background.
+        writer: writes and audits shards in the background.
         compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
 
     Attributes:
@@ -74,11 +77,11 @@ class Quantized:
         context: Context,
         lengths: Sequence[int],
         *,
-        shards: Shards,
+        writer: ShardWriter[ShardDigest, LayerAudit],
         compensate_router: bool = True,
     ) -> None:
         self.job, self.model, self.lane, self.context = job, model, lane, context
-        self.shards, self._compensate_router = shards, compensate_router
+        self.writer, self._compensate_router = writer, compensate_router
         block = rows_of_block(accelerated(model.device))
 
         def rows(place: Place, name: str, width: int, dtype: torch.dtype, team: Team = ALONE) -> Rows:
@@ -107,25 +110,25 @@ class Quantized:
         self.context.team.broadcast(together)
         embed(self.model, torch.split(together, lengths), self.states)
 
-    def prepare(self, visit: Visit, layer: torch.nn.Module) -> None:
+    def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
         """Observe and solve the layer, and begin to write it. A layer without experts is only written."""
-        job, model, context, watch, number = self.job, self.model, self.context, visit.watch, visit.number
+        job, model, context, number = self.job, self.model, self.context, step.number
         doing("attention")
         if number in job.sizes.dense:
             attend(model, layer, self.states, self.states, context.check)
-            self._begin_writing(visit, None)
+            self._begin_writing(step, None)
             return
         settings = job.plan.settings(number)
         library = settings.engine == "llmcompressor"
         entering = [states.clone() for states in self.states] if library else []
         observe(model, layer, self.states, self.recorded, context.check)
-        watch.lap("observe")
-        weights = ExpertWeights(visit.there, job.facts, job.sizes, number, model.device, model.dtype)
-        with model.layer(number, visit.there) if library else contextlib.nullcontext(layer) as whole:
+        step.watch.lap("observe")
+        weights = ExpertWeights(step.there, job.facts, job.sizes, number, model.device, model.dtype)
+        with model.layer(number, step.there) if library else contextlib.nullcontext(layer) as whole:
             solved = solve_layer(
                 model,
                 whole,
-                visit.there.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None,
+                step.there.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None,
                 self.recorded,
                 settings,
                 weights=weights.unit,
@@ -137,37 +140,59 @@ class Quantized:
             )
         weights.require_finite()
         del entering
-        watch.lap("solve")
-        self._begin_writing(visit, solved)
+        step.watch.lap("solve")
+        self._begin_writing(step, solved)
 
-    def _begin_writing(self, visit: Visit, solved: Solved | None) -> None:
+    def _begin_writing(self, step: LayerStep, solved: Solved | None) -> None:
         """Pack a layer, and let it be written; `solved` is None for a layer without experts."""
-        job, context, number = self.job, self.context, visit.number
+        job, context, number = self.job, self.context, step.number
         doing("packing")
         tensors = layer_tensors(
             job.plan,
             number,
-            visit.source,
+            step.source,
             solved,
-            near=visit.there,
+            near=step.there,
             room=self._packed.room,
-            written=self.shards.has_turn(number),
+            written=self.writer.has_turn(number),
         )
-        self._made = held_tensors(visit.source, tensors.device, context.work / "output" / job.plan.shard_file(number))
+        self._made = held_tensors(step.source, tensors.device, context.work / "output" / job.plan.shard_file(number))
         self._solved = _for_the_journal(solved)
-        self.shards.begin(visit, tensors, self._made)
-        visit.watch.lap("pack")
+        self._submit(step, tensors, self._made)
+        step.watch.lap("pack")
+
+    def _submit(self, step: LayerStep, tensors: LayerTensors, made: Held) -> None:
+        """Let a shard be audited and written, if it is this process's turn.
+
+        Args:
+            tensors: those on the CPU are for the file, and of no use if it is another's turn.
+            made: those where the layer was solved.
+        """
+        number, source = step.number, step.source
+        if not self.writer.has_turn(number):
+            self.writer.skip(number)
+            return
+        host = tensors.host
+        if self.writer.ahead:  # the source's memory gets other bytes before the shard is on disk
+            host = {name: tensor.clone() if source.holds(tensor) else tensor for name, tensor in host.items()}
+        path = self.context.work / "output" / self.job.plan.shard_file(number)
+        hashes, carried = kept_hashes(self.job.plan, number, source), self.job.plan.carried(number)
+        self.writer.begin(
+            number,
+            partial(audit_shard, self.job, number, step.there, made, tensors.crossing, self.context.device),
+            partial(write_shard, host, path, hashes, carried),
+        )
 
     @contextlib.contextmanager
-    def layer(self, visit: Visit) -> Iterator[torch.nn.Module]:
+    def layer(self, step: LayerStep) -> Iterator[torch.nn.Module]:
         """The quantized layer, read from the tensors that are being written; calibration passes through it first."""
         assert self._made is not None
-        with self.model.layer(visit.number, self._made) as layer:
+        with self.model.layer(step.number, self._made) as layer:
             self._made = None
-            visit.watch.lap("materialise")
+            step.watch.lap("materialise")
             doing("calibration pass")
-            self._finish(visit.number, layer)
-            visit.watch.lap("propagate")
+            self._finish(step.number, layer)
+            step.watch.lap("propagate")
             yield layer
 
     def _finish(self, number: int, layer: torch.nn.Module) -> None:
@@ -179,13 +204,13 @@ class Quantized:
             attend(self.model, layer, self.states, self.states, self.context.check)
             self._finish(number, layer)
 
-    def entry(self, visit: Visit) -> dict[str, Any]:
-        """The journal's entry of a layer whose visit is over, as far as it is known before its shard is on disk."""
+    def entry(self, step: LayerStep) -> dict[str, Any]:
+        """The journal's entry of a layer after its step, as far as it is known before its shard is on disk."""
         return {
-            "layer": visit.number,
-            "shard": self.job.plan.shard_file(visit.number),
-            "source": visit.source.digest(),
-            "seconds": visit.watch.seconds,
+            "layer": step.number,
+            "shard": self.job.plan.shard_file(step.number),
+            "source": step.source.digest(),
+            "seconds": step.watch.seconds,
             **self._solved,
         }
 
@@ -211,6 +236,22 @@ class Quantized:
         self.states.remove()
         if self.context.team.here.leads:
             self.recorded.remove()
+
+
+def audit_shard(
+    job: Job, number: int, source: Held, made: Held, crossing: Crossing, device: torch.device
+) -> LayerAudit:
+    """Compare what is going to be in a layer's file with the source, while it is copied to the host.
+
+    Args:
+        crossing: that copy; it has ended when this returns or raises, since the file is written next.
+    """
+    audit = written_from(job.plan.of_layer(number))
+    try:
+        audit_layer(number, job.facts, job.sizes, source, made, device=device, audit=audit)
+    finally:
+        crossing.finish()
+    return audit
 
 
 def rows_in_common(context: Context, lengths: Sequence[int], name: str, width: int, dtype: torch.dtype) -> Rows:
