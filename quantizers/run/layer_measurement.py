@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from eval.fidelity.figures import Text
+from eval.fidelity.metrics import Text
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
@@ -51,7 +51,7 @@ from quantizers.system.host_memory import available
 from quantizers.system.progress import duration, peak_memory
 from quantizers.system.residents import Residents
 
-from .layer_loop import quantize_layers
+from .quantize import quantize_layers
 
 OUTLIERS = 8  # number of outlier channels in a norm, and the factor that enlarges them
 VOCABULARY = 256  # of the random model: embeddings and logits are not measured
@@ -64,11 +64,8 @@ ORDER = (
 # What each phase of a layer grows with. All others are done once, and grow with the bytes of the experts' matrices.
 WITH_TOKENS = {"observe", "forced pass", "sums", "changes", "propagate"}
 WITH_TEXTS = {"reference", "candidate", "compare"}
-OF_ROUTED_ROWS = {
-    "observe",
-    "propagate",
-    *WITH_TEXTS,
-}  # each token goes through as many experts, however many there are
+# Each token is routed to as many of few experts as of many.
+OF_ROUTED_ROWS = {"observe", "changes", "propagate", *WITH_TEXTS}
 
 
 @dataclass(frozen=True)
@@ -279,6 +276,8 @@ def _fitting(
     Raises:
         InputError: the number that was asked for is impossible or does not fit, or none fits.
     """
+    if experts and experts > job.sizes["experts"]:
+        raise InputError(f"--experts {experts}: the model has {job.sizes['experts']}; give as many, or fewer")
     refused: InputError | None = None
     for count in [experts] if experts else halved(job.sizes["experts"]):
         try:

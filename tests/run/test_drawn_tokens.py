@@ -15,7 +15,7 @@ from runs import change, cut_in_layer, hashes
 from tiny import write_job
 
 from quantizers.calibration.samples import samples
-from quantizers.cost.estimate import estimate_run
+from quantizers.plan.estimate import estimate_run
 from quantizers.plan.job import prepare
 from quantizers.recipe.portable import settings_hash
 from quantizers.recipe.schema import Recipe, read_recipe
