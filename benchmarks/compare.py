@@ -29,9 +29,8 @@ from methods import options, recipe_job, spread
 
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import sizes_of
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.samples import samples
-from quantizers.calibration.texts import token_tensors
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.held import hold, layer_names
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.device.devices import choose_device, forward_dtype, machine, versions
@@ -45,15 +44,15 @@ from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.units import rows_of_block
-from quantizers.recipe.locations import set_location
+from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Experts
 from quantizers.run.layer_measurement import resized, write_random
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble
 from quantizers.run.quantize import quantize_layers
 from quantizers.solve.layer import solve_layer
+from quantizers.system.formatting import size, text_table
 from quantizers.system.residents import Residents
-from quantizers.system.text_table import plain, size
 
 PUBLISHED = published_config("MiniMaxAI/MiniMax-M2.1")
 assert PUBLISHED is not None
@@ -282,7 +281,7 @@ def compare_with_library(
     source = job.source
     assert source is not None
     recipe = job.recipe
-    data = samples(
+    data = load_set(
         set_location(recipe.calibration_set, job.path),
         source.folder,
         recipe.source.trusts_tokenizer,
@@ -319,7 +318,7 @@ def compare_table(result: dict[str, Any]) -> str:
         row("KL, nats", route["ours"]["kl"], route["library"]["kl"], "{:.4f}"),
     ]
     lines = [
-        plain(header, rows),
+        text_table(header, rows),
         "",
         f"layer: {sizes['experts']} experts of {sizes['hidden']} x {sizes['width']}, {layer['tokens']:,} tokens",
         f"route: {route['tokens']:,} tokens; FP8 files in, a mixed checkpoint out; KL is {route['kl_ratio']:.2f} times "

@@ -19,9 +19,8 @@ from typing import Any, Literal
 import torch
 
 from quantizers.architectures.architecture import EXPERTS, ROUTER, Architecture
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.samples import samples
-from quantizers.calibration.texts import token_tensors
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import block_size, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.device.devices import choose_device, forward_dtype, machine, use_threads, versions
@@ -30,14 +29,14 @@ from quantizers.output.context import Context
 from quantizers.plan.folding import obstacle
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.making import make_plan
-from quantizers.recipe.locations import set_location
+from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble
 from quantizers.run.quantize import quantize_layers
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import text_table
 from quantizers.system.residents import Residents
-from quantizers.system.text_table import plain
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def compare_methods(
     assert job.recipe.verify is not None
     assert job.recipe.verify.perplexity is not None
     recipe = job.recipe
-    whole = samples(
+    whole = load_set(
         set_location(recipe.calibration_set, job.path),
         source.folder,
         recipe.source.trusts_tokenizer,
@@ -244,7 +243,7 @@ def methods_table(result: dict[str, Any]) -> str:
     reasons: dict[str, list[str]] = {}
     for name, why in result["left_out"].items():
         reasons.setdefault(why, []).append(name)
-    return plain(("method", "KL", "ratio", "top-1", "router", "perplexity", "seconds", "faster"), rows) + (
+    return text_table(("method", "KL", "ratio", "top-1", "router", "perplexity", "seconds", "faster"), rows) + (
         f"\n\n{calibration['tokens']:,} calibration tokens, {result['held_out_tokens']:,} held-out; "
         f"{result['machine']['threads']} threads; seconds: observe + solve, median of {result['repeats']}"
         + "".join(f"\nleft out: {'; '.join(names)}: {why}" for why, names in reasons.items())

@@ -10,8 +10,8 @@ from typing import Any
 
 from eval.fidelity.tables import past_the_model
 from quantizers.recipe.portable import is_hub_id
-from quantizers.system.byte_size import gib
-from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
+from quantizers.system.formatting import gib
+from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump
 
 from .card_fidelity import fidelity

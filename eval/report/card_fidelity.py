@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eval.fidelity.tables import by_part
-from quantizers.system.text_table import number
+from quantizers.system.formatting import number
 
 GROUPS = {"code": "programming languages", "spoken": "spoken languages"}
 OTHER = "other fields"

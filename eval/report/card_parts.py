@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.recipe.portable import is_hub_id
-from quantizers.system.text_table import gate_figures
+from quantizers.system.formatting import gate_figures
 
 from .card_kept import folds
 from .front_matter import expert_bits, has_fp8_attention

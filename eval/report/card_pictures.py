@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
+from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 from .coverage_pictures import coverage_picture
 from .pictures import save

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from quantizers.system.byte_size import gib
+from quantizers.system.formatting import gib
 
 # Options of a server whose need is not plain from their names.
 REASONS = {

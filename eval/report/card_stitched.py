@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.recipe.portable import is_hub_id
-from quantizers.system.byte_size import gib
+from quantizers.system.formatting import gib
 
 from .card_kept import kept
 from .card_parts import audit, failed, forced, linked, plan_tables, title

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizers.calibration.languages import language_code
+from quantizers.calibration.language_id import language_code
 from quantizers.recipe.portable import is_hub_id
 
 

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from eval.fidelity.tables import by_part, past_the_model, shown_categories
-from quantizers.system.text_table import gate_figures, size
+from quantizers.system.formatting import gate_figures, size
 
 from .card_serving import NAMELESS, knows_vllm, repository, vllm_command
 from .charts import bars, heat_map, lines

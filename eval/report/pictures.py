@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from eval.fidelity.tables import CATEGORY_ROWS
-from quantizers.system.atomic import atomic, disk_errors
+from quantizers.system.files import atomic, disk_errors
 
 from .scale import SERIES, ticks
 

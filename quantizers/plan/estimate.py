@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.calibration.set import DataSource, read_set
-from quantizers.recipe.locations import set_location
+from quantizers.recipe.read import set_location
 
 from .gpus import RATES, Rates, rates_in_words, this_cpu
 from .job import Job

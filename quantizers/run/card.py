@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from quantizers.output.record import as_read, text_sha256, write_record
-from quantizers.system.atomic import write_text
-from quantizers.system.own_files import CARD, PAGE
+from quantizers.system.files import write_text
+from quantizers.system.output_files import CARD, PAGE
 
 
 def write_with_card(folder: Path, report: dict[str, Any]) -> dict[str, Any]:

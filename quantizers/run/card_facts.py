@@ -9,24 +9,23 @@ from typing import TYPE_CHECKING, Any
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import Options, ServerName
 from quantizers.architectures.sizes import Sizes
-from quantizers.calibration.data import language_counts
+from quantizers.calibration.render import own_class
+from quantizers.calibration.samples import by_language, language_counts
 from quantizers.calibration.set import read_set
-from quantizers.calibration.tally import by_language
-from quantizers.calibration.tokenizer import own_class
 from quantizers.checkpoint.reader import Checkpoint, block_size
 from quantizers.plan.gpus import parse_gpus
 from quantizers.plan.job import Job
 from quantizers.plan.plan import Plan
 from quantizers.plan.serving_memory import assumptions, common_fits, notes, serving_model
 from quantizers.plan.tensor_parallel import unsaid
-from quantizers.recipe.locations import set_location
 from quantizers.recipe.portable import is_hub_id
-from quantizers.system.own_files import CARD
+from quantizers.recipe.read import set_location
+from quantizers.system.output_files import CARD
 
 from .card import read_front_matter
 
 if TYPE_CHECKING:
-    from quantizers.calibration.data import CalibrationData
+    from quantizers.calibration.samples import CalibrationData
 
 LICENSE_KEYS = ("license", "license_name", "license_link")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of a model, a data set or a licence on the Hub

@@ -27,8 +27,7 @@ from eval.fidelity.metrics import Text
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.calibration.data import CalibrationData, Sample
-from quantizers.calibration.texts import token_tensors
+from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
 from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, declared_block, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.tensor_bytes import torch_dtype
@@ -45,8 +44,8 @@ from quantizers.plan.plan import METADATA
 from quantizers.plan.solve_memory import DeviceMemory, device_memory
 from quantizers.plan.units import rows_of_block
 from quantizers.recipe.schema import Stop
-from quantizers.system.byte_size import gib
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import gib
 from quantizers.system.host_memory import available
 from quantizers.system.progress import duration, peak_memory
 from quantizers.system.residents import Residents

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.system.own_files import RECIPE
+from quantizers.system.output_files import RECIPE
 
 from .card_facts import hub_names, source_front_matter
 

@@ -13,7 +13,7 @@ from eval.coverage.gates import gates as coverage_gates
 from eval.coverage.gates import summarise
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measurements import read_measurements
-from quantizers.calibration.tally import by_category
+from quantizers.calibration.samples import by_category
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.device.devices import machine, versions
 from quantizers.output import journal
@@ -30,7 +30,7 @@ from stitch.write.digests import ShardDigest
 
 if TYPE_CHECKING:
     from eval.consumers.findings import Consumers
-    from quantizers.calibration.data import CalibrationData
+    from quantizers.calibration.samples import CalibrationData
     from quantizers.recipe.portable import Resolved
 
 JOURNAL_ONLY = (

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.output.record import seal_of
-from quantizers.system.own_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, file_sha256, is_plain
+from quantizers.system.files import file_sha256
+from quantizers.system.output_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, is_plain
 
 from .card import read_front_matter
 

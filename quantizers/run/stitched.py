@@ -23,9 +23,9 @@ from quantizers.output.folder import finished_report, move_into_place, refuse_st
 from quantizers.output.record import describe_files, text_sha256
 from quantizers.plan.summary import summary
 from quantizers.recipe.portable import facts_copy, source_name
-from quantizers.system.atomic import write_text
 from quantizers.system.errors import OutputError
-from quantizers.system.own_files import CARD, PAGE
+from quantizers.system.files import write_text
+from quantizers.system.output_files import CARD, PAGE
 from quantizers.system.progress import checked, progress
 from stitch.audit.checkpoint import verify
 from stitch.audit.folder import folders_left_out

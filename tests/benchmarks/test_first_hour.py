@@ -18,8 +18,8 @@ from tiny import write_job
 
 from quantizers.plan.job import prepare
 from quantizers.plan.solve_memory import device_memory
-from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import parse_bytes
 
 SCRIPT, FIGURES = REPOSITORY / "scripts" / "first_hour_gpu.sh", REPOSITORY / "scripts" / "first_hour_figures.py"
 STEPS = ["machine", "memory", "cpu", "layer", "profile", "resume", "two"]  # without the tests

@@ -17,10 +17,10 @@ from eval.report.card import card
 from eval.report.card_pictures import calibration_figure, draw
 from eval.report.front_matter import front_matter
 from quantizers.architectures.families import architecture_for
-from quantizers.calibration.languages import CODES
+from quantizers.calibration.language_id import CODES
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.run.card_facts import server_options
-from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
+from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 Report = dict[str, Any]
 

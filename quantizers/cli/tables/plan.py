@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from eval.report.schemes import candidate_lines, choice_lines, layers_table
-from quantizers.system.byte_size import gib
+from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
-from quantizers.system.text_table import plain, size
 
 
 def plan_table(numbers: dict[str, Any]) -> str:
@@ -20,7 +19,7 @@ def plan_table(numbers: dict[str, Any]) -> str:
         [
             f"planned from {numbers['basis']}",
             "",
-            plain(("tensors (* = a number)", "action", "number", "before", "after"), rows),
+            text_table(("tensors (* = a number)", "action", "number", "before", "after"), rows),
             "",
             f"{numbers['layers']} layers, {dense_words(numbers)}{numbers['experts_per_layer']} experts each: "
             f"{numbers['quantized_matrices']:,} expert matrices quantized, "
@@ -86,7 +85,7 @@ def needs_lines(needs: dict[str, Any]) -> list[str]:
         tokens += f" and {'a' if needs['held_out'] is None else format(needs['held_out'], ',')} held-out ones"
     return [
         f"a run with its {tokens} needs about",
-        plain(("on a", "disk for the output", "activations", "memory of the device"), rows),
+        text_table(("on a", "disk for the output", "activations", "memory of the device"), rows),
         f"and {size(needs['host'])} of host memory, {size(needs['source'])} of source on the disk or in the Hub's "
         "cache. Activations are kept in host memory if they fit, else on disk.",
         "",
@@ -106,7 +105,7 @@ def time_lines(needs: dict[str, Any]) -> list[str]:
         + ([_about(several[name]["all"]) if name in several else ""] if several else [])
         for name, seconds in needs["seconds"].items()
     ]
-    return [plain([*header, *([f"by {needs['processes']} processes"] if several else [])], rows)]
+    return [text_table([*header, *([f"by {needs['processes']} processes"] if several else [])], rows)]
 
 
 def measured_table(result: dict[str, Any]) -> str:
@@ -121,7 +120,7 @@ def measured_table(result: dict[str, Any]) -> str:
             f"weights, {sizes['experts']} of {result['run_experts']} experts of {sizes['hidden']} x {sizes['width']}, "
             f"{result['tokens']:,} of {result['run_tokens']:,} calibration tokens{evaluated}",
             "",
-            plain(("phase", "seconds", "grows with", "in a layer of the run"), rows),
+            text_table(("phase", "seconds", "grows with", "in a layer of the run"), rows),
             "",
             f"peak memory {size(result['peak_memory_bytes'])}",
             f"the whole run: {duration(result['run'])}, extrapolated: {result['layers']} layers with experts at "
@@ -160,7 +159,9 @@ def tensors_table(numbers: dict[str, Any]) -> str:
             f"{_short(name, row['source'])} {dtype} {shape}" for name, (dtype, shape) in row["outputs"].items()
         )
         rows.append((row["source"], f"{row['dtype']} {row['shape']}", row["action"], outputs))
-    return f"planned from {numbers['basis']}\n\n" + plain(("tensor", "as it is", "action", "what is written"), rows)
+    return f"planned from {numbers['basis']}\n\n" + text_table(
+        ("tensor", "as it is", "action", "what is written"), rows
+    )
 
 
 def _short(name: str, source: str) -> str:
@@ -190,7 +191,7 @@ def fit_table(result: dict[str, Any]) -> str:
             f"memory of the fullest card at {first['context']:,} tokens, KV cache in "
             f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token "
             f"{'over all cards' if result['kv_divided'] else 'on every card'}); longest: the context that fits",
-            plain(header, rows),
+            text_table(header, rows),
             *unserved(result),
             *result["notes"],
             "",
