@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantizers.recipe.read import facts_location, read_recipe, set_location, source_location
-
 from quantizers.plan.job import given_folder
 from quantizers.recipe.changes import Change
+from quantizers.recipe.read import facts_location, read_recipe, set_location, source_location
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import InputError, did_you_mean
 from quantizers.system.package_data import find, shipped_names

@@ -13,7 +13,7 @@ from quantizers.calibration.render import own_class
 from quantizers.calibration.samples import by_language, language_counts
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import Checkpoint, block_size
-from quantizers.plan.cards import parse_cards
+from quantizers.plan.gpus import parse_gpus
 from quantizers.plan.job import Job
 from quantizers.plan.plan import Plan
 from quantizers.plan.serving_memory import assumptions, common_fits, notes, serving_model
@@ -112,7 +112,7 @@ def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, n
     return about | {
         "longest": model.longest,
         "fits": [row.as_dict() for row in fits],
-        "assumptions": [*assumptions([parse_cards(row.cards) for row in fits]), *notes(model, fits)] if fits else [],
+        "assumptions": [*assumptions([parse_gpus(row.cards) for row in fits]), *notes(model, fits)] if fits else [],
     }
 
 

@@ -14,7 +14,6 @@ import torch
 import yaml
 from commands import quantize
 from conftest import Finished
-from quantizers.recipe.read import read_recipe
 from safetensors.torch import load_file, save_file
 from whole_models import finished_weights, source_weights
 
@@ -27,6 +26,7 @@ from eval.report.coverage_pictures import comparison_picture
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.plan.job import prepare
+from quantizers.recipe.read import read_recipe
 from quantizers.recipe.schema import CoverageGate
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run

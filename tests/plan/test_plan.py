@@ -13,7 +13,6 @@ import tiny
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from quantizers.recipe.read import read_recipe, source_location
 from safetensors.torch import save_file
 
 from quantizers.architectures.architecture import Architecture
@@ -24,6 +23,7 @@ from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.cli import main as cli
 from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.plan import METADATA, Plan, file_size, index_json
+from quantizers.recipe.read import read_recipe, source_location
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 

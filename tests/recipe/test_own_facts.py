@@ -15,7 +15,6 @@ import torch
 import yaml
 from calibration_tokenizer import write_tokenizer
 from commands import quantize
-from quantizers.recipe.read import read_recipe
 from runs import cut_in_layer
 
 from quantizers.architectures.architecture import Architecture
@@ -25,6 +24,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.plan.job import prepare
 from quantizers.recipe.portable import resolve_recipe, settings_hash
+from quantizers.recipe.read import read_recipe
 from quantizers.recipe.schema import Recipe
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run

@@ -13,7 +13,6 @@ import torch
 import yaml
 from commands import quantize
 from conftest import REPOSITORY
-from quantizers.recipe.read import read_recipe
 from runs import change, cut_at, hashes, private_job
 from safetensors.torch import load_file, save_file
 from tiny import write_job
@@ -22,6 +21,7 @@ from quantizers.calibration.load_set import load_set
 from quantizers.calibration.set import read_set
 from quantizers.plan.job import prepare
 from quantizers.recipe.portable import resolve_recipe, source_name
+from quantizers.recipe.read import read_recipe
 from quantizers.run import pipeline, verification
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run

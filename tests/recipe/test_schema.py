@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from quantizers.recipe.read import read_recipe, set_location, source_location
 
+from quantizers.recipe.read import read_recipe, set_location, source_location
 from quantizers.recipe.schema import Awq, Recipe
 from quantizers.system.errors import RecipeError
 from quantizers.system.package_data import find, shipped
