@@ -200,7 +200,7 @@ def for_each_source(
 
 
 def _out_of_reach(failures: list[tuple[int, Unreachable]], asked: int, path: Path, lines: list[int]) -> str:
-    """One line for all sources out of reach: most often there is no network, which one of them says as well as 50."""
+    """One line for all unreachable sources: usually there is no network, and one of them says so as well as 50."""
     index, first = failures[0]
     more, others = ("first: ", "; --debug lists them") if len(failures) > 1 else ("", "")
     return (

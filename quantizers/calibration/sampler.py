@@ -1,9 +1,8 @@
 """Samples of one source: as many as the set asks for, in an order that the seed decides.
 
-Rows are tried in the source's order. An unusable row is counted under its reason, and the next row is
-tried instead. A row whose own category names a language that the set does not list is left out, and counted
-too: so a language that is taken from a list is no longer calibrated on. Languages are assigned round robin, in
-an order that the seed decides, over all samples of the set that need one.
+An unusable row is counted under its reason, and the next row is tried instead. A row whose own category names a
+language that the set does not list is left out, and counted too. Languages are assigned round robin, in an order that
+the seed decides, over all samples of the set that need one.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Takes samples from the sources of one set.
+    """A sampler of the sources of one set.
 
     Attributes:
         folder: the folder to which paths of local files are relative.

@@ -84,7 +84,7 @@ class CalibrationData:
 
     Attributes:
         lengths: all token limits at which samples were truncated, ascending, see `CalibrationSet.lengths`.
-        samples: in the set's order of sources, and within a source in the order in which they were taken.
+        samples: in the set's order of sources, and within a source in the order in which they were sampled.
         digest: see `digest_of`.
         dropped: all skipped rows, by source and reason.
         versions: for each source, the commit or file hash that was read.
@@ -151,7 +151,7 @@ def token_tensors(data: CalibrationData, vocabulary: int) -> list[torch.Tensor]:
     for sample, tokens in zip(data.samples, tensors, strict=True):
         if int(tokens.max()) >= vocabulary:
             raise CalibrationError(
-                f"{data.name}: {sample.source}: token {int(tokens.max())} lies outside the model's vocabulary of "
+                f"{data.name}: {sample.source}: token {int(tokens.max())} is outside the model's vocabulary of "
                 f"{vocabulary}; the tokenizer belongs to another model"
             )
     return tensors

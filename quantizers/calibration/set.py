@@ -30,7 +30,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 # The smallest and largest number of columns that a shape reads.
 _COLUMNS: dict[str, tuple[int, int]] = {
     "text": (1, 1),  # the text
-    "prompt-answer": (2, 2),  # what is asked, what is answered
+    "prompt-answer": (2, 2),  # question, answer
     "chat": (1, 2),  # messages; tools
     "sharegpt": (1, 2),  # conversations; tools
     "code-contests": (1, 1),  # the task's name; description and solutions are read as well
@@ -95,7 +95,7 @@ class Languages(Strict):
         seen: dict[str, str] = {}
         for name in names:
             if not slug(name):
-                raise ValueError(f"{name!r} is no name of a language")
+                raise ValueError(f"{name!r} is not the name of a language")
             if slug(name) in seen:
                 raise ValueError(f"{name} and {seen[slug(name)]} are one language; keep one")
             seen[slug(name)] = name
