@@ -30,7 +30,7 @@ class Sample:
         truncated: how many tokens were cut off.
         long: whether its source's sequence_length is larger than the set's.
         languages: which of the set's languages it shows: assigned to it, or named by its category.
-        dealt: whether a language was assigned to it by a prompt; its text need not be in that language.
+        assigned: whether a language was assigned to it by a prompt; its text need not be in that language.
         place: where its row is, such as `./texts.jsonl:12`; paths are relative to the set's folder.
         text: its words without the chat template, not truncated.
     """
@@ -41,7 +41,7 @@ class Sample:
     truncated: int = 0
     long: bool = False
     languages: tuple[str, ...] = ()
-    dealt: bool = False
+    assigned: bool = False
     place: str = ""
     text: str = ""
 

@@ -23,7 +23,7 @@ from quantizers.system.package_data import shipped
 SETS = shipped("calibration")
 RECIPE = "tiny-minimax-m2-fp8-int4"
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def sample(category: str, kept: int, cut: int = 0) -> Sample:
