@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from eval.report.pictures import save
-from eval.report.scale import SERIES
+from eval.report.plot_style import SERIES, save
 
 OURS, OTHER = SERIES[:2]
 PHASES = ("forced pass", "changes", "sums", "search", "rounding", "search + rounding")

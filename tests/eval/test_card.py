@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 from conftest import Finished
-from huggingface_hub import ModelCard
-from own_tokenizer import write_own_tokenizer
-
 from eval.report.card import card
 from eval.report.card_pictures import calibration_figure, draw
 from eval.report.front_matter import front_matter
+from huggingface_hub import ModelCard
+from own_tokenizer import write_own_tokenizer
+
 from quantizers.architectures.families import architecture_for
 from quantizers.calibration.languages import CODES
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.run.card_facts import server_options
+from quantizers.run.report import server_options
 from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 Report = dict[str, Any]

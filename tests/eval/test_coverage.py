@@ -14,6 +14,7 @@ import torch
 import yaml
 from commands import quantize
 from conftest import Finished
+from eval.report.coverage_pictures import comparison_picture
 from safetensors.torch import load_file, save_file
 from whole_models import finished_weights, source_weights
 
@@ -22,7 +23,6 @@ from eval.coverage.gates import check_floors, entropy, gates, summarise
 from eval.coverage.measure import Question, measure_coverage
 from eval.coverage.routing import TIE, Routed
 from eval.coverage.tables import coverage_table, report
-from eval.report.coverage_pictures import comparison_picture
 from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.reader import open_folder
 from quantizers.plan.job import prepare

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import Finished
+from eval.report.card import card
+from eval.report.page import page
+from eval.report.pictures import fidelity_picture
+from quantizers.run.proof import fidelity_gates
 from runs import leaves
 from sets import EMBEDDED, LONG, SHORT, write_set
 from whole_models import Run, finished_weights, run_whole, source_weights
 
 from eval.fidelity.metrics import Measured, Text, by_position, figures
 from eval.fidelity.tables import eval_table
-from eval.report.card import card
-from eval.report.page import page
-from eval.report.pictures import fidelity_picture
 from quantizers.calibration.data import CalibrationData
 from quantizers.calibration.loading import load_samples
 from quantizers.checkpoint.reader import open_folder
@@ -30,7 +31,6 @@ from quantizers.cli.tables.run import run_table
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.recipe.schema import PerplexityGate
 from quantizers.run.measure import measure
-from quantizers.run.proof import fidelity_gates
 from quantizers.system.errors import Interrupted
 
 CPU = torch.device("cpu")

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from commands import quantize
 from conftest import Finished
-
 from eval.report.card import card
 from eval.report.card_serving import vllm_command
 from eval.report.charts import along, colour, heat_map
 from eval.report.page import page
 from eval.report.scale import MARKS
 from eval.report.verdict import DEFAULT, NEAREST, verdict
+
 from quantizers.cli.tables.run import run_table
 from quantizers.system.progress import layer_line
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import Finished
+from eval.report.card import card
+from eval.report.page import page
 
 from eval.fidelity.held_out import HeldOut
 from eval.fidelity.metrics import Measured, Text, figures
-from eval.report.card import card
-from eval.report.page import page
 from quantizers.cli.options import emit
 from quantizers.cli.tables.run import run_table
-from quantizers.output.record import write_record
+from quantizers.output.manifest import write_record
 from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError
 from quantizers.system.plain_json import finite

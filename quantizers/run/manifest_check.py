@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantizers.output.record import seal_of
+from quantizers.output.manifest import seal_of
 from quantizers.system.own_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, file_sha256, is_plain
 
 from .card import read_front_matter
@@ -22,7 +22,7 @@ CARD_KEYS = (
 
 @dataclass(frozen=True)
 class Record:
-    """What `check_record` found.
+    """What `check_manifest` found.
 
     Attributes:
         differences: one line each, starting with the file's name.
@@ -33,7 +33,7 @@ class Record:
     notes: tuple[str, ...]
 
 
-def check_record(folder: Path) -> Record:
+def check_manifest(folder: Path) -> Record:
     """Check report.json against its own seal, and the files it records against their hashes, except shards.
 
     Args:

@@ -14,7 +14,7 @@ from quantizers.system.text_table import number
 NEAREST, DEFAULT = 0.0561, 0.0053
 
 
-def verdict(report: dict[str, Any]) -> list[str]:
+def summary(report: dict[str, Any]) -> list[str]:
     """Sentences: the gates, the KL against its limit, and what is known to hold it against.
 
     Args:
