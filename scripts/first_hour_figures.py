@@ -66,14 +66,14 @@ def source(recipe: str) -> int:
 
 def least(recipe: str, device: str) -> int:
     """The bytes of a device with which as little as possible is held there."""
-    from quantizers.calibration.samples import samples
+    from quantizers.calibration.load_set import load_set
     from quantizers.plan.job import prepare
     from quantizers.plan.solve_memory import device_memory
-    from quantizers.recipe.locations import set_location
+    from quantizers.recipe.read import set_location
 
     job = prepare(recipe)
     place = set_location(job.recipe.calibration_set, job.path)
-    data = samples(place, job.opened.folder, job.recipe.source.trusts_tokenizer, job.recipe.calibration_tokens)
+    data = load_set(place, job.opened.folder, job.recipe.source.trusts_tokenizer, job.recipe.calibration_tokens)
     tokens = sum(len(sample.tokens) for sample in data.samples)
     memory = device_memory(job.plan, job.sizes, data.lengths[-1], device != "cpu", None, tokens)
     print(f"{memory.smallest}B")

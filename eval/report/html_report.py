@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eval.fidelity.tables import by_part, past_the_model, shown_categories
-from quantizers.system.text_table import number, size
+from quantizers.system.formatting import number, size
 
 from .rendering import base_name, render
 from .schemes import choice_lines, expert_bits, layer_rows, under_routed_line

@@ -11,9 +11,10 @@ import re
 from typing import Any
 
 from eval.fidelity.tables import by_part, past_the_model
-from quantizers.calibration.languages import language_code
+from quantizers.calibration.language_id import language_code
 from quantizers.recipe.portable import is_hub_id
-from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
+from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
+from quantizers.system.strict_yaml import dump
 
 from .rendering import base_name, code, md, render
 from .schemes import choice_lines, expert_bits, layer_rows, under_routed_line
@@ -40,7 +41,7 @@ def model_card(report: dict[str, Any]) -> str:
         r=report,
         stitch=stitch,
         plan=plan,
-        front=_yaml(front_matter(report)),
+        front=dump(front_matter(report)),
         title=_title(report),
         forced=report.get("forced"),
         failed=[gate["name"] for gate in report["gates"] if not gate["passed"]],
@@ -233,7 +234,7 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
         model_name=_title(report),
         eval_results=[EvalResult(**row) for row in _results(report)] or None,
     )
-    front: dict[str, Any] = data.to_dict()
+    front: dict[str, Any] = data.to_dict()  # type: ignore[no-untyped-call]
     return front if "model-index" in front else {key: value for key, value in front.items() if key != "model_name"}
 
 
@@ -258,13 +259,6 @@ def _results(report: dict[str, Any]) -> list[dict[str, Any]]:
         for kind, words, value in figures
         if value is not None
     ]
-
-
-def _yaml(front: dict[str, Any]) -> str:
-    from huggingface_hub.utils import yaml_dump
-
-    text: str = yaml_dump(front, sort_keys=False)
-    return text
 
 
 def _tags(report: dict[str, Any]) -> list[str]:

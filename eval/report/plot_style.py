@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quantizers.system.atomic import atomic, disk_errors
+from quantizers.system.files import atomic, disk_errors
 
 LOW, HIGH = 1 / 8, 8.0
 MARKS = {1 / 8: "1/8", 1 / 4: "1/4", 1 / 2: "1/2", 1.0: "1", 2.0: "2", 4.0: "4", 8.0: "8"}

@@ -23,7 +23,8 @@ def draw(report: dict[str, Any]) -> dict[str, bytes]:
     Args:
         report: of a run or a stitch; a plot without data is left out.
     """
-    name, figures = Path(report["source"]["model"]).name, {}
+    name = Path(report["source"]["model"]).name
+    figures: dict[str, Any] = {}
     if "by_language" in report.get("calibration", {}):
         figures["calibration"] = calibration_figure(report["calibration"], name)
     if "coverage" in report:
@@ -179,7 +180,7 @@ def _plain(words: str) -> str:
 
 
 def _panels(layers: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[float | None]]]:
-    """The lines over a report's layers: of a run, search and rounding with either engine; of a stitch, probed experts."""
+    """The lines over a report's layers: search and rounding of a run, with either engine; probed experts of a stitch."""
     if layers and "error_unscaled" in layers[0]:
         names = {"error": "with the ratio of the norms", "error_unscaled": "without"}
         return {"largest relative error": {words: [row[key] for row in layers] for key, words in names.items()}}

@@ -6,11 +6,9 @@ from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from quantizers.recipe.portable import is_hub_id
-from quantizers.system.byte_size import gib
-from quantizers.system.text_table import gate_figures, number, size
+from quantizers.system.formatting import gate_figures, gib, number, size
 
 
 def render(template: str, **context: Any) -> str:
@@ -43,9 +41,7 @@ def _environment() -> Environment:
 
 
 def md(text: object) -> str:
-    """Plain text in Markdown, also in a cell of a table: nothing in it opens a tag, ends a cell or becomes a formula."""
-    if isinstance(text, Markup):
-        return str(text)
+    """Plain text in Markdown, also in a cell of a table: it opens no tag, ends no cell and is no formula."""
     marks = {"&": "&amp;", "<": "&lt;", "|": r"\|", "$": r"\$", "\n": " ", "\r": " "}
     return "".join(marks.get(char, char) for char in str(text))
 

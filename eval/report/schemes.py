@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizers.system.text_table import plain, size
+from quantizers.system.formatting import size, text_table
 
 NAMES = {"gate": "w1 (gate)", "up": "w3 (up)", "down": "w2 (down)"}
 
@@ -33,7 +33,7 @@ def candidate_lines(schemes: dict[str, Any]) -> list[str]:
     above = "; above all of them, so every layer gets the best" if schemes["above_the_largest"] else ""
     return [
         f"budget {limit_text(schemes)}; possible are {bounds}{above}",
-        plain(
+        text_table(
             ("for each layer", "bits per weight", "bytes of a layer", "shards, if everywhere", "tensor parallel"), rows
         ),
     ]
@@ -81,7 +81,7 @@ def layer_rows(schemes: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str
 
 def layers_table(schemes: dict[str, Any]) -> str:
     """`layer_rows` as text."""
-    return plain(*layer_rows(schemes))
+    return text_table(*layer_rows(schemes))
 
 
 def under_routed_line(report: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizers.system.text_table import number
+from quantizers.system.formatting import number
 
 # KL on the tiny MiniMax-M2, 4 bits in groups of 32: the first and the default row of the table in docs/method.md.
 NEAREST, DEFAULT = 0.0561, 0.0053

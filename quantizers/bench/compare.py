@@ -24,9 +24,8 @@ import torch
 
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.samples import samples
-from quantizers.calibration.texts import token_tensors
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.held import hold, layer_names
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.device.devices import forward_dtype, machine, versions
@@ -40,7 +39,7 @@ from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.units import rows_of_block
-from quantizers.recipe.locations import set_location
+from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Experts
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble
@@ -278,7 +277,7 @@ def compare_with_library(
     source = job.source
     assert source is not None
     recipe = job.recipe
-    data = samples(
+    data = load_set(
         set_location(recipe.calibration_set, job.path),
         source.folder,
         recipe.source.trusts_tokenizer,

@@ -23,7 +23,7 @@ from quantizers.plan.job import Job
 from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.solve_memory import DeviceMemory, device_memory
 from quantizers.recipe.schema import Recipe
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 from .random_model import published, resized
 

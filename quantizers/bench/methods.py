@@ -15,9 +15,8 @@ from typing import Any, Literal
 import torch
 
 from quantizers.architectures.architecture import EXPERTS, ROUTER, Architecture
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.samples import samples
-from quantizers.calibration.texts import token_tensors
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import block_size, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.device.devices import forward_dtype, machine, versions
@@ -26,7 +25,7 @@ from quantizers.output.context import Context
 from quantizers.plan.folding import obstacle
 from quantizers.plan.job import Job
 from quantizers.plan.making import make_plan
-from quantizers.recipe.locations import set_location
+from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble
@@ -167,7 +166,7 @@ def compare_methods(
     assert job.recipe.verify is not None
     assert job.recipe.verify.perplexity is not None
     recipe = job.recipe
-    whole = samples(
+    whole = load_set(
         set_location(recipe.calibration_set, job.path),
         source.folder,
         recipe.source.trusts_tokenizer,

@@ -20,8 +20,7 @@ from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.tensor_bytes import torch_dtype
 from quantizers.plan.making import expected_tensors
 from quantizers.plan.plan import METADATA
-from quantizers.system.errors import InputError
-from quantizers.system.near_names import did_you_mean
+from quantizers.system.errors import InputError, did_you_mean
 
 BLOCK = (128, 128)
 OUTLIERS = 8  # number of outlier channels in a norm, and the factor that enlarges them

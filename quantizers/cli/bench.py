@@ -104,7 +104,7 @@ def layer(
 
     Example: quantize bench layer --like minimax-m2.1 --experts 16 --tokens 2048
     """
-    from quantizers.system.byte_size import parse_bytes
+    from quantizers.system.formatting import parse_bytes
 
     limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
     from quantizers.architectures.families import architecture_for
@@ -164,7 +164,7 @@ def count(
 
     Example: quantize bench count --like minimax-m2.1 --card h100 --ranks 1,2,4,8,16
     """
-    from quantizers.system.byte_size import parse_bytes
+    from quantizers.system.formatting import parse_bytes
 
     limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
     if ranks is not None:

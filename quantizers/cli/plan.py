@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import parse_bytes
 
 from .options import (
     ASSUMED_DISK,

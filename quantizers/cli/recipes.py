@@ -29,11 +29,11 @@ def recipes_(context: typer.Context, as_json: JsonOption = False, debug: DebugOp
 
 def _list(as_json: bool) -> None:
     from quantizers.recipe.catalogue import rows
-    from quantizers.system.text_table import plain
+    from quantizers.system.formatting import text_table
 
     listed = rows()
     header = ("name", "source", "calibration", "experts")
-    emit({"recipes": listed}, as_json, plain(header, [[row[key] for key in header] for row in listed]))
+    emit({"recipes": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
 
 
 @recipes.command(name="list")
@@ -80,7 +80,7 @@ def copy(
     Example: quantize recipes copy tiny-minimax-m2-fp8-int4 mine.yaml
     """
     from quantizers.recipe.catalogue import copied, write_new
-    from quantizers.recipe.names import shipped_recipe
+    from quantizers.recipe.read import shipped_recipe
 
     path = file or Path(shipped_recipe(name).name)
     write_new(copied(name), path)

@@ -17,7 +17,7 @@ import typer
 from typer.models import ArgumentInfo
 
 from quantizers.recipe.catalogue import catalogue
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 from .main import app
 from .schema_reference import pages

@@ -29,8 +29,8 @@ def report(
     from eval.report.plots import draw
     from quantizers.checkpoint.reader import read_json
     from quantizers.output.manifest import add_files, seal_of, write_record
-    from quantizers.system.atomic import write_text
-    from quantizers.system.own_files import PAGE, REPORT
+    from quantizers.system.files import write_text
+    from quantizers.system.output_files import PAGE, REPORT
 
     refuse_unfinished_runs([folder])
     target, contents = output or folder / PAGE, read_json(folder / REPORT)

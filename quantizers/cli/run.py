@@ -82,8 +82,8 @@ def run(
     from quantizers.output.journal import refuse_second_run, work_folder
     from quantizers.plan.job import prepare
     from quantizers.recipe.changes import changes_of
-    from quantizers.recipe.names import find_recipe
-    from quantizers.system.byte_size import parse_bytes
+    from quantizers.recipe.read import find_recipe
+    from quantizers.system.formatting import parse_bytes
 
     team: Team = context.obj or ALONE
     if folder is not None and output is not None and folder.absolute() != output.absolute():

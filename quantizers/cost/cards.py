@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizers.plan.cards import GIB, SEEN
-from quantizers.system.at_once import READERS
-from quantizers.system.errors import InputError
-from quantizers.system.near_names import did_you_mean
+from quantizers.system.errors import InputError, did_you_mean
+from quantizers.system.thread_map import THREADS
 
 from .work import Operation, Work
 
@@ -55,7 +54,7 @@ class Card:
     @property
     def readers(self) -> int:
         """Threads of its machine that read files at once: such a machine has cores for them."""
-        return READERS
+        return THREADS
 
     def rate(self, kind: str) -> float:
         """Operations a second that are reached."""

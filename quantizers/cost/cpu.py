@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantizers.plan.units import unit_of_experts
-from quantizers.system.at_once import READERS
+from quantizers.system.thread_map import THREADS
 
 from .cards import HOST
 from .work import Operation, Work
@@ -53,7 +53,7 @@ class Cpu:
     @property
     def readers(self) -> int:
         """Threads that read files at once."""
-        return min(READERS, self.cores)
+        return min(THREADS, self.cores)
 
     def seconds(self, work: Work) -> float:
         """How long a phase takes; nothing crosses a bus."""

@@ -16,9 +16,9 @@ from quantizers.calibration.set import read_set
 from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import DeviceMemory, device_memory
 from quantizers.plan.states import calibration_bytes
-from quantizers.recipe.locations import set_location
-from quantizers.system.at_once import READERS
+from quantizers.recipe.read import set_location
 from quantizers.system.errors import InputError
+from quantizers.system.thread_map import THREADS
 
 from .cards import CARDS, Card, rates
 from .counted_team import ALONE, Ranks
@@ -198,7 +198,7 @@ def assumptions(needs: Estimate) -> list[str]:
         *(f"on a GPU, {line}" for line in rates([card])),
         f"on a CPU: {cpu_rates(len(os.sched_getaffinity(0)))}",
         f"files: {needs.disk / 1e9:g} GB/s read or written, {HASH / 1e9:g} GB/s hashed by a thread, the "
-        f"last reading by up to {READERS}",
+        f"last reading by up to {THREADS}",
         "memory: with the sums of one unit of experts at a time, and with those of all, and on a GPU with the hidden "
         "states as well; that is set aside, and counted is what is alive at most",
     ]

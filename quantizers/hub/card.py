@@ -10,9 +10,9 @@ from typing import Any
 from quantizers.output.manifest import add_files, write_record
 from quantizers.recipe.portable import is_hub_id
 from quantizers.run.report_files import read_front_matter, write_with_card
-from quantizers.system.atomic import write_text
 from quantizers.system.errors import InputError
-from quantizers.system.own_files import CARD, PAGE, REPORT
+from quantizers.system.files import write_text
+from quantizers.system.output_files import CARD, PAGE, REPORT
 from quantizers.system.strict_yaml import dump
 
 GIVEN = ("license", "license_name", "license_link", "base_model", "base_model_relation")  # keys that publishing decides

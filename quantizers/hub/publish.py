@@ -12,8 +12,8 @@ from quantizers.output.journal import refuse_unfinished
 from quantizers.output.manifest import carried_facts, seal_of
 from quantizers.run.manifest_check import check_manifest
 from quantizers.system.errors import OutputError
-from quantizers.system.own_files import CARD, REPORT
-from quantizers.system.text_table import gate_figures
+from quantizers.system.formatting import gate_figures
+from quantizers.system.output_files import CARD, REPORT
 from stitch.audit.folder import added, strays
 from stitch.write.digests import changes, recorded_digests
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from eval.report.model_card import front_matter
-from quantizers.system.text_table import size
+from quantizers.system.formatting import size
 
 from .local_files import LocalFile
 from .publish import Checks

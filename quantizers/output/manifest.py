@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizers.system.atomic import disk_errors, write_json
-from quantizers.system.own_files import CARD, FACTS, PAGE, REPORT, file_sha256
-from quantizers.system.plain_json import finite
+from quantizers.system.files import disk_errors, file_sha256, json_finite, write_json
+from quantizers.system.output_files import CARD, FACTS, PAGE, REPORT
 
 
 def seal_of(report: dict[str, Any]) -> str:
@@ -75,5 +74,5 @@ def write_record(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_read(report: dict[str, Any]) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(json.dumps(finite(report), sort_keys=True))
+    read: dict[str, Any] = json.loads(json.dumps(json_finite(report), sort_keys=True))
     return read

@@ -20,10 +20,9 @@ from typing import Any
 
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import ALL, Scheme
-from quantizers.system.byte_size import gib, parse_bytes
+from quantizers.recipe.schema import ALL, Experts, Scheme
 from quantizers.system.errors import RecipeError
+from quantizers.system.formatting import gib, parse_bytes
 
 from .knapsack import choose
 from .plan import Action, Kind, Plan, file_size, stored_as

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from quantizers.system.byte_size import parse_bytes
-from quantizers.system.errors import InputError
-from quantizers.system.near_names import did_you_mean
+from quantizers.system.errors import InputError, did_you_mean
+from quantizers.system.formatting import parse_bytes
 
 GIB = 2**30
 

@@ -30,8 +30,7 @@ from typing import Literal
 from quantizers.architectures.matrices import Matrix
 from quantizers.checkpoint.fp8 import ROWS, Fp8
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import Scheme
+from quantizers.recipe.schema import Experts, Scheme
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "carry"]
 KEPT: tuple[Kind, ...] = ("keep", "rename", "carry")  # whose tensors keep their bytes

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantizers.architectures.families import published_models
-from quantizers.system.errors import InputError, OutputError
-from quantizers.system.near_names import did_you_mean
-from quantizers.system.shipped import shipped
+from quantizers.system.errors import InputError, OutputError, did_you_mean
+from quantizers.system.package_data import shipped
 
-from .names import shipped_recipe
-from .schema import Experts, Recipe, read_recipe
+from .read import read_recipe, shipped_recipe
+from .schema import Experts, Recipe
 
 HEADER = """# Recipes
 

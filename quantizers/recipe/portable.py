@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantizers.system.own_files import CALIBRATION, FACTS, HELD_OUT, LOCK, RECIPE
+from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, LOCK, RECIPE
 from quantizers.system.strict_yaml import dump, parse
 
-from .locations import facts_location, set_location
+from .read import facts_location, set_location
 from .schema import Calibration, Recipe
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
     Raises:
         CalibrationError: a set is wrong, or one of its local files is missing.
     """
-    from quantizers.calibration.sources.lock import file_hash
-    from quantizers.calibration.sources.rows import local_file, published_name
+    from quantizers.calibration.lock import file_hash
+    from quantizers.calibration.rows import local_file, published_name
 
     sets: dict[str, str] = {}
     data: dict[str, Path] = {}
@@ -179,10 +179,10 @@ def _copies(path: Path, target: str, called: Callable[[DataSource], str]) -> dic
     Args:
         called: returns the published name of a local source's file.
     """
+    from quantizers.calibration.lock import read_lock
+    from quantizers.calibration.rows import for_each_source
+    from quantizers.calibration.sampler import order_of
     from quantizers.calibration.set import read_set
-    from quantizers.calibration.sources.lock import read_lock
-    from quantizers.calibration.sources.parallel import for_each_source
-    from quantizers.calibration.take import order_of
 
     calibration = read_set(path)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -14,14 +15,39 @@ from pydantic import (
     model_serializer,
 )
 
-from quantizers.system.byte_size import parse_bytes
-from quantizers.system.errors import InputError, RecipeError
-from quantizers.system.schema_faults import Origin, Place, dotted
-from quantizers.system.strict_yaml import Strict, fit, origins_in, parse
+from quantizers.system.errors import InputError
+from quantizers.system.formatting import parse_bytes
+from quantizers.system.strict_yaml import Strict
 
-from .changes import Change, changed
-from .names import find_recipe
-from .scheme import Scheme
+SCALE_BITS = 16  # bfloat16
+BITS, GROUPS = (4, 8), (32, 64, 128)  # supported by vLLM's Marlin MoE kernels without zero points
+
+
+@dataclass(frozen=True, order=True)
+class Scheme:
+    """Symmetric integers of `bits` bits, one bfloat16 scale for every `group_size` weights."""
+
+    bits: int
+    group_size: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a packed weight and its share of the scale: 4.5 for INT4 in groups of 32."""
+        return self.bits + SCALE_BITS / self.group_size
+
+    def __str__(self) -> str:
+        return f"INT{self.bits} group {self.group_size}"
+
+
+ALL = tuple(Scheme(bits, group) for bits in BITS for group in reversed(GROUPS))  # in ascending order of size
+
+
+def counted(schemes: Iterable[Scheme]) -> str:
+    """`INT4 group 64` if all layers have the same scheme, else `INT4 group 32 (3 layers), INT4 group 64 (1 layer)`."""
+    counts = Counter(schemes)
+    if len(counts) == 1:
+        return str(next(iter(counts)))
+    return ", ".join(f"{s} ({n} layer{'s' if n > 1 else ''})" for s, n in sorted(counts.items()))
 
 
 class Source(Strict):
@@ -250,32 +276,3 @@ class Recipe(Strict):
     def settings(self) -> dict[str, Any]:
         """Every key with its value, including defaults, as stored in recipe.yaml and report.json."""
         return self.model_dump(mode="json")
-
-
-def read_recipe(name: str, changes: Sequence[Change] = ()) -> tuple[Recipe, Path]:
-    """Read and check a recipe.
-
-    Args:
-        name: see `find_recipe`.
-        changes: settings that are given instead of those in the file.
-
-    Returns:
-        The recipe and its path; relative paths in the recipe start from that path's folder.
-
-    Raises:
-        RecipeError: the recipe is wrong; a line for each fault, naming file, line and key.
-    """
-    path = find_recipe(name)
-    data, origins = _values(path, changes)
-    return fit(data, origins, Origin(f"{path}:1", 1), Recipe, RecipeError), path
-
-
-def _values(path: Path, changes: Sequence[Change]) -> tuple[dict[str, Any], dict[Place, Origin]]:
-    data, lines = parse(path, RecipeError)
-    return changed(data, origins_in(path, lines), changes)
-
-
-def given_at(place: Place, path: Path, changes: Sequence[Change] = ()) -> str:
-    """Where a key's value comes from, for messages: `recipe.yaml:7: experts.budget`, or the option that gave it."""
-    origin = _values(path, changes)[1].get(place, Origin(f"{path}:1", 1))
-    return origin.shown if origin.key == dotted(place) else f"{origin.shown}: {dotted(place)}"

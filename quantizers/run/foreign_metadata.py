@@ -13,7 +13,7 @@ import yaml
 from quantizers.architectures.architecture import Architecture
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.recipe.portable import is_hub_id
-from quantizers.system.own_files import CARD, RECIPE
+from quantizers.system.output_files import CARD, RECIPE
 
 from .report_files import read_front_matter
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.output.manifest import seal_of
-from quantizers.system.own_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, file_sha256, is_plain
+from quantizers.system.files import file_sha256
+from quantizers.system.output_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, is_plain
 
-from .card import read_front_matter
+from .report_files import read_front_matter
 
 # Keys of the front matter that describe the checkpoint itself; who publishes it may add other keys, and list entries.
 CARD_KEYS = (

@@ -20,9 +20,8 @@ from eval.fidelity.held_out import HeldOut, held_out
 from eval.fidelity.metrics import Text
 from quantizers.budget.branches import Branches
 from quantizers.budget.choice import choose_schemes
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.samples import samples
-from quantizers.calibration.texts import token_tensors
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.source_files import check_hashes, source_stats
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype
 from quantizers.device.kind import accelerated
@@ -35,10 +34,10 @@ from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import device_memory
 from quantizers.plan.states import between_bytes, calibration_bytes, held_out_bytes
 from quantizers.plan.units import work_units
-from quantizers.recipe.locations import set_location
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
-from quantizers.system.atomic import copy_file, sync_folder, write_text
+from quantizers.recipe.read import set_location
 from quantizers.system.errors import InputError
+from quantizers.system.files import copy_file, sync_folder, write_text
 from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
 from quantizers.system.residents import Residents
@@ -224,7 +223,7 @@ def _with_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Cont
 
 def _samples(job: Job, name: str, tokens: int | None = None) -> CalibrationData:
     """The samples of a set that the recipe names, or `tokens` tokens of them."""
-    return samples(set_location(name, job.path), job.opened.folder, job.recipe.source.trusts_tokenizer, tokens)
+    return load_set(set_location(name, job.path), job.opened.folder, job.recipe.source.trusts_tokenizer, tokens)
 
 
 def load_held_out(job: Job) -> HeldOut | None:

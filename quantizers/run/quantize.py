@@ -21,7 +21,7 @@ import torch
 from eval.fidelity.comparison import Comparison
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import measured, score
-from quantizers.calibration.data import CalibrationData
+from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.held import Held, hold, layer_names
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.allocator import use_one_arena
@@ -37,8 +37,8 @@ from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.recipe.schema import Stop
-from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError, Stopped
+from quantizers.system.files import write_json
 from quantizers.system.progress import doing, layer_line, peak_memory, progress
 from quantizers.team.shown import shown
 from stitch.audit.layer import written_from

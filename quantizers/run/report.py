@@ -18,10 +18,9 @@ from quantizers.architectures.facts import Options, ServerName
 from quantizers.architectures.sizes import Sizes
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measurements import measuring_seconds, read_measurements
-from quantizers.calibration.data import language_counts
+from quantizers.calibration.render import own_class
+from quantizers.calibration.samples import by_category, by_language, language_counts
 from quantizers.calibration.set import read_set
-from quantizers.calibration.tally import by_category, by_language
-from quantizers.calibration.tokenizer import own_class
 from quantizers.checkpoint.reader import Checkpoint, block_size
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.device.devices import machine, versions
@@ -33,7 +32,7 @@ from quantizers.plan.plan import Plan
 from quantizers.plan.serving_memory import assumptions, common_fits, notes, serving_model
 from quantizers.plan.summary import summary
 from quantizers.plan.tensor_parallel import unsaid
-from quantizers.recipe.locations import set_location
+from quantizers.recipe.read import set_location
 from quantizers.system.progress import peak_memory
 from stitch.audit.folder import folders_left_out
 from stitch.mix import Mix, as_rows
@@ -43,7 +42,7 @@ from .final_verification import fidelity_gates, last_reading, own_gates
 from .foreign_metadata import about_source, told_by
 
 if TYPE_CHECKING:
-    from quantizers.calibration.data import CalibrationData
+    from quantizers.calibration.samples import CalibrationData
     from quantizers.recipe.portable import Resolved
     from stitch.audit.checkpoint import Audit
     from stitch.write.digests import ShardDigest

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from quantizers.output.manifest import as_read, describe_files, text_sha256, write_record
-from quantizers.system.atomic import atomic, disk_errors, write_text
-from quantizers.system.own_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE
+from quantizers.system.files import atomic, disk_errors, write_text
+from quantizers.system.output_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE
 
 PLOTS = {"calibration": CALIBRATION_PICTURE, "coverage": COVERAGE_PICTURE}  # that are files beside the model card
 

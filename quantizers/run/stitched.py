@@ -19,8 +19,8 @@ from quantizers.output.fingerprint import refuse_changes
 from quantizers.output.folder import finished_report, move_into_place, refuse_strangers
 from quantizers.output.manifest import text_sha256
 from quantizers.recipe.portable import facts_copy, source_name
-from quantizers.system.atomic import write_text
 from quantizers.system.errors import OutputError
+from quantizers.system.files import write_text
 from quantizers.system.progress import checked, progress
 from stitch.audit.checkpoint import verify
 from stitch.mix import belong_together, write_mix

@@ -13,9 +13,9 @@ from quantizers.checkpoint.swapped import refuse_swapped
 from quantizers.output.manifest import carried_facts
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
-from quantizers.system.own_files import FACTS, REPORT
+from quantizers.system.output_files import FACTS, REPORT
+from quantizers.system.package_data import shipped
 from quantizers.system.progress import progress
-from quantizers.system.shipped import shipped
 
 from .manifest_check import Record, check_manifest
 

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .errors import InputError
-from .schema_faults import Origin, Place, dotted, fault_lines
+from .pydantic_errors import Origin, Place, dotted, fault_lines
 
 MAX_BYTES = 200_000  # takes PyYAML seconds at worst; the largest shipped file has 10,000
 MAX_DEPTH = 32

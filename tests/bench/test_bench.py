@@ -18,14 +18,14 @@ from quantizers.bench.compare import compare_layer, compare_route, layer_sizes
 from quantizers.bench.layer import LAYER_PHASES, extrapolate, measure_layer
 from quantizers.bench.pictures import compare_picture, layer_picture, scaling_picture
 from quantizers.bench.random_model import published, resized, write_random
-from quantizers.calibration.samples import samples
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.cli.tables.bench import compare_table, layer_table, methods_table, scaling_table
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.making import expected_tensors
-from quantizers.recipe.locations import set_location
+from quantizers.recipe.read import set_location
 from quantizers.system.errors import InputError
 
 CPU = torch.device("cpu")
@@ -221,7 +221,7 @@ def test_the_librarys_mapping_without_the_shared_expert_is_far_worse(
 
 def test_both_routes_go_through_a_whole_model(small_job: Job) -> None:
     assert small_job.source is not None
-    data = samples(set_location(small_job.recipe.calibration_set, small_job.path), small_job.source.folder)
+    data = load_set(set_location(small_job.recipe.calibration_set, small_job.path), small_job.source.folder)
     result = compare_route(small_job, data, 1, CPU)
     assert result["ours"]["kl"] > 0
     assert result["kl_ratio"] == result["ours"]["kl"] / result["library"]["kl"]

@@ -21,8 +21,8 @@ from quantizers.bench.layer import measure_layer
 from quantizers.bench.rates import device_rates, waiting_rates
 from quantizers.plan.job import prepare
 from quantizers.plan.solve_memory import device_memory
-from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import parse_bytes
 
 SCRIPT, FIGURES = REPOSITORY / "scripts" / "first_hour_gpu.sh", REPOSITORY / "scripts" / "first_hour_figures.py"
 STEPS = ["machine", "rates", "memory", "cpu", "profile", "resume", "two"]  # without the tests and a layer of real width

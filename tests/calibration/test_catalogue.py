@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 from commands import quantize
 
-from quantizers.calibration.catalogue import copy_set, rows, write_together
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.loading import load_samples
-from quantizers.calibration.new_set import new_set
-from quantizers.calibration.report.check import check_set
+from quantizers.calibration.check import check_set
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.lock import lock_path, lock_set
+from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set import read_set
-from quantizers.calibration.shape_examples import EXAMPLES
-from quantizers.calibration.sources.lock import lock_path, lock_set
+from quantizers.calibration.set_files import copy_set, new_set, rows, write_together
 from quantizers.system.errors import CalibrationError, InputError, OutputError
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
 
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 @pytest.fixture(scope="module")
 def embedded(tokenizer: str) -> CalibrationData:
-    return load_samples(SETS / "embedded.yaml", tokenizer)
+    return load_set(SETS / "embedded.yaml", tokenizer)
 
 
 def test_the_list_says_what_the_sets_hold(
@@ -75,10 +73,10 @@ def test_a_number_of_samples_gives_the_same_ones_in_a_copy(
     source = {"dataset": "./data/a.jsonl", "columns": ["text"], "shape": "text", "samples": 9, "category": "x"}
     (home / "own.yaml").write_text(json.dumps({"name": "own", "sequence_length": 64, "sources": [source]}))
     lock_set(home / "own.yaml")
-    monkeypatch.setattr("quantizers.calibration.catalogue.shipped", lambda _: home)
+    monkeypatch.setattr("quantizers.calibration.set_files.shipped", lambda _: home)
     copies = copy_set("own", tmp_path / "copy")
     assert copies == [tmp_path / "copy" / name for name in ("own.yaml", "own.lock.json", "data/a.jsonl")]
-    copied, original = (load_samples(path, tokenizer) for path in (copies[0], home / "own.yaml"))
+    copied, original = (load_set(path, tokenizer) for path in (copies[0], home / "own.yaml"))
     assert copied.digest == original.digest
     assert copied.lock
     assert lock_path(copies[0]).read_bytes() == lock_path(home / "own.yaml").read_bytes()
@@ -139,7 +137,7 @@ def test_a_new_set_for_the_shipped_data_reads_it_as_the_shipped_set_does(
     made = new_set(path, data)
     write_together(made.contents)
     assert made.notes == ()
-    ours = load_samples(path, tokenizer)
+    ours = load_set(path, tokenizer)
     theirs = [s for s in embedded.samples if s.source.endswith(f"/{name}.jsonl")]
     assert [(s.text, s.category, s.languages) for s in ours.samples] == [
         (s.text, s.category, s.languages) for s in theirs
@@ -150,17 +148,6 @@ def test_a_new_set_for_the_shipped_data_reads_it_as_the_shipped_set_does(
     assert (set(found.programming), set(found.spoken)) == tuple(map(set, expected))
 
 
-@pytest.mark.parametrize("shape", EXAMPLES)
-def test_every_shape_is_recognised(shape: Any, tmp_path: Path) -> None:
-    data = tmp_path / "my texts.jsonl"
-    data.write_text(json.dumps(EXAMPLES[shape].row))
-    path = tmp_path / "new.yaml"
-    write_together(new_set(path, data).contents)
-    (source,) = read_set(path).sources
-    assert (source.shape, source.columns, source.category) == (shape, EXAMPLES[shape].columns, "my-texts")
-    assert source.dataset == "./my texts.jsonl"
-
-
 def test_rows_that_cannot_be_used_are_said_and_the_set_loads_without_them(tmp_path: Path, tokenizer: str) -> None:
     data = tmp_path / "a.jsonl"
     data.write_text("\n".join(json.dumps({"prose": f"text {n}" if n % 3 else "", "id": n}) for n in range(9)))
@@ -168,7 +155,7 @@ def test_rows_that_cannot_be_used_are_said_and_the_set_loads_without_them(tmp_pa
     made = new_set(path, data)
     assert made.notes == (f"3 of 9 rows cannot be used (an empty text, first at {data}:1)",)
     write_together(made.contents)
-    assert len(load_samples(path, tokenizer).samples) == 6
+    assert len(load_set(path, tokenizer).samples) == 6
 
 
 def test_languages_of_new_sets_have_their_everyday_names(tmp_path: Path) -> None:

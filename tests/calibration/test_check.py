@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from commands import quantize
 
-from quantizers.calibration.data import Sample
-from quantizers.calibration.report.truncation import cut_share, truncation_warnings
-from quantizers.system.shipped import shipped
+from quantizers.calibration.check import cut_share, truncation_warnings
+from quantizers.calibration.samples import Sample
+from quantizers.system.package_data import shipped
 
 RECIPE = "tiny-minimax-m2-fp8-int4"
 

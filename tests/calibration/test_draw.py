@@ -12,10 +12,10 @@ from conftest import REPOSITORY
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantizers.calibration.data import CalibrationData, Sample, digest_of
-from quantizers.calibration.draw import draw, shares
-from quantizers.calibration.samples import samples
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, Sample, digest_of
 from quantizers.calibration.set import seeded
+from quantizers.calibration.subsample import shares, subsample
 from quantizers.system.errors import CalibrationError
 
 HELD = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 40), min_size=1)
@@ -55,7 +55,7 @@ def test_what_is_drawn_is_what_one_token_after_the_other_gives(
     members: list[tuple[str, int]], tokens: int, seed: int
 ) -> None:
     data = loaded(members)
-    drawn = draw(data, tokens, seed)
+    drawn = subsample(data, tokens, seed)
     expected: Counter[int] = Counter()  # tokens of each sample
     held = Counter({name: sum(n for other, n in members if other == name) for name, _ in members})
     for name, share in one_by_one(held, tokens).items():
@@ -76,8 +76,8 @@ def test_what_is_drawn_is_what_one_token_after_the_other_gives(
 
 @given(members=MEMBERS, tokens=ASKED, more=st.integers(0, 50), seed=st.integers(0, 9))
 def test_a_larger_draw_holds_the_smaller_one(members: list[tuple[str, int]], tokens: int, more: int, seed: int) -> None:
-    fewer = {token for sample in draw(loaded(members), tokens, seed).samples for token in sample.tokens.tolist()}
-    larger = draw(loaded(members), tokens + more, seed)
+    fewer = {token for sample in subsample(loaded(members), tokens, seed).samples for token in sample.tokens.tolist()}
+    larger = subsample(loaded(members), tokens + more, seed)
     assert fewer <= {token for sample in larger.samples for token in sample.tokens.tolist()}
 
 
@@ -88,21 +88,21 @@ def test_a_set_that_holds_no_more_is_used_whole(members: list[tuple[str, int]], 
         (total, ()),
         (total + 1, (f"set holds fewer than calibration.tokens, {total:,} of {total + 1:,}: all are used",)),
     ):
-        whole = draw(data, asked, seed)
+        whole = subsample(data, asked, seed)
         assert (whole.digest, whole.notes) == (data.digest, notes)
         assert [vars(sample) for sample in whole.samples] == [vars(sample) for sample in data.samples]
 
 
 def test_the_seed_decides_which() -> None:
     data = loaded([("a", 10)] * 20)
-    digests = [draw(data, 50, seed).digest for seed in (1, 1, 2)]
+    digests = [subsample(data, 50, seed).digest for seed in (1, 1, 2)]
     assert digests[0] == digests[1] != digests[2]
     assert len({*digests, data.digest}) == 3
 
 
 def test_the_embedded_set_gives_every_category_as_much(tiny_model: Path) -> None:
-    whole = samples(REPOSITORY / "calibration" / "embedded.yaml", tiny_model)
-    drawn = samples(REPOSITORY / "calibration" / "embedded.yaml", tiny_model, tokens=15_000)
+    whole = load_set(REPOSITORY / "calibration" / "embedded.yaml", tiny_model)
+    drawn = load_set(REPOSITORY / "calibration" / "embedded.yaml", tiny_model, tokens=15_000)
     tokens: Counter[str] = Counter()
     for sample in drawn.samples:
         tokens[sample.category] += len(sample.tokens)
@@ -123,9 +123,9 @@ def test_required_languages_are_required_of_what_is_drawn(tmp_path: Path, tiny_m
     body = {"name": "two", "sequence_length": 64, "languages": languages, "sources": [source]}
     path = tmp_path / "two.yaml"
     path.write_text(yaml.safe_dump(body))
-    held = sum(len(sample.tokens) for sample in samples(path, tiny_model).samples)
-    assert samples(path, tiny_model, tokens=held - 1).drawn
+    held = sum(len(sample.tokens) for sample in load_set(path, tiny_model).samples)
+    assert load_set(path, tiny_model, tokens=held - 1).drawn
     with pytest.raises(
         CalibrationError, match=r"two.yaml: of 1 tokens drawn from it none shows (Ada|Zig); raise calibration\.tokens"
     ):
-        samples(path, tiny_model, tokens=1)
+        load_set(path, tiny_model, tokens=1)

@@ -14,11 +14,11 @@ import pyarrow.parquet
 import pytest
 from calibration_tokenizer import write_tokenizer
 
-from quantizers.calibration.data import CalibrationData, digest_of
-from quantizers.calibration.loading import load_samples
-from quantizers.calibration.sources.lock import lock_path, lock_set
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.lock import lock_path, lock_set
+from quantizers.calibration.samples import CalibrationData, digest_of
 from quantizers.system.errors import CalibrationError
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
 
@@ -49,7 +49,7 @@ def hundred(tmp_path: Path) -> Path:
 
 
 def test_all_keeps_the_files_order_and_cuts(hundred: Path, tokenizer: str) -> None:
-    data = load_samples(write_set(hundred, source("a.jsonl"), length=12), tokenizer)
+    data = load_set(write_set(hundred, source("a.jsonl"), length=12), tokenizer)
     assert numbers(data) == [f"text number {i}" for i in range(100)]
     first, last = data.samples[0], data.samples[-1]
     assert (len(first.tokens), first.truncated) == (12, 1)
@@ -66,7 +66,7 @@ def test_a_source_is_cut_at_its_own_length(hundred: Path, tokenizer: str) -> Non
     sources = source("a.jsonl") + source("a.jsonl", sequence_length=5)
     path = write_set(hundred, sources + source("b.jsonl", sequence_length=30), length=12)
     for cache in (None, hundred / "cache", hundred / "cache"):  # the third time from the cache
-        data = load_samples(path, tokenizer, cache=cache)
+        data = load_set(path, tokenizer, cache=cache)
         found = [(len(sample.tokens), sample.truncated, sample.long) for sample in data.samples]
         assert found == [(12, 2, False), (5, 9, False), (30, 10, True), (10, 0, True)]
         assert (data.sequence_length, data.lengths) == (12, (5, 12, 30))
@@ -78,26 +78,26 @@ def test_another_length_of_a_source_is_not_taken_from_the_cache(hundred: Path, t
     lengths, cache = [], hundred / "cache"
     for length in (9, 12, 9):
         path = write_set(hundred, source("a.jsonl", samples=2, sequence_length=length), length=10)
-        lengths.append({len(s.tokens) for s in load_samples(path, tokenizer, cache=cache).samples})
+        lengths.append({len(s.tokens) for s in load_set(path, tokenizer, cache=cache).samples})
     assert lengths == [{9}, {12}, {9}]
-    assert len(list(cache.glob("*.json"))) == 2
+    assert len(list(cache.glob("*.parquet"))) == 2
 
 
 def test_which_texts_are_long_is_part_of_the_digest(hundred: Path, tokenizer: str) -> None:
     """The same tokens, once as short texts and once as long ones, give other figures."""
     short, long = (
-        load_samples(write_set(hundred, source("a.jsonl", sequence_length=20), length=length), tokenizer)
+        load_set(write_set(hundred, source("a.jsonl", sequence_length=20), length=length), tokenizer)
         for length in (20, 19)
     )
     assert [s.tokens.tolist() for s in short.samples] == [s.tokens.tolist() for s in long.samples]
     assert short.digest != long.digest
-    plain = load_samples(write_set(hundred, source("a.jsonl"), length=20), tokenizer)
+    plain = load_set(write_set(hundred, source("a.jsonl"), length=20), tokenizer)
     assert plain.digest == short.digest
 
 
 def test_digests_of_sets_without_long_texts_are_what_they_were(tiny_model: Path) -> None:
     """Those from before a source could have a length of its own; the short part of held-out is the whole of then."""
-    embedded, held_out = (load_samples(SETS / f"{name}.yaml", str(tiny_model)) for name in ("embedded", "held-out"))
+    embedded, held_out = (load_set(SETS / f"{name}.yaml", str(tiny_model)) for name in ("embedded", "held-out"))
     assert embedded.digest == "cc0f97c125c04ead05edb929e10b3896bd9622e831fdf15e6fe226b7959706c1"
     short = [sample for sample in held_out.samples if not sample.long]
     assert digest_of(short) == "0a32d69f8ba67946d5dbab018a26f06a8b2f53c1a9c7e26a1f03af2ae595b189"
@@ -106,7 +106,7 @@ def test_digests_of_sets_without_long_texts_are_what_they_were(tiny_model: Path)
 
 def test_a_number_takes_a_seeded_choice(hundred: Path, tokenizer: str) -> None:
     taken = [
-        numbers(load_samples(write_set(hundred, source("a.jsonl", samples=20), f"seed: {seed}\n"), tokenizer))
+        numbers(load_set(write_set(hundred, source("a.jsonl", samples=20), f"seed: {seed}\n"), tokenizer))
         for seed in (1, 1, 2)
     ]
     assert taken[0] == taken[1] != taken[2]
@@ -116,13 +116,13 @@ def test_a_number_takes_a_seeded_choice(hundred: Path, tokenizer: str) -> None:
 
 def test_other_sources_do_not_change_the_choice(hundred: Path, tokenizer: str) -> None:
     jsonl(hundred / "b.jsonl", [{"text": "another"}])
-    alone = load_samples(write_set(hundred, source("a.jsonl", samples=5)), tokenizer)
-    both = load_samples(write_set(hundred, source("b.jsonl") + source("a.jsonl", samples=5)), tokenizer)
+    alone = load_set(write_set(hundred, source("a.jsonl", samples=5)), tokenizer)
+    both = load_set(write_set(hundred, source("b.jsonl") + source("a.jsonl", samples=5)), tokenizer)
     assert numbers(both)[1:] == numbers(alone)
 
 
 def test_the_same_file_twice_gives_different_samples(hundred: Path, tokenizer: str) -> None:
-    twice = load_samples(write_set(hundred, source("a.jsonl", samples=9) * 2), tokenizer)
+    twice = load_set(write_set(hundred, source("a.jsonl", samples=9) * 2), tokenizer)
     assert numbers(twice)[:9] != numbers(twice)[9:]
 
 
@@ -133,8 +133,7 @@ def test_json_and_parquet_hold_the_same(hundred: Path, tokenizer: str) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
     (hundred / "a.parquet").write_bytes(buffer.getvalue())
     digests = {
-        load_samples(write_set(hundred, source(f"a.{suffix}")), tokenizer).digest
-        for suffix in ("jsonl", "json", "parquet")
+        load_set(write_set(hundred, source(f"a.{suffix}")), tokenizer).digest for suffix in ("jsonl", "json", "parquet")
     }
     assert len(digests) == 1
 
@@ -145,7 +144,7 @@ def test_a_refused_row_is_replaced_and_counted(tmp_path: Path, tokenizer: str) -
     rows = [{"m": no_call if i % 3 == 0 else good} for i in range(30)] + [{"m": []}]
     jsonl(tmp_path / "a.jsonl", rows)
     chat = {"columns": ["m"], "shape": "chat"}
-    data = load_samples(write_set(tmp_path, source("a.jsonl", samples=20, **chat)), tokenizer)
+    data = load_set(write_set(tmp_path, source("a.jsonl", samples=20, **chat)), tokenizer)
     assert len(data.samples) == 20
     counts = {dropped.reason: dropped.count for dropped in data.dropped}
     assert set(counts) <= {
@@ -154,13 +153,13 @@ def test_a_refused_row_is_replaced_and_counted(tmp_path: Path, tokenizer: str) -
     }
     assert all(":" in dropped.first for dropped in data.dropped)
     with pytest.raises(CalibrationError, match=r"20 of the 21 samples; .*without a call \(10, first at .*at most 20"):
-        load_samples(write_set(tmp_path, source("a.jsonl", samples=21, **chat)), tokenizer)
+        load_set(write_set(tmp_path, source("a.jsonl", samples=21, **chat)), tokenizer)
 
 
 def test_prompts_render_in_the_users_turn(tmp_path: Path, tokenizer: str) -> None:
     jsonl(tmp_path / "a.jsonl", [{"text": "fn main() {}", "kind": "code/rust"}])
     path = write_set(tmp_path, source("a.jsonl", prompt="Explain.", category={"column": "kind"}))
-    (sample,) = load_samples(path, tokenizer).samples
+    (sample,) = load_set(path, tokenizer).samples
     ids = sample.tokens.tolist()
     assert (ids[0], ids[-1]) == (1, 0)  # [turn] ... [end]
     assert sample.text == "Explain.\n\nfn main() {}"
@@ -173,7 +172,7 @@ LANGUAGES = "languages: {programming: [C++, Rust, Zig], spoken: [Hindi, Hebrew],
 def test_languages_are_dealt_in_turn_over_the_whole_set(hundred: Path, tokenizer: str) -> None:
     one = source("a.jsonl", samples=4, prompt="In {programming_language}:", category="code/{programming_language}")
     two = source("a.jsonl", samples=5, prompt="{programming_language}, {spoken_language}", category="code")
-    data = load_samples(write_set(hundred, one + source("a.jsonl", samples=3) + two, LANGUAGES), tokenizer)
+    data = load_set(write_set(hundred, one + source("a.jsonl", samples=3) + two, LANGUAGES), tokenizer)
     dealt = [sample.languages for sample in data.samples if sample.dealt]
     assert len(dealt) == 9
     assert Counter(names[0] for names in dealt) == {"C++": 3, "Rust": 3, "Zig": 3}
@@ -187,16 +186,16 @@ def test_languages_are_dealt_in_turn_over_the_whole_set(hundred: Path, tokenizer
 def test_a_replaced_row_does_not_use_up_a_language(tmp_path: Path, tokenizer: str) -> None:
     jsonl(tmp_path / "a.jsonl", [{"text": "good"}, {"text": ""}] * 9)
     path = write_set(tmp_path, source("a.jsonl", samples=9, category="code/{programming_language}"), LANGUAGES)
-    data = load_samples(path, tokenizer, require_languages=False)
+    data = load_set(path, tokenizer, require_languages=False)
     assert Counter(sample.category for sample in data.samples) == {"code/cpp": 3, "code/rust": 3, "code/zig": 3}
 
 
 def test_a_missing_language_is_an_error_where_required(hundred: Path, tokenizer: str) -> None:
     path = write_set(hundred, source("a.jsonl", category="spoken/hindi"), LANGUAGES)
     with pytest.raises(CalibrationError, match=r"no sample shows C\+\+, Rust, Zig, Hebrew; add samples"):
-        load_samples(path, tokenizer)
+        load_set(path, tokenizer)
     path.write_text(path.read_text().replace("required: true", "required: false"))
-    assert load_samples(path, tokenizer).samples[0].languages == ("Hindi",)
+    assert load_set(path, tokenizer).samples[0].languages == ("Hindi",)
 
 
 GOOD = '{"text": "good"}\n'
@@ -231,7 +230,7 @@ def test_wrong_data_is_refused_in_one_line(
     (tmp_path / "a.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     path = write_set(tmp_path, source("a.jsonl", **changes))
     with pytest.raises(CalibrationError) as failure:
-        load_samples(path, tokenizer)
+        load_set(path, tokenizer)
     assert failure.value.exit_code == 2
     assert str(failure.value).startswith(f"{path}:4: ")
     assert message in str(failure.value)
@@ -244,10 +243,10 @@ def test_a_template_that_refuses_everything(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", [{"text": "some text"}])
     path = write_set(tmp_path, source("a.jsonl", prompt="Read."))
     with pytest.raises(CalibrationError, match=r"0 of all 1 samples; the chat template refuses it: never \(1, first"):
-        load_samples(path, refusing)
+        load_set(path, refusing)
     with pytest.raises(CalibrationError, match=r"set.yaml:4: a.jsonl: the tokenizer has no chat template"):
-        load_samples(path, without)
-    assert len(load_samples(write_set(tmp_path, source("a.jsonl")), without).samples) == 1
+        load_set(path, without)
+    assert len(load_set(write_set(tmp_path, source("a.jsonl")), without).samples) == 1
 
 
 def test_bad_sources_are_told_together(hundred: Path, tokenizer: str) -> None:
@@ -257,7 +256,7 @@ def test_bad_sources_are_told_together(hundred: Path, tokenizer: str) -> None:
     path = write_set(hundred, "".join(map(source, names)))
     for workers in (1, 4):
         with pytest.raises(CalibrationError) as failure:
-            load_samples(path, tokenizer, workers=workers)
+            load_set(path, tokenizer, workers=workers)
         lines = str(failure.value).splitlines()
         assert lines[0] == (
             f"{path}:4: {hundred}/missing.jsonl, {hundred}/also-missing.json (line 8): "
@@ -270,55 +269,57 @@ def test_bad_sources_are_told_together(hundred: Path, tokenizer: str) -> None:
 
 def test_a_wrong_tokenizer_is_one_line(hundred: Path) -> None:
     with pytest.raises(CalibrationError, match="no tokenizer can be read") as failure:
-        load_samples(write_set(hundred, source("a.jsonl")), str(hundred))
+        load_set(write_set(hundred, source("a.jsonl")), str(hundred))
     assert "\n" not in str(failure.value)
 
 
 def test_the_cache_serves_while_nothing_changed(hundred: Path, tokenizer: str, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     path = write_set(hundred, source("a.jsonl", samples=9))
-    fresh = load_samples(path, tokenizer, cache=cache)
+    fresh = load_set(path, tokenizer, cache=cache)
     seen: list[tuple[int, str]] = []
-    again = load_samples(path, tokenizer, cache=cache, progress=lambda *call: seen.append(call))
+    again = load_set(path, tokenizer, cache=cache, progress=lambda *call: seen.append(call))
     assert (fresh.notes, again.notes, seen) == ((), (), [])
     assert again.digest == fresh.digest
     assert [s.text for s in again.samples] == [s.text for s in fresh.samples]
     assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(again.samples, fresh.samples, strict=True))
     jsonl(hundred / "a.jsonl", [{"text": f"other {i}"} for i in range(10)])
-    assert load_samples(path, tokenizer, cache=cache).digest != fresh.digest
+    assert load_set(path, tokenizer, cache=cache).digest != fresh.digest
 
 
 def test_a_damaged_cache_is_not_used(hundred: Path, tokenizer: str, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     path = write_set(hundred, source("a.jsonl"))
-    fresh = load_samples(path, tokenizer, cache=cache)
-    tokens = cache / f"{fresh.digest}.npy"
-    raw = bytearray(tokens.read_bytes())
-    raw[-1] ^= 1
-    for damage in (bytes(raw), raw[:50], b""):
-        tokens.write_bytes(damage)
-        again = load_samples(path, tokenizer, cache=cache)
+    fresh = load_set(path, tokenizer, cache=cache)
+    (entry,) = cache.iterdir()
+    raw = entry.read_bytes()
+    other = pyarrow.parquet.read_table(entry)
+    tokens = [[*row["tokens"][:-1], 7] for row in other.to_pylist()]
+    pyarrow.parquet.write_table(other.set_column(0, "tokens", pyarrow.array(tokens)), entry)
+    for damage in (entry.read_bytes(), raw[:50], raw[:-50], b""):
+        entry.write_bytes(damage)
+        again = load_set(path, tokenizer, cache=cache)
         assert (again.digest, again.notes) == (fresh.digest, ())
 
 
 def test_progress_counts_every_sample(hundred: Path, tokenizer: str) -> None:
     seen: list[tuple[int, str]] = []
     path = write_set(hundred, source("a.jsonl", samples=3) + source("a.jsonl", samples=2))
-    load_samples(path, tokenizer, workers=2, progress=lambda *call: seen.append(call))
+    load_set(path, tokenizer, workers=2, progress=lambda *call: seen.append(call))
     assert seen == [(number, "a.jsonl") for number in range(1, 6)]
 
 
 def test_a_lock_holds_local_files(hundred: Path, tokenizer: str) -> None:
     path = write_set(hundred, source("a.jsonl"))
     assert lock_set(path) == lock_path(path) == hundred / "set.lock.json"
-    data = load_samples(path, tokenizer)
+    data = load_set(path, tokenizer)
     assert data.lock
     assert data.notes == ("versions are those of the set's lock",)
     jsonl(hundred / "a.jsonl", [{"text": "changed"}])
     with pytest.raises(CalibrationError, match=r"set.yaml:4: a.jsonl: changed since it was locked"):
-        load_samples(path, tokenizer)
+        load_set(path, tokenizer)
     lock_set(path)
-    assert load_samples(path, tokenizer).lock
+    assert load_set(path, tokenizer).lock
 
 
 def test_a_lock_of_another_set_is_refused(hundred: Path, tokenizer: str) -> None:
@@ -326,10 +327,10 @@ def test_a_lock_of_another_set_is_refused(hundred: Path, tokenizer: str) -> None
     lock_set(path)
     write_set(hundred, source("a.jsonl") * 2)
     with pytest.raises(CalibrationError, match=r"set.lock.json: has 1 sources, the set 2; run `quantize"):
-        load_samples(path, tokenizer)
+        load_set(path, tokenizer)
     write_set(hundred, source("b.jsonl"))
     with pytest.raises(CalibrationError, match=r"dataset was a.jsonl, the set now says b.jsonl"):
-        load_samples(path, tokenizer)
+        load_set(path, tokenizer)
     lock_path(path).write_text("{}")
     with pytest.raises(CalibrationError, match="not a readable lock"):
-        load_samples(path, tokenizer)
+        load_set(path, tokenizer)

@@ -12,10 +12,9 @@ import transformers
 from calibration_tokenizer import write_tokenizer
 from own_tokenizer import own_ids, write_own_tokenizer
 
-from quantizers.calibration.shapes import Content
-from quantizers.calibration.tokenizer import own_class
-from quantizers.calibration.tokens import Renderer
-from quantizers.recipe.schema import read_recipe
+from quantizers.calibration.render import Renderer, own_class
+from quantizers.calibration.row_formats import Content
+from quantizers.recipe.read import read_recipe
 from quantizers.system.errors import CalibrationError, RecipeError
 
 TEXT = "def f(x): return 'grüße'"

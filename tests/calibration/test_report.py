@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
 
-from quantizers.calibration.languages import CODES
-from quantizers.calibration.report.check import SetReport, check_set
-from quantizers.calibration.report.diff import diff_sets
-from quantizers.calibration.report.duplicates import find_duplicates
-from quantizers.calibration.report.show import render_samples, show_samples
-from quantizers.calibration.report.spoken import identify
-from quantizers.calibration.report.view import loading, render, render_diff
+from quantizers.calibration.check import SetReport, check_set, find_duplicates
+from quantizers.calibration.diff import diff_sets
+from quantizers.calibration.language_id import CODES, identify
+from quantizers.calibration.load_set import progress_line
 from quantizers.calibration.set import read_set
+from quantizers.calibration.view import render, render_diff, render_samples, show_samples
 from quantizers.system.errors import CalibrationError
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
 HEAD = "name: test\nsequence_length: 40\nlanguages: {programming: [C, D], spoken: [Hindi, German]}\nsources:\n"
@@ -144,9 +143,9 @@ def test_a_required_language_is_a_finding_here_and_not_an_error(tmp_path: Path, 
 )
 def test_similarity(first: str, second: str, similarity: float | None) -> None:
     found = find_duplicates([first, "something in between", second])
-    assert [(pair.first, pair.second) for pair in found] == ([] if similarity is None else [(0, 2)])
+    assert [pair for *pair, _ in found] == ([] if similarity is None else [[0, 2]])
     if similarity is not None:
-        assert found[0].similarity == pytest.approx(similarity)
+        assert found[0][2] == pytest.approx(similarity)
 
 
 def test_every_spoken_language_of_the_sets_can_be_identified() -> None:
@@ -200,7 +199,7 @@ def test_a_difference_names_every_change(tmp_path: Path) -> None:
     shown_text = shown(render_diff(diff))
     assert "deepmind/code_contests train: samples: 50 -> 51" in shown_text
     assert "+ programming Odin" in shown_text
-    json.dumps(diff.as_json())
+    json.dumps(asdict(diff))
 
 
 def test_wrong_sets_cannot_be_compared(tmp_path: Path) -> None:
@@ -214,7 +213,7 @@ def test_progress_is_one_moving_line() -> None:
     terminal = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
     pipe = Console(file=io.StringIO(), force_terminal=False)
     for console in (terminal, pipe):
-        with loading(console) as progress:
+        with progress_line(console) as progress:
             progress(3, "some/dataset")
             progress(1234, "other/dataset")
     drawn = terminal.file.getvalue()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from quantizers.calibration.row_formats import SHAREGPT_ROLES, Content, Rejected, instruct, read_row
 from quantizers.calibration.set import DataSource
-from quantizers.calibration.shapes import SHAREGPT_ROLES, Content, Rejected, instruct, read_row
 
 
 def source(shape: str, *columns: str) -> DataSource:

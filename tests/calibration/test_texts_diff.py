@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from commands import quantize
 
-from quantizers.calibration.loading import load_samples
-from quantizers.calibration.report.texts_diff import diff_texts
+from quantizers.calibration.diff import diff_texts
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.rows import Unreachable
 from quantizers.calibration.set import DataSource
-from quantizers.calibration.sources.rows import Unreachable
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -33,7 +33,7 @@ NEW = [("x", "first"), ("z", "second"), ("y", "third, which is long"), ("y", "tw
 
 
 def test_texts_and_tokens_are_counted_as_a_slow_comparison_does(tmp_path: Path, tokenizer: str) -> None:
-    sets = [load_samples(write_set(tmp_path, *given), tokenizer) for given in (("a", OLD), ("b", NEW))]
+    sets = [load_set(write_set(tmp_path, *given), tokenizer) for given in (("a", OLD), ("b", NEW))]
     diff = diff_texts(*sets, tokenizer)
     lost = list((Counter(text for _, text in OLD) - Counter(text for _, text in NEW)).elements())
     gained = list((Counter(text for _, text in NEW) - Counter(text for _, text in OLD)).elements())
@@ -108,7 +108,7 @@ def test_without_the_hub_the_files_are_compared_and_one_line_says_so(
     def resolve(source: DataSource) -> str:
         raise Unreachable(source.dataset, "the Hub cannot be reached", "go online once")
 
-    monkeypatch.setattr("quantizers.calibration.sources.hub.resolve", resolve)
+    monkeypatch.setattr("quantizers.calibration.hub.resolve", resolve)
     local = write_set(tmp_path, "a", [("x", "the only one")])
     hub = tmp_path / "hub.yaml"
     hub.write_text(local.read_text().replace('"a.jsonl"', '"owner/data"'))
@@ -134,7 +134,7 @@ def test_local_data_that_cannot_be_read_is_an_error(
 def test_a_text_that_only_moved_is_not_won(tmp_path: Path, tokenizer: str) -> None:
     """Its tokens may change all the same: another sequence_length cuts elsewhere."""
     sets = [
-        load_samples(write_set(tmp_path, name, OLD, sequence_length=length), tokenizer)
+        load_set(write_set(tmp_path, name, OLD, sequence_length=length), tokenizer)
         for name, length in (("a", 10), ("b", 12))
     ]
     diff = diff_texts(*sets, tokenizer)

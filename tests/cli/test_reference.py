@@ -10,10 +10,9 @@ from conftest import REPOSITORY
 from quantizers.cli import main as cli
 from quantizers.cli.reference import _commands, reference
 from quantizers.recipe.catalogue import catalogue, copied, new_recipe, rows, text_of
-from quantizers.recipe.locations import set_location, source_location
-from quantizers.recipe.schema import read_recipe
+from quantizers.recipe.read import read_recipe, set_location, source_location
 from quantizers.system.errors import InputError, OutputError, RecipeError
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 COMMANDS = list(_commands(cli.app))
 

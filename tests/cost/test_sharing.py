@@ -22,8 +22,8 @@ from quantizers.cost.sharing import PASSING, serial, shared_layer
 from quantizers.cost.visit import CountedVisit
 from quantizers.cost.work import Work, together
 from quantizers.forward.share import Share
-from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import parse_bytes
 from quantizers.team.team import Team
 
 SIZES = [Size(32, 256, 512, B=2), Size(64, 512, 256, B=4)]

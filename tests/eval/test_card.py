@@ -17,10 +17,10 @@ from huggingface_hub import ModelCard
 from own_tokenizer import write_own_tokenizer
 
 from quantizers.architectures.families import architecture_for
-from quantizers.calibration.languages import CODES
+from quantizers.calibration.language_id import CODES
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.run.report import server_options
-from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
+from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 Report = dict[str, Any]
 

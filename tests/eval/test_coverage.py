@@ -23,10 +23,11 @@ from eval.coverage.gates import check_floors, entropy, gates, summarise
 from eval.coverage.measure import Question, measure_coverage
 from eval.coverage.routing import TIE, Routed
 from eval.coverage.tables import coverage_table, report
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.plan.job import prepare
-from quantizers.recipe.schema import CoverageGate, read_recipe
+from quantizers.recipe.read import read_recipe
+from quantizers.recipe.schema import CoverageGate
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.system.errors import InputError, RecipeError
@@ -86,7 +87,7 @@ def test_counts_equal_the_whole_models(
     """Exactly, per layer, expert and category, but for choices within 1e-6, which are counted apart."""
     folder = finished.source if which == "FP8 source" else finished.folder
     weights = source_weights(folder) if which == "FP8 source" else finished_weights(folder)
-    data = load_samples(uneven, str(finished.source))
+    data = load_set(uneven, str(finished.source))
     samples = [(s.category, torch.from_numpy(s.tokens).long()) for s in data.samples]
     assert len({len(tokens) for _, tokens in samples}) > 5, "without padding, padding is not tested"
     names, counts, close = oracle(whole_model(*weights), samples)

@@ -24,8 +24,8 @@ from whole_models import Run, finished_weights, run_whole, source_weights
 
 from eval.fidelity.metrics import Measured, Text, by_position, figures
 from eval.fidelity.tables import eval_table
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli.tables.run import run_table
 from quantizers.forward.layered_model import LayeredModel
@@ -50,7 +50,7 @@ def report(finished: Finished, held_out: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def data(finished: Finished, held_out: Path) -> CalibrationData:
-    return load_samples(held_out, str(finished.source))
+    return load_set(held_out, str(finished.source))
 
 
 @pytest.fixture(scope="module")

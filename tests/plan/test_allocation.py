@@ -19,8 +19,7 @@ from quantizers.plan.allocation import Allocation, allocation, candidates
 from quantizers.plan.knapsack import choose
 from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.plan import Plan, file_size
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import ALL, Scheme, counted
+from quantizers.recipe.schema import ALL, Experts, Scheme, counted
 from quantizers.system.errors import RecipeError
 
 BLOCK = (128, 128)

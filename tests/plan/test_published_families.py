@@ -28,7 +28,7 @@ from quantizers.plan.serving_memory import (
 from quantizers.plan.tensor_parallel import obstacles
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, InputError
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 from quantizers.system.strict_yaml import load
 
 # Experts' matrices, and gigabytes of experts in INT4 with groups of 32, of one model of each size.

@@ -26,9 +26,9 @@ from quantizers.plan.serving_memory import (
     serving_model,
     tensor_parallel_problem,
 )
-from quantizers.recipe.scheme import Scheme
-from quantizers.system.byte_size import gib, parse_bytes
+from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import gib, parse_bytes
 
 MIB, GIB = 2**20, 2**30
 WHOLE = 196_608

@@ -19,10 +19,11 @@ from quantizers.cost import estimate
 from quantizers.plan.job import prepare
 from quantizers.recipe.changes import changed, changes_of
 from quantizers.recipe.portable import settings_hash
-from quantizers.recipe.schema import Recipe, read_recipe
+from quantizers.recipe.read import read_recipe
+from quantizers.recipe.schema import Recipe
 from quantizers.run.options import Options
-from quantizers.system.schema_faults import Origin
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
+from quantizers.system.pydantic_errors import Origin
 from quantizers.system.strict_yaml import dump
 
 TINY = "tiny-minimax-m2-fp8-int4"

@@ -10,10 +10,9 @@ from commands import quantize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantizers.recipe.names import find_recipe, shipped_recipe
-from quantizers.system.errors import RecipeError
-from quantizers.system.near_names import did_you_mean
-from quantizers.system.shipped import shipped, shipped_names
+from quantizers.recipe.read import find_recipe, shipped_recipe
+from quantizers.system.errors import RecipeError, did_you_mean
+from quantizers.system.package_data import shipped, shipped_names
 
 LISTED = "give a file, or a name that `quantize recipes` lists"
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quantizers.calibration.set import read_set
-from quantizers.recipe.locations import set_location
-from quantizers.recipe.schema import read_recipe
-from quantizers.system.shipped import shipped, shipped_names
+from quantizers.recipe.read import read_recipe, set_location
+from quantizers.system.package_data import shipped, shipped_names
 
 LARGE = [name for name in shipped_names("recipes") if not name.startswith("tiny")]
 PART = "minimax-m2.1-fp8-int4-131k"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from quantizers.system import at_once as module
-from quantizers.system.at_once import at_once
+from quantizers.system import thread_map as module
+from quantizers.system.thread_map import thread_map
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -27,8 +27,8 @@ def test_results_come_in_order(threads: int, monkeypatch: pytest.MonkeyPatch) ->
             assert second[item // 2].wait(60)
         return item * item
 
-    assert list(at_once(make, range(20))) == [item * item for item in range(20)]
-    assert list(at_once(make, [])) == []
+    assert list(thread_map(make, range(20))) == [item * item for item in range(20)]
+    assert list(thread_map(make, [])) == []
 
 
 def test_what_has_not_begun_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_what_has_not_begun_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None
         assert item == 0 or go_on.wait(60)
         return item
 
-    with closing(at_once(make, range(100))) as found:
+    with closing(thread_map(make, range(100))) as found:
         assert next(found) == 0
         with pytest.raises(ValueError, match="the second"):
             next(found)
@@ -68,6 +68,6 @@ def test_few_items_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
             asked.append(item)
             yield item
 
-    for made in at_once(lambda item: item, items()):
+    for made in thread_map(lambda item: item, items()):
         done.append(made)
     assert done == asked == list(range(100))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quantizers.system.byte_size import gib, parse_bytes
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import gib, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ from eval.fidelity.metrics import Measured, Text, figures
 from quantizers.cli.options import emit
 from quantizers.cli.tables.run import run_table
 from quantizers.output.manifest import write_record
-from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError
-from quantizers.system.plain_json import finite
+from quantizers.system.files import json_finite, write_json
 
 LENGTHS = [4, 6]
 
@@ -50,7 +49,7 @@ def texts(*sizes: int) -> list[Text]:
 
 def test_numbers_that_json_has_not() -> None:
     data = {"a": [1.0, math.nan, (math.inf, 2)], "b": {"c": -math.inf, "d": None, "e": "NaN", "f": True}}
-    assert finite(data) == {"a": [1.0, None, [None, 2]], "b": {"c": None, "d": None, "e": "NaN", "f": True}}
+    assert json_finite(data) == {"a": [1.0, None, [None, 2]], "b": {"c": None, "d": None, "e": "NaN", "f": True}}
 
 
 def test_nan_is_never_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from quantizers.system.repeated import places, ranges, repeated
+from quantizers.system.formatting import collapse_lines, places, ranges
 
 ROUTER = "model.layers.{n}.mlp.gate.weight: not compensated, though model.layers.{n}.norm was divided in {c} channels"
 
 
 def test_one_cause_in_all_layers_is_one_line_with_a_count() -> None:
     lines = [ROUTER.format(n=n, c=128) for n in range(62)]
-    assert repeated(lines) == [
+    assert collapse_lines(lines) == [
         "layers 0–61: mlp.gate.weight: not compensated, though norm was divided in 128 channels (62 times)"
     ]
 
 
 def test_numbers_that_differ_are_given_from_least_to_most() -> None:
     lines = [f"model.layers.{n}.mlp.experts.{e}.w1.weight: {9 + n}% away" for n in (0, 1, 3) for e in range(4)]
-    assert repeated(lines) == ["layers 0–1, 3, experts 0–3: mlp.experts.*.w1.weight: 9% to 12% away (12 times)"]
+    assert collapse_lines(lines) == ["layers 0–1, 3, experts 0–3: mlp.experts.*.w1.weight: 9% to 12% away (12 times)"]
 
 
 def test_other_lines_stay_as_they_are_and_in_their_order() -> None:
@@ -31,7 +31,7 @@ def test_other_lines_stay_as_they_are_and_in_their_order() -> None:
         "model.layers.2.w2.weight: is BF16 [4, 8], should be F32 [4, 8]",
         "config.json: x is 5, should be 4",
     ]
-    assert repeated(lines) == lines
+    assert collapse_lines(lines) == lines
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizers.system.byte_size import gib
+from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
-from quantizers.system.text_table import plain, size
 
 
 def compare_table(result: dict[str, Any]) -> str:
@@ -31,7 +30,7 @@ def compare_table(result: dict[str, Any]) -> str:
         row("KL, nats", route["ours"]["kl"], route["library"]["kl"], "{:.4f}"),
     ]
     lines = [
-        plain(header, rows),
+        text_table(header, rows),
         "",
         f"layer: {sizes['experts']} experts of {sizes['hidden']} x {sizes['width']}, {layer['tokens']:,} tokens",
         f"route: {route['tokens']:,} tokens; FP8 files in, a mixed checkpoint out; KL is {route['kl_ratio']:.2f} times "
@@ -55,7 +54,7 @@ def layer_table(result: dict[str, Any]) -> str:
     rates, sizes, model = result["rates"], result["sizes"], result["whole_model"]
     return "\n".join(
         [
-            plain(("phase", "seconds", "of all", "of peak"), rows),
+            text_table(("phase", "seconds", "of all", "of peak"), rows),
             "",
             f"{sizes['experts']} experts of {sizes['hidden']} x {sizes['width']}, {result['tokens']:,} tokens, "
             f"units of {result['unit']} experts, the sums of {result['resident']} at a time, on "
@@ -93,7 +92,7 @@ def count_table(result: dict[str, Any]) -> str:
     small = [name for name, card in cards.items() if not card["fits"]]
     return "\n".join(
         [
-            plain(columns, rows),
+            text_table(columns, rows),
             "",
             f"one layer of {result['like']}: {sizes['experts']} experts of {sizes['hidden']} x {sizes['width']}, "
             f"{result['tokens']:,} tokens in {result['sequences']} sequences, {held['texts']} held-out texts of "
@@ -118,7 +117,7 @@ def scaling_table(result: dict[str, Any]) -> str:
         phases = list(part["exponents"])
         rows = [(f"{row[name]:,}", *(f"{row[phase]:.3f}" for phase in phases)) for row in part["rows"]]
         rows.append(("exponent", *(f"{part['exponents'][phase]:.2f}" for phase in phases)))
-        parts.append(plain((name, *phases), rows))
+        parts.append(text_table((name, *phases), rows))
     base = ", ".join(f"{value:,} {name}" for name, value in result["base"].items())
     return "\n\n".join([*parts, f"seconds; the others are {base}; hidden {result['hidden']}, width {result['width']}"])
 
@@ -143,7 +142,7 @@ def methods_table(result: dict[str, Any]) -> str:
     reasons: dict[str, list[str]] = {}
     for name, why in result["left_out"].items():
         reasons.setdefault(why, []).append(name)
-    return plain(("method", "KL", "ratio", "top-1", "router", "perplexity", "seconds", "faster"), rows) + (
+    return text_table(("method", "KL", "ratio", "top-1", "router", "perplexity", "seconds", "faster"), rows) + (
         f"\n\n{calibration['tokens']:,} calibration tokens, {result['held_out_tokens']:,} held-out; "
         f"{result['machine']['threads']} threads; seconds: observe + solve, median of {result['repeats']}"
         + "".join(f"\nleft out: {'; '.join(names)}: {why}" for why, names in reasons.items())

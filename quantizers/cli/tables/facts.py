@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quantizers.checkpoint.safetensors_header import printed
 from quantizers.plan.fit_facts import Fitted
-from quantizers.system.text_table import plain
+from quantizers.system.formatting import text_table
 
 HEADER = ("what differs", "name (* = a number)", "tensors", "kept facts", "this checkpoint", "new facts")
 REFUSED = "no words: refused"
@@ -27,7 +27,7 @@ def facts_table(fitted: Fitted, path: Path) -> str:
             )
             for one in fitted.differences
         ]
-        lines = [f"differences from the facts kept for {fitted.family}:", "", plain(HEADER, rows), ""]
+        lines = [f"differences from the facts kept for {fitted.family}:", "", text_table(HEADER, rows), ""]
     if fitted.suspects:
         norm = fitted.values["norm"]["tensor"]
         lines += [

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from eval.report.schemes import candidate_lines, choice_lines, layers_table
-from quantizers.system.byte_size import gib
+from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
-from quantizers.system.text_table import plain, size
 
 from .ranks import several_lines
 
@@ -22,7 +21,7 @@ def plan_table(numbers: dict[str, Any]) -> str:
         [
             f"planned from {numbers['basis']}",
             "",
-            plain(("tensors (* = a number)", "action", "number", "before", "after"), rows),
+            text_table(("tensors (* = a number)", "action", "number", "before", "after"), rows),
             "",
             f"{numbers['layers']} layers, {dense_words(numbers)}{numbers['experts_per_layer']} experts each: "
             f"{numbers['quantized_matrices']:,} expert matrices quantized, "
@@ -95,7 +94,7 @@ def needs_lines(needs: dict[str, Any]) -> list[str]:
         tokens += f" and {'a' if needs['held_out'] is None else format(needs['held_out'], ',')} held-out ones"
     return [
         f"a run with its {tokens} needs about",
-        plain(("on a", "disk for the output", "hidden states", "memory of the device", "time, counted"), rows),
+        text_table(("on a", "disk for the output", "hidden states", "memory of the device", "time, counted"), rows),
         f"and {size(needs['host'])} of host memory beside it, {size(needs['source'])} of source on the disk or in the "
         "Hub's cache. Hidden states lie in host memory where they fit, else on the disk. Assumed:",
         *(f"  {line}" for line in needs["assumptions"]),
@@ -129,7 +128,9 @@ def tensors_table(numbers: dict[str, Any]) -> str:
             f"{_short(name, row['source'])} {dtype} {shape}" for name, (dtype, shape) in row["outputs"].items()
         )
         rows.append((row["source"], f"{row['dtype']} {row['shape']}", row["action"], outputs))
-    return f"planned from {numbers['basis']}\n\n" + plain(("tensor", "as it is", "action", "what is written"), rows)
+    return f"planned from {numbers['basis']}\n\n" + text_table(
+        ("tensor", "as it is", "action", "what is written"), rows
+    )
 
 
 def _short(name: str, source: str) -> str:
@@ -159,7 +160,7 @@ def fit_table(result: dict[str, Any]) -> str:
             f"memory of the fullest card at {first['context']:,} tokens, KV cache in "
             f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token "
             f"{'over all cards' if result['kv_divided'] else 'on every card'}); longest: the context that fits",
-            plain(header, rows),
+            text_table(header, rows),
             *unserved(result),
             *result["notes"],
             "",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizers.system.repeated import repeated
-from quantizers.system.text_table import plain, size
+from quantizers.system.formatting import collapse_lines, size, text_table
 
 
 def dry_run_table(plan: dict[str, Any]) -> str:
@@ -16,16 +15,18 @@ def dry_run_table(plan: dict[str, Any]) -> str:
         f"would send {len(rows)} files, {size(plan['bytes'])}, to {plan['repo']} ({plan['revision']}), if new "
         f"{visibility}:",
         "",
-        plain(("file", "bytes", "SHA-256"), rows),
+        text_table(("file", "bytes", "SHA-256"), rows),
     ]
     if plan["not_sent"]:
         lines += ["", f"not of this run, so not sent: {', '.join(plan['not_sent'])}"]
     if plan["problems"]:
         forced = f", forced: {plan['forced']}" if plan["forced"] else ""
-        lines += ["", f"fails {len(plan['problems'])} checks{forced}", *repeated(plan["problems"])[:10]]
+        lines += ["", f"fails {len(plan['problems'])} checks{forced}", *collapse_lines(plan["problems"])[:10]]
     lines += [
         "",
-        plain(("state", "what", ""), [(point["state"], point["name"], point["words"]) for point in plan["checklist"]]),
+        text_table(
+            ("state", "what", ""), [(point["state"], point["name"], point["words"]) for point in plan["checklist"]]
+        ),
     ]
     return "\n".join(lines)
 

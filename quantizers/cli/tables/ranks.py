@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from quantizers.cost.sharing import PASSING
-from quantizers.system.byte_size import gib
+from quantizers.system.formatting import gib, text_table
 from quantizers.system.progress import duration
-from quantizers.system.text_table import plain
 
 SMALL = 0.05  # of all serial seconds: what is less is not named
 
@@ -33,7 +32,7 @@ def ranks_table(result: dict[str, Any]) -> str:
     waiting = any(row["waits_for_files"] for row in result["rows"])
     return "\n".join(
         [
-            plain(columns, rows),
+            text_table(columns, rows),
             "",
             f"one layer of {result['like']}, as each process has it, the one that has most to do: {sizes['experts']} "
             f"experts of {sizes['hidden']} x {sizes['width']}, {result['tokens']:,} tokens in {result['sequences']} "

@@ -10,12 +10,10 @@ from eval.coverage.tables import gate_table
 from eval.fidelity.tables import fidelity_table, past_the_model, positions_table
 from eval.report.schemes import scheme_lines, under_routed_line
 from quantizers.recipe.portable import is_hub_id
-from quantizers.system.own_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE, REPORT
+from quantizers.system.formatting import collapse_lines, short_path, size
+from quantizers.system.output_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE, REPORT
+from quantizers.system.package_data import shipped
 from quantizers.system.progress import duration
-from quantizers.system.repeated import repeated
-from quantizers.system.shipped import shipped
-from quantizers.system.short_path import short_path
-from quantizers.system.text_table import size
 
 from .advice import advice
 
@@ -40,7 +38,7 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) ->
     lines += [
         f"audit     {report['audit']['tensors']:,} source tensors accounted for, "
         f"{report['audit']['kept_tensors']:,} kept byte for byte",
-        *(f"          {line}" for line in repeated(report["audit"]["differences"])[:10]),
+        *(f"          {line}" for line in collapse_lines(report["audit"]["differences"])[:10]),
         f"coverage  routed tokens per expert: min {coverage['min']:,}, median {coverage['median']:,.0f}; "
         f"{coverage['uncovered']} of {coverage['pairs']:,} below {coverage['min_routed_tokens']}",
         *(f"held out  {line}" for line in past_the_model(report)),

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quantizers.system.own_files import CARD, PAGE, REPORT
-from quantizers.system.repeated import repeated
-from quantizers.system.text_table import size
+from quantizers.system.formatting import collapse_lines, size
+from quantizers.system.output_files import CARD, PAGE, REPORT
 
 
 def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:
@@ -32,7 +31,7 @@ def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:
         "",
         f"audit     {audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for "
         f"byte, {len(audit['differences'])} differences",
-        *(f"          {line}" for line in repeated(audit["differences"])[:10]),
+        *(f"          {line}" for line in collapse_lines(audit["differences"])[:10]),
         f"servers   {f'{len(misread)} ways in which one would misread it' if misread else 'all read it as meant'}",
         *(f"          {finding['where']}: {finding['problem']}" for finding in misread[:10]),
         f"size      {size(report['plan']['source_bytes'])} -> {size(report['plan']['output_bytes'])}",

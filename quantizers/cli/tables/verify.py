@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizers.system.repeated import repeated
+from quantizers.system.formatting import collapse_lines
 
 
 def audit_table(audit: dict[str, Any]) -> str:
@@ -25,6 +25,6 @@ def audit_table(audit: dict[str, Any]) -> str:
     if not audit["differences"]:
         return "\n".join([*lines, "no differences"])
     found = len(audit["differences"])
-    listed = repeated(audit["differences"])
+    listed = collapse_lines(audit["differences"])
     heading = f"{found:,} difference{'s' if found > 1 else ''}"
     return "\n".join([*lines, f"{heading}:", *(f"  {line}" for line in listed)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizers.system.byte_size import gib
+from quantizers.system.formatting import gib
 
 
 def version_table(found: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A schema in words: a table of its keys for the documentation, and a JSON schema for editors.
+"""Documentation of a pydantic schema: a table of its keys, and a JSON schema for editors.
 
 Both are made from the same fields, so neither can drift from what is accepted. The text under a field is its
 description.

@@ -1,8 +1,4 @@
-"""Convert a row of a dataset into what a model reads: plain text, or the turns of a conversation.
-
-These are pure functions of one row. An unusable row raises `Rejected` with a short reason that is the
-same for every row with that fault, so that reasons can be counted.
-"""
+"""Row formats: converts a row of a dataset to plain text or to the turns of a conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw a number of tokens from a loaded set, evenly over its categories.
+"""A subsample of a loaded set: a number of tokens, drawn evenly over its categories.
 
 Every category gets the same share. What a category with fewer tokens leaves of its share goes to the others, evenly
 again. Within a category the samples come in an order that depends on nothing but the set's seed and the category's name
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from .data import CalibrationData, Drawn, Sample, digest_of
+from .samples import CalibrationData, Drawn, Sample, digest_of
 from .set import seeded
 
 
@@ -34,8 +34,8 @@ def shares(held: Mapping[str, int], tokens: int) -> dict[str, int]:
     return given
 
 
-def draw(data: CalibrationData, tokens: int, seed: int) -> CalibrationData:
-    """`data` with `tokens` tokens of its samples, in the set's order; its digest is that of the drawn samples.
+def subsample(data: CalibrationData, tokens: int, seed: int) -> CalibrationData:
+    """`data` with `tokens` tokens of its samples, in the set's order; the digest is that of the drawn samples.
 
     A cut sample has at least one token, and `truncated` counts what it lost. A set that holds no more than `tokens` is
     used whole, and says so in its notes if it holds fewer.
@@ -59,7 +59,7 @@ def draw(data: CalibrationData, tokens: int, seed: int) -> CalibrationData:
                 break
             kept[index] = min(lengths[index], left)
             left -= kept[index]
-    samples = tuple(_beginning(data.samples[index], length) for index, length in sorted(kept.items()))
+    samples = tuple(_truncated(data.samples[index], length) for index, length in sorted(kept.items()))
     cut = sum(length < lengths[index] for index, length in kept.items())
     notes = data.notes
     if total < tokens:
@@ -68,7 +68,7 @@ def draw(data: CalibrationData, tokens: int, seed: int) -> CalibrationData:
     return replace(data, samples=samples, digest=digest_of(samples), notes=notes, drawn=drawn)
 
 
-def _beginning(sample: Sample, length: int) -> Sample:
+def _truncated(sample: Sample, length: int) -> Sample:
     """The sample cut to `length` tokens."""
     lost = len(sample.tokens) - length
     return replace(sample, tokens=sample.tokens[:length], truncated=sample.truncated + lost) if lost else sample

@@ -1,9 +1,11 @@
-"""Atomic writes: a file appears under its name only when it is complete and on disk."""
+"""Atomic writes and checksums of files: a file appears under its name only when it is complete and on disk."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ def write_json(path: Path, data: Any) -> None:
     """Write JSON with sorted keys, atomically.
 
     Raises:
-        ValueError: the data contains NaN or infinity, which JSON does not have; see plain_json.py.
+        ValueError: the data contains NaN or infinity, which JSON does not have; see `json_finite`.
     """
     write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n", path)
 
@@ -74,3 +76,18 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise QuantizeError(
             f"{path}: cannot be written ({failure}); make room or check the disk, then give the same command again"
         ) from None
+
+
+def json_finite(data: Any) -> Any:
+    """The same data with None in place of every NaN or infinity; tuples become lists."""
+    if isinstance(data, dict):
+        return {key: json_finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [json_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, hexadecimal. Raises OSError if it cannot be read."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

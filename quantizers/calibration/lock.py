@@ -13,13 +13,12 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from quantizers.calibration.set import CalibrationSet, DataSource, read_set
 from quantizers.system.errors import CalibrationError
-from quantizers.system.own_files import file_sha256
+from quantizers.system.files import file_sha256
 from quantizers.system.strict_yaml import Strict
 
-from .parallel import for_each_source
-from .rows import SourceError, local_file
+from .rows import SourceError, for_each_source, local_file
+from .set import CalibrationSet, DataSource, read_set
 
 
 class Pin(Strict):

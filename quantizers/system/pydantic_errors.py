@@ -1,4 +1,4 @@
-"""What pydantic finds wrong in a file, as lines for its author: `r.yaml:4: experts.bits: should be 4 or 8, not 3`."""
+"""Pydantic's validation errors as lines for a file's author: `r.yaml:4: experts.bits: should be 4 or 8, not 3`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from .near_names import did_you_mean
+from .errors import did_you_mean
 
 Place = tuple[str | int, ...]
 

@@ -1,4 +1,4 @@
-"""Where to find the files shipped with the program: recipes, calibration sets, the tiny model."""
+"""Files shipped with the program: recipes, calibration sets, the tiny model."""
 
 from __future__ import annotations
 

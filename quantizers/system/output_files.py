@@ -1,8 +1,7 @@
-"""The names of the files that a run adds to the checkpoint, and the hash that compares files."""
+"""Names of the files that a run adds to the checkpoint."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 
@@ -23,9 +22,3 @@ def is_own(name: str) -> bool:
 def is_plain(name: object) -> bool:
     """Whether a name in a report is a plain file name, so that it cannot point outside the report's folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, hexadecimal. Raises OSError if it cannot be read."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Many pieces of work at once: one thread hashes less than a disk of today reads."""
+"""A parallel map with threads and a bounded queue, for reading and hashing files."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
-READERS = 8  # threads, at most
+THREADS = 8  # threads, at most
 
 
-def at_once(make: Callable[[Item], Made], items: Iterable[Item]) -> Generator[Made]:
+def thread_map(make: Callable[[Item], Made], items: Iterable[Item]) -> Generator[Made]:
     """`make(item)` of every item, in their order, by as many threads as there are cores.
 
     An item is asked for when a thread may soon be free for it, so that few of them are in memory at a time. Close the
     iterator to leave out what has not begun. Whatever `make` raises is raised in its turn.
     """
-    threads = min(READERS, len(os.sched_getaffinity(0)))
+    threads = min(THREADS, len(os.sched_getaffinity(0)))
     waiting = deque[Future[Made]]()
     with ThreadPoolExecutor(threads) as pool:
         try:

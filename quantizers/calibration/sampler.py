@@ -9,17 +9,15 @@ an order that the seed decides, over all samples of the set that need one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantizers.calibration.sources.read import read_rows
-from quantizers.calibration.sources.rows import Row, SourceError
-
-from .data import Dropped, Sample
+from .render import Renderer
+from .row_formats import Rejected, instruct, read_row
+from .rows import Row, SourceError, check_columns, file_rows, local_file, order
+from .samples import Dropped, Sample
 from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, seeded, slug
-from .shapes import Rejected, instruct, read_row
-from .tokens import Renderer
 
 # Stop reading a source after this many rows per sample, so that a chat template that refuses every row
 # does not read a streamed dataset to its end.
@@ -42,8 +40,31 @@ def order_of(calibration: CalibrationSet, index: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16] if sources[index].is_local else text
 
 
+def read_rows(source: DataSource, folder: Path, revision: str, seed: str) -> Iterator[Row]:
+    """The rows of a source: in file order for `samples: all`, else shuffled with the seed.
+
+    A streamed dataset is shuffled as `datasets` does it: the order of its files, and the rows within a buffer of eight
+    rows for each sample asked for.
+
+    Args:
+        folder: the folder to which the path of a local file is relative.
+        revision: the commit of a Hub dataset; a local file has none.
+        seed: with the data, the only thing that decides the order.
+
+    Raises:
+        SourceError: the source cannot be read, or lacks a column.
+    """
+    if source.is_local:
+        rows = file_rows(local_file(source, folder), source.dataset)
+        check_columns(source, {column for row in rows for column in row.values})
+        return (rows[index] for index in order(len(rows), source, seed))
+    from .hub import hub_rows
+
+    return hub_rows(source, revision, seed)
+
+
 @dataclass(frozen=True)
-class Taken:
+class Sampled:
     """The samples of one source, and its skipped rows: the unusable ones, then those left out."""
 
     samples: list[Sample]
@@ -51,7 +72,7 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Taker:
+class Sampler:
     """Takes samples from the sources of one set.
 
     Attributes:
@@ -65,7 +86,7 @@ class Taker:
     renderer: Renderer
     accepted: Callable[[str], None]
 
-    def take(self, index: int, revision: str) -> Taken:
+    def sample(self, index: int, revision: str) -> Sampled:
         """The samples of source number `index`.
 
         Args:
@@ -106,7 +127,7 @@ class Taker:
         usable = read - sum(map(len, left_out.values()))
         if len(samples) < (usable if wanted == "all" else wanted):
             raise _shortfall(source, len(samples), read, dropped)
-        return Taken(samples, dropped)
+        return Sampled(samples, dropped)
 
     def _unlisted(self, row: Row, source: DataSource) -> str | None:
         """Why a row is left out: its own category names a language that the set's list of that kind does not have."""

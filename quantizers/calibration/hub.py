@@ -10,9 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quantizers.calibration.set import DataSource
-
-from .rows import Row, SourceError, Unreachable, check_columns, needed_columns, order, without_none
+from .rows import (
+    Row,
+    SourceError,
+    Unreachable,
+    check_columns,
+    needed_columns,
+    order,
+    without_none,
+)
+from .set import DataSource
 
 BUFFERED_ROWS = 8  # rows in the shuffle buffer of a streamed dataset, per sample asked for
 TIMEOUT = 10.0  # seconds to wait for the Hub's answer about one dataset
