@@ -51,20 +51,21 @@ def fidelity_figure(results: Results, title: str = "", *, stacked: bool = False)
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    draw = {"categories": _categories, "positions": _positions, "errors": _errors, "router": _router}
+    panels = {"categories": _categories, "positions": _positions, "errors": _errors, "router": _router}
     if len(results[0][1]["positions"]) < 2:
-        del draw["positions"]
-    others = [name for name in draw if name != "categories"]
+        del panels["positions"]
+    others = [name for name in panels if name != "categories"]
     bars = len(_tables(results)[0]) * (0.1 + 0.09 * len(results))
     if stacked:
         size, layout = (10.0, max(7.0, 1.2 + bars)), [["categories", name] for name in others]
     else:
-        size, layout = (5.2 * len(draw), min(16.0, max(4.5, 1.5 + bars))), [list(draw)]
+        size, layout = (5.2 * len(panels), min(16.0, max(4.5, 1.5 + bars))), [list(panels)]
     figure = Figure(figsize=size, layout="constrained", dpi=120)
     widths = None if stacked else [1.0] + [0.7] * len(others)
-    for name, axes in figure.subplot_mosaic(layout, width_ratios=widths).items():
-        bare(axes)
-        draw[name](axes, results)
+    axes: dict[str, Any] = figure.subplot_mosaic(layout, width_ratios=widths)
+    for name, panel in panels.items():
+        bare(axes[name])
+        panel(axes[name], results)
     figure.suptitle(title, fontsize=11)
     if len(results) > 1 or not stacked:
         names = [Line2D([], [], color=colour(i), linewidth=4, label=name) for i, (name, _) in enumerate(results)]
@@ -180,7 +181,7 @@ def _plain(words: str) -> str:
 
 
 def _panels(layers: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[float | None]]]:
-    """The lines over a report's layers: search and rounding of a run, with either engine; probed experts of a stitch."""
+    """The lines over a report's layers: search and rounding of a run, or the probed experts of a stitch."""
     if layers and "error_unscaled" in layers[0]:
         names = {"error": "with the ratio of the norms", "error_unscaled": "without"}
         return {"largest relative error": {words: [row[key] for row in layers] for key, words in names.items()}}

@@ -564,7 +564,7 @@ class StitchReport(Report):
 
 
 class RunReport(Report):
-    """report.json of `quantize run`; the keys from `samples` on are those of `Fidelity`, absent without held-out texts."""
+    """report.json of `quantize run`; keys from `samples` on are those of `Fidelity`, absent without held-out texts."""
 
     settings: Settings = key("The recipe and the machine")
     calibration: Calibration = key("The calibration set")

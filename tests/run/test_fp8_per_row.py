@@ -15,13 +15,13 @@ import pytest
 import tiny
 import torch
 from edited import edit
-from eval.report.front_matter import has_fp8_attention
 from source_forms import per_row, write_plain
 from whole_models import finished_weights, run_whole, stored
 
 from eval.consumers.check import STORED
 from eval.consumers.folder import check_folder
 from eval.consumers.rules import ATTENTION, OUTPUT
+from eval.report.model_card import has_fp8_attention
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.weights import read_weight
