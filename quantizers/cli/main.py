@@ -15,7 +15,7 @@ from quantizers.system.interrupts import stoppable
 from quantizers.team.joining import join, launched
 from quantizers.team.team import Team
 
-from . import bench, calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
+from . import calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
 from .options import emit
 
 SEVERAL = {"run", "eval", "coverage"}  # commands that work with several processes
@@ -74,7 +74,6 @@ app.command()(publish.publish)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(recipes.new)
 app.add_typer(calibration.calibration, name="calibration")
-app.add_typer(bench.bench, name="bench")
 
 
 def main() -> None:

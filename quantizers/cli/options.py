@@ -79,12 +79,9 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="one JSON object on standard output, all else on standard error")
 ]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: the first GPU where there is one")]
-ASSUMED_DISK = "1GB"
 DiskOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE", help=f"bytes a second that a machine reads from or writes to files; {ASSUMED_DISK} if not given"
-    ),
+    typer.Option(metavar="SIZE", help="bytes a second that a machine reads from or writes to files; 1GB if not given"),
 ]
 DeviceMemoryOption = Annotated[
     str | None,

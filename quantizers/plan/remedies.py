@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .allocation import candidates
-from .cards import Cards
+from .gpus import Gpus
 from .job import Job
 from .plan import file_size
 from .serving_memory import Fit, KvType, Model, fit, serving_model
@@ -35,7 +35,7 @@ class Remedy:
 
 
 def remedies(
-    job: Job, model: Model, asked: Sequence[tuple[Cards, Fit]], tensor_parallel: int | None = None
+    job: Job, model: Model, asked: Sequence[tuple[Gpus, Fit]], tensor_parallel: int | None = None
 ) -> list[list[Remedy]]:
     """For each set of cards what would fit, the cheapest first; nothing where it fits already.
 
@@ -49,7 +49,7 @@ def remedies(
 
 
 def _found(
-    model: Model, smaller: Sequence[tuple[str, Model]], cards: Cards, asked: Fit, tensor_parallel: int | None
+    model: Model, smaller: Sequence[tuple[str, Model]], cards: Gpus, asked: Fit, tensor_parallel: int | None
 ) -> Iterator[Remedy]:
     def tried(kv: KvType, context: int = asked.context) -> Fit:
         return fit(model, cards, context, kv, tensor_parallel)
@@ -71,7 +71,7 @@ def _found(
 
 
 def _more_cards(
-    model: Model, cards: Cards, asked: Fit, tensor_parallel: int | None, kvs: Sequence[KvType]
+    model: Model, cards: Gpus, asked: Fit, tensor_parallel: int | None, kvs: Sequence[KvType]
 ) -> Iterator[Remedy]:
     """The smallest number of such cards that is enough; a still smaller one with the next of `kvs`."""
     step, most = tensor_parallel or 1, MOST_CARDS

@@ -26,7 +26,7 @@ from quantizers.checkpoint.source_files import source_digest
 from quantizers.device.devices import machine, versions
 from quantizers.output import journal
 from quantizers.output.context import Context
-from quantizers.plan.cards import parse_cards
+from quantizers.plan.gpus import parse_gpus
 from quantizers.plan.job import Job
 from quantizers.plan.plan import Plan
 from quantizers.plan.serving_memory import assumptions, common_fits, notes, serving_model
@@ -222,7 +222,7 @@ def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, n
     return about | {
         "longest": model.longest,
         "fits": [row.as_dict() for row in fits],
-        "assumptions": [*assumptions([parse_cards(row.cards) for row in fits]), *notes(model, fits)] if fits else [],
+        "assumptions": [*assumptions([parse_gpus(row.cards) for row in fits]), *notes(model, fits)] if fits else [],
     }
 
 

@@ -158,7 +158,7 @@ def test_the_summary_holds_the_kl_against_the_recipes_limit(finished: Finished) 
     assert gates == "All 2 gates passed."
     assert kl.startswith("KL 0.0123 nats per token on ")
     assert "within the limit of 0.25 that its recipe sets" in kl
-    assert "measure it with quantize bench methods" in scale
+    assert "measure it with benchmarks/methods.py" in scale
     report["gates"][1] |= {"passed": False, "limit": 0.01}
     gates, kl, _ = summary(report)
     assert gates == "1 of 2 gates failed: kl."
