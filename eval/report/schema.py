@@ -563,8 +563,14 @@ class StitchReport(Report):
     layers: list[StitchedLayer] = key("Layer by layer")
 
 
+def measured(name: str) -> Any:
+    """A key of Fidelity that is absent where nothing was measured."""
+    field = Fidelity.model_fields[name]
+    return Field(description=field.description, json_schema_extra=field.json_schema_extra, default=None)
+
+
 class RunReport(Report):
-    """report.json of `quantize run`; keys from `samples` on are those of `Fidelity`, absent without held-out texts."""
+    """report.json of `quantize run`; keys from `samples` on are absent without held-out texts."""
 
     settings: Settings = key("The recipe and the machine")
     calibration: Calibration = key("The calibration set")
@@ -573,22 +579,22 @@ class RunReport(Report):
     seconds: Seconds = key("Durations")
     peak_memory_bytes: int = key("Most memory that the process and its device used", "bytes")
     schemes: Schemes | None = maybe("Choice within a budget; absent without one")
-    samples: int | None = maybe("See Fidelity", "texts")
-    tokens: int | None = maybe("See Fidelity", "tokens")
-    perplexity: Perplexity | None = maybe("See Fidelity")
-    bits_per_byte: BitsPerByte | None = maybe("See Fidelity")
-    kl: Kl | None = maybe("See Fidelity")
-    top1: Number = maybe("See Fidelity", "share")
-    interval: Interval | None = maybe("See Fidelity")
-    longest: int | None = maybe("See Fidelity", "tokens")
-    router: Router | None = maybe("See Fidelity")
-    hidden_error: list[Number] | None = maybe("See Fidelity", "relative")
-    categories: dict[str, Figures] | None = maybe("See Fidelity")
-    families: dict[str, Figures] | None = maybe("See Fidelity")
-    per_text: list[TextFigures] | None = maybe("See Fidelity")
-    evaluated_on: HeldOutSet | None = maybe("See Fidelity")
-    long: PartFigures | None = maybe("See Fidelity")
-    positions: list[Band] | None = maybe("See Fidelity")
+    samples: int | None = measured("samples")
+    tokens: int | None = measured("tokens")
+    perplexity: Perplexity | None = measured("perplexity")
+    bits_per_byte: BitsPerByte | None = measured("bits_per_byte")
+    kl: Kl | None = measured("kl")
+    top1: Number = measured("top1")
+    interval: Interval | None = measured("interval")
+    longest: int | None = measured("longest")
+    router: Router | None = measured("router")
+    hidden_error: list[Number] | None = measured("hidden_error")
+    categories: dict[str, Figures] | None = measured("categories")
+    families: dict[str, Figures] | None = measured("families")
+    per_text: list[TextFigures] | None = measured("per_text")
+    evaluated_on: HeldOutSet | None = measured("evaluated_on")
+    long: PartFigures | None = measured("long")
+    positions: list[Band] | None = measured("positions")
 
 
 # What other commands print with --json -------------------------------------------------------------------------------
@@ -644,13 +650,27 @@ class VerifyReport(AuditFigures):
     vllm: dict[str, Any] | None = maybe("vLLM's own answers; with --with-vllm only")
 
 
+class WorstExpert(Part):
+    """One of the experts with the fewest routed tokens."""
+
+    layer: int = key("Its layer")
+    expert: int = key("Its number")
+    tokens: int = key("Its routed tokens", "tokens")
+    share_of_even: float = key("The same relative to an even load", "relative")
+    sent_by: dict[str, float] = key("Categories that send most, per thousand of their tokens", "tokens")
+    nearly_sent_by: dict[str, float] = key("Categories that nearly send most, per thousand of their tokens", "tokens")
+
+
 class CoverageReport(Coverage):
     """What `quantize coverage --json` prints of one set."""
 
     model: str = key("As it was given")
     set: str = key("Name of the set")
-    tokens: dict[str, int] | None = maybe("Tokens by category", "tokens")
-    gates: list[Gate] = key("The recipe's gates on coverage")
+    tokens: dict[str, int] = key("Tokens by category", "tokens")
+    tied_choices: int = key("Choices that were a tie", "choices")
+    worst: list[WorstExpert] = key("The experts with the fewest tokens")
+    counts: dict[str, list[list[int]]] = key("By category: routed tokens by layer and expert", "tokens")
+    gates: list[Gate] = key("The gates on coverage")
     drawn: Drawn | None = maybe("What was drawn; absent where the whole set is used")
 
 
