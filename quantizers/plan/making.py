@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from quantizers.architectures.architecture import Architecture
@@ -35,12 +36,19 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
     """
     form = declared_form(config, where) if config.get("quantization_config") else None
     tensors = {name: Spec(t.dtype, sizes.shape(t.shape)) for name, t in facts.outside.items()}
+    shapes = {matrix: sizes.shape(facts.expert_linears[matrix].shape) for matrix in MATRICES}
+
+    @cache
+    def specs(shape: tuple[int, ...]) -> list[tuple[str, Spec]]:
+        weight = ("weight", Spec("F8_E4M3" if form else "BF16", shape))
+        if not form:
+            return [weight]
+        suffix, scale = scale_of(form, shape)
+        return [weight, (suffix, Spec(facts.scale_dtype, scale))]
 
     def linear(name: str, shape: tuple[int, ...]) -> None:
-        tensors[f"{name}.weight"] = Spec("F8_E4M3" if form else "BF16", shape)
-        if form:
-            suffix, scale = scale_of(form, shape)
-            tensors[f"{name}.{suffix}"] = Spec(facts.scale_dtype, scale)
+        for suffix, spec in specs(shape):
+            tensors[f"{name}.{suffix}"] = spec
 
     for layer in (*range(sizes["layers"]), *sizes.mtp):
         dense = layer in sizes.dense
@@ -51,8 +59,7 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
             linear(facts.layer(layer, name), sizes.shape(terms))
         for expert in range(0 if dense else sizes["experts"]):
             for matrix in MATRICES:
-                shape = sizes.shape(facts.expert_linears[matrix].shape)
-                linear(facts.expert(layer, expert, matrix), shape)
+                linear(facts.expert(layer, expert, matrix), shapes[matrix])
     return tensors
 
 
@@ -99,6 +106,7 @@ def make_plan(
     folded = folds(facts, experts, where)
     remaining = dict(tensors)
     actions: list[Action] = []
+    shapes = {matrix: sizes.shape(facts.expert_linears[matrix].shape) for matrix in MATRICES}
 
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     form = stored_form((name for name in tensors if name.startswith(in_layers) and not facts.is_unread(name)), block)
@@ -126,8 +134,7 @@ def make_plan(
         for expert in range(0 if dense else sizes["experts"]):
             for matrix in MATRICES:
                 module = facts.expert(layer, expert, matrix)
-                shape = sizes.shape(facts.expert_linears[matrix].shape)
-                spec = take(remaining, f"{module}.weight", shape, linear, where)
+                spec = take(remaining, f"{module}.weight", shapes[matrix], linear, where)
                 if not read:
                     action = Action(f"{module}.weight", spec, "keep", {}, layer, expert, matrix)
                     actions += _kept_linear(remaining, action, form, where)

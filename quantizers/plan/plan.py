@@ -24,7 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from quantizers.architectures.matrices import Matrix
@@ -191,12 +191,17 @@ def stored_as(action: Action, scheme: Scheme) -> Action:
 
 def packed_specs(module: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Spec]:
     """The tensors written for one quantized matrix of shape (rows, columns)."""
+    return {f"{module}.{suffix}": spec for suffix, spec in _packed(shape, scheme.bits, scheme.group_size)}
+
+
+@cache
+def _packed(shape: tuple[int, ...], bits: int, group_size: int) -> tuple[tuple[str, Spec], ...]:
     rows, columns = shape
-    return {
-        f"{module}.weight_packed": Spec("I32", (rows, columns * scheme.bits // 32)),
-        f"{module}.weight_scale": Spec("BF16", (rows, columns // scheme.group_size)),
-        f"{module}.weight_shape": Spec("I64", (2,)),
-    }
+    return (
+        ("weight_packed", Spec("I32", (rows, columns * bits // 32))),
+        ("weight_scale", Spec("BF16", (rows, columns // group_size))),
+        ("weight_shape", Spec("I64", (2,))),
+    )
 
 
 def file_size(tensors: Mapping[str, Spec]) -> int:
@@ -205,8 +210,8 @@ def file_size(tensors: Mapping[str, Spec]) -> int:
     The header is compact JSON padded to 8 bytes. The tensors are sorted by dtype, last of DTYPE_BYTES first, then
     by name.
     """
-    ranks = list(DTYPE_BYTES)
-    order = sorted(tensors, key=lambda name: (-ranks.index(tensors[name].dtype), name))
+    ranks = {dtype: -rank for rank, dtype in enumerate(DTYPE_BYTES)}
+    order = sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": METADATA}
     offset = 0
     for name in order:
@@ -218,8 +223,14 @@ def file_size(tensors: Mapping[str, Spec]) -> int:
 
 
 def index_json(plan: Plan) -> str:
-    """The text of model.safetensors.index.json."""
-    weight_map = {name: file for file, tensors in plan.shards().items() for name in tensors}
-    total = sum(spec.bytes for tensors in plan.shards().values() for spec in tensors.values())
-    body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return json.dumps(body, indent=2) + "\n"
+    """The text of model.safetensors.index.json.
+
+    It is what `json.dumps(…, indent=2)` writes, but that takes seconds for a large model: only without `indent` does
+    the encoder run in C.
+    """
+    shards = plan.shards()
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    total = sum(spec.bytes for tensors in shards.values() for spec in tensors.values())
+    lines = json.dumps(dict(sorted(weight_map.items())), separators=(",\n    ", ": ")).strip("{}")
+    head = json.dumps({"metadata": {"total_size": total}}, indent=2).removesuffix("\n}")
+    return f'{head},\n  "weight_map": {{\n    {lines}\n  }}\n}}\n'

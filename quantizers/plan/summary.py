@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from quantizers.architectures.sizes import Sizes
 
 from .plan import KEPT, Action, Plan, file_size, index_json
 
+COUNTED = ("tensors", "bytes_before", "bytes_after")
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole part of a name
+
 
 def kind_of_tensor(name: str) -> str:
     """A tensor's name with `*` in place of layer and expert numbers."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return _NUMBER.sub("*", name)
 
 
 def _kind(action: Action, plan: Plan) -> str:
@@ -51,12 +55,9 @@ def listing(plan: Plan) -> list[dict[str, object]]:
 
 def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
     """The plan in numbers: tensors and bytes by kind of action, output size, source size of a layer."""
-    table: dict[str, dict[str, int]] = {}
-    for action in plan.actions:
-        row = table.setdefault(action.kind, {"tensors": 0, "bytes_before": 0, "bytes_after": 0})
-        row["tensors"] += 1
-        row["bytes_before"] += action.spec.bytes
-        row["bytes_after"] += sum(spec.bytes for spec in action.outputs.values())
+    by_kind, table = kinds(plan), dict[str, Counter[str]]()
+    for row in by_kind:
+        table.setdefault(str(row["action"]), Counter()).update({key: row[key] for key in COUNTED})
     shards = {file: file_size(tensors) for file, tensors in plan.shards().items()}
     source = Counter[int | None]()  # bytes of each layer
     for action in plan.actions:
@@ -70,7 +71,7 @@ def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
         "quantized_matrices": plan.counts()["quantize"],
         "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in KEPT),
         "actions": table,
-        "kinds": kinds(plan),
+        "kinds": by_kind,
         "source_bytes": source.total(),
         "expert_bytes": table["quantize"]["bytes_after"],
         "output_bytes": sum(shards.values()) + index,
