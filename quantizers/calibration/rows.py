@@ -44,16 +44,6 @@ class Row:
     values: dict[str, Any]
 
 
-def published_name(digest: str, suffix: str) -> str:
-    """The name of a local data file next to a published checkpoint: made from its content, not from its own name.
-
-    Args:
-        digest: SHA-256 of its bytes, hexadecimal.
-        suffix: the suffix of its name, such as `.jsonl`.
-    """
-    return f"data-{digest[:16]}{suffix}"
-
-
 def local_file(source: DataSource, folder: Path) -> Path:
     """The path of a local file: in its set's folder, or, if it has a published name, among the shipped data.
 
@@ -191,12 +181,8 @@ def for_each_source(
         except SourceError as failure:
             return [], [(index, failure)]
 
-    indices = range(len(calibration.sources))
-    if workers == 1:
-        outcomes = list(map(attempt, indices))
-    else:
-        with ThreadPoolExecutor(max_workers=workers) as pool:
-            outcomes = list(pool.map(attempt, indices))
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        outcomes = list(pool.map(attempt, range(len(calibration.sources))))
     failures = [failure for _, failed in outcomes for failure in failed]
     if failures:
         lines = source_lines(path)

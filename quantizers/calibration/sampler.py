@@ -1,4 +1,4 @@
-"""Take the number of samples that the set asks for from one source.
+"""Samples of one source: as many as the set asks for, in an order that the seed decides.
 
 Rows are tried in the source's order. An unusable row is counted under its reason, and the next row is
 tried instead. A row whose own category names a language that the set does not list is left out, and counted

@@ -51,9 +51,9 @@ def show(name: NameArgument, as_json: JsonOption = False, debug: DebugOption = F
 
     Example: quantize recipes show tiny-minimax-m2-fp8-int4
     """
-    from quantizers.recipe.catalogue import text_of
+    from quantizers.recipe.read import shipped_recipe
 
-    text = text_of(name)
+    text = shipped_recipe(name).read_text(encoding="utf-8")
     emit({"name": name, "text": text}, as_json, text.rstrip("\n"))
 
 

@@ -59,21 +59,9 @@ def catalogue() -> str:
     return "\n".join(lines) + "\n"
 
 
-def text_of(name: str) -> str:
-    """The text of a shipped recipe.
-
-    Args:
-        name: see `shipped_recipe`.
-
-    Raises:
-        RecipeError: no recipe has this name.
-    """
-    return shipped_recipe(name).read_text(encoding="utf-8")
-
-
 def copied(name: str) -> str:
     """A shipped recipe's text for another folder: relative paths become bare names (sets) or full paths (models)."""
-    text = text_of(name)
+    text = shipped_recipe(name).read_text(encoding="utf-8")
     for folder in ("calibration", "models"):
         text = text.replace(f"../{folder}/", "" if folder == "calibration" else f"{shipped(folder)}/")
     return text

@@ -106,7 +106,7 @@ def switched_on(folder: Path, endpoint: str, seed: int) -> Iterator[Machine]:
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[HubStandIn]:
-    with HubStandIn({}) as stand_in:
+    with HubStandIn() as stand_in:
         yield stand_in
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from hub_models import ModelHub
+from hub_stand_in import HubStandIn
 
 from quantizers.plan.estimate import Work, estimate_run, layer_work, memory_on_gpu
 from quantizers.plan.gpus import Rates
@@ -135,7 +135,7 @@ def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:
     assert mixed.memory != needs(16, "")[0].memory
 
 
-def plan_in_a_process(hub: ModelHub, home: Path, *words: object) -> subprocess.CompletedProcess[str]:
+def plan_in_a_process(hub: HubStandIn, home: Path, *words: object) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     return subprocess.run(
         [sys.executable, "-m", "quantizers", "plan", *map(str, words), "--json"],
@@ -157,7 +157,7 @@ def test_headers_from_the_hub_without_shards(tmp_path: Path) -> None:
     local.write_text("source: {model: model}\ncalibration: set.yaml\n")
     remote.write_text(f"source: {{model: {REPO}}}\ncalibration: set.yaml\n")
     files = {path.name: path.read_bytes() for path in model.iterdir()}
-    with ModelHub("hf_x", {REPO: {"main": files}}) as hub:
+    with HubStandIn("hf_x", {REPO: {"main": files}}) as hub:
         here = json.loads(plan_in_a_process(hub, tmp_path / "home", local).stdout)
         assert hub.asked == []
         for _ in range(2):  # the second time the index is in the cache, the shards are not

@@ -13,8 +13,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from calibration_tokenizer import write_tokenizer
+from rich.console import Console
 
-from quantizers.calibration.load_set import load_set
+from quantizers.calibration.load_set import load_set, progress_line
 from quantizers.calibration.lock import lock_path, lock_set
 from quantizers.calibration.samples import CalibrationData, digest_of
 from quantizers.system.errors import CalibrationError
@@ -334,3 +335,21 @@ def test_a_lock_of_another_set_is_refused(hundred: Path, tokenizer: str) -> None
     lock_path(path).write_text("{}")
     with pytest.raises(CalibrationError, match="not a readable lock"):
         load_set(path, tokenizer)
+
+
+def test_progress_is_one_moving_line() -> None:
+    """On a terminal: drawn again over itself, and wiped away at the end. Elsewhere nothing."""
+    again, wiped = "\r\x1b[2K", "\n\x1b[?25h\r\x1b[1A\x1b[2K"
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    pipe = Console(file=io.StringIO(), force_terminal=False)
+    for console in (terminal, pipe):
+        with progress_line(console) as progress:
+            progress(3, "some/dataset")
+            progress(1234, "other/dataset")
+    drawn = terminal.file.getvalue()
+    assert drawn.endswith(wiped)
+    assert "\n" not in drawn.removesuffix(wiped)
+    first, *_, last = drawn.removesuffix(wiped).split(again)[1:]
+    assert "loading calibration data" in first
+    assert "calibration: 1,234 samples, now other/dataset" in last
+    assert pipe.file.getvalue() == ""
