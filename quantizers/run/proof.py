@@ -19,7 +19,7 @@ from quantizers.device.devices import machine, versions
 from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
-from quantizers.plan.summary import summary
+from quantizers.plan.plan import summary
 from quantizers.recipe.schema import PerplexityGate
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import checked, progress

@@ -21,7 +21,7 @@ from quantizers.output import journal
 from quantizers.output.fingerprint import refuse_changes
 from quantizers.output.folder import finished_report, move_into_place, refuse_strangers
 from quantizers.output.record import describe_files, text_sha256
-from quantizers.plan.summary import summary
+from quantizers.plan.plan import summary
 from quantizers.recipe.portable import facts_copy, source_name
 from quantizers.system.errors import OutputError
 from quantizers.system.files import write_text
