@@ -32,6 +32,7 @@ def _environment() -> Environment:
         "size": size,
         "gib": gib,
         "md": md,
+        "cell": cell,
         "code": code,
         "linked": linked,
         "is_hub_id": is_hub_id,
@@ -41,9 +42,14 @@ def _environment() -> Environment:
 
 
 def md(text: object) -> str:
-    """Plain text in Markdown, also in a cell of a table: it opens no tag, ends no cell and is no formula."""
-    marks = {"&": "&amp;", "<": "&lt;", "|": r"\|", "$": r"\$", "\n": " ", "\r": " "}
+    """Plain text in Markdown: it opens no tag and is no formula."""
+    marks = {"&": "&amp;", "<": "&lt;", "$": r"\$", "\n": " ", "\r": " "}
     return "".join(marks.get(char, char) for char in str(text))
+
+
+def cell(text: object) -> str:
+    """Plain text in a cell of a table in Markdown."""
+    return md(text).replace("|", r"\|")
 
 
 def code(text: object) -> str:

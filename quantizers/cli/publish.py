@@ -54,7 +54,7 @@ def publish(
 
     Example: quantize publish out/tiny --repo me/tiny-minimax-m2-FP8-INT4 --dry-run
     """
-    from quantizers.cli.tables.publish import dry_run_table, published_table
+    from quantizers.cli.tables.commands import dry_run_table, published_table
     from quantizers.device.devices import choose_device
     from quantizers.hub.card import described, rewrite, with_statement
     from quantizers.hub.local_files import hashed_again, local_files

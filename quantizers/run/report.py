@@ -28,9 +28,8 @@ from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.gpus import parse_gpus
 from quantizers.plan.job import Job
-from quantizers.plan.plan import Plan
+from quantizers.plan.plan import Plan, summary
 from quantizers.plan.serving_memory import assumptions, common_fits, notes, serving_model
-from quantizers.plan.summary import summary
 from quantizers.plan.tensor_parallel import unsaid
 from quantizers.recipe.read import set_location
 from quantizers.system.progress import peak_memory
