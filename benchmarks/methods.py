@@ -26,9 +26,8 @@ from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.device.devices import choose_device, forward_dtype, machine, use_threads, versions
 from quantizers.output import journal
 from quantizers.output.context import Context
-from quantizers.plan.folding import obstacle
+from quantizers.plan.assign_actions import make_plan, obstacle
 from quantizers.plan.job import Job, prepare
-from quantizers.plan.making import make_plan
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.run.measure import measure

@@ -108,8 +108,8 @@ def plan(
     if vram is not None:
         from quantizers.cli.tables.plan import fit_table
         from quantizers.plan.gpus import parse_gpus
-        from quantizers.plan.remedies import remedies
         from quantizers.plan.serving_memory import assumptions, fit, kv_bytes_per_token, notes, serving_model
+        from quantizers.plan.serving_suggestions import remedies
 
         model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
         cards = [parse_gpus(text) for text in vram]
@@ -130,7 +130,7 @@ def plan(
         return
     from quantizers.cli.tables.plan import plan_table, tensors_table
     from quantizers.plan.estimate import DISK, estimate_run, memory_on_gpu
-    from quantizers.plan.summary import listing, summary
+    from quantizers.plan.plan import listing, summary
     from quantizers.plan.tensor_parallel import unsaid
 
     numbers = summary(job.plan, job.sizes) | ({"schemes": schemes} if schemes else {})

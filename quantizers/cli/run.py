@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from quantizers.plan.job import Job
 from quantizers.system.errors import InputError
 from quantizers.team.team import ALONE, Team
 
@@ -29,6 +28,9 @@ from .options import (
     run_name,
     typed,
 )
+
+if TYPE_CHECKING:
+    from quantizers.plan.job import Job
 
 
 def run(

@@ -36,7 +36,7 @@ from quantizers.system.errors import ArchitectureError, CheckpointError, InputEr
 from quantizers.system.package_data import shipped_names
 
 from .allocation import Allocation, allocation
-from .making import expected_tensors, make_plan
+from .assign_actions import expected_tensors, make_plan
 from .plan import Plan
 
 

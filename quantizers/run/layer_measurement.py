@@ -36,10 +36,10 @@ from quantizers.device.kind import accelerated
 from quantizers.device.timing import Clock, listening
 from quantizers.output import journal
 from quantizers.output.context import Context
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.estimate import calibration_lengths, cut_to, evaluation_lengths, layer_work
 from quantizers.plan.gpus import this_cpu
 from quantizers.plan.job import Job
-from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.plan import METADATA
 from quantizers.plan.solve_memory import DeviceMemory, device_memory
 from quantizers.plan.units import rows_of_block

@@ -25,7 +25,7 @@ from quantizers.checkpoint.fused_experts import with_experts_apart
 from quantizers.checkpoint.integer_words_config import has_words
 from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder, read_json
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.plan.making import make_plan
+from quantizers.plan.assign_actions import make_plan
 from quantizers.plan.plan import Plan
 from quantizers.recipe.schema import BITS, GROUPS, Experts, Scheme
 from quantizers.system.errors import CheckpointError
@@ -258,7 +258,7 @@ def _recorded(folder: Path) -> Mapping[str, ShardDigest]:
     try:
         report = read_json(folder / REPORT)
     except CheckpointError:
-        return {}  # there is no report, or it is damaged, which quantizers/run/record_check.py reports
+        return {}  # there is no report, or it is damaged, which quantizers/run/manifest_check.py reports
     return {name: digest for name, digest in recorded_digests(report).items() if is_plain(name)}
 
 

@@ -46,7 +46,7 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.fp8 import ROWS
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.plan.making import expected_tensors, make_plan
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.plan import Plan
 from quantizers.recipe.schema import Experts, Scheme
 from quantizers.system.errors import CheckpointError, InputError

@@ -18,7 +18,7 @@ from hub_stand_in import HubStandIn
 from quantizers.plan.estimate import Work, estimate_run, layer_work, memory_on_gpu
 from quantizers.plan.gpus import Rates
 from quantizers.plan.job import Job, prepare
-from quantizers.plan.summary import listing, summary
+from quantizers.plan.plan import listing, summary
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 

@@ -21,7 +21,7 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.cli import main as cli
-from quantizers.plan.making import expected_tensors, make_plan
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.plan import METADATA, Plan, file_size, index_json
 from quantizers.recipe.read import read_recipe, source_location
 from quantizers.recipe.schema import Experts

@@ -14,9 +14,9 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import all_published, architecture_for, known, published_config
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.gpus import parse_gpus
 from quantizers.plan.job import prepare
-from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.serving_memory import (
     Model,
     fit,

@@ -15,7 +15,6 @@ import yaml
 from quantizers.cli import main as cli
 from quantizers.plan.gpus import STATED, Gpus, parse_gpus
 from quantizers.plan.job import Job, prepare
-from quantizers.plan.remedies import remedies
 from quantizers.plan.serving_memory import (
     RUNTIME,
     UTILISATION,
@@ -26,6 +25,7 @@ from quantizers.plan.serving_memory import (
     serving_model,
     tensor_parallel_problem,
 )
+from quantizers.plan.serving_suggestions import remedies
 from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import gib, parse_bytes

@@ -14,8 +14,8 @@ from commands import quantize
 
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.plan.assign_actions import expected_tensors
 from quantizers.plan.job import prepare
-from quantizers.plan.making import expected_tensors
 from quantizers.run.layer_measurement import (
     ORDER,
     Scaling,

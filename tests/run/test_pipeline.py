@@ -51,7 +51,7 @@ def test_every_file_may_be_read_by_whom_the_umask_allows(finished: Finished, tmp
 
 
 def test_sizes_are_as_planned_to_the_byte(finished: Finished) -> None:
-    from quantizers.plan.summary import summary
+    from quantizers.plan.plan import summary
 
     job = prepare(str(finished.recipe))
     planned = summary(job.plan, job.sizes)

@@ -1,26 +1,29 @@
-"""Makes a plan: assigns an action to every tensor, from the facts of its family and the headers.
+"""Assigns an action to every tensor of a checkpoint, from the architecture spec of its family and the headers.
 
-An unknown tensor is refused instead of kept, because it might read the folded norm.
+An unknown tensor is refused instead of kept, because it might read the folded norm. Scales are folded into the norm
+before the experts only where everything that reads it can follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import TensorFacts
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.fp8 import Fp8, declared_form, scale_of, stored_form
+from quantizers.checkpoint.fp8 import ROWS, Fp8, declared_form, scale_of, stored_form
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.checkpoint.tensor_bytes import DTYPES
 from quantizers.recipe.schema import Experts
-from quantizers.system.errors import CheckpointError, RecipeError
+from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 
-from .folding import folds
 from .plan import Action, Kind, Plan, packed_specs
-from .taking import Remaining, take, take_scale, take_unread
+
+Remaining = dict[str, Spec]  # tensors without an action so far
 
 
 def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any], where: str) -> dict[str, Spec]:
@@ -35,12 +38,19 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
     """
     form = declared_form(config, where) if config.get("quantization_config") else None
     tensors = {name: Spec(t.dtype, sizes.shape(t.shape)) for name, t in facts.outside.items()}
+    shapes = {matrix: sizes.shape(facts.expert_linears[matrix].shape) for matrix in MATRICES}
+
+    @cache
+    def specs(shape: tuple[int, ...]) -> list[tuple[str, Spec]]:
+        weight = ("weight", Spec("F8_E4M3" if form else "BF16", shape))
+        if not form:
+            return [weight]
+        suffix, scale = scale_of(form, shape)
+        return [weight, (suffix, Spec(facts.scale_dtype, scale))]
 
     def linear(name: str, shape: tuple[int, ...]) -> None:
-        tensors[f"{name}.weight"] = Spec("F8_E4M3" if form else "BF16", shape)
-        if form:
-            suffix, scale = scale_of(form, shape)
-            tensors[f"{name}.{suffix}"] = Spec(facts.scale_dtype, scale)
+        for suffix, spec in specs(shape):
+            tensors[f"{name}.{suffix}"] = spec
 
     for layer in (*range(sizes["layers"]), *sizes.mtp):
         dense = layer in sizes.dense
@@ -51,8 +61,7 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
             linear(facts.layer(layer, name), sizes.shape(terms))
         for expert in range(0 if dense else sizes["experts"]):
             for matrix in MATRICES:
-                shape = sizes.shape(facts.expert_linears[matrix].shape)
-                linear(facts.expert(layer, expert, matrix), shape)
+                linear(facts.expert(layer, expert, matrix), shapes[matrix])
     return tensors
 
 
@@ -99,6 +108,7 @@ def make_plan(
     folded = folds(facts, experts, where)
     remaining = dict(tensors)
     actions: list[Action] = []
+    shapes = {matrix: sizes.shape(facts.expert_linears[matrix].shape) for matrix in MATRICES}
 
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     form = stored_form((name for name in tensors if name.startswith(in_layers) and not facts.is_unread(name)), block)
@@ -126,8 +136,7 @@ def make_plan(
         for expert in range(0 if dense else sizes["experts"]):
             for matrix in MATRICES:
                 module = facts.expert(layer, expert, matrix)
-                shape = sizes.shape(facts.expert_linears[matrix].shape)
-                spec = take(remaining, f"{module}.weight", shape, linear, where)
+                spec = take(remaining, f"{module}.weight", shapes[matrix], linear, where)
                 if not read:
                     action = Action(f"{module}.weight", spec, "keep", {}, layer, expert, matrix)
                     actions += _kept_linear(remaining, action, form, where)
@@ -169,3 +178,115 @@ def _kept_linear(remaining: Remaining, weight: Action, form: Fp8, where: str) ->
         written = f"{module}.weight_scale"
         kind: Kind = "keep" if scale == written else "rename"
         yield replace(weight, source=scale, spec=spec, kind=kind, outputs={written: spec})
+
+
+def take(remaining: Remaining, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], where: str) -> Spec:
+    """Take a tensor out of `remaining`.
+
+    Args:
+        dtypes: those that it may have, in safetensors' spelling.
+        where: the source's name, for messages.
+
+    Raises:
+        CheckpointError: it is missing, or has another shape or dtype.
+    """
+    spec = remaining.pop(name, None)
+    if spec is None:
+        raise CheckpointError(f"{where}: {name} is missing; the checkpoint is incomplete, download it again")
+    if spec.shape != shape:
+        raise CheckpointError(
+            f"{where}: {name} has shape {list(spec.shape)}, config.json says {list(shape)}; they do not belong "
+            "together, download both again"
+        )
+    if spec.dtype not in dtypes:
+        raise CheckpointError(
+            f"{where}: {name} is {spec.dtype}; {' or '.join(dtypes)} is needed; give the published checkpoint"
+        )
+    return spec
+
+
+def take_scale(remaining: Remaining, module: str, shape: tuple[int, ...], form: Fp8, where: str) -> tuple[str, Spec]:
+    """Take the scale of an FP8 weight.
+
+    Args:
+        shape: of the weight, (rows, columns).
+        form: of all FP8 weights of the checkpoint.
+
+    Returns:
+        The scale's name and spec.
+
+    Raises:
+        CheckpointError: as `take`, or the weight has a scale per block in a checkpoint with scales per row.
+    """
+    suffix, needed = scale_of(form, shape)
+    other = f"{module}.weight_scale_inv"
+    if form == ROWS and other in remaining:
+        raise CheckpointError(
+            f"{where}: {other} is a scale per block of FP8, but other tensors have a scale per row (weight_scale); one "
+            "config group cannot say both; give the published checkpoint"
+        )
+    name = f"{module}.{suffix}"
+    return name, take(remaining, name, needed, ("F32", "BF16"), where)
+
+
+def take_unread(
+    remaining: Remaining, named: Iterable[str], facts: Architecture, layers: int, where: str
+) -> list[tuple[str, Spec, int | None]]:
+    """Take the tensors that the facts call unread.
+
+    Args:
+        named: the names that are read or written otherwise.
+        layers: how many decoder layers there are.
+
+    Returns:
+        The name, spec and decoder layer of each; None for one that lies in no layer.
+
+    Raises:
+        ArchitectureError: the facts call one of `named` unread.
+        CheckpointError: a dtype cannot be read.
+    """
+    for name in named if facts.unread else ():
+        if facts.is_unread(name):
+            raise ArchitectureError(
+                f"{where}: {name} is called unread by the facts of {facts.model_type}, which name it already; narrow "
+                "the expression"
+            )
+    taken = []
+    for name in [name for name in remaining if facts.is_unread(name)]:
+        spec = take(remaining, name, remaining[name].shape, tuple(DTYPES), where)
+        taken.append((name, spec, _layer_of(name, facts, layers)))
+    return taken
+
+
+def _layer_of(name: str, facts: Architecture, layers: int) -> int | None:
+    start, _, _ = facts.layer_prefix.partition("{layer}")
+    number = name.removeprefix(start).partition(".")[0] if name.startswith(start) else ""
+    if not number.isdecimal() or int(number) >= layers:  # beyond the last one lie those that predict further tokens
+        return None
+    return int(number) if name.startswith(facts.layer(int(number), "")) else None
+
+
+def obstacle(facts: Architecture, engine: Literal["gram", "llmcompressor"]) -> str | None:
+    """Why scales cannot be folded into the norm of a family by one of the engines; None if they can."""
+    if facts.also_reads_the_norm:
+        others = ", ".join(facts.also_reads_the_norm)
+        return f"{facts.norm.tensor} is also read by {others}, which would have to change with it and keeps its bytes"
+    if facts.norm.offset and engine == "llmcompressor":
+        return (
+            f"llm-compressor divides {facts.norm.tensor} itself, but the model multiplies by {facts.norm.offset} + it"
+        )
+    return None
+
+
+def folds(facts: Architecture, experts: Experts, where: str) -> bool:
+    """Whether these settings fold scales into the norm before the experts.
+
+    Raises:
+        RecipeError: they demand it, but the norm has readers that cannot be compensated.
+    """
+    if not experts.awq or experts.awq.fold is False:
+        return False
+    against = obstacle(facts, experts.engine)
+    if against and experts.awq.fold:
+        raise RecipeError(f"{where}: experts.awq.fold: {against}; remove the key, or set it to false")
+    return against is None
