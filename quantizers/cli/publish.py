@@ -113,7 +113,7 @@ def publish(
 
 def _completed(report: dict[str, Any]) -> dict[str, Any]:
     """The report with the licence and base model that its card lacks: asked for on a terminal, elsewhere named."""
-    from eval.report.front_matter import front_matter
+    from eval.report.model_card import front_matter
     from quantizers.hub.card import described
     from quantizers.hub.remaining import base_model_point, license_point
 

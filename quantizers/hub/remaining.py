@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from eval.report.front_matter import front_matter
+from eval.report.model_card import front_matter
 from quantizers.system.formatting import size
 
 from .local_files import LocalFile

@@ -258,7 +258,7 @@ def _recorded(folder: Path) -> Mapping[str, ShardDigest]:
     try:
         report = read_json(folder / REPORT)
     except CheckpointError:
-        return {}  # there is no report, or it is damaged, which quantizers/run/record_check.py reports
+        return {}  # there is no report, or it is damaged, which quantizers/run/manifest_check.py reports
     return {name: digest for name, digest in recorded_digests(report).items() if is_plain(name)}
 
 

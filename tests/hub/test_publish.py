@@ -18,7 +18,7 @@ from hub_stand_in import HubStandIn
 from publishing import REPO, TOKEN, Publish, break_a_byte, contents
 from runs import private_job
 
-from quantizers.output.record import write_record
+from quantizers.output.manifest import write_record
 from quantizers.plan.job import prepare
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run

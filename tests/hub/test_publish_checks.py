@@ -17,7 +17,7 @@ from hub_stand_in import HubStandIn
 from huggingface_hub import ModelCard
 from publishing import REPO, SHARD, Publish, break_a_byte, contents
 
-from quantizers.output.record import write_record
+from quantizers.output.manifest import write_record
 from quantizers.run import verification
 
 # huggingface_hub's own way of sending a file by the LFS protocol, in this process.

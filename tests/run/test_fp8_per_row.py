@@ -21,7 +21,7 @@ from whole_models import finished_weights, run_whole, stored
 from eval.consumers.check import STORED
 from eval.consumers.folder import check_folder
 from eval.consumers.rules import ATTENTION, OUTPUT
-from eval.report.front_matter import has_fp8_attention
+from eval.report.model_card import has_fp8_attention
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.weights import read_weight

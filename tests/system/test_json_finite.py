@@ -15,11 +15,11 @@ from conftest import Finished
 
 from eval.fidelity.held_out import HeldOut
 from eval.fidelity.metrics import Measured, Text, figures
-from eval.report.card import card
-from eval.report.page import page
+from eval.report.html_report import html_report
+from eval.report.model_card import model_card
 from quantizers.cli.options import emit
 from quantizers.cli.tables.run import run_table
-from quantizers.output.record import write_record
+from quantizers.output.manifest import write_record
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import json_finite, write_json
 
@@ -74,7 +74,7 @@ def test_tokens_without_bytes_have_no_bits_per_byte(finished: Finished) -> None:
     none = figures(measured(), texts(0, 0))
     for one in (found, none):
         report = finished.report | one | {"evaluated_on": finished.report["evaluated_on"]}
-        shown = [card(report), page(report), run_table(report, Path("out"), "source", "mine.yaml")]
+        shown = [model_card(report), html_report(report, {}), run_table(report, Path("out"), "source", "mine.yaml")]
         assert not [text for text in shown if re.search(r"\b(nan|inf|None)\b", text)]
     assert "no number" in run_table(report, Path("out"), "source", "mine.yaml")
 
@@ -82,7 +82,7 @@ def test_tokens_without_bytes_have_no_bits_per_byte(finished: Finished) -> None:
 def test_a_gate_without_a_number_has_failed_and_can_be_shown(finished: Finished) -> None:
     gate = finished.report["gates"][0] | {"value": None, "passed": False}
     report = finished.report | {"gates": [gate]}
-    for text in (card(report), page(report), run_table(report, Path("out"), "source", "mine.yaml")):
+    for text in (model_card(report), html_report(report, {}), run_table(report, Path("out"), "source", "mine.yaml")):
         assert "no number" in text
 
 

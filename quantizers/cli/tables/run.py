@@ -8,7 +8,7 @@ from typing import Any
 
 from eval.coverage.tables import gate_table
 from eval.fidelity.tables import fidelity_table, past_the_model, positions_table
-from eval.report.schemes import leaning_line, scheme_lines
+from eval.report.schemes import scheme_lines, under_routed_line
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.formatting import collapse_lines, short_path, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE, REPORT
@@ -45,7 +45,7 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) ->
         f"time      {duration(seconds['this_process'])}, of it {duration(seconds['layers'])} for the layers; "
         f"peak memory {size(report['peak_memory_bytes'])}",
     ]
-    leaning = leaning_line(report)
+    leaning = under_routed_line(report)
     if leaning:
         lines.append(f"shares    {leaning}")
     fallbacks = sum(len(layer["fallbacks"]) for layer in report["layers"])

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantizers.output.record import seal_of
+from quantizers.output.manifest import seal_of
 from quantizers.system.files import file_sha256
 from quantizers.system.output_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, is_plain
 
-from .card import read_front_matter
+from .report_files import read_front_matter
 
 # Keys of the front matter that describe the checkpoint itself; who publishes it may add other keys, and list entries.
 CARD_KEYS = (
@@ -23,7 +23,7 @@ CARD_KEYS = (
 
 @dataclass(frozen=True)
 class Record:
-    """What `check_record` found.
+    """What `check_manifest` found.
 
     Attributes:
         differences: one line each, starting with the file's name.
@@ -34,7 +34,7 @@ class Record:
     notes: tuple[str, ...]
 
 
-def check_record(folder: Path) -> Record:
+def check_manifest(folder: Path) -> Record:
     """Check report.json against its own seal, and the files it records against their hashes, except shards.
 
     Args:

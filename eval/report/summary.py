@@ -14,7 +14,7 @@ from quantizers.system.formatting import number
 NEAREST, DEFAULT = 0.0561, 0.0053
 
 
-def verdict(report: dict[str, Any]) -> list[str]:
+def summary(report: dict[str, Any]) -> list[str]:
     """Sentences: the gates, the KL against its limit, and what is known to hold it against.
 
     Args:
@@ -48,5 +48,5 @@ def _scale() -> str:
     return (
         "For scale: on the tiny MiniMax-M2 that comes with the program, with 4 bits and groups of 32, rounding to "
         f"nearest gives KL {NEAREST:.4f} and the default method {DEFAULT:.4f}. Another model has a scale of its own: "
-        "measure it with benchmarks/methods.py RECIPE."
+        "measure it with benchmarks/methods.py."
     )
