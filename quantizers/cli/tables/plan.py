@@ -84,7 +84,8 @@ def needs_lines(needs: dict[str, Any]) -> list[str]:
         rows.append((device, size(needs["output"]), states, f"{size(least)} to {size(most)}"))
     tokens = "calibration set of unknown size" if needs["tokens"] is None else f"{needs['tokens']:,} tokens at most"
     if needs["held_out"] != 0:
-        tokens += f" and {'an unknown number of' if needs['held_out'] is None else format(needs['held_out'], ',')} evaluation tokens"
+        number = "an unknown number of" if needs["held_out"] is None else f"{needs['held_out']:,}"
+        tokens += f" and {number} evaluation tokens"
     return [
         f"a run with its {tokens} needs about",
         text_table(("on a", "disk for the output", "activations", "memory of the device"), rows),
