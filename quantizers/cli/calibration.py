@@ -1,4 +1,4 @@
-"""`quantize calibration`: parse, call, print, exit code. A word that is no command of the group is a set to check."""
+"""`quantize calibration`: parse, call, print, exit code. Any other first word is a set to check."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def check(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check a set; exit 3 if a language has no text, or texts are duplicates, held out, or mislabelled.
+    """Check a set; exit 3 when a language has no text, or texts are duplicates, held out, or mislabelled.
 
     The verdict comes first. Warnings, such as many tokens cut, do not change the exit code.
 
@@ -201,7 +201,7 @@ def diff(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare two sets: settings, and texts and tokens added and removed.
+    """Compare two sets: their files, and the texts and tokens that the second gains and loses.
 
     Example: quantize calibration diff embedded my-set.yaml
     """
@@ -270,7 +270,7 @@ def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | 
 
 @dataclass(frozen=True)
 class Counting:
-    """Whose tokenizer counts the tokens, and what is said about that.
+    """The tokenizer that counts the tokens, and a note about it.
 
     Attributes:
         arguments: tokenizer, revision and trust_remote_code, as `load_set` takes them.
