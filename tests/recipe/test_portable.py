@@ -185,7 +185,7 @@ def test_the_recipe_says_what_and_source_says_where(
     assert "somebody/somewhere" in capsys.readouterr().err
     assert quantize(monkeypatch, "run", recipe, "--source", "nowhere") == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "quantize: --source nowhere: no such folder; give the folder in which the source lies"
+        "quantize: --source nowhere: no such folder; give the folder of the source model"
     )
     assert quantize(monkeypatch, "coverage", "--model", model, "--data", "embedded", "--source", model) == 2
     assert "give a recipe and no --model with it" in capsys.readouterr().err
