@@ -1,5 +1,7 @@
 """Compares our engine with llm-compressor's in one process: on one layer, and over the whole route on a model.
 
+    python benchmarks/compare.py tiny-minimax-m2-fp8-int4 --repeats 3
+
 The layer is random, with MiniMax's proportions. Both engines get the same weights and hidden states, and both
 times include attention. The whole route starts from the FP8 files and ends with a checkpoint of FP8 attention
 and INT4 experts on disk; imports are done before the clock starts, and our proof is not run.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import re
 import shutil
 import statistics
@@ -21,15 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from library_route import folder_bytes, library_route
+from methods import options, recipe_job, spread
 
-from quantizers.architectures.families import architecture_for
+from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import sizes_of
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.samples import samples
-from quantizers.calibration.texts import token_tensors
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.held import hold, layer_names
 from quantizers.checkpoint.reader import CONFIG, open_folder
-from quantizers.device.devices import forward_dtype, machine, versions
+from quantizers.device.devices import choose_device, forward_dtype, machine, versions
 from quantizers.device.kind import accelerated
 from quantizers.forward.halves import observe
 from quantizers.forward.layered_model import LayeredModel
@@ -40,17 +44,18 @@ from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.units import rows_of_block
-from quantizers.recipe.locations import set_location
+from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Experts
+from quantizers.run.layer_measurement import resized, write_random
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble
 from quantizers.run.quantize import quantize_layers
 from quantizers.solve.layer import solve_layer
+from quantizers.system.formatting import size, text_table
 from quantizers.system.residents import Residents
 
-from .library_route import folder_bytes, library_route
-from .random_model import published, resized, write_random
-
+PUBLISHED = published_config("MiniMaxAI/MiniMax-M2.1")
+assert PUBLISHED is not None
 LENGTH = 512  # tokens per sequence in the comparison of one layer
 OURS, LIBRARY = Experts(), Experts(engine="llmcompressor", scales="minmax", rounding="nearest", routed_weight=0.0)
 
@@ -84,10 +89,10 @@ def compare_layer(
         above what was held before, in bytes.
     """
     length = min(LENGTH, tokens)
-    config = resized(published("minimax-m2.1"), **sizes) | {"bos_token_id": 0, "eos_token_id": 1}
+    config = resized(PUBLISHED[1], **sizes) | {"bos_token_id": 0, "eos_token_id": 1}
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        checkpoint = write_random(Path(folder) / "model", config, torch.device("cpu"))
         facts = architecture_for(config, CONFIG)
+        checkpoint = write_random(Path(folder) / "model", config, facts, torch.device("cpu"))
         dtype = forward_dtype(device)
         model = LayeredModel(checkpoint, facts, sizes_of(facts, config, CONFIG), device, dtype)
         generator = torch.Generator().manual_seed(1)
@@ -273,12 +278,10 @@ def compare_with_library(
     job: Job, sizes: dict[str, int], layer_tokens: int, route_tokens: int, repeats: int, device: torch.device
 ) -> dict[str, Any]:
     """Make both comparisons; see `compare_layer` and `compare_route`."""
-    from .methods import spread
-
     source = job.source
     assert source is not None
     recipe = job.recipe
-    data = samples(
+    data = load_set(
         set_location(recipe.calibration_set, job.path),
         source.folder,
         recipe.source.trusts_tokenizer,
@@ -291,3 +294,56 @@ def compare_with_library(
         "machine": machine(device),
         "versions": versions(),
     }
+
+
+def compare_table(result: dict[str, Any]) -> str:
+    """The result as text: one layer and the whole route, ours beside the library's."""
+    layer, route = result["layer"], result["route"]
+    header = ("", "ours", "llm-compressor", "ratio")
+
+    def row(name: str, ours: float, library: float, form: str = "{:.2f}") -> tuple[str, ...]:
+        return name, form.format(ours), form.format(library), f"{library / ours:.1f}x" if ours > 0 else ""
+
+    def sized(name: str, ours: int, library: int) -> tuple[str, ...]:
+        return name, size(ours), size(library), f"{library / ours:.1f}x" if ours > 0 else ""
+
+    sizes = layer["sizes"]
+    rows = [
+        row("one layer, seconds", layer["ours"]["seconds"], layer["library"]["seconds"]),
+        row("one layer, CPU seconds", layer["ours"]["cpu_seconds"], layer["library"]["cpu_seconds"]),
+        sized("one layer, memory", layer["ours"]["memory_bytes"], layer["library"]["memory_bytes"]),
+        row("whole route, seconds", route["ours"]["seconds"], route["library"]["seconds"]),
+        row("whole route, CPU seconds", route["ours"]["cpu_seconds"], route["library"]["cpu_seconds"]),
+        sized("whole route, memory", route["ours"]["memory_bytes"], route["library"]["memory_bytes"]),
+        row("KL, nats", route["ours"]["kl"], route["library"]["kl"], "{:.4f}"),
+    ]
+    lines = [
+        text_table(header, rows),
+        "",
+        f"layer: {sizes['experts']} experts of {sizes['hidden']} x {sizes['width']}, {layer['tokens']:,} tokens",
+        f"route: {route['tokens']:,} tokens; FP8 files in, a mixed checkpoint out; KL is {route['kl_ratio']:.2f} times "
+        "the library's",
+    ]
+    for who in ("ours", "library"):
+        steps = ", ".join(f"{step} {seconds:.1f}" for step, seconds in route[who]["steps"].items())
+        written = ", ".join(f"{name} {number:,}" for name, number in route[who]["bytes"].items())
+        lines += [f"{who}: seconds: {steps}", f"{who}: bytes written: {written}"]
+    lines.append(f"medians of {result['repeats']}; {result['machine']['threads']} threads; imports left out")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Compare both engines on a random layer, and both routes on a recipe's model."""
+    parser = options(__doc__)
+    parser.add_argument("--experts", type=int, default=16, help="of the random layer")
+    parser.add_argument("--hidden", type=int, default=512, help="of the random layer")
+    parser.add_argument("--width", type=int, default=256, help="of the random layer's experts")
+    given = parser.parse_args()
+    sizes = layer_sizes(given.experts, given.hidden, given.width)
+    job, device = recipe_job(given.recipe), choose_device(given.device)
+    result = compare_with_library(job, sizes, given.tokens, given.tokens, given.repeats, device)
+    print(json.dumps(result, indent=1) if given.json else compare_table(result))
+
+
+if __name__ == "__main__":
+    main()

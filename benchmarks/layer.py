@@ -1,235 +1,122 @@
-"""Takes one layer of real size through every phase: seconds, share of the device's peak rate, time for the whole model.
+"""One layer of a model's real size beside the device's peak rates, and under torch's profiler.
 
-The peak rates are measured on the same device in the same run. The timed code is the program's own; random
-FP8 weights are first written to a temporary folder, and dropped from the page cache.
+    python benchmarks/layer.py minimax-m2.1-fp8-int4 --device cuda --tokens 16384
+    python benchmarks/layer.py minimax-m2.1-fp8-int4 --device cuda --experts 16 --trace trace.json.gz
+
+The layer is that of `quantize plan RECIPE --measure`. The rates are measured in the same process: each is the best of
+five tries on a quiet device. A trace opens in https://ui.perfetto.dev; gaps between kernels are where the device waits.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
+import argparse
+import contextlib
+import json
 import time
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.checkpoint.held import held_tensors, hold, layer_names
-from quantizers.checkpoint.reader import CONFIG, Checkpoint
-from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.device.devices import device_limit, forward_dtype, machine
+from quantizers.cli.tables.plan import measured_table
+from quantizers.device.devices import choose_device, forward_dtype, use_threads
 from quantizers.device.kind import accelerated
-from quantizers.device.timing import Clock, listening
-from quantizers.forward.halves import finish, observe
-from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import RecordedRows, recorded_rows
-from quantizers.forward.states import Rows
-from quantizers.forward.weights import ExpertWeights
-from quantizers.plan.making import make_plan
-from quantizers.plan.solve_memory import device_memory
-from quantizers.plan.units import rows_of_block
-from quantizers.recipe.schema import Experts
-from quantizers.solve.awq import SEARCH_ROWS, row_step
-from quantizers.solve.expert_unit import SEARCH_ROWS as WIDTH_SEARCH_ROWS
-from quantizers.solve.layer import solve_layer
-from quantizers.solve.symmetric import blocks
-from quantizers.system.progress import peak_memory
-from quantizers.system.residents import Residents
-from stitch.audit.layer import LayerAudit, audit_layer
-from stitch.write.shard import kept_hashes, layer_tensors, write_shard
+from quantizers.plan.job import prepare
+from quantizers.run.layer_measurement import measure_layer
 
-from .random_model import BLOCK, published, resized, write_random
-from .rates import device_rates, timed
-
-LAYER_PHASES = (
-    "read", "hold", "materialise", "dequantize", "observe", "forced pass", "sums", "changes", "search",
-    "rounding", "pack", "write", "audit", "install", "propagate",
-)  # fmt: skip
-# Phases whose time grows with the number of experts.
-PER_EXPERT = set(LAYER_PHASES) - {"observe", "propagate"}
-OVERLAPPED = {"read", "hold", "write", "audit"}  # done by a background thread while a layer is computed
+ROWS = 25  # operations of a profile that are printed
+LAUNCHES = 1000
 
 
-def measure_layer(
-    like: str,
-    tokens: int,
-    experts: int | None,
-    device: torch.device,
-    *,
-    length: int = 8192,
-    limit: int | None = None,
-    work: Path | None = None,
-    rates: dict[str, float] | None = None,
-    **sizes: int,
-) -> dict[str, Any]:
-    """Take one random layer through all phases.
-
-    Args:
-        like: a model with published facts in this program, see `random_model.published`.
-        tokens: calibration tokens, in sequences of `length`.
-        experts: fewer than the model has, for small machines; phases in PER_EXPERT are extrapolated.
-        limit: bytes of device memory that may be used, see `plan.solve_memory.device_memory`.
-        rates: the device's peak rates, where they were measured before.
-        sizes: other sizes, by this program's names for them.
-
-    Returns:
-        Seconds by phase; the device's peak rates, in operations and bytes per second, and the phases' shares of
-        them; peak memory; the time that the whole model would take.
+def device_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Peak rates: operations per second of matmuls in `dtype` and in float32, bytes per second of a copy on the device
+    and to it, seconds of a small operation among many (`launch`), and of a batch of Cholesky factorizations.
     """
-    config = published(like)
-    facts = architecture_for(config, CONFIG)
-    whole = sizes_of(facts, config, CONFIG)
-    number = whole.moe_layers[0]  # after the dense ones, which are written but not measured
-    small = resized(config, layers=number + 1, vocabulary=256, **(sizes | ({"experts": experts} if experts else {})))
-    small |= {"bos_token_id": 0, "eos_token_id": 1}
-    size = sizes_of(facts, small, CONFIG)
-    dtype, settings = forward_dtype(device), Experts()
-    length = min(length, tokens)
-    clock = Clock(device)
-    host: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(dir=work) as name:
-        folder = Path(name)
-        source = write_random(folder / "model", small, device)
-        specs = {key: Spec(info.dtype, info.shape) for key, info in source.tensors.items()}
-        plan = make_plan(facts, size, specs, settings, "random", BLOCK)
-        memory = device_memory(plan, size, length, accelerated(device), limit or device_limit(device))
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        model = LayeredModel(source, facts, size, device, dtype)
-        states, recorded = _rows(folder, size, tokens, length, dtype, rows_of_block(accelerated(device)))
-        host["read"], source_bytes = _read_cold(source)
-        held, host["hold"] = timed(device, lambda: hold(source, layer_names(source, facts, number)))
-        with clock.block("materialise"):
-            there = held.to(device)
-            weights = ExpertWeights(there, facts, size, number, device, dtype)
-            context = model.layer(number, there, experts=False)
-            layer = context.__enter__()
-        with clock.block("observe"):
-            observe(model, layer, states, recorded)
-        norm = held.tensor(facts.layer(number, facts.norm.tensor)) if plan.folds else None
-        with listening(Clock(device)) as inside:
-            residents = Residents(memory.resident, memory.unit, memory.smallest)
-            solved = solve_layer(model, layer, norm, recorded, settings, weights=weights.unit, residents=residents)
-        context.__exit__(None, None, None)
-        packed, host["pack"] = timed(device, lambda: layer_tensors(plan, number, held, solved, near=there))
-        shard = folder / "shard.safetensors"
-        _, host["write"] = timed(device, lambda: write_shard(packed.host, shard, kept_hashes(plan, number, held)))
-        made = held_tensors(held, packed.device, shard)
-        _, host["audit"] = timed(
-            device, lambda: audit_layer(number, facts, size, there, made, device=device, audit=LayerAudit())
-        )
-        with clock.block("install"):
-            context = model.layer(number, made)
-            layer = context.__enter__()
-        with clock.block("propagate"):
-            finish(model, layer, states, "the layer")
-        context.__exit__(None, None, None)
-        written = (folder / "shard.safetensors").stat().st_size
-        peak = peak_memory(device)
-    measured = clock.seconds() | inside.seconds() | host
-    measured = {phase: measured[phase] for phase in LAYER_PHASES}
-    rates = rates or device_rates(device, dtype)
-    total = sum(len(rows) for rows in states)
+    large = accelerated(device)
+    size, number = (8192, 2**30) if large else (1024, 2**26)
+
+    def rate(kind: torch.dtype) -> float:
+        a = torch.randn(size, size, device=device).to(kind)
+        return 2.0 * size**3 / _best(device, lambda: a @ a)
+
+    block = torch.empty(number, dtype=torch.uint8, device=device)
+    target, host = torch.empty_like(block), torch.empty(number, dtype=torch.uint8)
+    small = torch.zeros(1, device=device)
+    count, columns = (16, 3072) if large else (2, 256)
+    x = torch.randn(count, columns, columns, device=device)
+    hessian = x @ x.mT + columns * torch.eye(columns, device=device)
     return {
-        "like": like,
-        "sizes": dict(size),
-        "tokens": total,
-        "unit": memory.unit,
-        "resident": memory.resident,
-        "seconds": measured,
-        "rates": rates,
-        "shares": shares(measured, size, total, settings, rates=rates, source_bytes=source_bytes, written=written),
-        "peak_memory_bytes": peak,
-        "source_bytes": source_bytes,
-        "written_bytes": written,
-        "whole_model": extrapolate(measured, size, whole),
-        "machine": machine(device),
+        "matmul": rate(dtype),
+        "matmul_float32": rate(torch.float32),
+        "copy": 2.0 * number / _best(device, lambda: target.copy_(block)),
+        "from_host": number / _best(device, lambda: target.copy_(host)),
+        "launch": _best(device, lambda: [small.add_(1) for _ in range(LAUNCHES)]) / LAUNCHES,
+        "cholesky": _best(device, lambda: torch.linalg.cholesky_ex(hessian)),
     }
 
 
-def _rows(
-    folder: Path, size: Sizes, tokens: int, length: int, dtype: torch.dtype, block: int
-) -> tuple[Rows, RecordedRows]:
-    lengths = [length] * max(1, tokens // length)
-
-    def rows(name: str, width: int, kind: torch.dtype) -> Rows:
-        return Rows(folder / f"{name}.bin", lengths, width, kind, block=block)
-
-    states = rows("states", size["hidden"], dtype)
-    generator = torch.Generator().manual_seed(1)
-    for i in range(len(states)):
-        states[i] = torch.randn(length, size["hidden"], generator=generator)
-    return states, recorded_rows(rows, size, dtype)
+def _best(device: torch.device, work: Callable[[], Any], repeats: int = 5) -> float:
+    return min(_seconds(device, work) for _ in range(repeats + 1))
 
 
-def _read_cold(source: Checkpoint) -> tuple[float, int]:
-    """Seconds to read all the checkpoint's files, and their bytes. The page cache is dropped first, as far as the
-    system complies.
-    """
-    files = {info.file for info in source.tensors.values()}
-    for file in files:
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    buffer, total, started = bytearray(4 * 2**20), 0, time.perf_counter()
-    for file in files:
-        with file.open("rb", buffering=0) as stream:
-            while got := stream.readinto(buffer):
-                total += got
-    return time.perf_counter() - started, total
+def _seconds(device: torch.device, work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
 
 
-def shares(
-    seconds: dict[str, float],
-    size: Sizes,
-    tokens: int,
-    settings: Experts,
-    *,
-    rates: dict[str, float],
-    source_bytes: int,
-    written: int,
-) -> dict[str, float]:
-    """The share of the peak rate that each phase reaches, from the minimum of operations or bytes that it needs.
-
-    Only the additions and multiplications of matmuls are counted, and of symmetric products only the half that
-    is computed. Rounding does more than matmuls, so it has no share.
-    """
-    experts, hidden, width = size["experts"], size["hidden"], size["width"]
-    down_gram, hidden_gram = _half(width) * width, _half(hidden) * hidden
-    grid = settings.awq.grid if settings.awq else 0
-    forced = 2.0 * tokens * experts * 2 * width * hidden
-    sums = 2.0 * tokens * (experts * down_gram + size["chosen"] * hidden_gram + hidden**2)
-    norm_rows = 2 * width / row_step(2 * width * experts, SEARCH_ROWS)
-    down_rows = hidden / row_step(hidden, WIDTH_SEARCH_ROWS)
-    search = 2.0 * grid * experts * (norm_rows * hidden_gram + down_rows * down_gram)
-    return {
-        "forced pass": forced / seconds["forced pass"] / rates["matmul"],
-        "sums": sums / seconds["sums"] / rates["matmul"],
-        "search": search / seconds["search"] / rates["matmul_float32"],
-        "dequantize": 5.0 * source_bytes / seconds["dequantize"] / rates["copy"],  # reads 1 byte, writes 4 (float32)
-        "pack": 1.5 * 3 * experts * hidden * width / seconds["pack"] / rates["copy"],  # reads 1 byte, writes half
-        "write": 1.0 * written / seconds["write"] / rates["copy"],
+def shares(result: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
+    """The share of the peak rate of matmuls that the two phases reach, by the closed form of plan/estimate.py."""
+    sizes, seconds = result["sizes"], {row["phase"]: row["seconds"] for row in result["phases"]}
+    experts, hidden, width, chosen = (float(sizes[name]) for name in ("experts", "hidden", "width", "chosen"))
+    work = {
+        "forced pass": 4 * experts * hidden * width,
+        "sums": experts * width**2 + (chosen + 1) * hidden**2,
     }
+    return {phase: result["tokens"] * each / seconds[phase] / rates["matmul"] for phase, each in work.items()}
 
 
-def _half(columns: int) -> float:
-    """How many columns each column of a symmetric product is multiplied with, on average: about half of them."""
-    return sum((columns - start) * (end - start) for start, end in blocks(columns)) / columns
+def rates_text(rates: dict[str, float]) -> str:
+    """The rates in one line."""
+    return (
+        f"peak: matmul {rates['matmul'] / 1e12:.3g} TFLOP/s, float32 {rates['matmul_float32'] / 1e12:.3g}; copy "
+        f"{rates['copy'] / 1e9:.3g} GB/s, from the host {rates['from_host'] / 1e9:.3g}; launch "
+        f"{rates['launch'] * 1e6:.1f} us; Cholesky batch {rates['cholesky'] * 1e3:.0f} ms"
+    )
 
 
-def extrapolate(seconds: dict[str, float], size: Sizes, whole: Sizes) -> dict[str, float]:
-    """Seconds for all layers with experts of the whole model, with as many tokens: one phase after the other, and with
-    reading and writing overlapped with computing.
-    """
-    factor = {phase: whole["experts"] / size["experts"] if phase in PER_EXPERT else 1.0 for phase in seconds}
-    layer = {phase: seconds[phase] * factor[phase] for phase in seconds}
-    overlapped = sum(layer[phase] for phase in OVERLAPPED)
-    computed = sum(layer.values()) - overlapped
-    layers = len(whole.moe_layers)
-    return {
-        "layers": layers,
-        "seconds": layers * sum(layer.values()),
-        "seconds_overlapped": layers * max(computed, overlapped),
-    }
+def main() -> None:
+    """Measure one layer and the device."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("--tokens", type=int, help="calibration tokens; one token chunk by default")
+    parser.add_argument("--experts", type=int, help="fewer than the model has")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
+    parser.add_argument("--trace", help="file for a trace of all operations; .json.gz to have it compressed")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    given = parser.parse_args()
+    job, device = prepare(given.recipe, offline_facts=True), choose_device(given.device)
+    use_threads(job.sizes)
+    rates = device_rates(device, forward_dtype(device))
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * accelerated(device)
+    watched: AbstractContextManager[Any] = profile(activities=activities) if given.trace else contextlib.nullcontext()
+    with watched as profiled:
+        result = measure_layer(job, device, tokens=given.tokens, experts=given.experts)
+    result |= {"rates": rates, "shares": shares(result, rates)}
+    if given.json:
+        print(json.dumps(result, indent=1))
+    else:
+        reached = ", ".join(f"{phase} {share:.0%}" for phase, share in result["shares"].items())
+        print(f"{measured_table(result)}\n{rates_text(rates)}\nof the matmul's peak: {reached}")
+    if given.trace:
+        profiled.export_chrome_trace(given.trace)
+        by = "self_device_time_total" if accelerated(device) else "self_cpu_time_total"
+        print(profiled.key_averages().table(sort_by=by, row_limit=ROWS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,7 @@
 """Compares methods: same source, same tokens, one process, one table.
 
+    python benchmarks/methods.py tiny-minimax-m2-fp8-int4 --tokens 16384
+
 Seconds are observe + solve, summed over the layers. Reading, writing, propagation and evaluation are the same
 for all methods and are not counted, nor are imports. The library's engine collects its own activations while
 solving, so for it the observe phase, which then only serves the coverage counts, is not counted either.
@@ -7,6 +9,8 @@ solving, so for it the observe phase, which then only serves the coverage counts
 
 from __future__ import annotations
 
+import argparse
+import json
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,23 +19,22 @@ from typing import Any, Literal
 import torch
 
 from quantizers.architectures.architecture import EXPERTS, ROUTER, Architecture
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.samples import samples
-from quantizers.calibration.texts import token_tensors
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import block_size, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.device.devices import forward_dtype, machine, versions
+from quantizers.device.devices import choose_device, forward_dtype, machine, use_threads, versions
 from quantizers.output import journal
 from quantizers.output.context import Context
-from quantizers.plan.folding import obstacle
-from quantizers.plan.job import Job
-from quantizers.plan.making import make_plan
-from quantizers.recipe.locations import set_location
+from quantizers.plan.assign_actions import make_plan, obstacle
+from quantizers.plan.job import Job, prepare
+from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble
 from quantizers.run.quantize import quantize_layers
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import text_table
 from quantizers.system.residents import Residents
 
 
@@ -167,7 +170,7 @@ def compare_methods(
     assert job.recipe.verify is not None
     assert job.recipe.verify.perplexity is not None
     recipe = job.recipe
-    whole = samples(
+    whole = load_set(
         set_location(recipe.calibration_set, job.path),
         source.folder,
         recipe.source.trusts_tokenizer,
@@ -217,3 +220,65 @@ def compare_methods(
         "machine": machine(device),
         "versions": versions(),
     }
+
+
+def methods_table(result: dict[str, Any]) -> str:
+    """The rows as text; ratios are relative to the row that `base` names."""
+    base = next(row for row in result["rows"] if row["method"] == result["base"])
+    rows = [
+        (
+            row["method"],
+            f"{row['kl']:.4f}",
+            f"{row['kl'] / base['kl']:.2f}",
+            f"{row['top1']:.1%}",
+            f"{row['router']:.1%}",
+            f"{row['increase']:+.2%}",
+            f"{row['seconds']:.1f}",
+            f"{base['seconds'] / row['seconds']:.1f}x",
+        )
+        for row in result["rows"]
+    ]
+    calibration = result["calibration"]
+    reasons: dict[str, list[str]] = {}
+    for name, why in result["left_out"].items():
+        reasons.setdefault(why, []).append(name)
+    return text_table(("method", "KL", "ratio", "top-1", "router", "perplexity", "seconds", "faster"), rows) + (
+        f"\n\n{calibration['tokens']:,} calibration tokens, {result['held_out_tokens']:,} held-out; "
+        f"{result['machine']['threads']} threads; seconds: observe + solve, median of {result['repeats']}"
+        + "".join(f"\nleft out: {'; '.join(names)}: {why}" for why, names in reasons.items())
+    )
+
+
+def recipe_job(recipe: str) -> Job:
+    """The prepared job of a recipe that names an evaluation set, with the number of threads set.
+
+    Raises:
+        InputError: it names none.
+    """
+    job = prepare(recipe)
+    use_threads(job.sizes)
+    if job.recipe.verify is None or job.recipe.verify.perplexity is None:
+        raise InputError(f"{recipe}: verify.perplexity.data is missing; the methods are measured on it")
+    return job
+
+
+def options(about: str | None) -> argparse.ArgumentParser:
+    """The options that these scripts share."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="tiny-minimax-m2-fp8-int4", help="with an evaluation set")
+    parser.add_argument("--tokens", type=int, default=16384, help="of the calibration set, about, taken evenly")
+    parser.add_argument("--repeats", type=int, default=1, help="seconds are the median")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    return parser
+
+
+def main() -> None:
+    """Compare all methods on a recipe's model."""
+    given = options(__doc__).parse_args()
+    result = compare_methods(recipe_job(given.recipe), choose_device(given.device), given.repeats, given.tokens)
+    print(json.dumps(result, indent=1) if given.json else methods_table(result))
+
+
+if __name__ == "__main__":
+    main()

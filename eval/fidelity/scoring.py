@@ -24,7 +24,7 @@ import torch
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.solve.symmetric import gram
-from quantizers.system.atomic import atomic, disk_errors
+from quantizers.system.files import atomic, disk_errors
 from quantizers.system.progress import Step
 from quantizers.team.team import ALONE, Team
 

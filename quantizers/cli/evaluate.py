@@ -32,16 +32,18 @@ def evaluate(
     candidate: Annotated[
         list[str], typer.Argument(metavar="CANDIDATE…", help="one or more checkpoints of the same model")
     ],
-    data: Annotated[str, typer.Option(metavar="SET", help="a held-out set: a file, or the name of a shipped one")],
+    data: Annotated[str, typer.Option(metavar="SET", help="evaluation set: a file, or the name of a shipped set")],
     facts: FactsOption = None,
-    picture: Annotated[Path, typer.Option(metavar="FILE", help="KL by category, errors by depth")] = Path(
-        "fidelity.png"
-    ),
+    picture: Annotated[
+        Path, typer.Option(metavar="FILE", help="file for the plot of KL by category and errors by depth")
+    ] = Path("fidelity.png"),
     no_picture: NoPictureOption = False,
     device: DeviceOption = "auto",
     work: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="keep hidden states and a journal here, and go on from what it holds"),
+        typer.Option(
+            metavar="DIR", help="folder for activations and a journal; an interrupted evaluation resumes from it"
+        ),
     ] = None,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
@@ -49,7 +51,7 @@ def evaluate(
 ) -> None:
     """Perplexity, bits per byte, KL, top-1, routing and weights of candidates against a source, layer by layer.
 
-    With several candidates also the difference of each to the first, paired over the texts, with intervals.
+    With several candidates also the paired difference of each to the first, with confidence intervals.
 
     SOURCE and CANDIDATE may be FP8, BF16, an output of this program, what compressed-tensors calls pack-quantized,
     int-quantized or float-quantized, made by any tool, or a checkpoint of AutoAWQ, GPTQ (GPTQModel, AutoGPTQ) or
@@ -64,9 +66,9 @@ def evaluate(
     from quantizers.checkpoint.reader import open_checkpoint
     from quantizers.device.devices import choose_device, use_threads
     from quantizers.output.fingerprint import begun_with
-    from quantizers.output.record import carried_facts
+    from quantizers.output.manifest import carried_facts
     from quantizers.run.measure import EVALUATION, measure
-    from quantizers.run.proof import NOT_SIMULATED
+    from quantizers.run.report import NOT_SIMULATED
     from quantizers.system.interrupts import interruptible
 
     team: Team = context.obj or ALONE
@@ -80,7 +82,7 @@ def evaluate(
     sizes = sizes_of(architecture_for(opened[0].config, where, own), opened[0].config, where)
     settings = begun_with(work / "evaluation", EVALUATION) if work else {}
     use_threads(sizes, team.tell(settings.get("threads")), team)
-    advice = "give the same command again" + (" to go on" if work else "; with --work DIR it would go on")
+    advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
     shared = shared_folder(work, team) if work is None else contextlib.nullcontext(work)
     with shared as folder, interruptible(advice) as interrupt:
         check = team.heed(interrupt)
@@ -102,9 +104,10 @@ def evaluate(
         ]
     text = eval_table(report)
     if not no_picture:
-        from eval.report.pictures import fidelity_picture
+        from eval.report.plot_style import save
+        from eval.report.plots import fidelity_figure
 
         title = f"against {Path(source).name} on {results[0]['evaluated_on']['name']}"
-        fidelity_picture([(one["model"], one) for one in report["candidates"]], title, picture)
+        save(fidelity_figure([(one["model"], one) for one in report["candidates"]], title), picture)
         text += f"\n\npicture: {picture}"
     emit(report, as_json, text)

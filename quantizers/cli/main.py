@@ -32,7 +32,7 @@ def _show_version(asked: bool) -> None:
     if asked:
         from quantizers.device.environment import environment
 
-        from .tables.version import version_table
+        from .tables.commands import version_table
 
         found = environment()
         emit(found, "--json" in sys.argv, version_table(found))

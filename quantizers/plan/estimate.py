@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.calibration.set import DataSource, read_set
-from quantizers.recipe.locations import set_location
+from quantizers.recipe.read import set_location
 
 from .gpus import RATES, Rates, rates_in_words, this_cpu
 from .job import Job
@@ -149,7 +149,10 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
     )
     if lengths is None or texts is None or plan.experts.engine != "gram":
         return needs
-    work = [layer_work(job, number, lengths, texts) for number in numbers]
+    alike = {number: (number in job.sizes.dense, plan.schemes[number]) for number in numbers}
+    first = {kind: number for number, kind in reversed(alike.items())}
+    of_kind = {kind: layer_work(job, number, lengths, texts) for kind, number in first.items()}
+    work = [of_kind[kind] for kind in alike.values()]
     around = Work(files=2.0 * sum(a.spec.bytes for part in plan.kept_parts for a in plan.of_layer(part)))
     logits = Work(4.0 * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"])
     smallest = memory["GPU"][0]

@@ -23,12 +23,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from eval.fidelity.figures import Text
+from eval.fidelity.metrics import Text
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.calibration.data import CalibrationData, Sample
-from quantizers.calibration.texts import token_tensors
+from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
 from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, declared_block, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.tensor_bytes import torch_dtype
@@ -37,21 +36,21 @@ from quantizers.device.kind import accelerated
 from quantizers.device.timing import Clock, listening
 from quantizers.output import journal
 from quantizers.output.context import Context
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.estimate import calibration_lengths, cut_to, evaluation_lengths, layer_work
 from quantizers.plan.gpus import this_cpu
 from quantizers.plan.job import Job
-from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.plan import METADATA
 from quantizers.plan.solve_memory import DeviceMemory, device_memory
 from quantizers.plan.units import rows_of_block
 from quantizers.recipe.schema import Stop
-from quantizers.system.byte_size import gib
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import gib
 from quantizers.system.host_memory import available
 from quantizers.system.progress import duration, peak_memory
 from quantizers.system.residents import Residents
 
-from .layer_loop import quantize_layers
+from .quantize import quantize_layers
 
 OUTLIERS = 8  # number of outlier channels in a norm, and the factor that enlarges them
 VOCABULARY = 256  # of the random model: embeddings and logits are not measured
@@ -64,11 +63,8 @@ ORDER = (
 # What each phase of a layer grows with. All others are done once, and grow with the bytes of the experts' matrices.
 WITH_TOKENS = {"observe", "forced pass", "sums", "changes", "propagate"}
 WITH_TEXTS = {"reference", "candidate", "compare"}
-OF_ROUTED_ROWS = {
-    "observe",
-    "propagate",
-    *WITH_TEXTS,
-}  # each token goes through as many experts, however many there are
+# Each token is routed to as many of few experts as of many.
+OF_ROUTED_ROWS = {"observe", "changes", "propagate", *WITH_TEXTS}
 
 
 @dataclass(frozen=True)
@@ -279,6 +275,8 @@ def _fitting(
     Raises:
         InputError: the number that was asked for is impossible or does not fit, or none fits.
     """
+    if experts and experts > job.sizes["experts"]:
+        raise InputError(f"--experts {experts}: the model has {job.sizes['experts']}; give as many, or fewer")
     refused: InputError | None = None
     for count in [experts] if experts else halved(job.sizes["experts"]):
         try:

@@ -23,8 +23,8 @@ from eval.fidelity.scoring import measured, score
 from eval.fidelity.weight_error import weight_errors
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
-from quantizers.calibration.data import CalibrationData, digest_of
-from quantizers.calibration.samples import samples
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, digest_of
 from quantizers.checkpoint.formats import readable
 from quantizers.checkpoint.held import hold, layer_names, outside_names
 from quantizers.checkpoint.reader import Checkpoint
@@ -34,9 +34,8 @@ from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import LayerStep
-from quantizers.system.atomic import write_json
 from quantizers.system.errors import CheckpointError, OutputError
-from quantizers.system.plain_json import finite
+from quantizers.system.files import json_finite, write_json
 from quantizers.team.shown import shown
 from quantizers.team.team import ALONE, Team
 
@@ -92,7 +91,7 @@ def measure(
         other = sizes_of(facts, candidate.config, config_path)
         if candidate.config.get("model_type") != facts.model_type or (other, other.dense) != (sizes, sizes.dense):
             raise CheckpointError(f"{config_path}: is another model than {source.name}; give checkpoints of one model")
-    data = team.tell(samples(data_set, source.folder, trust_remote_code) if team.leads else None)
+    data = team.tell(load_set(data_set, source.folder, trust_remote_code) if team.leads else None)
     if not long and any(not sample.long for sample in data.samples):
         short = tuple(sample for sample in data.samples if not sample.long)
         data = replace(data, samples=short, digest=digest_of(short))
@@ -185,7 +184,7 @@ def _evaluate(
                 ]
                 entries.append(found)
                 if resumable:
-                    write_json(journal(step.number), finite(found))
+                    write_json(journal(step.number), json_finite(found))
             for lane in lanes:
                 lane.forget(step.number)
             shown_step(f"layer {step.number}")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantizers.plan.job import Job
-from quantizers.system.short_path import short_path
-from quantizers.system.text_table import size
+from quantizers.system.formatting import short_path, size
 
 from .options import Options
 

@@ -21,7 +21,7 @@ import torch
 from eval.fidelity.comparison import Comparison
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import measured, score
-from quantizers.calibration.data import CalibrationData
+from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.held import Held, hold, layer_names
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.allocator import use_one_arena
@@ -37,9 +37,9 @@ from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.recipe.schema import Stop
-from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError, Stopped
-from quantizers.system.progress import doing, layer_line, peak_memory, progress
+from quantizers.system.files import write_json
+from quantizers.system.progress import doing, forecast, layer_line, peak_memory, progress
 from quantizers.team.shown import shown
 from stitch.audit.layer import written_from
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
@@ -263,6 +263,7 @@ class _Run:
 def _with_journal(run: _Run, data: CalibrationData, entries: list[dict[str, Any]], stop: Stop | None) -> None:
     """Rank 0's loop: each layer that is done gets its journal entry, which is added to `entries`."""
     work, begun = run.context.work, dict[int, dict[str, Any]]()  # begun: layers whose shards are not on disk yet
+    say_forecast = forecast(run.job.sizes["layers"])
     with progress("quantizing", run.job.sizes["layers"], len(entries), "layer", trusted=1) as shown_step:
 
         def journaled(shards: dict[int, Written | None]) -> None:
@@ -274,6 +275,7 @@ def _with_journal(run: _Run, data: CalibrationData, entries: list[dict[str, Any]
                 entries.append(entry)
                 run.forget(number)
                 shown_step(_note(entry))
+                say_forecast(entry)
                 _refuse(entry, stop)
 
         with run.steps() as steps:

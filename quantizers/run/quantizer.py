@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from quantizers.calibration.data import CalibrationData
+from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.held import Held, held_tensors
 from quantizers.device.crossing import Crossing
 from quantizers.device.kind import accelerated

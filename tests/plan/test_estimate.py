@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,18 +13,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from conftest import REPOSITORY, Finished
-from hub_models import ModelHub
+from hub_stand_in import HubStandIn
 
-from quantizers.cli.tables.plan import needs_lines
-from quantizers.cost import estimate
-from quantizers.cost import seconds as files
-from quantizers.cost.cards import CARDS
-from quantizers.cost.estimate import estimate_run, memory_on_gpu
-from quantizers.cost.visit import texts_of
-from quantizers.cost.whole_run import count_run
+from quantizers.plan.estimate import Work, estimate_run, layer_work, memory_on_gpu
+from quantizers.plan.gpus import Rates
 from quantizers.plan.job import Job, prepare
-from quantizers.plan.summary import listing, summary
+from quantizers.plan.plan import listing, summary
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 
@@ -74,79 +66,57 @@ def test_needs_of_the_published_model(published_job: Job) -> None:
     assert needs.states["CPU"] == 590 * 8192 * (2 * 4 * 3072 + 2 * 4 * 8 + 1)
     assert needs.held_out == 88 * 256 + 8 * 8192
     assert needs.seconds is not None
-    for part in ("layers", "proof", "all"):
-        assert needs.seconds["GPU"][part] < needs.seconds["CPU"][part]
+    for part in ("layers", "verification", "all"):
+        assert needs.seconds["H100"][part] < needs.seconds["CPU"][part]
     for seconds in needs.seconds.values():
-        assert seconds["all"] == seconds["layers"] + seconds["proof"]
+        assert seconds["all"] == seconds["layers"] + seconds["verification"]
     assert len(needs.as_dict()["assumptions"]) >= 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("file", ["README.md", "docs/long-runs.md"])
-def test_the_pages_have_the_figures_that_plan_prints(published_job: Job, file: str) -> None:
-    """Of the shipped recipe, parts included: time and memory of one H100, counted."""
-    job = published_job
-    needs = estimate_run(job, int(str(summary(job.plan, job.sizes)["output_bytes"]))).as_dict()
-    row = next(line for line in needs_lines(needs)[1].splitlines() if line.startswith("GPU (H100)"))
-    page = (REPOSITORY / file).read_text()
-    (table,) = re.findall(r"counted, on one H100: (.*?) \((.*?)\), if", page)
-    assert row.endswith("  " + ": ".join(table))
-    (peak,) = re.findall(r"counted, on an H100: ([\d.]+ GB)", page)
-    assert f"; counted {peak}  " in row
+def test_the_closed_form_by_hand() -> None:
+    """One layer of MiniMax-M2.1: 3072 x 1536, 256 experts of which 8 are chosen, attention of 48 heads of 128."""
+    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
+    lengths, texts = [8192] * 16, [256, 512]
+    tokens, passes = 131_072, 131_072 + 2 * 768
+    kept = 2 * 3072 * 6144 + 2 * 3072 * 1024 + 256 * 3072  # q and o, k and v, the router
+    pairs = 16 * 8192**2 + 2 * (256**2 + 512**2)
+    products = 2 * passes * kept + 2 * 6144 * pairs
+    products += 4 * tokens * 256 * 3072 * 1536 + tokens * (256 * 1536**2 + 9 * 3072**2)
+    products += 6 * 8 * passes * 3072 * 1536 + 1.7 * 8 * tokens * (4 * 3072 * 1536 + 2 * 1536**2)
+    work = layer_work(job, 0, lengths, texts)
+    assert work.products == pytest.approx(products)
+    assert work.factorization == pytest.approx(4 / 3 * 256 * (3072**3 + 1536**3))
+    square = 2 * 3072**2 * 1536 + 3072 * 1536**2
+    assert work.float32 == pytest.approx(6 * 256 * square + 20 * 256 * 3072 * 1536 * (3072 + 1536) / 4)
+    layer = [action.spec.bytes for action in job.plan.of_layer(0)]
+    assert work.files == sum(layer) + sum(spec.bytes for spec in job.plan.shard(0).values())
 
 
-class NoTime:
-    """A device on which only files take time."""
-
-    name = "none"
-    readers = 1
-
-    def seconds(self, work: Any) -> float:
-        return 0.0
-
-
-def test_a_run_reads_hashes_and_writes(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seconds of files, with one rate at a time; by one thread a shard is hashed three times."""
-    job = prepare(str(finished.recipe))
-    output = sum((finished.folder / file).stat().st_size for file in job.plan.shards())
-    memory = memory_on_gpu(job, 2**30)
-    work = count_run(job, [128] * 4, texts_of([128] * 2), memory, output)
-    layers = [(sum(a.spec.bytes for a in job.plan.of_layer(n)), job.plan.shard(n)) for n in range(job.plan.layers)]
-    sizes = [(source, sum(spec.bytes for spec in shard.values())) for source, shard in layers]
-    around = sum(action.spec.bytes for action in job.plan.of_layer(None))
-
-    def seconds(disk: float, hashing: float) -> dict[str, float]:
-        monkeypatch.setattr(files, "HASH", hashing)
-        return work.seconds(NoTime(), disk)
-
-    assert seconds(math.inf, math.inf)["all"] == 0
-    reading = seconds(1, math.inf)
-    assert reading["layers"] == sum(source + shard for source, shard in sizes) + 2 * around
-    assert reading["proof"] == output
-    hashing = seconds(math.inf, 1)
-    assert hashing["layers"] == sum(max(source, 3 * shard) for source, shard in sizes) + 4 * around
-    assert hashing["proof"] == output
+def test_seconds_are_work_over_the_shares_of_nominal_rates() -> None:
+    rates = Rates(
+        "GPU", 80, 100.0, 1000.0, 10.0, {"bandwidth": 0.5, "products": 0.5, "float32": 1, "factorization": 0.1}
+    )
+    work = Work(products=1500, float32=40, factorization=5, moved=300, files=8)
+    assert work.seconds(rates, disk=10) == 3 + 4 + 5 + 6
+    assert work.seconds(rates, processes=6, disk=10) == 3
+    assert work.seconds(rates, processes=6, disk=1) == 8  # files are not divided
+    assert work.operations == 1545
 
 
-def test_a_run_is_its_layers_and_its_scoring(finished: Finished) -> None:
-    """Arithmetic by hand: products of the scoring, and as many visits as layers."""
-    job = prepare(str(finished.recipe))
-    work = count_run(job, [128] * 4, texts_of([100, 300]), memory_on_gpu(job, 2**30), 0)
-    assert work.layers == (len(job.sizes.moe_layers), len(job.sizes.dense))
-    logits = 2 * 2 * (99 + 299) * job.sizes["hidden"] * job.sizes["vocabulary"]
-    assert work.scoring["scoring"].flops["bfloat16"] == logits
-    visit = sum(sum(phase.flops.values()) for phase in work.routed.phases.values())
-    assert work.flops() == work.layers[0] * visit + sum(work.scoring["scoring"].flops.values())
-    card = CARDS["h100"]
-    one = files.layer_seconds(work.routed, card)
-    assert one.layer >= sum(one.phases.values())
-    assert work.seconds(card)["layers"] > work.layers[0] * one.layer
-    assert work.peak == max(work.routed.peak, work.scoring["scoring"].peak)
+def test_a_gpu_that_is_too_small_has_no_time(published_job: Job) -> None:
+    """DeepSeek-V3 does not fit on 24 GB, MiniMax-M2.1 does; by several processes all that fit are faster."""
+    needs = estimate_run(published_job, 131_803_409_011, processes=16, disk=6e9)
+    assert needs.seconds is not None
+    assert needs.several is not None
+    assert list(needs.seconds) == ["CPU", "RTX 4090", "A100", "RTX PRO 6000", "H100", "H200"]
+    for name, seconds in needs.several.items():
+        assert needs.seconds[name]["all"] / 16 < seconds["all"] < needs.seconds[name]["all"] / 12
+    large = prepare("deepseek-v3.1-fp8-int4", offline_facts=True)
+    assert "RTX 4090" not in (estimate_run(large, 1).seconds or ())
 
 
-def test_needs_follow_each_source_s_own_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:
     """Tokens are counted by source; memory is that of a set whose every sequence is as long as the longest."""
-    monkeypatch.setattr(estimate, "_counted", lambda *_: {})  # not the work
     tiny.make(tmp_path / "model")
     (tmp_path / "recipe.yaml").write_text("source: {model: model}\ncalibration: set.yaml\n")
     source = "{dataset: a/b, columns: [t], shape: text, samples: 5, category: c%s}"
@@ -165,7 +135,7 @@ def test_needs_follow_each_source_s_own_length(tmp_path: Path, monkeypatch: pyte
     assert mixed.memory != needs(16, "")[0].memory
 
 
-def plan_in_a_process(hub: ModelHub, home: Path, *words: object) -> subprocess.CompletedProcess[str]:
+def plan_in_a_process(hub: HubStandIn, home: Path, *words: object) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     return subprocess.run(
         [sys.executable, "-m", "quantizers", "plan", *map(str, words), "--json"],
@@ -187,7 +157,7 @@ def test_headers_from_the_hub_without_shards(tmp_path: Path) -> None:
     local.write_text("source: {model: model}\ncalibration: set.yaml\n")
     remote.write_text(f"source: {{model: {REPO}}}\ncalibration: set.yaml\n")
     files = {path.name: path.read_bytes() for path in model.iterdir()}
-    with ModelHub("hf_x", {REPO: {"main": files}}) as hub:
+    with HubStandIn("hf_x", {REPO: {"main": files}}) as hub:
         here = json.loads(plan_in_a_process(hub, tmp_path / "home", local).stdout)
         assert hub.asked == []
         for _ in range(2):  # the second time the index is in the cache, the shards are not

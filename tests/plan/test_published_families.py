@@ -14,9 +14,9 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import all_published, architecture_for, known, published_config
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.gpus import parse_gpus
 from quantizers.plan.job import prepare
-from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.serving_memory import (
     Model,
     fit,
@@ -28,7 +28,7 @@ from quantizers.plan.serving_memory import (
 from quantizers.plan.tensor_parallel import obstacles
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, InputError
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 from quantizers.system.strict_yaml import load
 
 # Experts' matrices, and gigabytes of experts in INT4 with groups of 32, of one model of each size.
@@ -123,7 +123,7 @@ def test_shipped_recipes_are_planned_offline() -> None:
         assert model.startswith("..") or published_config(model) is not None, path.name
     job = prepare("mixtral-8x7b-instruct-int4", offline_facts=True)
     assert job.fp8 is None
-    assert "the facts kept for mistralai/Mixtral-8x7B-Instruct-v0.1" in job.basis
+    assert "the built-in architecture spec of mistralai/Mixtral-8x7B-Instruct-v0.1" in job.basis
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import yaml
 from quantizers.cli import main as cli
 from quantizers.plan.gpus import STATED, Gpus, parse_gpus
 from quantizers.plan.job import Job, prepare
-from quantizers.plan.remedies import remedies
 from quantizers.plan.serving_memory import (
     RUNTIME,
     UTILISATION,
@@ -26,9 +25,10 @@ from quantizers.plan.serving_memory import (
     serving_model,
     tensor_parallel_problem,
 )
-from quantizers.recipe.scheme import Scheme
-from quantizers.system.byte_size import gib, parse_bytes
+from quantizers.plan.serving_suggestions import remedies
+from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import gib, parse_bytes
 
 MIB, GIB = 2**20, 2**30
 WHOLE = 196_608
@@ -150,7 +150,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     ("words", "message"),
     [
         (("--context", "4096"), "--context, --kv and --tp go with --vram"),
-        (("--vram", "2x96GiB", "--tp", "3"), "--tp 3 does not divide the 2 cards"),
+        (("--vram", "2x96GiB", "--tp", "3"), "--tp 3 does not divide the 2 GPUs"),
         (("--vram", "3x96GiB", "--tp", "3"), "--tp 3: 8 key-value heads"),
         (("--vram", "2x96GiB", "--context", "196609"), "this model takes 1 to 196,608 tokens"),
     ],

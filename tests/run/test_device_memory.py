@@ -14,7 +14,7 @@ from calibration_tokenizer import write_tokenizer
 from one_layer import sums_held
 from runs import hashes
 
-from quantizers.calibration.texts import token_tensors
+from quantizers.calibration.samples import token_tensors
 from quantizers.plan import units
 from quantizers.plan.job import prepare
 from quantizers.plan.solve_memory import device_memory

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from eval.report.schemes import candidate_lines, choice_lines, layers_table
-from quantizers.system.byte_size import gib
+from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
-from quantizers.system.text_table import plain, size
 
 
 def plan_table(numbers: dict[str, Any]) -> str:
@@ -20,7 +19,7 @@ def plan_table(numbers: dict[str, Any]) -> str:
         [
             f"planned from {numbers['basis']}",
             "",
-            plain(("tensors (* = a number)", "action", "number", "before", "after"), rows),
+            text_table(("tensors (* = a number)", "action", "number", "before", "after"), rows),
             "",
             f"{numbers['layers']} layers, {dense_words(numbers)}{numbers['experts_per_layer']} experts each: "
             f"{numbers['quantized_matrices']:,} expert matrices quantized, "
@@ -51,14 +50,16 @@ def mtp_lines(numbers: dict[str, Any]) -> list[str]:
         return []
     layers = numbers["mtp"]["layers"]
     which = f"layer{'s' if layers[1:] else ''} {', '.join(map(str, layers))}"
-    return [f"{which}, to predict further tokens (MTP), kept whole, experts too: {size(numbers['mtp']['bytes'])}"]
+    return [
+        f"{which}, for multi-token prediction (MTP), passed through with their experts: {size(numbers['mtp']['bytes'])}"
+    ]
 
 
 def unserved(numbers: dict[str, Any]) -> list[str]:
     """A line about a family that vLLM does not know."""
     if "vllm" in numbers["servers"]:
         return []
-    return ["no release of vLLM that is known here has a model of this family; transformers can load the output"]
+    return ["no known release of vLLM supports this family; transformers can load the output"]
 
 
 def unsaid_lines(numbers: dict[str, Any]) -> list[str]:
@@ -71,7 +72,7 @@ def scheme_lines(schemes: dict[str, Any]) -> list[str]:
     if "layers" in schemes:
         return [*candidate_lines(schemes), "", *choice_lines(schemes), "", layers_table(schemes), ""]
     assumed = f"the sizes above are those of {schemes['planned']} in every layer"
-    return [*candidate_lines(schemes), f"the run measures and then chooses for each layer; until then {assumed}", ""]
+    return [*candidate_lines(schemes), f"the run measures, then chooses for each layer; until then {assumed}", ""]
 
 
 def needs_lines(needs: dict[str, Any]) -> list[str]:
@@ -83,10 +84,11 @@ def needs_lines(needs: dict[str, Any]) -> list[str]:
         rows.append((device, size(needs["output"]), states, f"{size(least)} to {size(most)}"))
     tokens = "calibration set of unknown size" if needs["tokens"] is None else f"{needs['tokens']:,} tokens at most"
     if needs["held_out"] != 0:
-        tokens += f" and {'a' if needs['held_out'] is None else format(needs['held_out'], ',')} held-out ones"
+        number = "an unknown number of" if needs["held_out"] is None else f"{needs['held_out']:,}"
+        tokens += f" and {number} evaluation tokens"
     return [
         f"a run with its {tokens} needs about",
-        plain(("on a", "disk for the output", "activations", "memory of the device"), rows),
+        text_table(("on a", "disk for the output", "activations", "memory of the device"), rows),
         f"and {size(needs['host'])} of host memory, {size(needs['source'])} of source on the disk or in the Hub's "
         "cache. Activations are kept in host memory if they fit, else on disk.",
         "",
@@ -106,7 +108,7 @@ def time_lines(needs: dict[str, Any]) -> list[str]:
         + ([_about(several[name]["all"]) if name in several else ""] if several else [])
         for name, seconds in needs["seconds"].items()
     ]
-    return [plain([*header, *([f"by {needs['processes']} processes"] if several else [])], rows)]
+    return [text_table([*header, *([f"by {needs['processes']} processes"] if several else [])], rows)]
 
 
 def measured_table(result: dict[str, Any]) -> str:
@@ -121,7 +123,7 @@ def measured_table(result: dict[str, Any]) -> str:
             f"weights, {sizes['experts']} of {result['run_experts']} experts of {sizes['hidden']} x {sizes['width']}, "
             f"{result['tokens']:,} of {result['run_tokens']:,} calibration tokens{evaluated}",
             "",
-            plain(("phase", "seconds", "grows with", "in a layer of the run"), rows),
+            text_table(("phase", "seconds", "grows with", "in a layer of the run"), rows),
             "",
             f"peak memory {size(result['peak_memory_bytes'])}",
             f"the whole run: {duration(result['run'])}, extrapolated: {result['layers']} layers with experts at "
@@ -143,11 +145,11 @@ def _about(seconds: float) -> str:
 def memory_line(numbers: dict[str, Any]) -> str:
     """What a run on a GPU keeps there with --device-memory, and the memory that takes."""
     memory = numbers["device_memory"]
-    held = {(False, False): "", (True, False): ", the inputs of the experts", (True, True): ", all hidden states"}
+    held = {(False, False): "", (True, False): ", the inputs of the experts", (True, True): ", all activations"}
     return (
         f"--device-memory: {gib(memory['peak'])} at most: a layer {gib(memory['layer'])} as it is stored, "
-        f"{gib(memory['forward'])} as it is computed{held[memory['inputs'], memory['states']]}, the sums of "
-        f"{memory['resident']} of {memory['units']} units of {memory['unit']} experts (read in {memory['sweeps']} "
+        f"{gib(memory['forward'])} as it is computed{held[memory['inputs'], memory['states']]}, the Hessians of "
+        f"{memory['resident']} of {memory['units']} batches of {memory['unit']} experts (read in {memory['sweeps']} "
         f"sweep{'s' if memory['sweeps'] > 1 else ''}), and {gib(memory['one_unit'])} for solving one"
     )
 
@@ -160,7 +162,7 @@ def tensors_table(numbers: dict[str, Any]) -> str:
             f"{_short(name, row['source'])} {dtype} {shape}" for name, (dtype, shape) in row["outputs"].items()
         )
         rows.append((row["source"], f"{row['dtype']} {row['shape']}", row["action"], outputs))
-    return f"planned from {numbers['basis']}\n\n" + plain(("tensor", "as it is", "action", "what is written"), rows)
+    return f"planned from {numbers['basis']}\n\n" + text_table(("tensor", "source", "action", "output"), rows)
 
 
 def _short(name: str, source: str) -> str:
@@ -169,7 +171,7 @@ def _short(name: str, source: str) -> str:
 
 
 def fit_table(result: dict[str, Any]) -> str:
-    """One row for each set of cards."""
+    """One row for each set of GPUs."""
     rows = [
         (
             row["cards"],
@@ -181,16 +183,16 @@ def fit_table(result: dict[str, Any]) -> str:
         )
         for row in result["fits"]
     ]
-    header = ("cards", "split", "usable", "weights", "KV cache", "activations", "runtime", "left", "longest", "")
+    header = ("GPUs", "split", "usable", "weights", "KV cache", "activations", "runtime", "left", "longest", "")
     first = result["fits"][0]
     return "\n".join(
         [
             f"planned from {result['basis']}",
             "",
-            f"memory of the fullest card at {first['context']:,} tokens, KV cache in "
+            f"memory of the fullest GPU at {first['context']:,} tokens, KV cache in "
             f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token "
-            f"{'over all cards' if result['kv_divided'] else 'on every card'}); longest: the context that fits",
-            plain(header, rows),
+            f"{'over all GPUs' if result['kv_divided'] else 'on every GPU'}); longest: the context that fits",
+            text_table(header, rows),
             *unserved(result),
             *result["notes"],
             "",
@@ -203,10 +205,10 @@ def fit_table(result: dict[str, Any]) -> str:
 
 
 def _fit_line(row: dict[str, Any], limit: int) -> str:
-    """Under the table, for each set of cards: the longest context, or what would make it fit."""
+    """Under the table, for each set of GPUs: the longest context, or what would make it fit."""
     if row["fits"]:
         end = ", the model's longest" if row["longest"] == limit else ""
         return f"{row['cards']} fits with up to {row['longest']:,} tokens of context{end}"
     if not row["to_fit"]:
-        return f"{row['cards']}: no shorter context, no fewer bits and no number of such cards would make it fit"
+        return f"{row['cards']}: neither a shorter context, nor fewer bits, nor more such GPUs would make it fit"
     return f"{row['cards']}, to fit: {'; or '.join(remedy['say'] for remedy in row['to_fit'])}"
