@@ -7,10 +7,10 @@ from collections import deque
 
 import pytest
 import torch
+from quantizers.device.crossing import Crossing, Pairs
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quantizers.device import crossing
-from quantizers.device.crossing import Crossing, Pairs
 
 
 class Delayed:

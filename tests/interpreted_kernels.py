@@ -16,13 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from quantizers.forward.fused import operators as stored
+from quantizers.solve.fused import operators
 
 from quantizers.forward import stored_matrix
-from quantizers.forward.fused import operators as stored
 from quantizers.forward.packing import pack
 from quantizers.forward.recorded import Recorded, usable_rows
 from quantizers.solve import awq, refine, rounding
-from quantizers.solve.fused import operators
 from quantizers.solve.sum_in_order import sum_in_order
 from quantizers.solve.token_weights import squared_weights
 

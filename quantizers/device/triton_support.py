@@ -46,7 +46,7 @@ def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *arguments: Any
     import torch
 
     with _LAUNCHING, torch.cuda.device_of(on):  # type: ignore[no-untyped-call]  # in torch
-        kernel[grid](*arguments, **options, **OPTIONS)
+        kernel[grid](*arguments, **(OPTIONS | options))
 
 
 def kernels(device: torch.device) -> str:

@@ -23,8 +23,7 @@ from quantizers.budget.choice import choose_schemes
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.source_files import check_hashes, source_stats
-from quantizers.device.devices import device_limit, fingerprint, forward_dtype
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator
 from quantizers.output import journal
 from quantizers.output.context import Context, Place
 from quantizers.output.fingerprint import refuse_changes
@@ -165,7 +164,14 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     text_rows = sum(len(text.tokens) for text in texts)
     there = (rows, text_rows) if options.states == "auto" else (0, 0)  # what may lie on the device
     memory = device_memory(
-        job.plan, job.sizes, data.lengths[-1], accelerated(device), min(limits), there[0], team.count, held_out=there[1]
+        job.plan,
+        job.sizes,
+        data.lengths[-1],
+        is_accelerator(device),
+        min(limits),
+        there[0],
+        team.count,
+        held_out=there[1],
     )
     refuse_changes(work, run_fingerprint(job, data, device), options.output)
     layers = job.sizes["layers"]
@@ -249,7 +255,7 @@ def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> di
             "source_config": job.config,
             "calibration": data.digest,
             "machine": fingerprint(device),
-            "units": work_units(accelerated(device), job.sizes),
+            "units": work_units(is_accelerator(device), job.sizes),
         }
     )
 

@@ -13,8 +13,7 @@ import torch
 from delayed_copies import AtOnce, Delayed, Hosts, delay
 
 from quantizers.device import crossing
-from quantizers.device.crossing import ahead, behind, beside
-from quantizers.device.pinned import pin
+from quantizers.device.prefetch import behind, beside, pin
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda:0")
 LENGTHS = [8, 8, 8, 3]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quantizers.device import pinned
-from quantizers.device.pinned import Turns, is_pinned, pin
+from quantizers.device.prefetch import Turns, is_pinned, pin
 
 META, CARD = torch.device("meta"), torch.device("cuda:0")
 

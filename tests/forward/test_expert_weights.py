@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from quantizers.device.fused import INTERPRETER
 
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.held import hold
 from quantizers.checkpoint.reader import Checkpoint, open_folder
-from quantizers.device.fused import INTERPRETER
 from quantizers.forward import weights
 from quantizers.forward.fitting import load_layer
 from quantizers.forward.layered_model import LayeredModel

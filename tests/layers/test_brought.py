@@ -9,12 +9,12 @@ from contextlib import closing
 import pytest
 import torch
 from delayed_copies import AtOnce, Delayed, delay
+from quantizers.layers.brought import Brought
 from tiny import make
 
 from quantizers.checkpoint.ahead import held_ahead
 from quantizers.checkpoint.held import hold
 from quantizers.checkpoint.reader import Checkpoint, open_folder
-from quantizers.layers.brought import Brought
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -22,13 +22,13 @@ import torch
 import yaml
 from calibration_tokenizer import write_tokenizer
 from conftest import REPOSITORY
-
-from quantizers.device import fused as device_fused
 from quantizers.device.fused import OPTIONS, WIDER
 from quantizers.forward.fused import operators as stored
+from quantizers.solve.fused.operators import STRIP, SUMS, TOKENS, WEIGHED, rows_of_program
+
+from quantizers.device import fused as device_fused
 from quantizers.forward.recorded import LARGEST
 from quantizers.solve import rounding
-from quantizers.solve.fused.operators import STRIP, SUMS, TOKENS, WEIGHED, rows_of_program
 from quantizers.solve.rounding import mse_scales
 
 LAUNCHES = (
@@ -89,11 +89,10 @@ def test_a_kernel_compiles_for_every_card(
     """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from quantizers.forward.fused.kernels import dequantize
     from quantizers.solve.fused import kernels
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
     function = getattr(kernels, kernel, dequantize)
     pointers = POINTERS | {name: size for name, size in sizes.items() if isinstance(size, str)}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from one_layer import EXPERTS, Layer, assert_same, make_layer, silu
+from quantizers.solve.ranking import finalists, rough_losses, tried, unproven
 from tf32 import Tf32
 
 from quantizers.device import rough
@@ -17,7 +18,6 @@ from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import gram_engine, ranking
 from quantizers.solve.awq import grid_scales, scale_losses, weight_means
 from quantizers.solve.gram_engine import solve
-from quantizers.solve.ranking import finalists, rough_losses, tried, unproven
 from quantizers.solve.solved import Solved
 from quantizers.system.residents import Residents
 

@@ -1,12 +1,14 @@
 """The Triton kernels. Importing this file takes Triton; launch.py launches them.
 
 A program has some rows of one expert's matrix, which is transposed, (C, R), so that a column's rows are contiguous. All
-columns of a block or a group that is rounded stay in registers until the last of them is.
+columns of a block or a group that is rounded stay in registers until the last of them is. weigh_rows belongs to the
+forced pass, whose results are transposed as well, (C, T): a program has some columns of an expert.
 
 They are compiled with `enable_fp_fusion=False`, or the compiler would fuse products and sums. Nothing is added by
 tl.sum or tl.dot, whose order is not specified: a group's sums are made in 8 lanes, see sum_in_order.py.
 
-Legend: E experts, C columns, R rows, g group size, n groups; `…_e` steps in memory from one expert to the next.
+Legend: E experts, C columns, R rows, g group size, n groups, T tokens;
+`…_e` steps in memory from one expert to the next.
 """
 
 from __future__ import annotations
@@ -168,31 +170,6 @@ def mse_scales(
         best = tl.where(better, loss, best)
         best_step = tl.where(better, step, best_step)
     tl.store(chosen + expert * chosen_e + group * R + row, best_step.to(tl.bfloat16), mask=there)
-
-
-@triton.jit
-def gate_rows(
-    gate, up, unusable,
-    C, T, gate_e, up_e, unusable_e,
-    LARGEST: tl.constexpr, STRIP: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """See launch.gate_rows. Grid (E, C / STRIP, T / TOKENS)."""
-    expert = tl.program_id(0).to(tl.int64)
-    strip = tl.program_id(1)
-    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    there = token < T
-    gate += expert * gate_e + strip.to(tl.int64) * STRIP * T + token
-    up += expert * up_e + strip.to(tl.int64) * STRIP * T + token
-    bad = tl.zeros((TOKENS,), tl.int32)
-    for k in range(STRIP):
-        column = strip * STRIP + k + tl.zeros((TOKENS,), tl.int32)
-        inside = there & (column < C)
-        x = tl.load(gate + k * T, mask=inside, other=0.0).to(tl.float32)
-        x = x * tl.load(up + k * T, mask=inside, other=0.0).to(tl.float32)
-        x = tl.where(x == x, bfloat16(x), x)  # the bits of NaN would become another number's
-        tl.store(gate + k * T, x.to(tl.bfloat16), mask=inside)
-        bad = bad | tl.where((x < LARGEST) & (x > -LARGEST), 0, 1)
-    tl.store(unusable + expert * unusable_e + strip * T + token, bad.to(tl.int8), mask=there)
 
 
 @triton.jit
