@@ -88,7 +88,8 @@ def start_copies(pairs: Pairs, device: torch.device) -> Copies:
         for target, source in pairs:
             target.copy_(source)
         return Copies(device)
-    stream = _copy_stream(device.index or 0)
+    device = torch.device("cuda", device.index or 0)
+    stream = _copy_stream(device.index)
     stream.wait_stream(torch.cuda.current_stream(device))
     # The current device too: that of a new thread is the first GPU, to which torch would go back when it is done.
     with torch.cuda.device(device), torch.cuda.stream(stream):

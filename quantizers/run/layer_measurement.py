@@ -43,6 +43,7 @@ from quantizers.plan.plan import METADATA
 from quantizers.plan.solve_memory import DeviceMemory, device_memory
 from quantizers.plan.units import rows_of_block
 from quantizers.recipe.schema import Stop
+from quantizers.solve.kernel_check import verify_kernels
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import gib
 from quantizers.system.host_memory import available
@@ -114,6 +115,8 @@ def measure_layer(
         InputError: the sets' sizes are unknown, or not even the smallest layer fits.
     """
     lengths, texts = _lengths(job)
+    schemes = job.allocation.candidates if job.allocation else job.plan.schemes
+    verify_kernels(device, {(scheme.bits, scheme.group_size) for scheme in schemes})
     tokens = min(tokens or rows_of_block(is_accelerator(device)), sum(lengths))
     own_lengths, own_texts = cut_to(lengths, tokens), cut_to(texts, tokens)
     with tempfile.TemporaryDirectory(dir=work, prefix="quantize-measure-") as name:

@@ -35,6 +35,7 @@ from quantizers.plan.states import between_bytes, calibration_bytes, held_out_by
 from quantizers.plan.units import work_units
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
 from quantizers.recipe.read import set_location
+from quantizers.solve.kernel_check import verify_kernels
 from quantizers.system.errors import InputError
 from quantizers.system.files import copy_file, sync_folder, write_text
 from quantizers.system.host_memory import available
@@ -80,6 +81,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         moving = (work / "moving").exists()
         team.tell(not moving)
         if not moving:
+            _verify_kernels(job, options)
             agree(job, options)
         with journal.locked(options.output, team):
             if not moving:
@@ -99,6 +101,7 @@ def assist(job: Job, options: Options) -> None:
         check = team.heed(interrupt)
         if not team.tell():
             return
+        _verify_kernels(job, options)
         agree(job, options)
         work = journal.work_folder(options.output, team.node)
         with journal.locked(options.output, team):
@@ -112,6 +115,12 @@ def assist(job: Job, options: Options) -> None:
             finally:
                 if team.node:
                     journal.leave(options.output, team.node)
+
+
+def _verify_kernels(job: Job, options: Options) -> None:
+    """Compare the GPU's kernels with their eager twins, for all schemes that the run may use."""
+    schemes = job.allocation.candidates if job.allocation else job.plan.schemes
+    verify_kernels(options.device, {(scheme.bits, scheme.group_size) for scheme in schemes}, options.team)
 
 
 @dataclass(frozen=True)
