@@ -75,11 +75,12 @@ def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[st
     from eval.report.plots import draw
     from eval.report.serve_commands import repository
 
-    old, new, front = repository(before), repository(after), front_matter(after)
+    old, new, written = repository(before), repository(after), before["card"]["front_matter"]
+    front = {key: value for key, value in front_matter(after).items() if key in written or key in GIVEN}
     for words in ("vllm serve {}", "--model-path {}", 'from_pretrained("{}"'):
         text = text.replace(words.format(old), words.format(new))
     for key in GIVEN:
-        if front.get(key) != before["card"]["front_matter"].get(key):
+        if front.get(key) != written.get(key):
             text = _with_key(text, key, front.get(key))
     write_text(text, folder / CARD)
     write_text(html_report(after, draw(after)), folder / PAGE)

@@ -178,6 +178,10 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
             'README.md: front matter: library_name is "other", the run wrote "transformers"',
         ],
     ),
+    "a figure that the Hub shows": (
+        front(lambda values: values["model-index"][0]["results"][0]["metrics"][1].update(value="0.0001")),
+        ["README.md: front matter: kl_divergence 0.0"],
+    ),
     "a tag of the card less": (
         front(lambda values: values["tags"].remove("int4")),
         ["README.md: front matter: tags is"],
