@@ -30,7 +30,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 # The smallest and largest number of columns that a shape reads.
 _COLUMNS: dict[str, tuple[int, int]] = {
     "text": (1, 1),  # the text
-    "prompt-answer": (2, 2),  # what is asked, what is answered
+    "prompt-answer": (2, 2),  # question, answer
     "chat": (1, 2),  # messages; tools
     "sharegpt": (1, 2),  # conversations; tools
     "code-contests": (1, 1),  # the task's name; description and solutions are read as well
@@ -95,7 +95,7 @@ class Languages(Strict):
         seen: dict[str, str] = {}
         for name in names:
             if not slug(name):
-                raise ValueError(f"{name!r} is no name of a language")
+                raise ValueError(f"{name!r} is not the name of a language")
             if slug(name) in seen:
                 raise ValueError(f"{name} and {seen[slug(name)]} are one language; keep one")
             seen[slug(name)] = name
@@ -161,7 +161,7 @@ class DataSource(Strict):
         return self.dataset.endswith(LOCAL_SUFFIXES)
 
     @property
-    def deals(self) -> list[Kind]:
+    def assigns(self) -> list[Kind]:
         """The kinds of language that are assigned to this source's samples: the placeholders of prompt and category."""
         category = self.category if isinstance(self.category, str) else ""
         return placeholders((self.prompt or "") + category)
@@ -207,8 +207,8 @@ class DataSource(Strict):
             raise ValueError("order is for local files; the order of a Hub dataset follows from its name")
         if self.is_local and self.split != "train":
             raise ValueError(f"a local file is one split, train; it has no {self.split}")
-        if self.deals and self.samples == "all":
-            raise ValueError("a source that deals languages needs a number of samples, not all")
+        if self.assigns and self.samples == "all":
+            raise ValueError("a source that assigns languages needs a number of samples, not all")
         return self
 
 
@@ -234,12 +234,12 @@ class CalibrationSet(Strict):
         return sources
 
     @model_validator(mode="after")
-    def _languages_to_deal(self) -> CalibrationSet:
+    def _languages_to_assign(self) -> CalibrationSet:
         for source in self.sources:
-            for kind in source.deals:
+            for kind in source.assigns:
                 if not self.languages.of(kind):
                     raise ValueError(
-                        f"{source.dataset} deals {kind} languages, but languages.{kind} is empty; list them"
+                        f"{source.dataset} assigns {kind} languages, but languages.{kind} is empty; list them"
                     )
         return self
 
@@ -258,12 +258,12 @@ class CalibrationSet(Strict):
 
     def first_slots(self) -> Iterator[dict[Kind, int]]:
         """For each source, how many samples of the sources before it were assigned a language of each kind."""
-        dealt: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        assigned: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         for source in self.sources:
-            yield dict(dealt)
-            for kind in source.deals:
+            yield dict(assigned)
+            for kind in source.assigns:
                 assert isinstance(source.samples, int)  # the schema allows nothing else
-                dealt[kind] += source.samples
+                assigned[kind] += source.samples
 
 
 def read_set(path: Path) -> CalibrationSet:

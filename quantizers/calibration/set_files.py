@@ -50,7 +50,7 @@ def _row(path: Path) -> dict[str, str]:
 
 
 def _samples(calibration: CalibrationSet, folder: Path) -> str:
-    """How many samples a set asks for; of a Hub dataset of which it takes all rows the number is not known."""
+    """Number of samples of a set; unknown for a Hub dataset of which it uses all rows."""
     counts = [
         source.samples
         if source.samples != "all" or not source.is_local

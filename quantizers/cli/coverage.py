@@ -31,25 +31,31 @@ def coverage(
     *,
     context: typer.Context,
     recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="its source, calibration set and gates are used")
+        str | None, typer.Argument(metavar="[RECIPE]", help="recipe whose source, calibration set and gates are used")
     ] = None,
     source: SourceOption = None,
     calibration: CalibrationOption = None,
     settings: SetOption = None,
     facts: FactsOption = None,
-    model: Annotated[str | None, typer.Option(help="instead of a recipe: a checkpoint's folder or Hub id")] = None,
-    data: Annotated[str | None, typer.Option(metavar="SET", help="instead of a recipe's: a calibration set")] = None,
+    model: Annotated[str | None, typer.Option(help="without a recipe: a checkpoint's folder or Hub id")] = None,
+    data: Annotated[str | None, typer.Option(metavar="SET", help="without a recipe: a calibration set")] = None,
     compare: Annotated[
         tuple[str, str] | None,
-        typer.Option(metavar="SET_A SET_B", help="two sets: whose share of the tokens grows or shrinks, won and lost"),
+        typer.Option(
+            metavar="SET_A SET_B",
+            help="compare two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered",
+        ),
     ] = None,
-    min_routed_tokens: Annotated[int | None, typer.Option(min=0, help="gate without a recipe; 1 by default")] = None,
+    min_routed_tokens: Annotated[int | None, typer.Option(min=0, help="without a recipe: gate; 1 by default")] = None,
     max_uncovered: Annotated[
-        float | None, typer.Option(min=0, max=1, help="gate without a recipe: share of experts; 0.01 by default")
+        float | None, typer.Option(min=0, max=1, help="without a recipe: gate, a share of experts; 0.01 by default")
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="layers by experts; coverage.png by default, or coverage-compare.png"),
+        typer.Option(
+            metavar="FILE",
+            help="file for the heat map of layers by experts; coverage.png or coverage-compare.png by default",
+        ),
     ] = None,
     no_picture: NoPictureOption = False,
     device: DeviceOption = "auto",
@@ -58,7 +64,7 @@ def coverage(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Count the tokens that the router sends to each expert, without quantizing; exit 3 when a gate fails.
+    """Count the tokens that the router sends to each expert, without quantizing; exit 3 if a gate fails.
 
     Example: quantize coverage tiny-minimax-m2-fp8-int4
     """

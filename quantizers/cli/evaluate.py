@@ -32,16 +32,18 @@ def evaluate(
     candidate: Annotated[
         list[str], typer.Argument(metavar="CANDIDATE…", help="one or more checkpoints of the same model")
     ],
-    data: Annotated[str, typer.Option(metavar="SET", help="a held-out set: a file, or the name of a shipped one")],
+    data: Annotated[str, typer.Option(metavar="SET", help="evaluation set: a file, or the name of a shipped set")],
     facts: FactsOption = None,
-    picture: Annotated[Path, typer.Option(metavar="FILE", help="KL by category, errors by depth")] = Path(
-        "fidelity.png"
-    ),
+    picture: Annotated[
+        Path, typer.Option(metavar="FILE", help="file for the plot of KL by category and errors by depth")
+    ] = Path("fidelity.png"),
     no_picture: NoPictureOption = False,
     device: DeviceOption = "auto",
     work: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="keep hidden states and a journal here, and go on from what it holds"),
+        typer.Option(
+            metavar="DIR", help="folder for activations and a journal; an interrupted evaluation resumes from it"
+        ),
     ] = None,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
@@ -49,7 +51,7 @@ def evaluate(
 ) -> None:
     """Perplexity, bits per byte, KL, top-1, routing and weights of candidates against a source, layer by layer.
 
-    With several candidates also the difference of each to the first, paired over the texts, with intervals.
+    With several candidates also the paired difference of each to the first, with confidence intervals.
 
     SOURCE and CANDIDATE may be FP8, BF16, an output of this program, what compressed-tensors calls pack-quantized,
     int-quantized or float-quantized, made by any tool, or a checkpoint of AutoAWQ, GPTQ (GPTQModel, AutoGPTQ) or

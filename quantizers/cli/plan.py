@@ -32,52 +32,55 @@ def plan(
     recipe: RecipeArgument,
     vram: Annotated[
         list[str] | None,
-        typer.Option(metavar="NxCARD", help="cards to serve it on, such as 2x96GiB or 2xH100; may be repeated"),
+        typer.Option(metavar="NxGPU", help="GPUs to serve the output on, such as 2x96GiB or 2xH100; may be repeated"),
     ] = None,
     source: SourceOption = None,
     calibration: CalibrationOption = None,
     settings: SetOption = None,
     facts: FactsOption = None,
     context: Annotated[
-        int | None, typer.Option(min=1, metavar="TOKENS", help="with --vram; the model's longest by default")
+        int | None,
+        typer.Option(min=1, metavar="TOKENS", help="with --vram: context length; the model's maximum by default"),
     ] = None,
     kv: Annotated[
         Literal["auto", "fp8"], typer.Option(help="with --vram: 16-bit keys and values (auto), or fp8")
     ] = "auto",
     tp: Annotated[
-        int | None, typer.Option(min=1, help="with --vram: tensor parallelism; as much as vLLM allows by default")
+        int | None,
+        typer.Option(min=1, help="with --vram: tensor-parallel size; the largest that vLLM allows by default"),
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor with its action")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="a run's folder: show what it chose, where the recipe has a budget"),
+        typer.Option("--output", "-o", help="with a budget: the folder of a run, to show the schemes that it chose"),
     ] = None,
     hub: Annotated[
-        bool, typer.Option("--hub", help="read the headers from the Hub though the model's facts are kept here")
+        bool, typer.Option("--hub", help="read the headers from the Hub even if the architecture spec is built in")
     ] = False,
     device_memory: DeviceMemoryOption = None,
-    nodes: Annotated[int, typer.Option(min=1, help="also plan a run by so many machines")] = 1,
-    gpus: Annotated[int, typer.Option(min=1, help="also plan a run by so many GPUs of each machine")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="also estimate a run on this number of machines")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="also estimate a run on this number of GPUs per machine")] = 1,
     disk: DiskOption = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="time one layer of random weights on this machine instead")
+        bool, typer.Option("--measure", help="time one layer with random weights on this machine instead")
     ] = False,
     tokens: Annotated[
         int | None, typer.Option(min=16, help="with --measure: calibration tokens; one token chunk by default")
     ] = None,
     experts: Annotated[
-        int | None, typer.Option(min=2, help="with --measure: of the layer; as many as fit into memory by default")
+        int | None,
+        typer.Option(min=2, help="with --measure: experts of the layer; as many as fit into memory by default"),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="with --measure: cpu, cuda, cuda:N, or auto, the first GPU if there is one")
+        str | None, typer.Option(help="with --measure: cpu, cuda, cuda:N, or auto (the first GPU if there is one)")
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Show what a run would do to every kind of tensor and what it needs; with --vram, whether the output fits.
 
-    Reads headers only: of a folder, of the Hub's cache, or of the Hub itself; for models whose facts are
-    kept here no network is needed.
+    Reads headers only: of a folder, of the Hub's cache, or of the Hub itself; models with a
+    built-in architecture spec need no network.
 
     Times are estimated from nominal rates; --nodes and --gpus divide them among processes. --measure quantizes
     one layer of the model's size, with random weights, on this machine: seconds by phase, hours for all layers.
@@ -89,7 +92,7 @@ def plan(
     from quantizers.recipe.changes import changes_of
 
     if vram is None and (context is not None or tp is not None or kv != "auto"):
-        raise InputError("--context, --kv and --tp go with --vram; say which cards, as --vram 2x96GiB")
+        raise InputError("--context, --kv and --tp go with --vram; say which GPUs, as --vram 2x96GiB")
     if vram is not None and (nodes, gpus, disk) != (1, 1, None):
         raise InputError("--nodes, --gpus and --disk plan a run, --vram plans serving; give one or the other")
     for_measure = {"--tokens": tokens, "--experts": experts, "--device": device}

@@ -11,17 +11,17 @@ from .options import DebugOption, JsonOption, emit, refuse_unfinished_runs
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a finished checkpoint, with its report.json")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a finished checkpoint with its report.json")],
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="the page to write; report.html beside report.json by default"
+            "--output", "-o", metavar="FILE", help="HTML file to write; report.html beside report.json by default"
         ),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write report.json as one page to look at, which needs no network.
+    """Write report.json as one self-contained HTML page.
 
     Example: quantize report out/tiny
     """

@@ -52,31 +52,31 @@ def run(
     settings: SetOption = None,
     device: DeviceOption = "auto",
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="discard what the folder holds of an earlier run, after asking")
+        bool, typer.Option("--fresh", help="discard an earlier run in the output folder, after asking")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
     device_memory: DeviceMemoryOption = None,
     paranoid: Annotated[
         bool,
-        typer.Option("--paranoid", help="hash the source's shards, and compare them whenever the run goes on"),
+        typer.Option("--paranoid", help="hash the source's shards, and check them again on resume"),
     ] = False,
     states: Annotated[
         Literal["auto", "memory", "files"],
-        typer.Option(help="where calibration states lie: in memory, in files, or in memory where they fit"),
+        typer.Option(help="keep calibration activations in memory, in files, or in memory if they fit"),
     ] = "auto",
     ignore_stop: Annotated[
-        bool, typer.Option("--ignore-stop", help="go on after layers at which the recipe's verify.stop ends the run")
+        bool, typer.Option("--ignore-stop", help="ignore the recipe's verify.stop and continue")
     ] = False,
     with_data: Annotated[
         bool,
-        typer.Option("--with-data", help="copy local data files of the sets beside the checkpoint, to be published"),
+        typer.Option("--with-data", help="copy the sets' local data files into the output, for publishing"),
     ] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Quantize a checkpoint, stitch it, verify and measure it. Goes on by itself where it was cut off.
+    """Quantize a checkpoint, stitch it, verify and measure it. Resumes automatically if interrupted.
 
-    torchrun --nproc-per-node N -m quantizers run … does it with N processes, on several machines too: the same bytes.
+    torchrun --nproc-per-node N -m quantizers run … uses N processes, on one or several machines, with the same output.
 
     Example: quantize run tiny-minimax-m2-fp8-int4 --output out/tiny
     """

@@ -23,8 +23,10 @@ from .options import (
 
 def stitch(
     *,
-    source: Annotated[str, typer.Option(help="the FP8 checkpoint: a folder or Hub id")],
-    experts: Annotated[str, typer.Option(help="a checkpoint with packed experts, made from a BF16 copy of it")],
+    source: Annotated[str, typer.Option(help="the FP8 model: a folder or Hub id")],
+    experts: Annotated[
+        str, typer.Option(help="a checkpoint with packed experts, quantized from a BF16 copy of the source")
+    ],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -35,14 +37,14 @@ def stitch(
     ] = None,
     repair_router: Annotated[
         bool,
-        typer.Option("--repair-router", help="compensate the router for the norms that the experts were made with"),
+        typer.Option("--repair-router", help="compensate the router for the smoothed norms of the experts' checkpoint"),
     ] = False,
     facts: FactsOption = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Build a mixed checkpoint from an FP8 source and experts that exist; exit 3 when its router does not fit.
+    """Build a mixed checkpoint from an FP8 source and existing experts; exit 3 if its router is uncompensated.
 
     Example: quantize stitch --source models/tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
     """

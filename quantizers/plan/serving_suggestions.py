@@ -1,4 +1,4 @@
-"""What would make an output fit on cards that are too small, each tried with the estimate that says so."""
+"""What would make an output fit on GPUs that are too small, each tried with the estimate that says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .job import Job
 from .plan import file_size
 from .serving_memory import Fit, KvType, Model, fit, serving_model
 
-MOST_CARDS = 64  # more of the same are not proposed
+MOST_GPUS = 64  # more of the same are not proposed
 USEFUL = 1024  # tokens; a context that is shorter is no remedy
 
 
@@ -37,22 +37,22 @@ class Remedy:
 def remedies(
     job: Job, model: Model, asked: Sequence[tuple[Gpus, Fit]], tensor_parallel: int | None = None
 ) -> list[list[Remedy]]:
-    """For each set of cards what would fit, the cheapest first; nothing where it fits already.
+    """For each set of GPUs what would fit, the cheapest first; nothing where it fits already.
 
     Args:
         model: of the job's plan.
-        asked: sets of cards with their estimates.
+        asked: sets of GPUs with their estimates.
         tensor_parallel: as the user gave it; None to let the estimate choose.
     """
     smaller = [] if all(found.fits for _, found in asked) else list(_smaller(job))
-    return [[] if found.fits else list(_found(model, smaller, cards, found, tensor_parallel)) for cards, found in asked]
+    return [[] if found.fits else list(_found(model, smaller, gpus, found, tensor_parallel)) for gpus, found in asked]
 
 
 def _found(
-    model: Model, smaller: Sequence[tuple[str, Model]], cards: Gpus, asked: Fit, tensor_parallel: int | None
+    model: Model, smaller: Sequence[tuple[str, Model]], gpus: Gpus, asked: Fit, tensor_parallel: int | None
 ) -> Iterator[Remedy]:
     def tried(kv: KvType, context: int = asked.context) -> Fit:
-        return fit(model, cards, context, kv, tensor_parallel)
+        return fit(model, gpus, context, kv, tensor_parallel)
 
     whole = tried("fp8")
     if whole.fits:
@@ -62,23 +62,23 @@ def _found(
     if asked.kv == "auto" and not whole.fits and whole.longest >= USEFUL:
         yield Remedy(f"--kv fp8 --context {whole.longest}", tried("fp8", whole.longest))
     for say, other in smaller:
-        found = fit(other, cards, asked.context, asked.kv)
+        found = fit(other, gpus, asked.context, asked.kv)
         if found.fits and tensor_parallel in (None, found.tensor_parallel):
             yield Remedy(f"{say} in the recipe", found)
             break
     both = asked.kv == "auto" and not whole.fits
-    yield from _more_cards(model, cards, asked, tensor_parallel, ("auto", "fp8") if both else (asked.kv,))
+    yield from _more_gpus(model, gpus, asked, tensor_parallel, ("auto", "fp8") if both else (asked.kv,))
 
 
-def _more_cards(
-    model: Model, cards: Gpus, asked: Fit, tensor_parallel: int | None, kvs: Sequence[KvType]
+def _more_gpus(
+    model: Model, gpus: Gpus, asked: Fit, tensor_parallel: int | None, kvs: Sequence[KvType]
 ) -> Iterator[Remedy]:
-    """The smallest number of such cards that is enough; a still smaller one with the next of `kvs`."""
-    step, most = tensor_parallel or 1, MOST_CARDS
+    """The smallest number of such GPUs that is enough; a still smaller one with the next of `kvs`."""
+    step, most = tensor_parallel or 1, MOST_GPUS
     for kv in kvs:
         option = "" if kv == asked.kv else f" --kv {kv}"
-        for count in range(cards.count + step, most + 1, step):
-            found = fit(model, cards.of(count), asked.context, kv, tensor_parallel)
+        for count in range(gpus.count + step, most + 1, step):
+            found = fit(model, gpus.of(count), asked.context, kv, tensor_parallel)
             if found.fits:
                 yield Remedy(f"--vram {shlex.quote(found.cards)}{option}", found)
                 most = count - 1

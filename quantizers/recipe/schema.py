@@ -71,7 +71,7 @@ class Source(_OnlyIfGiven):
     revision: str = "main"
     """Of a Hub id: a branch, tag or commit."""
     trust_remote_code: Literal[False, "tokenizer", True] = False
-    """`tokenizer` lets the tokenizer run code of its own. Nothing else of a source ever runs: `true` is the same."""
+    """`tokenizer` lets the tokenizer run its own code. No other code of a source ever runs: `true` means the same."""
     facts: Annotated[str, Field(min_length=1)] | None = None
     """A file with your own architecture spec for the model's family, relative to the recipe; `quantize new --facts`
     writes one. Default: the built-in spec."""
@@ -257,7 +257,7 @@ class Recipe(Strict):
     keep: Literal["everything-else"] = "everything-else"
     """What keeps its original bytes: everything but the routed experts."""
     verify: Verify | None = None
-    """What is measured, and the gates: exit code 3 when one fails; the output is finished all the same."""
+    """What is measured, and the gates: exit code 3 when one fails; the output is completed nevertheless."""
 
     @property
     def calibration_set(self) -> str:

@@ -1,7 +1,6 @@
 """Documentation of a pydantic schema: a table of its keys, and a JSON schema for editors.
 
-Both are made from the same fields, so neither can drift from what is accepted. The text under a field is its
-description.
+Both are generated from the fields; the text under a field is its description.
 """
 
 from __future__ import annotations

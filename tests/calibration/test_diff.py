@@ -21,7 +21,7 @@ from quantizers.calibration.view import render_diff
 from quantizers.system.errors import CalibrationError
 from quantizers.system.package_data import shipped
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 OLD = [("x", "first"), ("x", "second"), ("y", "third, which is long"), ("y", "twice"), ("y", "twice")]

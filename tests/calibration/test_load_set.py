@@ -170,15 +170,15 @@ def test_prompts_render_in_the_users_turn(tmp_path: Path, tokenizer: str) -> Non
 LANGUAGES = "languages: {programming: [C++, Rust, Zig], spoken: [Hindi, Hebrew], required: true}\n"
 
 
-def test_languages_are_dealt_in_turn_over_the_whole_set(hundred: Path, tokenizer: str) -> None:
+def test_languages_are_assigned_in_turn_over_the_whole_set(hundred: Path, tokenizer: str) -> None:
     one = source("a.jsonl", samples=4, prompt="In {programming_language}:", category="code/{programming_language}")
     two = source("a.jsonl", samples=5, prompt="{programming_language}, {spoken_language}", category="code")
     data = load_set(write_set(hundred, one + source("a.jsonl", samples=3) + two, LANGUAGES), tokenizer)
-    dealt = [sample.languages for sample in data.samples if sample.dealt]
-    assert len(dealt) == 9
-    assert Counter(names[0] for names in dealt) == {"C++": 3, "Rust": 3, "Zig": 3}
-    assert [names[0] for names in dealt[:6]] == [names[0] for names in dealt[3:]]
-    assert sorted(Counter(names[1] for names in dealt if len(names) == 2).values()) == [2, 3]
+    assigned = [sample.languages for sample in data.samples if sample.assigned]
+    assert len(assigned) == 9
+    assert Counter(names[0] for names in assigned) == {"C++": 3, "Rust": 3, "Zig": 3}
+    assert [names[0] for names in assigned[:6]] == [names[0] for names in assigned[3:]]
+    assert sorted(Counter(names[1] for names in assigned if len(names) == 2).values()) == [2, 3]
     first = data.samples[0]
     assert first.category == {"C++": "code/cpp", "Rust": "code/rust", "Zig": "code/zig"}[first.languages[0]]
     assert first.text.startswith(f"In {first.languages[0]}:\n\n")

@@ -20,7 +20,7 @@ from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 @pytest.fixture(scope="module")

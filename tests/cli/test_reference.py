@@ -81,7 +81,7 @@ def test_a_new_recipe_means_what_the_shipped_one_does(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known() -> None:
-    with pytest.raises(InputError, match=r"foo/bar: no facts for this model; .*MiniMaxAI/MiniMax-M2\.1"):
+    with pytest.raises(InputError, match=r"foo/bar: no architecture spec for this model; .*MiniMaxAI/MiniMax-M2\.1"):
         new_recipe("foo/bar")
     for name in ("nothing", "../recipes/minimax-m2-fp8-int4"):
         with pytest.raises(RecipeError, match="no such recipe"):

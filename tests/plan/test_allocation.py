@@ -170,7 +170,7 @@ def test_what_is_too_small_is_refused_with_what_would_do() -> None:
     of(4.25)
     with pytest.raises(RecipeError, match=r"^r.yaml:6: experts.bits_per_weight: 4.2 is less .* give 4.25 or more$"):
         of(4.2)
-    with pytest.raises(RecipeError, match=r"no group of 32, 64 or 128 divides .* 64 over 4 cards; lower experts.tens"):
+    with pytest.raises(RecipeError, match=r"no group of 32, 64 or 128 divides .* 64 over 4 GPUs; lower experts.tens"):
         of("1GB", parallel=4)
 
 

@@ -385,6 +385,6 @@ def test_what_is_special_about_a_model_is_said_in_the_plan() -> None:
 
     assert unserved({"servers": ["sglang", "vllm"]}) == []
     (line,) = unserved({"servers": []})
-    assert "no release of vLLM" in line
+    assert "no known release of vLLM" in line
     assert dense_words({"dense_layers": []}) == ""
     assert dense_words({"dense_layers": [0, 1]}) == "2 of them without experts, the others with "

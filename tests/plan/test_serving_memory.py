@@ -150,7 +150,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     ("words", "message"),
     [
         (("--context", "4096"), "--context, --kv and --tp go with --vram"),
-        (("--vram", "2x96GiB", "--tp", "3"), "--tp 3 does not divide the 2 cards"),
+        (("--vram", "2x96GiB", "--tp", "3"), "--tp 3 does not divide the 2 GPUs"),
         (("--vram", "3x96GiB", "--tp", "3"), "--tp 3: 8 key-value heads"),
         (("--vram", "2x96GiB", "--context", "196609"), "this model takes 1 to 196,608 tokens"),
     ],

@@ -103,7 +103,7 @@ def test_the_plan_counts_the_tokens_that_are_drawn(
     assert estimate_run(prepare(str(drawn(recipe, 10**6))), 1000).as_dict() == whole.as_dict()
     assert quantize(monkeypatch, "plan", drawn(recipe, TOKENS)) == 0
     said = capsys.readouterr().out
-    assert f"a run with its {TOKENS} tokens at most and 1,536 held-out ones needs about" in said
+    assert f"a run with its {TOKENS} tokens at most and 1,536 evaluation tokens needs about" in said
     assert "  tokens: the recipe's calibration.tokens; every evaluation text as long as" in said
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,7 @@ from sets import write_set
 from eval.fidelity import scoring
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward import lane
-from quantizers.plan.job import prepare
 from quantizers.run.measure import measure
-from quantizers.run.options import Options
-from quantizers.run.pipeline import run
 from quantizers.system import progress as shown
 from quantizers.system.errors import Interrupted
 
@@ -185,31 +180,6 @@ def test_a_terminal_shows_the_phase_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         step("12 s")
     assert [fields["phase"].strip() for fields in drawn if "phase" in fields] == ["search", "rounding", "search"]
     assert [fields["note"] for fields in drawn if "note" in fields] == ["last: 12 s"]
-
-
-def test_a_run_says_its_phases_in_their_order(finished: Finished, tmp_path: Path) -> None:
-    """Each layer from reading to audit; sums and rounding are said by the engine itself, unit by unit."""
-    said: list[str] = []
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shown, "_shows_phases", watch(said))
-        run(prepare(str(finished.recipe)), Options(tmp_path / "output", torch.device("cpu")))
-    assert list(dict.fromkeys(said)) == [
-        "reading", "held-out texts", "attention", "sums", "search", "dequantize", "rounding", "forced pass",
-        "changes", "packing", "calibration pass", "comparing", "audit",
-    ]  # fmt: skip
-    assert said.count("reading") == said.count("audit") == 4
-
-
-def watch(said: list[str]) -> Any:
-    @contextlib.contextmanager
-    def shows(_: Any) -> Iterator[None]:
-        shown._watching.append(said.append)
-        try:
-            yield
-        finally:
-            shown._watching.pop()
-
-    return shows
 
 
 def test_the_first_layer_with_experts_says_how_long_the_others_take(capsys: pytest.CaptureFixture[str]) -> None:

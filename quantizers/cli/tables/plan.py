@@ -50,14 +50,16 @@ def mtp_lines(numbers: dict[str, Any]) -> list[str]:
         return []
     layers = numbers["mtp"]["layers"]
     which = f"layer{'s' if layers[1:] else ''} {', '.join(map(str, layers))}"
-    return [f"{which}, to predict further tokens (MTP), kept whole, experts too: {size(numbers['mtp']['bytes'])}"]
+    return [
+        f"{which}, for multi-token prediction (MTP), passed through with their experts: {size(numbers['mtp']['bytes'])}"
+    ]
 
 
 def unserved(numbers: dict[str, Any]) -> list[str]:
     """A line about a family that vLLM does not know."""
     if "vllm" in numbers["servers"]:
         return []
-    return ["no release of vLLM that is known here has a model of this family; transformers can load the output"]
+    return ["no known release of vLLM supports this family; transformers can load the output"]
 
 
 def unsaid_lines(numbers: dict[str, Any]) -> list[str]:
@@ -70,7 +72,7 @@ def scheme_lines(schemes: dict[str, Any]) -> list[str]:
     if "layers" in schemes:
         return [*candidate_lines(schemes), "", *choice_lines(schemes), "", layers_table(schemes), ""]
     assumed = f"the sizes above are those of {schemes['planned']} in every layer"
-    return [*candidate_lines(schemes), f"the run measures and then chooses for each layer; until then {assumed}", ""]
+    return [*candidate_lines(schemes), f"the run measures, then chooses for each layer; until then {assumed}", ""]
 
 
 def needs_lines(needs: dict[str, Any]) -> list[str]:
@@ -82,7 +84,8 @@ def needs_lines(needs: dict[str, Any]) -> list[str]:
         rows.append((device, size(needs["output"]), states, f"{size(least)} to {size(most)}"))
     tokens = "calibration set of unknown size" if needs["tokens"] is None else f"{needs['tokens']:,} tokens at most"
     if needs["held_out"] != 0:
-        tokens += f" and {'a' if needs['held_out'] is None else format(needs['held_out'], ',')} held-out ones"
+        number = "an unknown number of" if needs["held_out"] is None else f"{needs['held_out']:,}"
+        tokens += f" and {number} evaluation tokens"
     return [
         f"a run with its {tokens} needs about",
         text_table(("on a", "disk for the output", "activations", "memory of the device"), rows),
@@ -142,11 +145,11 @@ def _about(seconds: float) -> str:
 def memory_line(numbers: dict[str, Any]) -> str:
     """What a run on a GPU keeps there with --device-memory, and the memory that takes."""
     memory = numbers["device_memory"]
-    held = {(False, False): "", (True, False): ", the inputs of the experts", (True, True): ", all hidden states"}
+    held = {(False, False): "", (True, False): ", the inputs of the experts", (True, True): ", all activations"}
     return (
         f"--device-memory: {gib(memory['peak'])} at most: a layer {gib(memory['layer'])} as it is stored, "
-        f"{gib(memory['forward'])} as it is computed{held[memory['inputs'], memory['states']]}, the sums of "
-        f"{memory['resident']} of {memory['units']} units of {memory['unit']} experts (read in {memory['sweeps']} "
+        f"{gib(memory['forward'])} as it is computed{held[memory['inputs'], memory['states']]}, the Hessians of "
+        f"{memory['resident']} of {memory['units']} batches of {memory['unit']} experts (read in {memory['sweeps']} "
         f"sweep{'s' if memory['sweeps'] > 1 else ''}), and {gib(memory['one_unit'])} for solving one"
     )
 
@@ -159,9 +162,7 @@ def tensors_table(numbers: dict[str, Any]) -> str:
             f"{_short(name, row['source'])} {dtype} {shape}" for name, (dtype, shape) in row["outputs"].items()
         )
         rows.append((row["source"], f"{row['dtype']} {row['shape']}", row["action"], outputs))
-    return f"planned from {numbers['basis']}\n\n" + text_table(
-        ("tensor", "as it is", "action", "what is written"), rows
-    )
+    return f"planned from {numbers['basis']}\n\n" + text_table(("tensor", "source", "action", "output"), rows)
 
 
 def _short(name: str, source: str) -> str:
@@ -170,7 +171,7 @@ def _short(name: str, source: str) -> str:
 
 
 def fit_table(result: dict[str, Any]) -> str:
-    """One row for each set of cards."""
+    """One row for each set of GPUs."""
     rows = [
         (
             row["cards"],
@@ -182,15 +183,15 @@ def fit_table(result: dict[str, Any]) -> str:
         )
         for row in result["fits"]
     ]
-    header = ("cards", "split", "usable", "weights", "KV cache", "activations", "runtime", "left", "longest", "")
+    header = ("GPUs", "split", "usable", "weights", "KV cache", "activations", "runtime", "left", "longest", "")
     first = result["fits"][0]
     return "\n".join(
         [
             f"planned from {result['basis']}",
             "",
-            f"memory of the fullest card at {first['context']:,} tokens, KV cache in "
+            f"memory of the fullest GPU at {first['context']:,} tokens, KV cache in "
             f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token "
-            f"{'over all cards' if result['kv_divided'] else 'on every card'}); longest: the context that fits",
+            f"{'over all GPUs' if result['kv_divided'] else 'on every GPU'}); longest: the context that fits",
             text_table(header, rows),
             *unserved(result),
             *result["notes"],
@@ -204,10 +205,10 @@ def fit_table(result: dict[str, Any]) -> str:
 
 
 def _fit_line(row: dict[str, Any], limit: int) -> str:
-    """Under the table, for each set of cards: the longest context, or what would make it fit."""
+    """Under the table, for each set of GPUs: the longest context, or what would make it fit."""
     if row["fits"]:
         end = ", the model's longest" if row["longest"] == limit else ""
         return f"{row['cards']} fits with up to {row['longest']:,} tokens of context{end}"
     if not row["to_fit"]:
-        return f"{row['cards']}: no shorter context, no fewer bits and no number of such cards would make it fit"
+        return f"{row['cards']}: neither a shorter context, nor fewer bits, nor more such GPUs would make it fit"
     return f"{row['cards']}, to fit: {'; or '.join(remedy['say'] for remedy in row['to_fit'])}"
