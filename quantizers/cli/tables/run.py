@@ -55,7 +55,7 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) ->
 
 
 def _where(report: dict[str, Any], output: Path) -> list[str]:
-    """The output and what is to be looked at in it, each by a path that can be opened."""
+    """The output and its files for people, each by a path that can be opened."""
     folder, files = Path(short_path(output)), report["files"]
     rows = [("report", [PAGE, REPORT]), ("card", [CARD]), ("pictures", [CALIBRATION_PICTURE, COVERAGE_PICTURE])]
     named = [(word, [str(folder / name) for name in names if name in (*files, REPORT)]) for word, names in rows]

@@ -1,4 +1,4 @@
-"""What publishing adds to a report and its card: the repository, licence and base model, and a forced publication."""
+"""Rewrites report and model card for a publication: repository, licence, base model, and a forced publication."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def rewrite(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> list
 
 
 def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Change only commands and front matter of a card that somebody has edited."""
+    """Change only commands and front matter of a model card that was edited."""
     from eval.report.html_report import html_report
     from eval.report.model_card import front_matter
     from eval.report.plots import draw
