@@ -82,7 +82,7 @@ def evaluate(
     sizes = sizes_of(architecture_for(opened[0].config, where, own), opened[0].config, where)
     settings = begun_with(work / "evaluation", EVALUATION) if work else {}
     use_threads(sizes, team.tell(settings.get("threads")), team)
-    advice = "give the same command again" + (" to go on" if work else "; with --work DIR it would go on")
+    advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
     shared = shared_folder(work, team) if work is None else contextlib.nullcontext(work)
     with shared as folder, interruptible(advice) as interrupt:
         check = team.heed(interrupt)

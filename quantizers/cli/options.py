@@ -114,7 +114,7 @@ def run_name(recipe: Path) -> str:
     folder: NAME-again.
 
     Raises:
-        InputError: the current folder lies in that checkpoint, where loaders would come across the second one.
+        InputError: the current folder is inside that checkpoint, where loaders would find the second one.
     """
     from quantizers.recipe.portable import source_name
 
@@ -122,12 +122,14 @@ def run_name(recipe: Path) -> str:
     if recipe.name != RECIPE or not (folder / REPORT).is_file():
         return recipe.stem
     if Path.cwd().resolve().is_relative_to(folder.resolve()):
-        raise InputError(f"{recipe}: lies in this finished checkpoint; give --output a folder outside of it")
+        raise InputError(
+            f"{recipe}: the current folder is inside this finished checkpoint; give --output a folder outside of it"
+        )
     return f"{Path(source_name(str(folder), folder)).name}-again"
 
 
 def keep_own_recipe(recipe: Path, output: Path) -> None:
-    """Refuse to discard a finished checkpoint for a run of the recipe that lies in it.
+    """Refuse to discard a finished checkpoint for a run of its own recipe.
 
     Raises:
         InputError: the recipe is one of the files that would be discarded.
@@ -145,7 +147,7 @@ def asked(question: str, option: str) -> bool:
     """Ask the user; `option` is what needs the answer.
 
     Raises:
-        InputError: there is nobody to ask.
+        InputError: there is no terminal.
     """
     try:
         return typer.confirm(question, err=True)

@@ -239,7 +239,7 @@ def take_unread(
         layers: how many decoder layers there are.
 
     Returns:
-        The name, spec and decoder layer of each; None for one that lies in no layer.
+        The name, spec and decoder layer of each; None for one outside the layers.
 
     Raises:
         ArchitectureError: the facts call one of `named` unread.
@@ -248,8 +248,8 @@ def take_unread(
     for name in named if facts.unread else ():
         if facts.is_unread(name):
             raise ArchitectureError(
-                f"{where}: {name} is called unread by the facts of {facts.model_type}, which name it already; narrow "
-                "the expression"
+                f"{where}: {name} matches both a known tensor and `unread` in the architecture spec of "
+                f"{facts.model_type}; make the expression narrower"
             )
     taken = []
     for name in [name for name in remaining if facts.is_unread(name)]:
@@ -261,7 +261,7 @@ def take_unread(
 def _layer_of(name: str, facts: Architecture, layers: int) -> int | None:
     start, _, _ = facts.layer_prefix.partition("{layer}")
     number = name.removeprefix(start).partition(".")[0] if name.startswith(start) else ""
-    if not number.isdecimal() or int(number) >= layers:  # beyond the last one lie those that predict further tokens
+    if not number.isdecimal() or int(number) >= layers:  # the MTP layers follow the last one
         return None
     return int(number) if name.startswith(facts.layer(int(number), "")) else None
 

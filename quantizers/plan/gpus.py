@@ -27,7 +27,7 @@ STATED = {
 OTHER_NAMES = {"A100-80": "A100", "H100-80": "H100", "A6000": "RTX-A6000", "6000-ADA": "RTX-6000-ADA"}
 
 
-# The shares of nominal rates that are assumed to be reached; nobody has measured them with this program. Batched
+# The shares of nominal rates that are assumed to be reached; not measured with this program. Batched
 # Cholesky factors and triangular solves are far from the rate of matrix products.
 OF_A_GPU = {"bandwidth": 0.8, "products": 0.6, "float32": 0.75, "factorization": 0.15}
 OF_A_CPU = {"bandwidth": 1.0, "products": 0.75, "float32": 0.75, "factorization": 0.3}

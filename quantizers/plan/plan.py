@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def parts(self) -> tuple[int | None, ...]:
-        """What has a shard of its own, in their order: every layer, and None for what lies outside them."""
+        """Every layer, and None for the non-layer tensors, in order: each has a shard of its own."""
         return (*range(self.layers), *self.mtp, None)
 
     @property

@@ -1,4 +1,4 @@
-"""What would make an output fit on GPUs that are too small, each tried with the estimate that says so."""
+"""Changes that would make an output fit on GPUs that are too small, each checked by the estimate."""
 
 from __future__ import annotations
 

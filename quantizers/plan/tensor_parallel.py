@@ -3,10 +3,10 @@
     heads       a GPU has whole ones; those of keys and values are repeated where there are more GPUs
     experts     no group of a scale may cross GPUs (CompressedTensorsWNA16MoEMethod)
     FP8 blocks  cross neither GPUs nor the modules that are merged into one (validate_fp8_block_shape). Of merged
-                modules that lie whole on a GPU, the last one may end within a block. FP8 with a scale per row has no
+                modules that a GPU has in full, the last one may end within a block. FP8 with a scale per row has no
                 such rule
 
-Which kept linear modules are divided is said by the facts, in `tensor_parallel`; the others lie whole on every GPU.
+The architecture spec says in `tensor_parallel` which linear modules are divided; every GPU has all of the others.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def unsaid(facts: Architecture) -> str | None:
 
 
 def cache_cards(ranks: int, facts: Architecture, sizes: Sizes) -> int:
-    """Among how many of the GPUs a token's keys and values are divided: 1 where every GPU holds all of them."""
+    """The number of GPUs among which a token's keys and values are divided: 1 if every GPU has all of them."""
     assert facts.kv_cache is not None
     return min(ranks, sizes.value(facts.kv_cache.split_by)) if facts.kv_cache.split_by else 1
 
 
 def module_cards(module: str, ranks: int, facts: Architecture, sizes: Sizes) -> int:
-    """Among how many of the GPUs a kept linear module is divided: 1 where it lies whole on each.
+    """The number of GPUs among which an unquantized linear module is divided: 1 if each has all of it.
 
     Args:
         module: its name without the layer's prefix.

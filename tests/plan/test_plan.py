@@ -190,7 +190,7 @@ def test_the_shipped_plan_works_without_network(
     assert ended.value.code == 0
     assert all(line.startswith("counting: ") for line in err.splitlines()), err  # its progress
     numbers = json.loads(out)
-    assert numbers["basis"].startswith("the facts kept for MiniMaxAI/MiniMax-M2.1 ")
+    assert numbers["basis"].startswith("the built-in architecture spec of MiniMaxAI/MiniMax-M2.1 ")
     matrices = 62 * 256 * 3
     assert numbers["quantized_matrices"] == matrices == 47_616
     assert numbers["kept_attention_tensors"] == 62 * 10

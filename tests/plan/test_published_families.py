@@ -123,7 +123,7 @@ def test_shipped_recipes_are_planned_offline() -> None:
         assert model.startswith("..") or published_config(model) is not None, path.name
     job = prepare("mixtral-8x7b-instruct-int4", offline_facts=True)
     assert job.fp8 is None
-    assert "the facts kept for mistralai/Mixtral-8x7B-Instruct-v0.1" in job.basis
+    assert "the built-in architecture spec of mistralai/Mixtral-8x7B-Instruct-v0.1" in job.basis
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_data_that_is_no_longer_asked_for_does_not_stay(tmp_path: Path) -> None:
     """Begun with --with-data, cut in the proof, and gone on without."""
     recipe = write_job(tmp_path / "job", layers=2)
     output = tmp_path / "output"
-    cut_at(pipeline, "prove", prepare(str(recipe)), Options(output, CPU, with_data=True))
+    cut_at(pipeline, "run_report", prepare(str(recipe)), Options(output, CPU, with_data=True))
     assert len(list((output / ".quantize" / "output").glob("data-*"))) == 2
     report = run(prepare(str(recipe)), Options(output, CPU))
     assert not [name for name in report["files"] if name.startswith("data-")]
@@ -185,7 +185,7 @@ def test_the_recipe_says_what_and_source_says_where(
     assert "somebody/somewhere" in capsys.readouterr().err
     assert quantize(monkeypatch, "run", recipe, "--source", "nowhere") == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "quantize: --source nowhere: no such folder; give the folder in which the source lies"
+        "quantize: --source nowhere: no such folder; give the folder of the source model"
     )
     assert quantize(monkeypatch, "coverage", "--model", model, "--data", "embedded", "--source", model) == 2
     assert "give a recipe and no --model with it" in capsys.readouterr().err

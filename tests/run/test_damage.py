@@ -34,6 +34,7 @@ NORMS = [f"model.layers.{n}.input_layernorm.weight" for n in (0, 1)]
 PACKED = "model.layers.1.block_sparse_moe.experts.3.w2.weight_packed"
 DAMAGED = f"{PACKED}: changed since the run wrote it"
 Damage = Callable[[Path], object]
+pytestmark = pytest.mark.altered_report
 
 
 def damage_bytes(file: Path) -> None:

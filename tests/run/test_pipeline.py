@@ -100,7 +100,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path, dict[str
         pytest.param(quantize, "write_json", 2, marks=pytest.mark.slow),
         (quantize, "score", 0),
         pytest.param(pipeline, "assemble", 0, marks=pytest.mark.slow),
-        pytest.param(pipeline, "prove", 0, marks=pytest.mark.slow),
+        pytest.param(pipeline, "run_report", 0, marks=pytest.mark.slow),
         (pipeline, "move_into_place", 0),
     ],
 )

@@ -103,7 +103,10 @@ def test_what_is_no_expression_is_refused_with_the_facts(tmp_path: Path) -> None
 )
 def test_a_tensor_that_is_read_or_written_otherwise_is_refused(name: str) -> None:
     """Of a layer that the facts alone do not know; and the name that an FP8 scale gets in the output."""
-    with pytest.raises(ArchitectureError, match=rf"^here: {name} is called unread by the facts of minimax_m2"):
+    with pytest.raises(
+        ArchitectureError,
+        match=rf"^here: {name} matches both a known tensor and `unread` in the architecture spec of minimax_m2",
+    ):
         planned(with_unread(name.replace(".", r"\.")), TENSORS)
 
 

@@ -55,7 +55,7 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) ->
 
 
 def _where(report: dict[str, Any], output: Path) -> list[str]:
-    """The output and its files for people, each by a path that can be opened."""
+    """The paths of the output, the report, the model card and the pictures."""
     folder, files = Path(short_path(output)), report["files"]
     rows = [("report", [PAGE, REPORT]), ("card", [CARD]), ("pictures", [CALIBRATION_PICTURE, COVERAGE_PICTURE])]
     named = [(word, [str(folder / name) for name in names if name in (*files, REPORT)]) for word, names in rows]
@@ -63,7 +63,7 @@ def _where(report: dict[str, Any], output: Path) -> list[str]:
 
 
 def _what_next(report: dict[str, Any], output: Path, source: str, recipe: str) -> list[str]:
-    """Commands that go on from here; after a failed gate what to do about it, and not how to serve it."""
+    """Suggested next commands; after a failed gate what to change, and not how to serve the output."""
     folder, source = shlex.quote(short_path(output)), shlex.quote(short_path(source))
     verify = f"quantize verify {folder}" + ("" if _is_found(report, source) else f" --source {source}")
     commands = [verify, f"quantize eval {source} {folder} --data held-out"]
