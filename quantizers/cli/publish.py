@@ -58,8 +58,8 @@ def publish(
     """
     from quantizers.cli.tables.commands import dry_run_table, published_table
     from quantizers.device.devices import choose_device
-    from quantizers.hub.card import described, rewrite, with_statement
     from quantizers.hub.local_files import hashed_again, local_files
+    from quantizers.hub.publication import described, rewrite, with_statement
     from quantizers.hub.publish import check_folder_by, read_report
     from quantizers.hub.remaining import checklist
     from quantizers.hub.upload import upload
@@ -114,7 +114,7 @@ def publish(
 def _completed(report: dict[str, Any]) -> dict[str, Any]:
     """The report with the licence and base model that its card lacks: asked for on a terminal, elsewhere named."""
     from eval.report.model_card import front_matter
-    from quantizers.hub.card import described
+    from quantizers.hub.publication import described
     from quantizers.hub.remaining import base_model_point, license_point
 
     asked: dict[str, str | None] = {"license": None, "base_model": None}

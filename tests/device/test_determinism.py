@@ -124,7 +124,6 @@ def test_choosing_the_cpu_sets_nothing(gpu: None, monkeypatch: pytest.MonkeyPatc
     assert settings_in_force() == before
     assert not {WORKSPACE, *ALLOCATOR} & os.environ.keys()
     assert devices.fingerprint(torch.device("cpu")) == {
-        "factorization": "library",
         "device": "cpu",
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -191,7 +190,6 @@ def test_the_fingerprint_of_a_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fused, "why_not", lambda _: "a reason")
     devices.choose_device("cuda")
     assert devices.fingerprint(torch.device("cuda")) == SETTLED | {
-        "factorization": "library",
         "device": "a GPU", "multiprocessors": 132, "compute_capability": "9.0",
         "cuda": "13.0", "cublas": "13.1", "cusolver": None, "cublas_workspace": ":4096:8", "cublaslt_workspace": None,
         "torch": torch.__version__, "transformers": "5.17", "kernels": "torch (a reason)",
