@@ -21,7 +21,7 @@ from quantizers.budget.branches import Branches
 from quantizers.budget.divergence import divergences
 from quantizers.budget.output_errors import scheme_errors
 from quantizers.cli import main as cli
-from quantizers.device import devices, fused
+from quantizers.device import devices, triton_support
 from quantizers.device.determinism import ALLOCATOR, LT_WORKSPACE, UNDOING, WORKSPACE, ordered
 from quantizers.device.gpu_settings import SETTINGS, settings_in_force
 from quantizers.forward.recorded import Recorded, usable_rows
@@ -187,7 +187,7 @@ def test_the_fingerprint_of_a_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
         return versions[name]
 
     monkeypatch.setattr("importlib.metadata.version", version)
-    monkeypatch.setattr(fused, "why_not", lambda _: "a reason")
+    monkeypatch.setattr(triton_support, "why_not", lambda _: "a reason")
     devices.choose_device("cuda")
     assert devices.fingerprint(torch.device("cuda")) == SETTLED | {
         "device": "a GPU", "multiprocessors": 132, "compute_capability": "9.0",
