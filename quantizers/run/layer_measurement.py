@@ -44,7 +44,7 @@ from quantizers.plan.plan import METADATA
 from quantizers.plan.solve_memory import DeviceMemory, device_memory
 from quantizers.plan.units import rows_of_block
 from quantizers.recipe.schema import Stop
-from quantizers.system.errors import InputError
+from quantizers.system.errors import ArchitectureError, InputError
 from quantizers.system.formatting import gib
 from quantizers.system.host_memory import available
 from quantizers.system.progress import duration, peak_memory
@@ -286,6 +286,8 @@ def _fitting(
                 small.plan, small.sizes, max(lengths), accelerator, room, sum(lengths), held_out=held_out
             )
             _refuse_too_large(small, 0 if accelerator else memory.smallest, folder)
+        except ArchitectureError as impossible:  # fewer are impossible as well
+            raise refused or InputError(f"--experts {count}: {impossible}") from None
         except InputError as failure:
             refused = InputError(f"--experts {count}: {failure}")
         else:
