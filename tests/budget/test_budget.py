@@ -292,7 +292,7 @@ def test_a_square_needs_no_half_and_what_levels_off_does() -> None:
         | {"output_bytes": 1, "bits_per_weight": 4, "unit": "bytes", "limit": 1}
     )
     assert shown[-1].startswith(
-        "KL did not grow with the square of the disturbance in 2 of 4 layers (1, 3), which were"
+        "KL did not grow with the square of the perturbation in 2 of 4 layers (1, 3), which were"
     )
 
 
