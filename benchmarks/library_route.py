@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -130,7 +129,6 @@ def _oneshot(model: Any, tokens: Sequence[torch.Tensor], experts: Experts) -> No
     from llmcompressor.core import create_session
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
-    from llmcompressor.pipelines.cache import IntermediatesCache
     from torch.utils.data import DataLoader
 
     assert isinstance(experts.awq, Awq)
@@ -151,5 +149,5 @@ def _oneshot(model: Any, tokens: Sequence[torch.Tensor], experts: Experts) -> No
         QuantizationModifier(config_groups={"experts": scheme}),
     ]
     rows: Any = [{"input_ids": sequence} for sequence in tokens]
-    with create_session(), patch.object(IntermediatesCache, "pin_memory", lambda *_arguments: None):  # as in the engine
+    with create_session():
         oneshot(model=model, processor=object(), dataset=DataLoader(rows, batch_size=1), recipe=modifiers)

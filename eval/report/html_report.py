@@ -35,21 +35,13 @@ def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:
         failed=any(not gate["passed"] for gate in report.get("gates", ())),
         plots={name: f"data:image/png;base64,{base64.b64encode(raw).decode()}" for name, raw in drawn.items()},
         fidelity=_fidelity(report) if "kl" in report else [],
-        positions=[
-            _row(band["name"], band)[:-2] + _row(band["name"], band)[-1:] for band in report.get("positions", ())
-        ],
         past_the_model=past_the_model(report),
-        layer_coverage=_layer_coverage(report),
         under_routed="" if "stitched" in report else under_routed_line(report),
         fallbacks=[f"layer {layer['layer']}: {line}" for layer in layers for line in layer.get("fallbacks", ())],
         choice=choice_lines(schemes) if schemes else [],
         scheme_table=layer_rows(schemes) if schemes else None,
-        sizes=_sizes(report["plan"]) if "plan" in report else [],
-        worst_weight=_worst(report.get("audit", {}).get("weight_error")),
-        engine_table=_engines(report["consumers"]) if report.get("consumers") else None,
         command=vllm_command(about, place) if about and knows_vllm(about) else None,
         command_here=place == ".",
-        settings=_settings(report) if "settings" in report else [],
     )
 
 
@@ -71,68 +63,10 @@ def _tiles(report: dict[str, Any]) -> list[tuple[str, str]]:
     return tiles + ([(f"{passed} of {len(gates)}", "gates passed")] if gates else [])
 
 
-def _row(name: str, one: dict[str, Any]) -> list[str]:
-    """A row of the tables of fidelity."""
+def _fidelity(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Name and figures of each row of the table of fidelity."""
     return [
-        name,
-        f"{one['samples']:,}",
-        f"{one['tokens']:,}",
-        number(one["perplexity"]["source"], ".3f"),
-        number(one["perplexity"]["increase"], "+.2%"),
-        number(one["kl"]["mean"], ".5f"),
-        number(one["kl"].get("p99"), ".4f"),
-        number(one["top1"], ".2%"),
-    ]
-
-
-def _fidelity(report: dict[str, Any]) -> list[list[str]]:
-    return [
-        _row(name, one)
+        (name, row)
         for label, part in by_part(report).items()
-        for name, one in [(label, part), *shown_categories(part).items()]
-    ]
-
-
-def _layer_coverage(report: dict[str, Any]) -> list[list[str]]:
-    """Layer, fewest routed tokens and whose they are, median, uncovered experts, entropy."""
-    return [
-        [
-            str(row["layer"]),
-            f"{row['min']:,}",
-            str(row["worst_expert"]),
-            f"{row['median']:,.0f}",
-            f"{row['uncovered']:,}",
-            f"{row['entropy']:.3f}",
-        ]
-        for row in report.get("coverage", {}).get("per_layer", ())
-    ]
-
-
-def _sizes(plan: dict[str, Any]) -> list[list[str]]:
-    rows = [
-        [kind, f"{row['tensors']:,}", size(row["bytes_before"]), size(row["bytes_after"])]
-        for kind, row in plan["actions"].items()
-    ]
-    return [*rows, ["all", "", size(plan["source_bytes"]), size(plan["output_bytes"])]]
-
-
-def _worst(errors: list[float | None] | None) -> str:
-    return number(max((e for e in errors if e is not None), default=None), ".3f") if errors else "not read"
-
-
-def _engines(consumers: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: how each engine reads each kind of module that there is."""
-    schemes = consumers["schemes"]
-    kinds = [kind for kind in next(iter(schemes.values())) if any(by_kind[kind] != "-" for by_kind in schemes.values())]
-    return ["", *kinds], [[engine, *(by_kind[kind] for kind in kinds)] for engine, by_kind in schemes.items()]
-
-
-def _settings(report: dict[str, Any]) -> list[tuple[str, object]]:
-    settings, calibration = report["settings"], report["calibration"]
-    drawn = f", {calibration['tokens']:,} tokens drawn from it" if calibration.get("drawn") else ""
-    return [
-        *((f"experts.{key}", value) for key, value in settings["recipe"]["experts"].items()),
-        ("calibration", f"{calibration['name']}{drawn} (digest {calibration['digest'][:16]})"),
-        ("hash of the recipe", settings["hash"][:16]),
-        *((f"machine: {key}", value) for key, value in settings["machine"].items()),
+        for name, row in [(label, part), *shown_categories(part).items()]
     ]

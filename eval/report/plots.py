@@ -364,9 +364,17 @@ def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
     groups = [(title, calibration["by_language"][kind]) for kind, title in LANGUAGES.items()]
     groups = [(title, rows) for title, rows in [*groups, ("other fields", fields)] if rows]
     groups = groups or [("categories", calibration["categories"])]
-    figure = Figure(figsize=(12, 3.6 * len(groups)), dpi=100, layout="constrained")
-    figure.suptitle(_plain(_heading(calibration, model)), fontsize=11)
-    panels = figure.subplots(2 * len(groups), 1, squeeze=False, height_ratios=[2, 1] * len(groups))[:, 0]
+    # Places in inches: matplotlib's own layouts measure every label, which takes longer than all the rest.
+    below = [0.3 + 0.065 * max(map(len, rows)) for _, rows in groups]  # for the names, which are turned
+    height = 0.5 + sum(2.6 + under for under in below)
+    figure = Figure(figsize=(12, height), dpi=100)
+    figure.suptitle(_plain(_heading(calibration, model)), fontsize=11, y=1 - 0.2 / height)
+    panels, top = [], height - 0.5
+    for under in below:
+        for gap, high in ((0.3, 1.4), (0.15, 0.75)):
+            top -= gap + high
+            panels.append(figure.add_axes((0.07, top / height, 0.92, high / height)))
+        top -= under
     highest = max(row["tokens"] for _, rows in groups for row in rows.values())
     for (title, rows), tokens, cut in zip(groups, panels[::2], panels[1::2], strict=True):
         names = sorted(rows, key=lambda name: (-rows[name]["tokens"], name))

@@ -279,7 +279,7 @@ class Gate(Part):
     """A check with a limit."""
 
     name: str = key("audit, consumers (serving engines), coverage, entropy, perplexity or kl")
-    passed: bool = key("Whether the limit is kept")
+    passed: bool = key("Whether the value respects the limit")
     value: float | int | None = key("What was found; None where it is not finite")
     limit: float | int = key("The limit")
     meaning: str = key("What the value is")

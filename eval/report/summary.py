@@ -1,7 +1,7 @@
-"""What the figures of a run amount to, in a few sentences for the head of the page.
+"""A summary of a run's figures in a few sentences, for the head of the HTML report.
 
-A KL has no scale of its own. It is held against the recipe's limit, and against what other methods gave on the one
-model that all of them were measured on, which is the tiny one: see docs/method.md, "How it compares".
+A KL has no scale of its own. It is compared with the recipe's limit, and with other methods on the one model that all
+of them were measured on, which is the tiny one: see docs/method.md, "How it compares".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NEAREST, DEFAULT = 0.0561, 0.0053
 
 
 def summary(report: dict[str, Any]) -> list[str]:
-    """Sentences: the gates, the KL against its limit, and what is known to hold it against.
+    """Sentences: the gates, the KL against its limit, and the KL of other methods for scale.
 
     Args:
         report: the contents of report.json, from a run or a stitch.

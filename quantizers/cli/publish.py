@@ -47,19 +47,19 @@ def publish(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check a finished checkpoint, upload it to the Hub, and compare the Hub's hashes with the local ones.
+    """Check a finished checkpoint and upload it to the Hub.
 
-    Every file must have the hash recorded in report.json, and every gate must have passed. If the report has no
-    hashes, the checkpoint is compared with its source. The model card's commands then name the repository. An
-    interrupted upload resumes when the command is repeated. The token is that of `hf auth login` or
-    HF_TOKEN.
+    Afterwards the Hub's hashes are compared with the local ones. Every file must have the hash recorded in
+    report.json, and every gate must have passed. If the report has no hashes, the checkpoint is compared with its
+    source. The model card's commands then name the repository. An interrupted upload resumes when the command is
+    repeated. The token is that of `hf auth login` or HF_TOKEN.
 
     Example: quantize publish out/tiny --repo me/tiny-minimax-m2-FP8-INT4 --dry-run
     """
     from quantizers.cli.tables.commands import dry_run_table, published_table
     from quantizers.device.devices import choose_device
-    from quantizers.hub.card import described, rewrite, with_statement
     from quantizers.hub.local_files import hashed_again, local_files
+    from quantizers.hub.publication import described, rewrite, with_statement
     from quantizers.hub.publish import check_folder_by, read_report
     from quantizers.hub.remaining import checklist
     from quantizers.hub.upload import upload
@@ -114,7 +114,7 @@ def publish(
 def _completed(report: dict[str, Any]) -> dict[str, Any]:
     """The report with the licence and base model that its card lacks: asked for on a terminal, elsewhere named."""
     from eval.report.model_card import front_matter
-    from quantizers.hub.card import described
+    from quantizers.hub.publication import described
     from quantizers.hub.remaining import base_model_point, license_point
 
     asked: dict[str, str | None] = {"license": None, "base_model": None}

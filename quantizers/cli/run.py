@@ -82,7 +82,6 @@ def run(
     """
     from quantizers.output.fingerprint import begun_with
     from quantizers.output.journal import refuse_second_run, work_folder
-    from quantizers.plan.job import prepare
     from quantizers.recipe.changes import changes_of
     from quantizers.recipe.read import find_recipe
     from quantizers.system.formatting import parse_bytes
@@ -92,8 +91,11 @@ def run(
         raise InputError(f"two outputs are given, {folder} and --output {output}; leave one out")
     output = output or folder
     changes = changes_of(settings or (), calibration)
+    path = find_recipe(recipe)  # before what takes longer to import
+    from quantizers.plan.job import prepare
+
     if output is None:
-        output = default_output(run_name(find_recipe(recipe)), say=team.leads)
+        output = default_output(run_name(path), say=team.leads)
 
     def begin() -> Job:
         """Everything that may refuse, ask the user, or download; rank 0 does it first."""

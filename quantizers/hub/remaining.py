@@ -30,7 +30,7 @@ def checklist(
     """All points, in the order in which they are needed.
 
     Args:
-        report: with what is known of its publication, see `card.described`.
+        report: with what is known of its publication, see `publication.described`.
     """
     gates, front = report["gates"], front_matter(report)
     passed = sum(gate["passed"] for gate in gates)

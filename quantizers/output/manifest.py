@@ -1,4 +1,4 @@
-"""report.json as the record of a finished folder: the hashes of its files, protected by a seal.
+"""report.json as the manifest of a finished folder: the hashes of its files, protected by a checksum, the seal.
 
 files      the names of all files that the run wrote
 sha256     their hashes, except the shards' (whose digests are under `audit`) and the card's

@@ -30,8 +30,8 @@ def last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) -
         QuantizeError: a shard has changed since it was written; the same command makes it again.
     """
     folder = context.work / "output"
-    kept = (journal.kept_file(context.work, part) for part in job.plan.kept_parts)
-    entries = [*layers, *(json.loads(file.read_text()) for file in kept)]
+    passthrough = (journal.kept_file(context.work, part) for part in job.plan.kept_parts)
+    entries = [*layers, *(json.loads(file.read_text()) for file in passthrough)]
     written = {entry["shard"]: entry["digest"] for entry in entries}
     with progress("last reading", len(written), unit="shard") as step:
         audit = verify(
@@ -52,18 +52,18 @@ def last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) -
     return written, audit
 
 
-def own_gates(audit: Audit, consumers: Consumers | None) -> list[dict[str, Any]]:
+def own_gates(audit: Audit, engines: Consumers | None) -> list[dict[str, Any]]:
     """The gates of every output: its files are as planned, and serving engines read them as meant.
 
     Args:
-        consumers: None if the folder cannot be opened, which the audit reports.
+        engines: None if the folder cannot be opened, which the audit reports.
     """
     found: list[tuple[str, Sequence[object], str]] = [
         ("audit", audit.differences, "differences from what the plan promises")
     ]
-    if consumers is not None:
+    if engines is not None:
         meaning = "ways in which vLLM, SGLang or transformers would misread it"
-        found.append(("consumers", consumers.errors, meaning))
+        found.append(("consumers", engines.errors, meaning))
     return [
         {"name": name, "passed": not faults, "value": len(faults), "limit": 0, "meaning": meaning}
         for name, faults, meaning in found
@@ -71,7 +71,7 @@ def own_gates(audit: Audit, consumers: Consumers | None) -> list[dict[str, Any]]
 
 
 def fidelity_gates(result: dict[str, Any], asked: PerplexityGate) -> list[dict[str, Any]]:
-    """Whether the recipe's limits on perplexity and KL are kept."""
+    """The recipe's gates on perplexity and KL."""
     limits = (
         ("perplexity", result["perplexity"]["increase"], asked.max_increase, "relative increase of perplexity"),
         ("kl", result["kl"]["mean"], asked.max_kl, "mean KL(source || output), nats"),

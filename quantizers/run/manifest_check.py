@@ -84,8 +84,23 @@ def _card_changes(folder: Path, written: dict[str, Any]) -> tuple[list[str], lis
         extended = isinstance(before, list) and isinstance(now, list) and all(item in now for item in before)
         if now != before and not extended:
             lines.append(f"{CARD}: front matter: {key} is {_shown(now)}, the run wrote {_shown(before)}")
+    gone = _figures(dict(written.get("front_matter") or {})) - _figures(front)
+    lines += [f"{CARD}: front matter: {kind} {value:g} on {data} is gone" for data, kind, value in sorted(gone)]
     edited = hashlib.sha256(raw).hexdigest() != written.get("sha256")
     return lines, [f"{CARD}: was edited since the run wrote it"] if edited and not lines else []
+
+
+def _figures(front: dict[str, Any]) -> set[tuple[str, str, float]]:
+    """The figures in a front matter that the Hub shows: data set, metric, value; none if it is damaged."""
+    try:
+        return {
+            (str(result["dataset"]["name"]), str(metric["type"]), float(metric["value"]))
+            for model in front.get("model-index", ())
+            for result in model["results"]
+            for metric in result["metrics"]
+        }
+    except (KeyError, TypeError, ValueError):
+        return set()
 
 
 def _shown(value: Any) -> str:

@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 
@@ -194,7 +193,6 @@ def _calibrate(model: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
     """
     from llmcompressor.core import LifecycleCallbacks
     from llmcompressor.modeling.moe.context import moe_calibration_context
-    from llmcompressor.pipelines.cache import IntermediatesCache
     from llmcompressor.utils.helpers import DisableQuantization, eval_context
 
     seen = [0] * linear.num_experts
@@ -204,9 +202,6 @@ def _calibrate(model: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
 
     with ExitStack() as stack:
         stack.enter_context(moe_calibration_context())
-        if not torch.accelerator.is_available():  # 0.14 pins without asking, and torch raises
-            stack.enter_context(patch.object(IntermediatesCache, "pin_memory", _leave_unpinned))
-
         LifecycleCallbacks.calibration_start()
         stack.enter_context(eval_context(model))
         stack.enter_context(DisableQuantization(model))  # until the search is over, too
@@ -225,10 +220,6 @@ def _calibrate(model: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
         LifecycleCallbacks.sequential_epoch_end(list(model.modules()))
         LifecycleCallbacks.calibration_end()
     return seen
-
-
-def _leave_unpinned(cache: Any, batch_index: int, input_names: list[str] | None = None) -> None:
-    """Stands in for `IntermediatesCache.pin_memory` where there is no accelerator to pin for."""
 
 
 def _report(

@@ -1,10 +1,15 @@
-"""llm-compressor without its progress bars and its log on standard output."""
+"""llm-compressor without its progress bars, its log on standard output, and its need for an accelerator.
+
+The only file that replaces code of another project while it runs, since llm-compressor 0.14 has no option for it:
+tqdm's bars would be mixed with our progress, and its cache pins memory even without an accelerator, which torch
+refuses.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -24,11 +29,13 @@ EXPECTED_WARNINGS = (
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """No progress bars, and no log but warnings, which go to Python's `logging`; then all is as it was.
+    """No progress bars, no pinned memory without an accelerator, and no log but warnings, which go to Python's
+    `logging`; afterwards all is as it was.
 
     llm-compressor logs through loguru; importing it removes whatever sinks there are and adds one on standard
     output. loguru has no public way to set its sinks aside, hence `_core`.
     """
+    import torch
     from loguru import logger
     from tqdm import tqdm
 
@@ -46,12 +53,21 @@ def quiet_library() -> Iterator[None]:
             import llmcompressor  # noqa: F401  # its sink is added now, and removed by the next line
         logger.remove()
         logger.add(_forward, level="WARNING", format="{message}")
-        with patch.object(tqdm, "__init__", hidden):
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(tqdm, "__init__", hidden))
+            if not torch.accelerator.is_available():
+                from llmcompressor.pipelines.cache import IntermediatesCache
+
+                stack.enter_context(patch.object(IntermediatesCache, "pin_memory", _leave_unpinned))
             yield
     finally:
         logger.remove()
         with core.lock:
             core.handlers, core.min_level = sinks
+
+
+def _leave_unpinned(*_arguments: Any, **_named: Any) -> None:
+    """Replaces `IntermediatesCache.pin_memory`."""
 
 
 def _forward(message: Message) -> None:

@@ -13,6 +13,7 @@ from conftest import Finished
 from huggingface_hub import ModelCard
 from own_tokenizer import write_own_tokenizer
 
+from eval.report.html_report import html_report
 from eval.report.model_card import front_matter, model_card
 from eval.report.plots import calibration_figure, draw
 from quantizers.architectures.families import architecture_for
@@ -63,6 +64,34 @@ def test_front_matter(published: Report) -> None:
     }
     assert data.base_model == "MiniMaxAI/MiniMax-M2.1"
     assert "base_model" not in front_matter(published | {"source": published["source"] | {"model": "../models/x"}})
+
+
+def test_the_hub_reads_the_figures(report: Report) -> None:
+    """By huggingface_hub's own parser; a report without figures has none."""
+    results = ModelCard(model_card(report)).data.eval_results
+    figures = {one.metric_type: one.metric_value for one in results}
+    wanted = {
+        "perplexity": report["perplexity"]["candidate"],
+        "kl_divergence": report["kl"]["mean"],
+        "top1_agreement": report["top1"],
+    }
+    assert figures == pytest.approx(wanted, rel=1e-4)
+    assert {one.dataset_name for one in results} == {report["evaluated_on"]["name"]}
+    del report["kl"]
+    assert ModelCard(model_card(report)).data.eval_results is None
+
+
+def test_names_of_categories_break_neither_card_nor_page(report: Report) -> None:
+    name = "a<b>&$x$|`c`"
+    for part in (report["categories"], report["families"]):
+        part[name] = next(iter(part.values()))
+    report["calibration"]["categories"][name] = next(iter(report["calibration"]["categories"].values()))
+    text = model_card(report)
+    test_tables_are_whole(report)
+    assert "| a&lt;b>&amp;\\$x\\$\\|`c` | " in text
+    page = html_report(report, draw(report))
+    assert "<b>&$" not in page
+    assert "<td>a&lt;b&gt;&amp;$x$|`c`</td>" in page
 
 
 def test_the_front_matter_has_the_code_of_every_language_that_a_set_can_show(published: Report) -> None:
@@ -296,31 +325,19 @@ def test_an_option_without_a_value_has_none_in_the_commands_and_its_reason_below
 
 
 @pytest.mark.parametrize(
-    ("model", "vllm", "sglang"),
+    ("model", "options"),
     [
-        (
-            "zai-org/GLM-4.6-FP8",
-            {"reasoning-parser": "glm45", "tool-call-parser": "glm45"},
-            {"disable-shared-experts-fusion": True, "reasoning-parser": "glm45", "tool-call-parser": "glm45"},
-        ),
-        (
-            "zai-org/GLM-4.7-FP8",
-            {"reasoning-parser": "glm45", "tool-call-parser": "glm47"},
-            {"disable-shared-experts-fusion": True, "reasoning-parser": "glm45", "tool-call-parser": "glm47"},
-        ),
-        (
-            "a/finetune",
-            {"reasoning-parser": "glm45"},
-            {"disable-shared-experts-fusion": True, "reasoning-parser": "glm45"},
-        ),
+        ("zai-org/GLM-4.6-FP8", {"reasoning-parser": "glm45", "tool-call-parser": "glm45"}),
+        ("zai-org/GLM-4.7-FP8", {"reasoning-parser": "glm45", "tool-call-parser": "glm47"}),
+        ("a/finetune", {"reasoning-parser": "glm45"}),
     ],
 )
 def test_options_of_a_model_are_added_to_those_of_its_family(
-    model: str, vllm: dict[str, Any], sglang: dict[str, Any], tmp_path: Path
+    model: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     facts = architecture_for({"model_type": "glm4_moe"}, "config.json")
     source = Checkpoint(tmp_path, model, {}, {})
-    assert server_options(facts, "vllm", model, source) == vllm
-    assert server_options(facts, "sglang", model, source) == sglang
+    assert server_options(facts, "vllm", model, source) == options
+    assert server_options(facts, "sglang", model, source) == options | {"disable-shared-experts-fusion": True}
     write_own_tokenizer(tmp_path, tmp_path / "ran")
-    assert server_options(facts, "vllm", model, source) == vllm | {"trust-remote-code": True}
+    assert server_options(facts, "vllm", model, source) == options | {"trust-remote-code": True}

@@ -102,6 +102,7 @@ def test_what_else_speaks_against_publishing(
     assert hub.asked == []
 
 
+@pytest.mark.altered_report
 def test_the_source_is_read_where_the_report_does_not_suffice_or_on_request(
     publish: Publish, folder: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:

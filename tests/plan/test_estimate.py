@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from conftest import REPOSITORY
 from hub_stand_in import HubStandIn
 
 from quantizers.plan.estimate import Work, estimate_run, layer_work, memory_on_gpu
@@ -21,6 +23,7 @@ from quantizers.plan.job import Job, prepare
 from quantizers.plan.plan import listing, summary
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
+from quantizers.system.progress import duration
 
 REPO = "me/tiny"
 
@@ -113,6 +116,15 @@ def test_a_gpu_that_is_too_small_has_no_time(published_job: Job) -> None:
         assert needs.seconds[name]["all"] / 16 < seconds["all"] < needs.seconds[name]["all"] / 12
     large = prepare("deepseek-v3.1-fp8-int4", offline_facts=True)
     assert "RTX 4090" not in (estimate_run(large, 1).seconds or ())
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/long-runs.md"])
+def test_the_pages_have_the_time_that_plan_prints(published_job: Job, file: str) -> None:
+    output = summary(published_job.plan, published_job.sizes)["output_bytes"]
+    needs = estimate_run(published_job, int(str(output)))
+    assert needs.seconds is not None
+    (said,) = re.findall(r"estimated, on one H100.*?: (.*?), if every", (REPOSITORY / file).read_text())
+    assert said == duration(needs.seconds["H100"]["all"])
 
 
 def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_numbers_that_json_has_not() -> None:
     assert json_finite(data) == {"a": [1.0, None, [None, 2]], "b": {"c": None, "d": None, "e": "NaN", "f": True}}
 
 
+@pytest.mark.altered_report
 def test_nan_is_never_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before, report.json could hold NaN, which Python alone reads."""
     with pytest.raises(ValueError, match="not JSON compliant"):

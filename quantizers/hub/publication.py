@@ -1,4 +1,4 @@
-"""What publishing adds to a report and its card: the repository, licence and base model, and a forced publication."""
+"""Rewrites report and model card for a publication: repository, licence, base model, and a forced publication."""
 
 from __future__ import annotations
 
@@ -69,17 +69,18 @@ def rewrite(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> list
 
 
 def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Change only commands and front matter of a card that somebody has edited."""
+    """Change only commands and front matter of a model card that was edited."""
     from eval.report.html_report import html_report
     from eval.report.model_card import front_matter
     from eval.report.plots import draw
     from eval.report.serve_commands import repository
 
-    old, new, front = repository(before), repository(after), front_matter(after)
+    old, new, written = repository(before), repository(after), before["card"]["front_matter"]
+    front = {key: value for key, value in front_matter(after).items() if key in written or key in GIVEN}
     for words in ("vllm serve {}", "--model-path {}", 'from_pretrained("{}"'):
         text = text.replace(words.format(old), words.format(new))
     for key in GIVEN:
-        if front.get(key) != before["card"]["front_matter"].get(key):
+        if front.get(key) != written.get(key):
             text = _with_key(text, key, front.get(key))
     write_text(text, folder / CARD)
     write_text(html_report(after, draw(after)), folder / PAGE)
