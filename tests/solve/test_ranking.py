@@ -13,13 +13,13 @@ from one_layer import EXPERTS, Layer, assert_same, make_layer, silu
 from tf32 import Tf32
 
 from quantizers.device import rough
+from quantizers.plan.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import gram_engine, ranking
 from quantizers.solve.awq import grid_scales, scale_losses, weight_means
 from quantizers.solve.gram_engine import solve
 from quantizers.solve.ranking import finalists, rough_losses, tried, unproven
 from quantizers.solve.solved import Solved
-from quantizers.system.residents import Residents
 
 HOPPER = 9, 0
 CPU = torch.device("cpu")
