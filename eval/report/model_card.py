@@ -16,7 +16,7 @@ from quantizers.recipe.portable import is_hub_id
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump
 
-from .rendering import base_name, code, md, render
+from .rendering import base_name, render
 from .schemes import choice_lines, expert_bits, layer_rows, under_routed_line
 from .serve_commands import REASONS, knows_vllm, repository, sglang_command, vllm_command
 
@@ -109,35 +109,10 @@ def _of_run(report: dict[str, Any]) -> dict[str, Any]:
         "unusable": sum(row["count"] for row in dropped if not row.get("left_out")),
         "unlisted": sum(row["count"] for row in dropped if row.get("left_out")),
         "made_by": f"quantize run recipe.yaml --output DIR{source}",
-        "limits": _limits(report),
+        "past_the_model": past_the_model(report),
+        "under_routed": under_routed_line(report),
+        "fallbacks": sum(len(layer["fallbacks"]) for layer in report["layers"]),
     }
-
-
-def _limits(report: dict[str, Any]) -> list[str]:
-    lines = [md(note) for note in report["notes"]]
-    if "kl" not in report:
-        lines.append("Perplexity and KL were not measured: the recipe names no held-out set.")
-    elif "long" in report:
-        lines.append(
-            f"Measured on held-out texts of at most {report['longest']:,} tokens, and in a row of their own on "
-            f"{report['long']['samples']} long ones of at most {report['long']['longest']:,}; not on longer contexts, "
-            "benchmarks or tool use. Gates read the short ones only."
-        )
-    else:
-        lines.append("Measured on short held-out texts, not on benchmarks, tool use or long contexts.")
-    lines += [
-        f"`{code(one['where'])}`: {md(one['problem'])}; {md(one['engine'])}: {md(one['consequence'])}."
-        for one in report.get("consumers", {}).get("findings", ())
-        if one["severity"] == "note"
-    ]
-    lines += [f"{line}." for line in (*past_the_model(report), under_routed_line(report)) if line]
-    fallbacks = sum(len(layer["fallbacks"]) for layer in report["layers"])
-    if fallbacks:
-        lines.append(
-            f"{fallbacks:,} fallbacks while solving (no routed tokens, rows left out, groups of zeros, more damping), "
-            "listed in `report.json`."
-        )
-    return lines
 
 
 def _of_stitch(report: dict[str, Any]) -> dict[str, Any]:
@@ -147,25 +122,11 @@ def _of_stitch(report: dict[str, Any]) -> dict[str, Any]:
     flags += " --facts facts.yaml" if "facts.yaml" in stitched else ""
     models = (report["source"]["model"], report["experts"]["model"])
     source, experts = (model if is_hub_id(model) else base_name(model) for model in models)
-    measure = "Perplexity and KL were not measured; `quantize eval SOURCE DIR --data SET` measures them."
-    notes = [md(note) for note in report["notes"] if note not in report["examined"]]  # those are under routers
     return {
         "smoothed": smoothed,
         "left_out": sum(layer["router"] == "not compensated" for layer in smoothed),
-        "told": _told(report["experts"]),
         "made_by": f"quantize stitch --source {source} --experts {experts} --output DIR{flags}",
-        "limits": [measure, *notes],
     }
-
-
-def _told(experts: dict[str, Any]) -> list[str]:
-    """What the experts' checkpoint says of itself, one line each."""
-    form = experts.get("format", {})
-    return [
-        *([f"format: {' '.join(form.values())}"] if form else []),
-        *([f"steps in its recipe: {', '.join(experts['modifiers'])}"] if "modifiers" in experts else []),
-        *(f"{key} on its card: {', '.join(names)}" for key, names in sorted(experts.get("card", {}).items())),
-    ]
 
 
 # Tables of fidelity ------------------------------------------------------------------------------------------------

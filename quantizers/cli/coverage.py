@@ -64,7 +64,9 @@ def coverage(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Count the tokens that the router sends to each expert, without quantizing; exit 3 if a gate fails.
+    """Count the tokens routed to each expert, without quantizing.
+
+    Exit 3 if a gate fails.
 
     Example: quantize coverage tiny-minimax-m2-fp8-int4
     """

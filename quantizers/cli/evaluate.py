@@ -49,8 +49,9 @@ def evaluate(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Perplexity, bits per byte, KL, top-1, routing and weights of candidates against a source, layer by layer.
+    """Measure perplexity, KL and more of candidates against a source.
 
+    Also bits per byte, top-1 and router agreement, and the error of weights; one layer is in memory at a time.
     With several candidates also the paired difference of each to the first, with confidence intervals.
 
     SOURCE and CANDIDATE may be FP8, BF16, an output of this program, what compressed-tensors calls pack-quantized,

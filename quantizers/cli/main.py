@@ -52,7 +52,7 @@ def options(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", is_eager=True, help="with --version: one JSON object")] = False,
 ) -> None:
-    """FP8 mixture-of-experts checkpoints to FP8 attention + INT4 experts, stitched byte for byte and proven."""
+    """FP8 mixture-of-experts checkpoints to FP8 attention + INT4 experts, with every passthrough byte verified."""
     if as_json:
         raise InputError("--json stands behind a command, as in `quantize plan RECIPE --json`")
 

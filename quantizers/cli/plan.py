@@ -77,8 +77,9 @@ def plan(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show what a run would do to every kind of tensor and what it needs; with --vram, whether the output fits.
+    """Show what a run would do and need, and where its output fits.
 
+    Lists the action for every kind of tensor, disk, memory and time; with --vram, whether the output fits on GPUs.
     Reads headers only: of a folder, of the Hub's cache, or of the Hub itself; models with a
     built-in architecture spec need no network.
 

@@ -47,12 +47,12 @@ def publish(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check a finished checkpoint, upload it to the Hub, and compare the Hub's hashes with the local ones.
+    """Check a finished checkpoint and upload it to the Hub.
 
-    Every file must have the hash recorded in report.json, and every gate must have passed. If the report has no
-    hashes, the checkpoint is compared with its source. The model card's commands then name the repository. An
-    interrupted upload resumes when the command is repeated. The token is that of `hf auth login` or
-    HF_TOKEN.
+    Afterwards the Hub's hashes are compared with the local ones. Every file must have the hash recorded in
+    report.json, and every gate must have passed. If the report has no hashes, the checkpoint is compared with its
+    source. The model card's commands then name the repository. An interrupted upload resumes when the command is
+    repeated. The token is that of `hf auth login` or HF_TOKEN.
 
     Example: quantize publish out/tiny --repo me/tiny-minimax-m2-FP8-INT4 --dry-run
     """

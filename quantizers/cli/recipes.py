@@ -17,7 +17,9 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="name from `qu
 
 @recipes.callback(invoke_without_command=True)
 def recipes_(context: typer.Context, as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """List, show and copy the shipped recipes; lists them without a subcommand.
+    """List, show and copy the shipped recipes.
+
+    Without a subcommand it lists them.
 
     Example: quantize recipes
     """
@@ -103,10 +105,10 @@ def new(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write a commented recipe for a model; with --facts, an architecture spec for a recipe's source.facts.
+    """Write a commented recipe for a model.
 
-    With --facts only config.json and headers are read, from a folder or the Hub. Exit 3 if a difference cannot be
-    expressed in a spec.
+    With --facts it writes an architecture spec for a recipe's source.facts: only config.json and headers are
+    read, from a folder or the Hub. Exit 3 if a difference cannot be expressed in a spec.
 
     Example: quantize new MiniMaxAI/MiniMax-M2.1 mine.yaml
     """

@@ -44,7 +44,9 @@ def stitch(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Build a mixed checkpoint from an FP8 source and existing experts; exit 3 if its router is uncompensated.
+    """Build a mixed checkpoint from existing experts.
+
+    Everything else comes from the FP8 source. Exit 3 if its router is uncompensated.
 
     Example: quantize stitch --source models/tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
     """

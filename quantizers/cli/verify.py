@@ -27,12 +27,12 @@ def verify(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare a finished checkpoint with its source and the rules of serving engines; exit 3 on any difference.
+    """Compare a finished checkpoint with its source.
 
-    Reads files only: passthrough bytes by hash, experts, the router's compensation; config.json key by key, index,
-    tokenizer and every other side file; report.json, recipe and card; then the rules by which vLLM, SGLang and
-    transformers give each tensor its scheme. Of a checkpoint of AutoAWQ, GPTQ or AutoRound it says what became of
-    every tensor of the source.
+    Exit 3 on any difference. Reads files only: passthrough bytes by hash, experts, the router's compensation;
+    config.json key by key, index, tokenizer and every other side file; report.json, recipe and card; then the
+    rules by which vLLM, SGLang and transformers give each tensor its scheme. Of a checkpoint of AutoAWQ, GPTQ or
+    AutoRound it says what became of every tensor of the source.
 
     Example: quantize verify out/tiny --source models/tiny-minimax-m2
     """

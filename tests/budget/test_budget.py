@@ -292,7 +292,7 @@ def test_a_square_needs_no_half_and_what_levels_off_does() -> None:
         | {"output_bytes": 1, "bits_per_weight": 4, "unit": "bytes", "limit": 1}
     )
     assert shown[-1].startswith(
-        "KL did not grow with the square of the disturbance in 2 of 4 layers (1, 3), which were"
+        "KL did not grow with the square of the perturbation in 2 of 4 layers (1, 3), which were"
     )
 
 
@@ -472,7 +472,7 @@ def test_plan_shows_candidates_before_and_the_choice_after(
     code, out, _ = plan(job.path)
     assert code == 0
     assert "budget 4.375 bits per expert weight; possible are 4.25 to 8.5 bits per weight" in out
-    assert "the run measures and then chooses" in out
+    assert "the run measures, then chooses" in out
     code, out, _ = plan(job.path, "--output", folder)
     assert code == 0
     assert report["schemes"]["chosen"] in out

@@ -325,31 +325,19 @@ def test_an_option_without_a_value_has_none_in_the_commands_and_its_reason_below
 
 
 @pytest.mark.parametrize(
-    ("model", "vllm", "sglang"),
+    ("model", "options"),
     [
-        (
-            "zai-org/GLM-4.6-FP8",
-            {"reasoning-parser": "glm45", "tool-call-parser": "glm45"},
-            {"disable-shared-experts-fusion": True, "reasoning-parser": "glm45", "tool-call-parser": "glm45"},
-        ),
-        (
-            "zai-org/GLM-4.7-FP8",
-            {"reasoning-parser": "glm45", "tool-call-parser": "glm47"},
-            {"disable-shared-experts-fusion": True, "reasoning-parser": "glm45", "tool-call-parser": "glm47"},
-        ),
-        (
-            "a/finetune",
-            {"reasoning-parser": "glm45"},
-            {"disable-shared-experts-fusion": True, "reasoning-parser": "glm45"},
-        ),
+        ("zai-org/GLM-4.6-FP8", {"reasoning-parser": "glm45", "tool-call-parser": "glm45"}),
+        ("zai-org/GLM-4.7-FP8", {"reasoning-parser": "glm45", "tool-call-parser": "glm47"}),
+        ("a/finetune", {"reasoning-parser": "glm45"}),
     ],
 )
 def test_options_of_a_model_are_added_to_those_of_its_family(
-    model: str, vllm: dict[str, Any], sglang: dict[str, Any], tmp_path: Path
+    model: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     facts = architecture_for({"model_type": "glm4_moe"}, "config.json")
     source = Checkpoint(tmp_path, model, {}, {})
-    assert server_options(facts, "vllm", model, source) == vllm
-    assert server_options(facts, "sglang", model, source) == sglang
+    assert server_options(facts, "vllm", model, source) == options
+    assert server_options(facts, "sglang", model, source) == options | {"disable-shared-experts-fusion": True}
     write_own_tokenizer(tmp_path, tmp_path / "ran")
-    assert server_options(facts, "vllm", model, source) == vllm | {"trust-remote-code": True}
+    assert server_options(facts, "vllm", model, source) == options | {"trust-remote-code": True}
