@@ -101,7 +101,7 @@ def device_memory(
 
     Args:
         longest: T, tokens of the longest sequence.
-        accelerator: see `device.kind`.
+        accelerator: see `devices.is_accelerator`.
         limit: usable bytes; None for no limit.
         tokens: of the calibration set; None if unknown: its activations then stay in host memory.
         processes: they share the activations; each needs all captured MoE inputs.
