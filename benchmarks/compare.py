@@ -33,8 +33,7 @@ from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.held import hold, layer_names
 from quantizers.checkpoint.reader import CONFIG, open_folder
-from quantizers.device.devices import choose_device, forward_dtype, machine, versions
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import choose_device, forward_dtype, is_accelerator, machine, versions
 from quantizers.forward.halves import observe
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import RecordedRows, recorded_rows
@@ -127,7 +126,7 @@ def compare_layer(
 
 def observed(model: LayeredModel, layer: torch.nn.Module, states: Sequence[torch.Tensor]) -> tuple[Rows, RecordedRows]:
     """Sequences (T, H) through the first half of a layer: the residual stream, and what its experts are called with."""
-    lengths, block = [len(rows) for rows in states], rows_of_block(accelerated(model.device))
+    lengths, block = [len(rows) for rows in states], rows_of_block(is_accelerator(model.device))
 
     def rows(_: str, width: int, dtype: torch.dtype) -> Rows:
         return Rows(None, lengths, width, dtype, block=block)

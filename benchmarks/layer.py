@@ -21,8 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from quantizers.cli.tables.plan import measured_table
-from quantizers.device.devices import choose_device, forward_dtype, use_threads
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import choose_device, forward_dtype, is_accelerator, use_threads
 from quantizers.plan.job import prepare
 from quantizers.run.layer_measurement import measure_layer
 
@@ -34,7 +33,7 @@ def device_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Peak rates: operations per second of matmuls in `dtype` and in float32, bytes per second of a copy on the device
     and to it, seconds of a small operation among many (`launch`), and of a batch of Cholesky factorizations.
     """
-    large = accelerated(device)
+    large = is_accelerator(device)
     size, number = (8192, 2**30) if large else (1024, 2**26)
 
     def rate(kind: torch.dtype) -> float:
@@ -102,7 +101,7 @@ def main() -> None:
     job, device = prepare(given.recipe, offline_facts=True), choose_device(given.device)
     use_threads(job.sizes)
     rates = device_rates(device, forward_dtype(device))
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * accelerated(device)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_accelerator(device)
     watched: AbstractContextManager[Any] = profile(activities=activities) if given.trace else contextlib.nullcontext()
     with watched as profiled:
         result = measure_layer(job, device, tokens=given.tokens, experts=given.experts)
@@ -114,7 +113,7 @@ def main() -> None:
         print(f"{measured_table(result)}\n{rates_text(rates)}\nof the matmul's peak: {reached}")
     if given.trace:
         profiled.export_chrome_trace(given.trace)
-        by = "self_device_time_total" if accelerated(device) else "self_cpu_time_total"
+        by = "self_device_time_total" if is_accelerator(device) else "self_cpu_time_total"
         print(profiled.key_averages().table(sort_by=by, row_limit=ROWS))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quantizers.device import fetch
+from quantizers.device import prefetch
 from quantizers.solve import token_weights
 
 META = torch.device("meta")
@@ -98,6 +98,6 @@ def looks_answered(experts: int, chosen: int, rows: list[int]) -> Iterator[list[
         return even.to(tensor.dtype)
 
     with pytest.MonkeyPatch.context() as patched:
-        for module in (fetch, token_weights):
-            patched.setattr(module, "on_host", answer)
+        for module in (prefetch, token_weights):
+            patched.setattr(module, "tensor_to_host", answer)
         yield looks

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from quantizers.device.fetch import fetched
+from quantizers.device.prefetch import to_host
 from quantizers.forward.batches import padded
 from quantizers.forward.lane import Lane
 from quantizers.layers.step import Consumer, LayerStep
@@ -132,7 +132,7 @@ def compare(
         ‖h_candidate − h_source‖ / ‖h_source‖ of the states that leave the layer; and `long` with the same of the long
         texts, if they are reported separately (see `metrics.parts`).
     """
-    found = fetched({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.share.owned_batches})
+    found = to_host({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.share.owned_batches})
     own = {int(first) + i: OfText(*row) for first, rows in found.items() for i, row in enumerate(rows.tolist())}
     all_of_them = {i: one for part in team.collect(own) for i, one in part.items()}
 

@@ -45,9 +45,8 @@ import torch
 from quantizers.architectures.matrices import MATRICES
 from quantizers.checkpoint.ahead import held_ahead
 from quantizers.checkpoint.held import Held, hold, layer_names
-from quantizers.device.allocator import release_free_memory, use_one_arena
-from quantizers.device.devices import forward_dtype
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import forward_dtype, is_accelerator
+from quantizers.device.malloc_tuning import release_free_memory, use_one_arena
 from quantizers.forward.lane import embed
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import recorded_rows
@@ -252,7 +251,7 @@ class _Walk:
         """What each candidate would do to a layer, of which everything is recorded."""
         job, model, recorded = self.job, self.model, self.recorded
         norm = source.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None
-        sizes, accelerator = job.sizes, accelerated(model.device)
+        sizes, accelerator = job.sizes, is_accelerator(model.device)
         return scheme_errors(
             recorded.blocks(model.device, rows_of_block(accelerator), self.check),
             experts.gate_up_proj.data,

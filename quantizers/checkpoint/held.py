@@ -80,15 +80,15 @@ class Held(Checkpoint):
             buffer=None,
         )
 
-    def to(self, device: torch.device, brought: torch.Tensor | None = None) -> Held:
+    def to(self, device: torch.device, prefetched: torch.Tensor | None = None) -> Held:
         """The same part on a device, its buffer copied as a whole; itself on a CPU.
 
         Args:
-            brought: the buffer's bytes, if they are on the device already.
+            prefetched: the buffer's bytes, if they are on the device already.
         """
-        if device.type == "cpu" and brought is None:
+        if device.type == "cpu" and prefetched is None:
             return self
-        moved = self.buffer.to(device) if self.buffer is not None and brought is None else brought
+        moved = self.buffer.to(device) if self.buffer is not None and prefetched is None else prefetched
         stored = {}
         for name, tensor in self.stored.items():
             if moved is not None and self.buffer is not None and _shares(tensor, self.buffer):

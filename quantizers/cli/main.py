@@ -30,7 +30,7 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from quantizers.device.environment import environment
+        from quantizers.device.devices import environment
 
         from .tables.commands import version_table
 

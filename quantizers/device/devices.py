@@ -73,6 +73,15 @@ def _device_problem(name: str) -> str:
     return ""
 
 
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on a device is launched and waited for, instead of done by this process's own threads.
+
+    The order and the shapes of the work depend on this alone: there large batches are quicker, reading a number is a
+    synchronisation, and products of bfloat16 with float32 sums exist.
+    """
+    return device.type != "cpu"
+
+
 def use_threads(sizes: Sizes, begun_with: int | None = None, team: Team = ALONE) -> None:
     """Set torch's threads: one for a layer with few weights, else one per core. OMP_NUM_THREADS takes precedence.
 
@@ -133,10 +142,7 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
 
     import torch
 
-    from .factor import factorization
-
     libraries = {"torch": torch.__version__, "transformers": version("transformers")}
-    libraries["factorization"] = factorization()
     if device.type != "cpu":
         return _card(device) | libraries
     return {
@@ -150,8 +156,8 @@ def _card(device: torch.device) -> dict[str, Any]:
     import torch
 
     from .determinism import LT_WORKSPACE, WORKSPACE
-    from .fused import kernels
     from .gpu_settings import settings_in_force
+    from .triton_support import kernels
 
     card = torch.cuda.get_device_properties(device)
     return {
@@ -198,3 +204,20 @@ def versions() -> dict[str, str]:
 
     names = ("moe-quantizers", "torch", "transformers", "compressed-tensors", "llmcompressor", "safetensors")
     return {name: version(name) for name in names} | {"python": platform.python_version()}
+
+
+def environment() -> dict[str, Any]:
+    """Versions, CUDA or ROCm as torch was built with it, and every device with its memory in bytes and, of a GPU, what
+    computes there, see `triton_support.kernels`."""
+    import torch
+
+    from .triton_support import kernels
+
+    gpus = []
+    for number in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(number)
+        own = {"kernels": kernels(torch.device("cuda", number))}
+        gpus.append({"device": f"cuda:{number}", "name": gpu.name, "bytes": gpu.total_memory} | own)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cpu = {"device": "cpu", "name": f"{len(os.sched_getaffinity(0))} cores", "bytes": memory}
+    return {"versions": versions(), "cuda": torch.version.cuda, "rocm": torch.version.hip, "devices": [*gpus, cpu]}

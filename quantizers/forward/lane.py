@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import is_accelerator
 from quantizers.plan.units import rows_of_block
 from quantizers.system.errors import QuantizeError
 from quantizers.team.team import ALONE, Team
@@ -100,7 +100,7 @@ class Lane:
         return self._at(self._folder / name if self._in_files else None, width, dtype)
 
     def _at(self, path: Path | None, width: int, dtype: torch.dtype) -> Rows:
-        block = rows_of_block(accelerated(self.model.device))
+        block = rows_of_block(is_accelerator(self.model.device))
         return Rows(path, self._lengths, width, dtype, self._device, team=self._team, block=block)
 
     def embed(self, texts: Sequence[torch.Tensor]) -> None:

@@ -12,8 +12,8 @@ from typing import overload
 import torch
 
 from quantizers.architectures.sizes import Sizes
-from quantizers.device.crossing import ahead
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import is_accelerator
+from quantizers.device.prefetch import prefetched
 from quantizers.team.team import Team
 
 from .states import Rows
@@ -46,7 +46,7 @@ def recorded(x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> Rec
     weight = weight.float()
     usable = usable_rows(x) & usable_rows(weight)
     # To look first is quicker where looking is free; a GPU would have to be waited for.
-    if accelerated(x.device) or not bool(usable.all()):
+    if is_accelerator(x.device) or not bool(usable.all()):
         unusable = ~usable.unsqueeze(-1)
         x, weight = x.masked_fill(unusable, 0), weight.masked_fill(unusable, 0)
     return Recorded(x, chosen, weight, usable)
@@ -76,13 +76,8 @@ class RecordedRows:
 
     def put(self, rows: slice, seen: Recorded) -> None:
         """Keep what was recorded of these rows, counted through all sequences."""
-        for place, tensor in self.places(rows, seen):
-            place.copy_(tensor)
-
-    def places(self, rows: slice, seen: Recorded) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where what was recorded of these rows, counted through all sequences, is kept, each with what goes there."""
-        found = zip(self._parts(rows), (getattr(seen, field.name) for field in fields(seen)), strict=True)
-        return [(place, tensor.view_as(place)) for place, tensor in found]
+        for place, field in zip(self._parts(rows), fields(seen), strict=True):
+            place.copy_(getattr(seen, field.name).view_as(place))
 
     def complete(self, team: Team, rows_of: Callable[[int], tuple[int, int]]) -> None:
         """Get the rows that the other processes have recorded, each row once to every machine or process.
@@ -115,7 +110,7 @@ class RecordedRows:
     def blocks(self, device: torch.device, length: int, check: Callable[[], None] = lambda: None) -> Sequence[Recorded]:
         """All rows in their order, `length` at a time, on the device.
 
-        Whoever goes through them has each until the next one is asked for: that crosses meanwhile, see `ahead`.
+        Whoever goes through them has each until the next one is asked for: that crosses meanwhile, see `prefetched`.
 
         Args:
             check: called before each.
@@ -170,14 +165,14 @@ class _Blocks(Sequence[Recorded]):
         return self.rows.at(self.slices[index], self.device)
 
     def __iter__(self) -> Iterator[Recorded]:
-        for part in ahead([self.rows._parts(rows) for rows in self.slices], self.device):
+        for part in prefetched([self.rows._parts(rows) for rows in self.slices], self.device):
             self.check()
             yield _recorded(part)
 
     def routing(self) -> Iterator[Recorded]:
         """The same, with x where it lies."""
         parts = [self.rows._parts(rows) for rows in self.slices]
-        for (x, *_), routed in zip(parts, ahead([part[1:] for part in parts], self.device), strict=True):
+        for (x, *_), routed in zip(parts, prefetched([part[1:] for part in parts], self.device), strict=True):
             self.check()
             yield _recorded((x, *routed))
 

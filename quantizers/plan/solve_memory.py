@@ -95,7 +95,7 @@ def device_memory(
 
     Args:
         longest: T, tokens of the longest sequence.
-        accelerator: see `device.kind`.
+        accelerator: see `devices.is_accelerator`.
         limit: bytes that may be used; None for no limit.
         tokens: of the calibration set; None if that is not known, and then they stay in host memory.
         processes: how many share the states, of which each keeps a part; each needs all inputs of the experts.

@@ -31,8 +31,7 @@ from quantizers.calibration.samples import CalibrationData, Sample, token_tensor
 from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, declared_block, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.tensor_bytes import torch_dtype
-from quantizers.device.devices import device_limit, machine
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import device_limit, is_accelerator, machine
 from quantizers.device.timing import Clock, listening
 from quantizers.output import journal
 from quantizers.output.context import Context
@@ -44,6 +43,7 @@ from quantizers.plan.plan import METADATA
 from quantizers.plan.solve_memory import DeviceMemory, device_memory
 from quantizers.plan.units import rows_of_block
 from quantizers.recipe.schema import Stop
+from quantizers.solve.kernel_check import verify_kernels
 from quantizers.system.errors import ArchitectureError, InputError
 from quantizers.system.formatting import gib
 from quantizers.system.host_memory import available
@@ -115,13 +115,15 @@ def measure_layer(
         InputError: the sets' sizes are unknown, or not even the smallest layer fits.
     """
     lengths, texts = _lengths(job)
-    tokens = min(tokens or rows_of_block(accelerated(device)), sum(lengths))
+    schemes = job.allocation.candidates if job.allocation else job.plan.schemes
+    verify_kernels(device, {(scheme.bits, scheme.group_size) for scheme in schemes})
+    tokens = min(tokens or rows_of_block(is_accelerator(device)), sum(lengths))
     own_lengths, own_texts = cut_to(lengths, tokens), cut_to(texts, tokens)
     with tempfile.TemporaryDirectory(dir=work, prefix="quantize-measure-") as name:
         folder = Path(name)
         small, memory = _fitting(job, own_lengths, sum(own_texts), device, experts, limit, folder)
         _say(small, own_lengths, own_texts, device)
-        first = _smallest(job, accelerated(device))
+        first = _smallest(job, is_accelerator(device))
         _quantized(first, memory, [WARM_UP], [WARM_UP] if texts else [], device, folder / "warm-up")
         shutil.rmtree(folder / "warm-up")
         with listening(Clock(device)) as clock:
@@ -281,7 +283,7 @@ def _fitting(
     for count in [experts] if experts else halved(job.sizes["experts"]):
         try:
             small = random_job(job, count)
-            accelerator, room = accelerated(device), limit or device_limit(device)
+            accelerator, room = is_accelerator(device), limit or device_limit(device)
             memory = device_memory(
                 small.plan, small.sizes, max(lengths), accelerator, room, sum(lengths), held_out=held_out
             )

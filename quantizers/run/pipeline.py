@@ -23,8 +23,7 @@ from quantizers.budget.choice import choose_schemes
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.source_files import check_hashes, source_stats
-from quantizers.device.devices import device_limit, fingerprint, forward_dtype
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator
 from quantizers.output import journal
 from quantizers.output.context import Context, Place
 from quantizers.output.fingerprint import refuse_changes
@@ -36,6 +35,7 @@ from quantizers.plan.states import between_bytes, calibration_bytes, held_out_by
 from quantizers.plan.units import work_units
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
 from quantizers.recipe.read import set_location
+from quantizers.solve.kernel_check import verify_kernels
 from quantizers.system.errors import InputError
 from quantizers.system.files import copy_file, sync_folder, write_text
 from quantizers.system.host_memory import available
@@ -81,6 +81,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         moving = (work / "moving").exists()
         team.tell(not moving)
         if not moving:
+            _verify_kernels(job, options)
             agree(job, options)
         with journal.locked(options.output, team):
             if not moving:
@@ -100,6 +101,7 @@ def assist(job: Job, options: Options) -> None:
         check = team.heed(interrupt)
         if not team.tell():
             return
+        _verify_kernels(job, options)
         agree(job, options)
         work = journal.work_folder(options.output, team.node)
         with journal.locked(options.output, team):
@@ -113,6 +115,12 @@ def assist(job: Job, options: Options) -> None:
             finally:
                 if team.node:
                     journal.leave(options.output, team.node)
+
+
+def _verify_kernels(job: Job, options: Options) -> None:
+    """Compare the GPU's kernels with their eager twins, for all schemes that the run may use."""
+    schemes = job.allocation.candidates if job.allocation else job.plan.schemes
+    verify_kernels(options.device, {(scheme.bits, scheme.group_size) for scheme in schemes}, options.team)
 
 
 @dataclass(frozen=True)
@@ -165,7 +173,14 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     text_rows = sum(len(text.tokens) for text in texts)
     there = (rows, text_rows) if options.states == "auto" else (0, 0)  # what may lie on the device
     memory = device_memory(
-        job.plan, job.sizes, data.lengths[-1], accelerated(device), min(limits), there[0], team.count, held_out=there[1]
+        job.plan,
+        job.sizes,
+        data.lengths[-1],
+        is_accelerator(device),
+        min(limits),
+        there[0],
+        team.count,
+        held_out=there[1],
     )
     refuse_changes(work, run_fingerprint(job, data, device), options.output)
     layers = job.sizes["layers"]
@@ -249,7 +264,7 @@ def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> di
             "source_config": job.config,
             "calibration": data.digest,
             "machine": fingerprint(device),
-            "units": work_units(accelerated(device), job.sizes),
+            "units": work_units(is_accelerator(device), job.sizes),
         }
     )
 

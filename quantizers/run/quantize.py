@@ -24,9 +24,8 @@ from eval.fidelity.scoring import measured, score
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.held import Held, hold, layer_names
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.device.allocator import use_one_arena
-from quantizers.device.devices import forward_dtype
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import forward_dtype, is_accelerator
+from quantizers.device.malloc_tuning import use_one_arena
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.loop import all_tensors, device_memory_errors, layer_steps
@@ -147,7 +146,7 @@ class _Run:
             for number, name in enumerate((job.opened.name, "the output"))
         ]
         self.writer: ShardWriter[Any, Any] = ShardWriter(
-            team, background, background=team.several or accelerated(context.device)
+            team, background, background=team.several or is_accelerator(context.device)
         )
         self.quantizer = Quantizer(
             job,

@@ -24,9 +24,8 @@ import torch
 
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.held import Held, held_tensors
-from quantizers.device.crossing import Crossing
-from quantizers.device.kind import accelerated
-from quantizers.device.pinned import Turns, pin
+from quantizers.device.devices import is_accelerator
+from quantizers.device.prefetch import PinnedBuffers, pin
 from quantizers.forward.halves import attend, finish, observe
 from quantizers.forward.lane import Lane, embed
 from quantizers.forward.layered_model import LayeredModel
@@ -82,7 +81,7 @@ class Quantizer:
     ) -> None:
         self.job, self.model, self.lane, self.context = job, model, lane, context
         self.writer, self._compensate_router = writer, compensate_router
-        block = rows_of_block(accelerated(model.device))
+        block = rows_of_block(is_accelerator(model.device))
 
         def rows(place: Place, name: str, width: int, dtype: torch.dtype, team: Team = ALONE) -> Rows:
             path = context.work / f"{name}.bin" if place == "files" else None
@@ -99,7 +98,7 @@ class Quantizer:
         if shared:
             make = partial(rows_in_common, context, lengths)
         self.recorded = recorded_rows(make, job.sizes, model.dtype, shared=shared)
-        self._packed = Turns(model.device)  # a process has two shards on their way at most
+        self._packed = PinnedBuffers(model.device)  # a process has two shards on their way at most
         self._made: Held | None = None
         self._solved: dict[str, Any] = {}
 
@@ -153,7 +152,7 @@ class Quantizer:
             step.source,
             solved,
             near=step.there,
-            room=self._packed.room,
+            buffers=self._packed,
             written=self.writer.has_turn(number),
         )
         self._made = held_tensors(step.source, tensors.device, context.work / "output" / job.plan.shard_file(number))
@@ -179,7 +178,7 @@ class Quantizer:
         hashes, carried = kept_hashes(self.job.plan, number, source), self.job.plan.carried(number)
         self.writer.begin(
             number,
-            partial(audit_shard, self.job, number, step.there, made, tensors.crossing, self.context.device),
+            partial(audit_shard, self.job, number, step.there, made, self.context.device),
             partial(write_shard, host, path, hashes, carried),
         )
 
@@ -238,19 +237,10 @@ class Quantizer:
             self.recorded.remove()
 
 
-def audit_shard(
-    job: Job, number: int, source: Held, made: Held, crossing: Crossing, device: torch.device
-) -> LayerAudit:
-    """Compare what is going to be in a layer's file with the source, while it is copied to the host.
-
-    Args:
-        crossing: that copy; it has ended when this returns or raises, since the file is written next.
-    """
+def audit_shard(job: Job, number: int, source: Held, made: Held, device: torch.device) -> LayerAudit:
+    """Compare what is going to be in a layer's file with the source."""
     audit = written_from(job.plan.of_layer(number))
-    try:
-        audit_layer(number, job.facts, job.sizes, source, made, device=device, audit=audit)
-    finally:
-        crossing.finish()
+    audit_layer(number, job.facts, job.sizes, source, made, device=device, audit=audit)
     return audit
 
 

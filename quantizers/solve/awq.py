@@ -15,11 +15,9 @@ from collections.abc import Iterator
 
 import torch
 
-from quantizers.device.fused import fused
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import is_accelerator
 from quantizers.forward.codes import code_range, grouped
 
-from .fused import operators
 from .parts import column_parts, in_groups
 from .rounding import minmax_steps
 from .symmetric import row_losses
@@ -95,14 +93,14 @@ def scale_losses(weight: torch.Tensor, gram: torch.Tensor, scales: torch.Tensor,
         (P, E) float32; infinity where a loss is not finite.
     """
     table = []
-    for errors in tried_errors(weight, scales, group, bits):
+    for errors in _tried_errors(weight, scales, group, bits):
         experts, _, points, rows = errors.shape
         table.append(row_losses(errors.flatten(2).mT, gram).view(experts, points, rows).sum(-1))
     losses = torch.cat(table, 1).T
     return torch.where(torch.isfinite(losses), losses, torch.full_like(losses, torch.inf))
 
 
-def tried_errors(weight: torch.Tensor, scales: torch.Tensor, group: int, bits: int) -> Iterator[torch.Tensor]:
+def _tried_errors(weight: torch.Tensor, scales: torch.Tensor, group: int, bits: int) -> Iterator[torch.Tensor]:
     """Q(W s) / s − W of all candidates, a few at a time, (E, C, n, R); each valid until the next is asked for.
 
     Args:
@@ -110,17 +108,16 @@ def tried_errors(weight: torch.Tensor, scales: torch.Tensor, group: int, bits: i
     """
     weight = weight.mT.contiguous()
     experts, columns, rows = weight.shape
-    together = TOGETHER if accelerated(weight.device) else 1
+    together = TOGETHER if is_accelerator(weight.device) else 1
     room = weight.new_empty(min(together, len(scales)) * weight.numel())
-    try_all = operators.tried_errors if fused(weight.device) else _tried_errors
     for some in torch.split(scales, together):
         errors = room[: len(some) * weight.numel()].view(experts, columns, len(some), rows)
-        try_all(weight, some, errors, group, bits)
+        _fill_errors(weight, some, errors, group, bits)
         yield errors
 
 
-def _tried_errors(weight: torch.Tensor, scales: torch.Tensor, errors: torch.Tensor, group: int, bits: int) -> None:
-    """Fill `errors` (E, C, P, R) by the rule of solve/fused; arguments are those of `operators.tried_errors`."""
+def _fill_errors(weight: torch.Tensor, scales: torch.Tensor, errors: torch.Tensor, group: int, bits: int) -> None:
+    """Fill `errors` (E, C, P, R) with Q(W s) / s − W of weight (E, C, R) and scales (P, B, C)."""
     for s, lost in zip(scales.unsqueeze(-1), errors.unbind(2), strict=True):  # (B, C, 1) and (E, C, R)
         for experts, columns in column_parts(weight, group):
             own, part = s[experts if len(s) > 1 else slice(None), columns], weight[experts, columns]

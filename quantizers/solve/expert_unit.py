@@ -26,17 +26,15 @@ from quantizers.device.timing import phase
 from quantizers.forward.codes import dequantize
 from quantizers.recipe.schema import Awq, Experts
 
-from .awq import divided, divided_first, grid_scales, row_step, weight_means
+from .awq import divided, divided_first, grid_scales, row_step, scale_losses, weight_means
 from .correction import corrected
 from .expert_sums import WidthSums
-from .ranking import tried
 from .refine import refine
 from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest
 from .symmetric import quadratic_loss
 
 # At least so many rows of a matrix are read to choose w2's scale, and for the errors of the report.
 SEARCH_ROWS, REPORTED_ROWS = 768, 512
-UNPROVEN = "down_search_unproven"  # of `SolvedUnit.totals`, see ranking.py; only where points were ranked
 SWEEPS = 2  # of refine.py after GPTQ; a third would lower the loss by less than 1 %
 
 
@@ -47,7 +45,7 @@ class SolvedUnit:
     Attributes:
         damping: per group of matrices that share a factorization, (c,), see `rounding.gptq`.
         totals: of each expert (c,), losses (`…_lost`) and what they are relative to (`…_whole`), the w2
-            search's objective before and after, whether that is UNPROVEN, rows `seen` and `dropped`, see `WidthSums`,
+            search's objective before and after, rows `seen` and `dropped`, see `WidthSums`,
             and groups that are all zero (`…_zero`).
     """
 
@@ -74,15 +72,14 @@ def solve_unit(
         input_gram: (c, H, H) float32, of what that reads.
         of_source: gives the sums of w2's inputs as the source's w1 and w3 produce them.
         of_rounded: from rounded w1 and w3 (c, 2I, H) to the sums of w2's inputs, with `changes` if asked for.
-        careful: whether every point of a search is computed exactly, and a factorization that fails is noticed and
-            tried again, see `rounding.gptq`.
+        careful: whether a factorization that fails is noticed and tried again, see `rounding.gptq`.
     """
     # What w2's columns are multiplied by, w3's rows are divided by: s (c, I).
     rows, searched = None, dict[str, torch.Tensor]()
     s = torch.ones_like(down[:, 0])
     early = bool(settings.awq) and divided_first(settings.bits)
     if early:
-        s, searched = _width_scale(down, of_source(), settings, careful=careful)
+        s, searched = _width_scale(down, of_source(), settings)
         rows = torch.cat([torch.ones_like(s), s], 1).unsqueeze(-1)
         gate_up.div_(rows)
     # gate and up read the same inputs, so they share one factorization.
@@ -97,7 +94,7 @@ def solve_unit(
     gate_codes, up_codes = codes.chunk(2, dim=1)
     gate_scales, up_scales = scales.chunk(2, dim=1)
     if settings.awq and not early:
-        s, searched = _width_scale(down, sums, settings, careful=careful)
+        s, searched = _width_scale(down, sums, settings)
         # w3's codes stay as they are. (Its scales are rounded to bfloat16 once more, by far less than the codes were.)
         up_scales = divided(up_scales, up_codes, s)
     width_gram = sums.gram
@@ -115,26 +112,19 @@ def solve_unit(
 
 
 def _width_scale(
-    down: torch.Tensor, sums: WidthSums, settings: Experts, *, careful: bool = True
+    down: torch.Tensor, sums: WidthSums, settings: Experts
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A scale (c, I) for each expert between w3 and w2, and its objective (c,) before and after.
-
-    Not `careful`, points may be ranked first, see ranking.py; UNPROVEN then says where that was not enough.
-    """
+    """A scale (c, I) for each expert between w3 and w2, and its objective (c,) before and after."""
     assert isinstance(settings.awq, Awq)
     with phase("search"):
         means = weight_means(down, settings.group_size)
         grid = grid_scales(sums.mean, means, settings.awq.grid, settings.awq.duo_scaling)
         step = row_step(down.shape[1], SEARCH_ROWS)
-        grid, losses, doubtful = tried(
-            down[:, ::step], sums.gram, grid, settings.group_size, settings.bits, careful=careful
-        )
-        losses = losses * step  # (P, c)
+        losses = scale_losses(down[:, ::step], sums.gram, grid, settings.group_size, settings.bits) * step  # (P, c)
         best = losses.argmin(0)
         chosen = grid[best, torch.arange(len(best), device=best.device)]
         after = losses.gather(0, best.unsqueeze(0))[0].double()
-        found = {"down_search_before": losses[0].double(), "down_search_after": after}
-        return chosen, found if doubtful is None else found | {UNPROVEN: doubtful}
+        return chosen, {"down_search_before": losses[0].double(), "down_search_after": after}
 
 
 def _round(

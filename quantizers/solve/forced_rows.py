@@ -1,7 +1,7 @@
 """What the forced pass makes of its products: the inputs of w2, and their sums.
 
-Two kernels do it on a GPU, see solve/fused: what lies there is moved once to be gated and once to be weighed, where
-torch's own operations would move it seven times. They give the same rows; the mean is added in another order.
+A kernel weighs them on a GPU, see solve/kernels: they are moved once, where torch's own operations would move them four
+times. It gives the same rows; the mean is added in another order.
 
 Legend: c experts of a unit, I expert width, T rows of a block. All of it lies transposed, (c, I, T).
 """
@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import torch
 
-from quantizers.device.fused import fused
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import is_accelerator
+from quantizers.device.triton_support import use_kernel
 from quantizers.forward.recorded import usable_rows
 
-from .fused import operators
+from .kernels import launch
 from .symmetric import add_gram
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -30,14 +30,8 @@ def gated(products: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 def gated_and_looked_at(products: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
     """As `gated`, and which rows are usable (c, T); in the others h is worth nothing, and perhaps not finite."""
-    if not _by_kernel(products):
-        h = gated(products, activation)
-        return h, usable_rows(h, 1)
-    gate, up = products.chunk(2, dim=1)
-    h = activation(gate).contiguous()
-    unusable = torch.empty(len(h), operators.strips(h.shape[1]), h.shape[2], dtype=torch.int8, device=h.device)
-    operators.gate_rows(h, up, unusable)
-    return h, ~unusable.any(1)
+    h = gated(products, activation)
+    return h, usable_rows(h, 1)
 
 
 def no_magnitude(like: torch.Tensor, width: int) -> torch.Tensor:
@@ -47,7 +41,7 @@ def no_magnitude(like: torch.Tensor, width: int) -> torch.Tensor:
         like: (c, …), of the dtype of h and where that lies.
         width: I.
     """
-    return torch.zeros(len(like), width, operators.SUMS if _by_kernel(like) else 1, device=like.device)
+    return torch.zeros(len(like), width, launch.SUMS if _by_kernel(like) else 1, device=like.device)
 
 
 def add_weighed(h: torch.Tensor, root: torch.Tensor, total: torch.Tensor, magnitude: torch.Tensor) -> None:
@@ -60,16 +54,21 @@ def add_weighed(h: torch.Tensor, root: torch.Tensor, total: torch.Tensor, magnit
         magnitude: see `no_magnitude`.
     """
     if _by_kernel(h):
-        operators.weigh_rows(h, root, magnitude)
+        launch.weigh_rows(h, root, magnitude)
         add_gram(total, h.mT, h.mT)
         return
-    left_out = root == 0
-    if accelerated(h.device) or bool(left_out.any()):
-        h.masked_fill_(left_out.unsqueeze(1), 0)
-    h.mul_(root.unsqueeze(1))
+    weigh_rows(h, root)
     add_gram(total, h.mT, h.mT)
     magnitude += h.abs_().mul_(root.unsqueeze(1)).sum(-1, keepdim=True, dtype=torch.float32)
 
 
+def weigh_rows(h: torch.Tensor, root: torch.Tensor) -> None:
+    """h *= root, zero where root is, whatever h is there; arguments are those of `add_weighed`."""
+    left_out = root == 0
+    if is_accelerator(h.device) or bool(left_out.any()):
+        h.masked_fill_(left_out.unsqueeze(1), 0)
+    h.mul_(root.unsqueeze(1))
+
+
 def _by_kernel(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.bfloat16 and fused(tensor.device)
+    return tensor.dtype == torch.bfloat16 and use_kernel("weigh_rows", tensor.device)

@@ -18,8 +18,8 @@ from functools import partial
 import torch
 
 from quantizers.architectures.matrices import MATRICES
-from quantizers.device.fetch import fetched
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import is_accelerator
+from quantizers.device.prefetch import to_host
 from quantizers.device.timing import phase
 from quantizers.forward.recorded import Recorded
 from quantizers.plan.units import units_of
@@ -29,7 +29,7 @@ from quantizers.team.team import ALONE, Team
 
 from .awq import fold_norm
 from .expert_sums import WidthSums, width_sums
-from .expert_unit import UNPROVEN, SolvedUnit, solve_unit
+from .expert_unit import SolvedUnit, solve_unit
 from .forced_rows import Activation
 from .held_sums import HeldSums
 from .input_sums import Unit, blended_gram
@@ -81,8 +81,8 @@ def solve(
         QuantizeError: the device's memory is too small for one unit.
     """
     experts, hidden = router.shape
-    # To see whether a factorization failed, or ranking was not enough, a GPU would have to be waited for each time.
-    careful = not accelerated(router.device)
+    # To see whether a factorization failed, a GPU would have to be waited for each time.
+    careful = not is_accelerator(router.device)
     units = units_of(experts, unit)
     units = [units[i] for i in team.share(len(units))]
     with phase("sums"):
@@ -101,7 +101,6 @@ def solve(
                 experts,
                 within_memory=held.within_memory,
                 team=team,
-                careful=careful,
             )
             folded, smooth = fold_norm(norm, shared, offset)
     one = partial(_solve_unit, held, weights, inputs.gram, smooth, activation, settings)
@@ -112,7 +111,7 @@ def solve(
     # Numbers for the report are fetched once all units are under way: a GPU never waits for them.
     damping = {f"damping.{name}": used for name, used in whole.damping.items()}
     blended = {"routed_tokens": found.blended.routed_tokens[places], "share": found.blended.share[places]}
-    numbers = fetched(whole.totals | damping | blended | searched)
+    numbers = to_host(whole.totals | damping | blended | searched)
     return Solved(
         folded,
         smooth,
@@ -192,24 +191,13 @@ def _sums_when_rounded(
 
 
 def _in_doubt(solved: dict[Unit, SolvedUnit], units: Sequence[Unit]) -> list[Unit]:
-    """The units with an expert whose Gram matrix had no factor at the first damping, or whose search was not proven.
+    """The units with an expert whose Gram matrix had no factor at the first damping.
 
     One synchronisation.
     """
-    looks: dict[str, torch.Tensor] = {}
-    for unit, own in solved.items():
-        if own.damping:
-            looks[f"{unit} damping"] = torch.cat([*own.damping.values()])
-        if UNPROVEN in own.totals:
-            looks[f"{unit} search"] = own.totals.pop(UNPROVEN)
-    found = fetched(looks)
-    nothing = torch.zeros(1)
-
-    def in_doubt(unit: Unit) -> bool:
-        damping, search = (found.get(f"{unit} {what}", nothing) for what in ("damping", "search"))
-        return bool(damping.isinf().any() or search.any())
-
-    return [unit for unit in units if in_doubt(unit)]
+    looks = {str(unit): torch.cat([*own.damping.values()]) for unit, own in solved.items() if own.damping}
+    found = to_host(looks)
+    return [unit for unit in units if str(unit) in found and bool(found[str(unit)].isinf().any())]
 
 
 def _together(parts: Sequence[SolvedUnit], places: torch.Tensor, team: Team) -> SolvedUnit:

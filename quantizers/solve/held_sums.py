@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from quantizers.device.allocator import release_free_memory
+from quantizers.device.malloc_tuning import release_free_memory
 from quantizers.device.timing import phase
 from quantizers.forward.recorded import Recorded
 from quantizers.system.residents import Residents

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quantizers.architectures.matrices import MATRICES
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import is_accelerator
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import RecordedRows
 from quantizers.plan.units import rows_of_block, unit_of_experts
@@ -56,7 +56,7 @@ def solve_layer(
     experts: Any = layer.get_submodule(modules.experts)
     if settings.engine == "gram":
         router: Any = layer.get_submodule(modules.router)
-        accelerator, sizes = accelerated(model.device), model.sizes
+        accelerator, sizes = is_accelerator(model.device), model.sizes
         return solve(
             recorded.blocks(model.device, rows_of_block(accelerator), check),
             weights,

@@ -10,13 +10,11 @@ from functools import partial
 
 import torch
 
-from quantizers.device.rough import worthwhile
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.team.team import Team
 
 from .awq import SEARCH_ROWS, grid_scales, row_step, scale_losses, weight_means
 from .input_sums import InputSums, Unit
-from .ranking import OTHERS, finalists, rough_losses, unproven
 
 Rows = Callable[[Unit], torch.Tensor]
 
@@ -30,7 +28,6 @@ def norm_scale(
     *,
     within_memory: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
     team: Team,
-    careful: bool = True,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The scale (H,) that the norm, the router and every w1 and w3 share, before the norm is rounded.
 
@@ -39,8 +36,6 @@ def norm_scale(
         units: this process's.
         experts: E.
         within_memory: calls a function again where memory was full, see `HeldSums`.
-        careful: whether every point is computed exactly at once; else that is done only if ranking the points first was
-            not enough, see ranking.py, which is looked at.
 
     Returns:
         The scale; and the objective before and after, two numbers on the device.
@@ -51,18 +46,10 @@ def norm_scale(
     def means(unit: Unit) -> torch.Tensor:
         return weight_means(gate_up(unit).float(), group)
 
-    def searched(unit: Unit) -> tuple[torch.Tensor, int]:
+    def losses(points: torch.Tensor, unit: Unit) -> torch.Tensor:
         rows = gate_up(unit)
         step = row_step(experts * rows.shape[1], SEARCH_ROWS)
-        return rows[:, ::step].float(), step
-
-    def losses(points: torch.Tensor, unit: Unit) -> torch.Tensor:
-        rows, step = searched(unit)
-        return scale_losses(rows, inputs.gram.unsqueeze(0), points, group, bits).T * step  # (c, P)
-
-    def ranks(unit: Unit) -> torch.Tensor:
-        rows, step = searched(unit)
-        return torch.cat(rough_losses(rows, inputs.gram.unsqueeze(0), grid, group, bits)).T * step  # (c, 2 P)
+        return scale_losses(rows[:, ::step].float(), inputs.gram.unsqueeze(0), points, group, bits).T * step  # (c, P)
 
     def of_all(rows: Rows) -> torch.Tensor:
         parts = [within_memory(partial(rows, unit)) for unit in units]
@@ -70,18 +57,7 @@ def norm_scale(
 
     mean = of_all(means).mean(0, keepdim=True)
     grid = grid_scales(inputs.mean.unsqueeze(0), mean, settings.awq.grid, settings.awq.duo_scaling)
-    points = grid
-    if not careful and worthwhile(device) and len(grid) > OTHERS + 1:
-        rough, bound = of_all(ranks).double().sum(0).view(2, -1, 1)
-        chosen = finalists(rough)
-        points = grid.index_select(0, chosen[:, 0])
-        total = of_all(partial(losses, points)).double().sum(0)
-        careful = bool(unproven(rough, bound, chosen, total.unsqueeze(1)).any())
-    else:
-        careful = True
-    if careful:
-        points = grid
-        total = of_all(partial(losses, points)).double().sum(0)  # (P,), added in the order in which they are solved
+    total = of_all(partial(losses, grid)).double().sum(0)  # (P,), added in the order in which they are solved
     best = total.argmin().view(1)
     before, after = total[0], total.index_select(0, best)[0]
-    return points.index_select(0, best)[0, 0], {"norm_search_before": before, "norm_search_after": after}
+    return grid.index_select(0, best)[0, 0], {"norm_search_before": before, "norm_search_after": after}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import is_accelerator
 
 PART = 2**19  # numbers: 2 MiB of float32
 
@@ -25,7 +25,7 @@ def column_parts(columns_first: torch.Tensor, group: int) -> Iterator[tuple[slic
     one part.
     """
     experts, columns, rows = columns_first.shape
-    if accelerated(columns_first.device):
+    if is_accelerator(columns_first.device):
         yield slice(0, experts), slice(0, columns)
         return
     width = min(columns, max(1, PART // (group * rows)) * group)

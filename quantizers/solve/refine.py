@@ -8,17 +8,17 @@ set to its best value in turn: block coordinate descent, by which the loss never
 A panel of columns gets its part of P by one matmul as its turn comes, and each of its groups by another what the groups
 before it have changed. Together a sweep multiplies by G once, and writes no more of P than it needs.
 
-`_refine_group` keeps the rule of solve/fused, whose kernel takes its place on a GPU and gives the same bits.
+`refine_group` keeps the rule of solve/kernels: a kernel there takes its place on a GPU, and gives the same bits.
 """
 
 from __future__ import annotations
 
 import torch
 
-from quantizers.device.fused import fused
+from quantizers.device.triton_support import use_kernel
 from quantizers.forward.codes import code_range
 
-from .fused import operators
+from .kernels import launch
 from .sum_in_order import sum_in_order
 
 PANEL = 256  # columns, rounded down to whole groups
@@ -67,7 +67,7 @@ def _sweep(
     experts, columns, rows = codes.shape
     group = columns // scale.shape[1]
     panel = max(1, PANEL // group) * group
-    refine_group = operators.refine_group if fused(codes.device) else _refine_group
+    refine_one = launch.refine_group if use_kernel("refine_group", codes.device) else refine_group
     for first in range(0, columns, panel):
         here = slice(first, min(first + panel, columns))
         near = torch.bmm(gram[:, here], difference)  # Pᵀ
@@ -79,14 +79,14 @@ def _sweep(
             part = slice(whole.start - first, whole.stop - first)
             if part.start:
                 near[:, part].baddbmm_(gram[:, whole, first : whole.start], change[:, : part.start])
-            refine_group(
+            refine_one(
                 own[:, at], scale[:, at], near[:, part], image[:, at - groups.start], codes[:, whole], change[:, part],
                 bits,
             )  # fmt: skip
         difference[:, here].add_(change)
 
 
-def _refine_group(
+def refine_group(
     block: torch.Tensor,
     scale: torch.Tensor,
     near: torch.Tensor,
@@ -95,7 +95,7 @@ def _refine_group(
     change: torch.Tensor,
     bits: int,
 ) -> None:
-    """Set one group's scale, and then its codes; arguments are those of `operators.refine_group`."""
+    """Set one group's scale, and then its codes; arguments are those of `launch.refine_group`."""
     old, before = scale.float(), codes.float()
     curvature, gradient = sum_in_order(torch.stack((image, near)).mul_(before))
     rounded = (old + gradient / curvature.clamp(min=torch.finfo(torch.float32).tiny)).bfloat16()

@@ -8,19 +8,19 @@ against a finer scale would be a different weight there.
 GPTQ: Frantar et al., https://arxiv.org/abs/2210.17323. Columns in the order of falling diagonal:
 its "act-order", here with the groups' scales fixed beforehand, so that no g_idx is needed.
 
-The inner loops, `_round_block` and `_mse_steps`, keep the rule of solve/fused, whose kernels take their place on a GPU
-and give the same bits.
+The inner loops, `round_block` and `mse_steps`, keep the rule of solve/kernels: a kernel there takes their place on a
+GPU, and gives the same bits.
 """
 
 from __future__ import annotations
 
 import torch
 
-from quantizers.device.fused import fused
+from quantizers.device.triton_support import use_kernel
 from quantizers.forward.codes import code_range, grouped
 
-from .fused import operators
 from .inverse_factor import inverse_factor
+from .kernels import launch
 from .parts import column_parts, in_groups
 from .sum_in_order import sum_in_order
 
@@ -49,7 +49,8 @@ def minmax_steps(by_group: torch.Tensor, bits: int) -> torch.Tensor:
     """As `minmax_scales`, (…, n, R) bfloat16, of a matrix that lies transposed: (…, n, g, R) float32."""
     low, high = code_range(bits)
     largest = torch.maximum(by_group.amax(-2), by_group.amin(-2).neg_())
-    scale = largest.div_((high - low) / 2).bfloat16()
+    # Not by a number of Python: torch would multiply by its reciprocal on a GPU.
+    scale = largest.div_(torch.full_like(largest[..., :1], (high - low) / 2)).bfloat16()
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
@@ -78,8 +79,8 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
         (E, R, n) bfloat16; min-max where nothing is smaller, as where the importance is all zero.
     """
     experts, rows, columns = weight.shape
-    if fused(weight.device):
-        steps: torch.Tensor = operators.mse_scales(
+    if use_kernel("mse_scales", weight.device):
+        steps = launch.mse_scales(
             weight.mT.contiguous(), importance.contiguous(), group, bits, MSE_COUNT, MSE_FIRST, MSE_LESS
         )
         return steps.mT.contiguous()
@@ -87,11 +88,11 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
     for some, part in column_parts(weight.mT, group):
         by_group = in_groups(weight.mT[some, part].contiguous(), group)
         column = grouped(importance[some, part], group).unsqueeze(-1)  # (e, n, g, 1)
-        chosen[some, part.start // group : part.stop // group] = _mse_steps(by_group, column, bits)
+        chosen[some, part.start // group : part.stop // group] = mse_steps(by_group, column, bits)
     return chosen.mT.contiguous()
 
 
-def _mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int) -> torch.Tensor:
+def mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int) -> torch.Tensor:
     """Scales (e, n, R) bfloat16 of a part (e, n, g, R), whose columns count as much as `column` (e, n, g, 1) says."""
     chosen = minmax_steps(by_group, bits)
     base, error = chosen.float(), torch.empty_like(by_group)
@@ -152,7 +153,7 @@ def gptq(
     steps, group_of = scale.mT.contiguous(), (order // (columns // scale.shape[-1])).int()
     codes = torch.empty_like(work, dtype=torch.int8)
     errors = torch.empty(experts, min(PANEL, columns), rows, dtype=work.dtype, device=work.device)
-    round_block = operators.gptq_block if fused(work.device) else _round_block
+    round_one = launch.gptq_block if use_kernel("gptq_block", work.device) else round_block
     for first in range(0, columns, PANEL):
         last = min(first + PANEL, columns)
         if first:
@@ -162,7 +163,7 @@ def gptq(
             own, left = slice(start, end), errors[:, start - first : end - first]
             if start > first:
                 work[:, own].baddbmm_(factor[:, first:start, own].mT, errors[:, : start - first], alpha=-1)
-            round_block(work[:, own], factor[:, own, own], steps, group_of[:, own], left, codes[:, own], bits)
+            round_one(work[:, own], factor[:, own, own], steps, group_of[:, own], left, codes[:, own], bits)
         # These columns are done with: their errors, which later ones need, take their place.
         work[:, first:last] = errors[:, : last - first]
     # Taken by the inverse order. To scatter by the order gives the same, but where algorithms must be deterministic,
@@ -170,7 +171,7 @@ def gptq(
     return _in_order(codes, order.argsort(dim=-1)).mT, used
 
 
-def _round_block(
+def round_block(
     work: torch.Tensor,
     factor: torch.Tensor,
     scale: torch.Tensor,
@@ -181,7 +182,7 @@ def _round_block(
 ) -> None:
     """Round the columns of a block, each column's error spread over those after it in the block.
 
-    Arguments are those of `operators.gptq_block`; `work` is changed.
+    Arguments are those of `launch.gptq_block`; `work` is changed.
     """
     steps, rounded, shares = _in_order(scale, group_of.long()).float(), *(torch.empty_like(work) for _ in range(2))
     columns = (tensor.unbind(1) for tensor in (work, steps, rounded, errors))

@@ -13,10 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
-from quantizers.device.fused import fused
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import is_accelerator
 
-from .fused import operators
 from .sum_in_order import sum_in_order
 
 SMALLEST = 128  # columns: below that a matmul wastes more than it saves
@@ -31,7 +29,7 @@ def blocks(columns: int) -> Iterator[tuple[int, int]]:
 
 def gram(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """aᵀ b with float32 accumulation and result, for (T, M) and (T, N) of one dtype."""
-    if a.dtype != torch.float32 and accelerated(a.device):
+    if a.dtype != torch.float32 and is_accelerator(a.device):
         return torch.mm(a.mT, b, out_dtype=torch.float32)
     return a.float().mT @ b.float()
 
@@ -45,7 +43,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """
     if a.dtype == torch.float32:
         total.baddbmm_(a.mT, b)
-    elif accelerated(a.device):  # with the sum as `self` and as `out`, it is added to where it lies
+    elif is_accelerator(a.device):  # with the sum as `self` and as `out`, it is added to where it lies
         torch.baddbmm(total, a.mT, b, torch.float32, out=total)
     else:
         total.baddbmm_(a.float().mT, b.float())
@@ -58,7 +56,7 @@ def add_gram(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total: (E, C, C) float32, or (C, C).
         a, b: (E, T, C) of one dtype, or (T, C), such as w · x and x with a weight w for each token.
     """
-    if not accelerated(a.device):
+    if not is_accelerator(a.device):
         a, b = a.float(), b.float()
     if total.dim() == 2:
         total, a, b = total.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0)
@@ -100,7 +98,4 @@ def row_losses(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
         torch.bmm(gram[:, start:end, start:end], own, out=made)
         if end < columns.shape[1]:
             made.baddbmm_(gram[:, start:end, end:], after, alpha=2)
-    if fused(delta.device) and delta.dtype == torch.float32:
-        summed: torch.Tensor = operators.summed_products(product, columns)
-        return summed
     return sum_in_order(product.mul_(columns))

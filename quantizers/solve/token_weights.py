@@ -22,12 +22,9 @@ from functools import cached_property
 
 import torch
 
-from quantizers.device.fetch import on_host
-from quantizers.device.fused import fused
+from quantizers.device.prefetch import tensor_to_host
 from quantizers.forward.recorded import Recorded, route_counts, routing_of
 from quantizers.plan.units import ALIGNED, ROUTED_ROWS, by_load
-
-from .fused import operators
 
 Routed = tuple[torch.Tensor, torch.Tensor]  # rows of a block (c, m) int32, and their routing weights (c, m) float32
 
@@ -154,7 +151,7 @@ def survey(
     together = torch.stack(numbers)  # (blocks, 2E + 1)
     listed, counts = together[:, :experts], together[:, experts : 2 * experts].sum(0)
     starts = listed.cumsum(1) - listed
-    found: list[list[int]] = on_host(together).tolist()
+    found: list[list[int]] = tensor_to_host(together).tolist()
     total = [sum(column) for column in zip(*found, strict=True)]
     known_order = list(range(experts)) if unit is None else by_load(total[experts : 2 * experts], unit)
     order = torch.tensor(known_order).to(counts.device)
@@ -209,8 +206,5 @@ def token_roots(
     """
     routed, every = blended.factors(first, last)
     experts = blended.experts[first:last]
-    if dtype == torch.bfloat16 and fused(good.device):
-        roots: torch.Tensor = operators.token_roots(block.chosen, block.weight, good, routed, every, experts)
-        return roots
     weights = squared_weights(block, experts).mul_(routed.unsqueeze(-1)).add_(every.unsqueeze(-1))
     return weights.mul_(good).sqrt_().to(dtype)

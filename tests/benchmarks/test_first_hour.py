@@ -71,7 +71,7 @@ def test_what_goes_wrong_is_in_the_table(tmp_path: Path) -> None:
     assert table["machine"][0] == "PASS"
     code, table, said = first_hour(tmp_path / "other", STEPS="machine nonsense")
     assert (code, table) == (2, {})
-    assert said.startswith("STEPS: nonsense is no step; the steps are machine rates")
+    assert said.startswith("STEPS: nonsense is no step; the steps are machine tests")
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ def test_what_is_predicted_from_is_what_the_run_stores(
         of_s.append(s)
         return real(scale, codes, s)
 
-    def found(down: Tensor, sums: Any, settings: Experts, careful: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    def found(down: Tensor, sums: Any, settings: Experts) -> tuple[Tensor, dict[str, Tensor]]:
         s, totals = search(down, sums, settings)
         of_s.append(s[order.argsort()])
         return of_s[0][order], totals

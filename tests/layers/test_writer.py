@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from families import write_job
 
-from quantizers.checkpoint.held import hold, layer_names
 from quantizers.layers.writer import ShardWriter
-from quantizers.plan.job import prepare
-from quantizers.run.quantizer import audit_shard
-from quantizers.system.errors import CheckpointError, QuantizeError
+from quantizers.system.errors import QuantizeError
 from quantizers.team.team import ALONE, Team
 
 
@@ -88,14 +81,3 @@ def test_a_shard_that_cannot_be_written_fails_after_the_layers_before_it() -> No
     assert list(writer.finished()) == [0]
     with pytest.raises(QuantizeError, match="no room"):
         writer.finished(ahead=0)
-
-
-def test_an_audit_that_fails_waits_for_the_copy_that_its_shard_is_written_from(tmp_path: Path) -> None:
-    """The file is written next, by the same thread, from memory to which the packed layer may still be copied."""
-    job, told = prepare(str(write_job(tmp_path / "job", "glm4_moe"))), list[str]()
-    source = hold(job.opened, layer_names(job.opened, job.facts, 1))
-    missing = source.only(list(source.tensors)[:1])
-    crossing: Any = SimpleNamespace(finish=lambda: told.append("arrived"))
-    with pytest.raises((CheckpointError, KeyError)):
-        audit_shard(job, 1, missing, source, crossing, torch.device("cpu"))
-    assert told == ["arrived"]

@@ -321,7 +321,7 @@ def test_the_scale_to_w2_costs_w3_nothing_with_8_bits(
     lost = {}
     for scaled in (False, True):
 
-        def search(*arguments: Any, careful: bool, scaled: bool = scaled) -> Any:
+        def search(*arguments: Any, scaled: bool = scaled) -> Any:
             s, *rest = real(*arguments)
             found.append(s if scaled else torch.ones_like(s))
             return (found[-1], *rest)
@@ -354,7 +354,7 @@ def test_with_8_bits_a_part_of_a_large_set_is_searched_and_all_of_it_solved_from
     layer.normed = [n[: 8 * WIDTH] for n in (layer.normed * 2)[:4]]  # four blocks
     seen, real = list[int](), expert_unit._width_scale
 
-    def search(down: torch.Tensor, sums: Any, settings: Experts, careful: bool) -> Any:
+    def search(down: torch.Tensor, sums: Any, settings: Experts) -> Any:
         seen.extend(sums.seen.tolist())
         return real(down, sums, settings)
 

@@ -90,7 +90,7 @@ def test_on_a_cpu_the_file_and_the_next_reader_share_their_memory(layer: Layer) 
     assert tensors.host[f"{module}.weight_scale"].data_ptr() == solved.scales["up"][1].data_ptr()
 
 
-def test_all_that_a_device_made_comes_to_the_host_in_one_copy(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_device_made_comes_to_the_host_in_a_few_copies(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device, which has no values: whoever looks at one, or copies it otherwise, fails."""
     copied = []
 
@@ -101,7 +101,7 @@ def test_all_that_a_device_made_comes_to_the_host_in_one_copy(layer: Layer, monk
     solved = layer.solved("meta")
     monkeypatch.setattr(torch.Tensor, "cpu", cpu)
     tensors = layer_tensors(layer.plan, 0, layer.source, solved)
-    assert len(copied) == 1
+    assert len(copied) == 8, "codes and scales of three matrices, norm and router"
     kept = {name for action in layer.plan.of_layer(0) if action.kind in KEPT for name in action.outputs}
     for name, tensor in tensors.device.items():
         assert tensors.host[name].device.type == "cpu"
@@ -110,22 +110,17 @@ def test_all_that_a_device_made_comes_to_the_host_in_one_copy(layer: Layer, monk
         assert tensor.device.type == ("cpu" if name in kept or name.endswith("weight_shape") else "meta"), name
 
 
-def test_an_accelerators_buffer_has_the_same_bytes(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its branch taken on the CPU: everything is laid out in one buffer, and packed by units."""
+def test_an_accelerators_tensors_have_the_same_bytes(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its branch taken on the CPU: experts are packed several at a time."""
     from stitch.write import shard
 
     plain = layer_tensors(layer.plan, 0, layer.source, layer.solved())
-    monkeypatch.setattr(shard, "accelerated", lambda device: True)
+    monkeypatch.setattr(shard, "is_accelerator", lambda device: True)
     monkeypatch.setattr(shard, "PACKED_AT_A_TIME", 3)
     laid = layer_tensors(layer.plan, 0, layer.source, layer.solved())
     for name, tensor in plain.host.items():
         assert torch.equal(tensor.view(torch.uint8), laid.host[name].view(torch.uint8)), name
-        assert laid.host[name].data_ptr() % tensor.element_size() == 0
-    room = torch.zeros(2**20, dtype=torch.uint8)
-    there = layer_tensors(layer.plan, 0, layer.source, layer.solved(), room=lambda size: room[:size])
     kept = {name for action in layer.plan.of_layer(0) if action.kind in KEPT for name in action.outputs}
-    made = {name for name in laid.host if name not in kept and not name.endswith("_shape")}
-    assert made == {n for n, t in there.host.items() if t.untyped_storage().data_ptr() == room.data_ptr()}
     unwritten = layer_tensors(layer.plan, 0, layer.source, layer.solved(), written=False)
     assert unwritten.host.keys() == kept
     assert unwritten.device.keys() == laid.device.keys()

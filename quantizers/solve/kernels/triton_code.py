@@ -1,15 +1,14 @@
-"""The kernels. Importing this file takes Triton; operators.py launches them.
+"""The Triton kernels. Importing this file takes Triton; launch.py launches them.
 
-In those of rounding and of the search a program has some rows of one expert's matrix, which lies transposed, (C, R): a
-column's rows are read in one piece, and all columns of a block or a group that is rounded stay in registers until the
-last of them is. The last three go with the forced pass, whose results lie transposed as well, (C, T): a program has
-some tokens of an expert, or some columns of those.
+A program has some rows of one expert's matrix, which is transposed, (C, R), so that a column's rows are contiguous. All
+columns of a block or a group that is rounded stay in registers until the last of them is. weigh_rows belongs to the
+forced pass, whose results are transposed as well, (C, T): a program has some columns of an expert.
 
 They are compiled with `enable_fp_fusion=False`, or the compiler would fuse products and sums. Nothing is added by
-tl.sum or tl.dot, whose order is not written down: a group's sums are made in 8 lanes, see sum_in_order.py.
+tl.sum or tl.dot, whose order is not specified: a group's sums are made in 8 lanes, see sum_in_order.py.
 
-Legend: E experts, C columns, R rows, g group size, n groups, P grid points, T tokens, K experts chosen per token; `…_e`
-steps in memory from one expert to the next.
+Legend: E experts, C columns, R rows, g group size, n groups, T tokens;
+`…_e` steps in memory from one expert to the next.
 """
 
 from __future__ import annotations
@@ -17,10 +16,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantizers.forward.fused.kernels import bfloat16
 from quantizers.solve import sum_in_order
 
 LANES = tl.constexpr(sum_in_order.LANES)
+
+
+@triton.jit
+def bfloat16(x):
+    """x rounded to bfloat16, half to even, as float32. By its bits: Triton's interpreter cuts them off instead."""
+    bits = x.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return bits.to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -52,7 +58,7 @@ def gptq_block(
     R, work_e, factor_e, factor_row, factor_column, scale_e, group_e, errors_e, codes_e,
     W: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See operators.gptq_block. Grid (E, R / ROWS)."""
+    """See launch.gptq_block. Grid (E, R / ROWS)."""
     expert = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = row < R
@@ -81,7 +87,7 @@ def refine_group(
     R, block_e, block_row, scale_e, near_e, image_e, codes_e, change_e,
     G: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See operators.refine_group. Grid (E, R / ROWS)."""
+    """See launch.refine_group. Grid (E, R / ROWS)."""
     expert = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = row < R
@@ -129,65 +135,13 @@ def _minmax(largest, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def tried_errors(
-    weight, scale, errors,
-    R, weight_e, scale_p, scale_e, errors_e,
-    G: tl.constexpr, P: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """See operators.tried_errors. Grid (E, R / ROWS, n)."""
-    expert = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    group = tl.program_id(2)
-    there = row < R
-    weight += expert * weight_e + group * G * R.to(tl.int64) + row
-    scale += expert * scale_e + group * G
-    errors += expert * errors_e + group * G * P * R.to(tl.int64) + row
-    lanes = tl.arange(0, LANES)[None, :]
-    for point in range(P):
-        own = scale + point * scale_p
-        largest = tl.zeros((ROWS, LANES), tl.float32)
-        for k in range(0, G, LANES):
-            value = tl.load(weight[:, None] + k * R + lanes * R, mask=there[:, None], other=0.0)
-            largest = tl.maximum(largest, tl.abs(value * tl.load(own + k + lanes)))
-        wide = _minmax(largest, LOW, HIGH, ROWS)[:, None] + tl.zeros((ROWS, LANES), tl.float32)
-        for k in range(0, G, LANES):
-            value = tl.load(weight[:, None] + k * R + lanes * R, mask=there[:, None], other=0.0)
-            factor = tl.load(own + k + lanes) + tl.zeros((ROWS, LANES), tl.float32)
-            rounded = _whole(tl.div_rn(value * factor, wide), LOW, HIGH) * wide
-            place = errors[:, None] + (k * P + point) * R + lanes * P * R
-            tl.store(place, tl.div_rn(rounded, factor) - value, mask=there[:, None])
-
-
-@triton.jit
-def summed_products(
-    first, second, sums,
-    C, R, first_e, second_e, sums_e,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """See operators.summed_products. Grid (E, R / ROWS)."""
-    expert = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    there = row < R
-    lanes = tl.arange(0, LANES)[None, :] * R
-    first += expert * first_e + row[:, None] + lanes
-    second += expert * second_e + row[:, None] + lanes
-    total = tl.zeros((ROWS, LANES), tl.float32)
-    for _ in range(0, C, LANES):
-        value = tl.load(first, mask=there[:, None], other=0.0)
-        total = total + value * tl.load(second, mask=there[:, None], other=0.0)
-        first += LANES * R
-        second += LANES * R
-    tl.store(sums + expert * sums_e + row, _lanes_added(total, ROWS), mask=there)
-
-
-@triton.jit
 def mse_scales(
     weight, importance, chosen,
     R, weight_e, importance_e, chosen_e,
     G: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, LESS: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See operators.mse_scales. Grid (E, R / ROWS, n)."""
+    """See launch.mse_scales. Grid (E, R / ROWS, n)."""
     expert = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(2)
@@ -219,59 +173,12 @@ def mse_scales(
 
 
 @triton.jit
-def token_roots(
-    chosen_experts, weight, good, of_routed, of_any, experts, root,
-    T, good_e, root_e,
-    K: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """See operators.token_roots. Grid (c, T / TOKENS)."""
-    expert = tl.program_id(0)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    there = token < T
-    number = tl.load(experts + expert)
-    squared = tl.zeros((TOKENS,), tl.float32)
-    for k in range(K):
-        value = tl.load(weight + token * K + k, mask=there, other=0.0)
-        own = tl.load(chosen_experts + token * K + k, mask=there, other=-1) == number
-        squared = tl.where(own, value * value, squared)
-    value = tl.sqrt_rn(squared * tl.load(of_routed + expert) + tl.load(of_any + expert))
-    counts = tl.load(good + expert.to(tl.int64) * good_e + token, mask=there, other=0) != 0
-    value = tl.where(counts, bfloat16(value), 0.0)
-    tl.store(root + expert.to(tl.int64) * root_e + token, value.to(tl.bfloat16), mask=there)
-
-
-@triton.jit
-def gate_rows(
-    gate, up, unusable,
-    C, T, gate_e, up_e, unusable_e,
-    LARGEST: tl.constexpr, STRIP: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """See operators.gate_rows. Grid (E, C / STRIP, T / TOKENS)."""
-    expert = tl.program_id(0).to(tl.int64)
-    strip = tl.program_id(1)
-    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    there = token < T
-    gate += expert * gate_e + strip.to(tl.int64) * STRIP * T + token
-    up += expert * up_e + strip.to(tl.int64) * STRIP * T + token
-    bad = tl.zeros((TOKENS,), tl.int32)
-    for k in range(STRIP):
-        column = strip * STRIP + k + tl.zeros((TOKENS,), tl.int32)
-        inside = there & (column < C)
-        x = tl.load(gate + k * T, mask=inside, other=0.0).to(tl.float32)
-        x = x * tl.load(up + k * T, mask=inside, other=0.0).to(tl.float32)
-        x = tl.where(x == x, bfloat16(x), x)  # the bits of NaN would become another number's
-        tl.store(gate + k * T, x.to(tl.bfloat16), mask=inside)
-        bad = bad | tl.where((x < LARGEST) & (x > -LARGEST), 0, 1)
-    tl.store(unusable + expert * unusable_e + strip * T + token, bad.to(tl.int8), mask=there)
-
-
-@triton.jit
 def weigh_rows(
     rows, root, magnitude,
     C, T, rows_e, root_e, magnitude_e,
     STRIP: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """See operators.weigh_rows. Grid (E, C / STRIP)."""
+    """See launch.weigh_rows. Grid (E, C / STRIP)."""
     expert = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
     lane = tl.arange(0, SUMS)
