@@ -107,7 +107,7 @@ def run_report(
         ],
         "serving": serving(job.plan, job.facts, job.sizes, source, model),
         "seconds": seconds,
-        "peak_memory_bytes": max(peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)),
+        "peak_memory_bytes": max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)]),
     }
     if engines is not None:
         report["consumers"] = engines.as_dict()
