@@ -41,7 +41,7 @@ def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Con
     if entries is not None:
         schemes = job.allocation.spell(chosen_candidates(job.allocation, entries))
         refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
-    return replace(job, plan=job.plan.with_schemes(context.team.tell(schemes)))
+    return replace(job, plan=job.plan.with_schemes(context.dist.broadcast_object(schemes)))
 
 
 def chosen_candidates(allocation: Allocation, entries: Entries) -> list[int]:

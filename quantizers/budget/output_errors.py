@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import Recorded
 from quantizers.plan.units import units_of
@@ -33,7 +34,6 @@ from quantizers.solve.input_sums import InputSums, Unit, blended_gram, sweep
 from quantizers.solve.norm_search import norm_scale
 from quantizers.solve.rounding import minmax_scales, mse_scales, nearest
 from quantizers.solve.token_weights import Table, survey
-from quantizers.team.team import ALONE, Team
 
 Weights = Mapping[Matrix, torch.Tensor]  # gate and up (c, I, H), down (c, H, I), float32, in the source's basis
 ALL_THREE = "all"
@@ -66,7 +66,7 @@ def scheme_errors(
     experts: int,
     unit: int,
     compared: Sequence[Recorded],
-    team: Team = ALONE,
+    dist: ProcessGroup = SINGLE_PROCESS,
 ) -> SchemeErrors:
     """Measure the first `experts` experts of a layer. Their order is arbitrary, so they are a fair sample of all.
 
@@ -77,18 +77,18 @@ def scheme_errors(
         schemes: the candidates.
         unit: experts worked on at a time.
         compared: the sequences on which outputs are compared; the sums are of all.
-        team: each process works on its share of the units; all of them get the whole result.
+        dist: each process works on its share of the units; all of them get the whole result.
     """
     all_experts, _, hidden = gate_up.shape
     units = units_of(experts, unit)
-    units = [units[i] for i in team.share(len(units))]
+    units = [units[i] for i in dist.partition(len(units))]
     found = survey(blocks, all_experts, settings.routed_weight, full_share_at=hidden)
     tables = survey(compared, all_experts, settings.routed_weight, full_share_at=hidden).tables
     inputs, routed = sweep(blocks, found, units[:1], hidden, with_all=True)
     assert inputs is not None
     settings_of = {s: settings.model_copy(update={"bits": s.bits, "group_size": s.group_size}) for s in schemes}
     measured = gate_up[:experts]
-    smooth = {s: _smooth(measured, inputs, norm, offset, own, units, team) for s, own in settings_of.items()}
+    smooth = {s: _smooth(measured, inputs, norm, offset, own, units, dist) for s, own in settings_of.items()}
     lost: list[tuple[Scheme, dict[str, float]]] = []  # unit by unit
     coarsest: dict[str, list[torch.Tensor]] = {"gate_up": [], "down": []}
     for own_unit in units:
@@ -109,10 +109,10 @@ def scheme_errors(
                 for name, matrix in zip(coarsest, both, strict=True):
                     coarsest[name].append(matrix.to(gate_up.dtype).cpu())
     totals = {scheme: dict.fromkeys((ALL_THREE, *MATRICES), 0.0) for scheme in schemes}
-    for scheme, errors in (one for part in team.collect(lost) for one in part):  # in the order of units
+    for scheme, errors in (one for part in dist.all_gather_object(lost) for one in part):  # in the order of units
         for name, value in errors.items():
             totals[scheme][name] += value
-    whole = team.gather({n: torch.cat(parts) for n, parts in coarsest.items() if parts}, torch.device("cpu"))
+    whole = dist.all_gather({n: torch.cat(parts) for n, parts in coarsest.items() if parts}, torch.device("cpu"))
     return SchemeErrors(totals, (whole["gate_up"], whole["down"]))
 
 
@@ -123,7 +123,7 @@ def _smooth(
     offset: int,
     own: Experts,
     units: Sequence[Unit],
-    team: Team,
+    dist: ProcessGroup,
 ) -> torch.Tensor:
     """What a scheme would divide the norm by, (H,), exactly as the rounded norm has it; ones where it is kept.
 
@@ -140,7 +140,7 @@ def _smooth(
     def at_once(work: Callable[[], torch.Tensor]) -> torch.Tensor:
         return work()  # no sums are held here that could make room
 
-    scale, _ = norm_scale(weights, inputs, own, units, len(gate_up), within_memory=at_once, team=team)
+    scale, _ = norm_scale(weights, inputs, own, units, len(gate_up), within_memory=at_once, dist=dist)
     return fold_norm(norm, scale, offset)[1]
 
 

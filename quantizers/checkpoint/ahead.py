@@ -15,9 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING
 
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.distributed.shared_memory import shared_memory
 from quantizers.system.errors import CheckpointError
-from quantizers.team.shared_memory import shared_memory
-from quantizers.team.team import ALONE, Team
 
 from .held import Held, bytes_needed, completed, held_tensors, hold
 from .reader import Checkpoint
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def held_ahead(
     checkpoint: Checkpoint,
     parts: Sequence[Sequence[str]],
-    team: Team = ALONE,
+    dist: ProcessGroup = SINGLE_PROCESS,
     prepare: Callable[[torch.Tensor], object] = lambda _: None,
     arrived: Callable[[Held], object] = lambda _: None,
 ) -> Generator[Held]:
@@ -41,7 +41,7 @@ def held_ahead(
 
     Args:
         parts: the names of each part's tensors.
-        team: who asks for the same parts; each of them has the checkpoint on its machine.
+        dist: who asks for the same parts; each of them has the checkpoint on its machine.
         prepare: called with each of the two buffers, once, before anything is read.
         arrived: called by the thread with each part as it has been read; of several processes on a machine each has
             read its share then.
@@ -50,14 +50,14 @@ def held_ahead(
         CheckpointError: as `hold`, when the part's turn comes; or another machine's checkpoint has other bytes.
     """
     size = max((bytes_needed(checkpoint.tensors[name] for name in names) for names in parts), default=0)
-    buffers = [_buffer(size, team.here) for _ in parts[:2]]
+    buffers = [_buffer(size, dist.here) for _ in parts[:2]]
     for buffer in buffers:
         prepare(buffer)
     stop = Event()
     with ThreadPoolExecutor(max_workers=1) as pool:
 
         def read(position: int) -> Held:
-            share = hold(checkpoint, parts[position], stop, buffers[position % 2], team.here)
+            share = hold(checkpoint, parts[position], stop, buffers[position % 2], dist.here)
             if not stop.is_set():
                 arrived(share)
             return share
@@ -69,18 +69,18 @@ def held_ahead(
             reading = begin(0)
             for position in range(len(parts)):
                 share = reading.pop().result()
-                hashes = {name: own for one in team.here.collect(share.hashes) for name, own in one.items()}
+                hashes = {name: own for one in dist.here.all_gather_object(share.hashes) for name, own in one.items()}
                 # All have read, so nobody needs the part before this one any more.
                 reading = begin(position + 1)
                 held = completed(share, hashes)
-                _same_everywhere(held, team)
+                _same_everywhere(held, dist)
                 yield held
                 held.empty()
         finally:
             stop.set()
 
 
-def _buffer(size: int, here: Team) -> torch.Tensor:
+def _buffer(size: int, here: ProcessGroup) -> torch.Tensor:
     """Memory for parts, which all processes of a machine see."""
     import torch
 
@@ -90,37 +90,37 @@ def _buffer(size: int, here: Team) -> torch.Tensor:
         return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
-def _same_everywhere(held: Held, team: Team) -> None:
+def _same_everywhere(held: Held, dist: ProcessGroup) -> None:
     """Compare a part with the other machines' own copies, by hash.
 
     Raises:
         CheckpointError: this machine's has other bytes than that of rank 0.
     """
-    first = team.heads.collect(dict(held.hashes))[0]
+    first = dist.heads.all_gather_object(dict(held.hashes))[0]
     for name, digest in held.hashes.items():
         if first[name] != digest:
             raise CheckpointError(
-                f"{team.name}: {held.tensors[name].file}: {name} has other bytes than on the machine of "
+                f"{dist.name}: {held.tensors[name].file}: {name} has other bytes than on the machine of "
                 "rank 0; copy the source there again"
             )
 
 
-def passed_on(held: Held, team: Team) -> Held:
+def passed_on(held: Held, dist: ProcessGroup) -> Held:
     """Give the other processes a part, which they get from `received`; returns it."""
-    team.tell({name: (info.dtype, info.shape) for name, info in held.tensors.items()})
-    team.tell((held.folder, held.name, held.config))
+    dist.broadcast_object({name: (info.dtype, info.shape) for name, info in held.tensors.items()})
+    dist.broadcast_object((held.folder, held.name, held.config))
     for name in held.tensors:
-        team.broadcast(held.stored[name])
+        dist.broadcast(held.stored[name])
     return held
 
 
-def received(team: Team) -> Held:
+def received(dist: ProcessGroup) -> Held:
     """The part that rank 0 passes on, in memory of its own."""
     import torch
 
-    specs = team.tell()
-    folder, name, config = team.tell()
+    specs = dist.broadcast_object()
+    folder, name, config = dist.broadcast_object()
     stored = {name: torch.empty(shape, dtype=torch_dtype(dtype)) for name, (dtype, shape) in specs.items()}
     for tensor in stored.values():
-        team.broadcast(tensor)
+        dist.broadcast(tensor)
     return held_tensors(Held(folder, name, config, {}), stored, folder)

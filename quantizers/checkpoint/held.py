@@ -19,8 +19,8 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.thread_map import thread_map
-from quantizers.team.team import ALONE, Team
 
 from .reader import Checkpoint
 from .safetensors_header import TensorInfo
@@ -183,7 +183,7 @@ def outside_names(checkpoint: Checkpoint, facts: Architecture) -> list[str]:
     return [checkpoint.require(name, "a tensor outside the layers").name for name in names]
 
 
-def share_of(found: Sequence[Range], here: Team) -> list[Range]:
+def share_of(found: Sequence[Range], here: ProcessGroup) -> list[Range]:
     """What one of a machine's processes reads of some ranges: whole tensors, about as many bytes as the others."""
     bounds = here.share(sum(one.size for one in found) + 1)  # one more: an empty tensor may lie behind the last byte
     result, before = [], 0
@@ -200,7 +200,7 @@ def hold(
     names: Iterable[str],
     stop: Event | None = None,
     buffer: torch.Tensor | None = None,
-    here: Team = ALONE,
+    here: ProcessGroup = SINGLE_PROCESS,
 ) -> Held:
     """Read some tensors into memory, in the order of their bytes.
 

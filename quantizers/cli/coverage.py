@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quantizers.team.team import ALONE, Team
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 
 from .options import (
     GATE_FAILED,
@@ -91,11 +91,11 @@ def coverage(
         trust_remote_code=trust_remote_code,
         changes=changes_of(settings or (), calibration),
     )
-    team: Team = context.obj or ALONE
-    with shared_folder(work, team) as folder:
+    dist: ProcessGroup = context.obj or SINGLE_PROCESS
+    with shared_folder(work, dist) as folder:
         answer = compare_coverage if compare else measure_coverage
-        result = answer(question, choose_device(device, team), folder, team)
-    if not team.leads:
+        result = answer(question, choose_device(device, dist), folder, dist)
+    if not dist.is_main:
         return
     text = (compare_table if compare else coverage_table)(result)
     if not no_picture:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantizers.team.team import ALONE, Team
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 
 from .options import (
     DebugOption,
@@ -72,26 +72,26 @@ def evaluate(
     from quantizers.run.report import NOT_SIMULATED
     from quantizers.system.interrupts import interruptible
 
-    team: Team = context.obj or ALONE
+    dist: ProcessGroup = context.obj or SINGLE_PROCESS
     refuse_unfinished_runs([source, *candidate])
     data_set = find_set(data, "held-out")
-    opened = team.in_turn(lambda: [open_checkpoint(name) for name in (source, *candidate)])
+    opened = dist.in_turn(lambda: [open_checkpoint(name) for name in (source, *candidate)])
     own = facts or next(filter(None, (carried_facts(one.folder) for one in opened[1:])), None)
-    if own is not None and facts is None and team.leads:
+    if own is not None and facts is None and dist.is_main:
         print(f"facts: {own}", file=sys.stderr, flush=True)
     where = str(opened[0].folder / "config.json")
     sizes = sizes_of(architecture_for(opened[0].config, where, own), opened[0].config, where)
     settings = begun_with(work / "evaluation", EVALUATION) if work else {}
-    use_threads(sizes, team.tell(settings.get("threads")), team)
+    use_threads(sizes, dist.broadcast_object(settings.get("threads")), dist)
     advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
-    shared = shared_folder(work, team) if work is None else contextlib.nullcontext(work)
+    shared = shared_folder(work, dist) if work is None else contextlib.nullcontext(work)
     with shared as folder, interruptible(advice) as interrupt:
-        check = team.heed(interrupt)
+        check = dist.watch(interrupt)
         results = measure(
-            opened[0], opened[1:], data_set, choose_device(device, team), folder / "evaluation", check,
-            weights=True, resumable=work is not None, trust_remote_code=trust_remote_code, team=team, own=own,
+            opened[0], opened[1:], data_set, choose_device(device, dist), folder / "evaluation", check,
+            weights=True, resumable=work is not None, trust_remote_code=trust_remote_code, dist=dist, own=own,
         )  # fmt: skip
-    if not team.leads:
+    if not dist.is_main:
         return
     report: dict[str, Any] = {
         "source": source,

@@ -10,10 +10,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from quantizers.device.determinism import ordered
+from quantizers.distributed.launch import join, launched
+from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.interrupts import stoppable
-from quantizers.team.joining import join, launched
-from quantizers.team.team import Team
 
 from . import calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
 from .options import emit
@@ -79,43 +79,43 @@ app.add_typer(calibration.calibration, name="calibration")
 def main() -> None:
     """Entry point. Every error is printed as one line and gives an exit code; a traceback only with --debug."""
     _quiet()
-    team = Team()
+    dist = ProcessGroup()
     try:
         with stoppable(), ordered():
             if launched() and not {*sys.argv[1:2]} <= SEVERAL:
                 raise InputError("only run, eval and coverage work with several processes; start this by itself")
-            team = join()
-            code = app(prog_name="quantize", standalone_mode=False, obj=team) or 0  # typer.Exit is returned as a code
-            team.finish()
+            dist = join()
+            code = app(prog_name="quantize", standalone_mode=False, obj=dist) or 0  # typer.Exit is returned as a code
+            dist.shutdown()
             sys.exit(code)
     except typer.Abort:
-        _end(team, "interrupted; give the same command again", 130)
+        _end(dist, "interrupted; give the same command again", 130)
     except QuantizeError as failure:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        _end(team, str(failure), failure.exit_code)
+        _end(dist, str(failure), failure.exit_code)
     except Exception as failure:
         # typer bundles its own click under a private name, so click's errors are recognised by their method.
         if said := getattr(failure, "format_message", None):
             if type(failure).__name__ == "NoArgsIsHelpError":
                 print(said(), file=sys.stderr)  # the help of a command that was given nothing
                 sys.exit(2)
-            _end(team, said(), 2)
+            _end(dist, said(), 2)
         if "--debug" in sys.argv:
             traceback.print_exc()
-            _end(team, "", 1)
+            _end(dist, "", 1)
         first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-        _end(team, f"{type(failure).__name__}: {first} (a traceback with --debug)", 1)
+        _end(dist, f"{type(failure).__name__}: {first} (a traceback with --debug)", 1)
 
 
-def _end(team: Team, message: str, code: int) -> NoReturn:
-    line, code = team.last_words(message, code)
+def _end(dist: ProcessGroup, message: str, code: int) -> NoReturn:
+    line, code = dist.final_message(message, code)
     process = launched()
-    if process and not team.several and process[0]:
+    if process and not dist.is_distributed and process[0]:
         line = None  # before the processes knew each other: rank 0 says the same
     for one in line.split("\n") if line else ():  # a line for each mistake
         print(f"quantize: {one}", file=sys.stderr)
-    if team.several:
+    if dist.is_distributed:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # torch's groups would wait for the processes that are lost

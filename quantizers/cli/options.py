@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
+from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.errors import InputError
 from quantizers.system.files import json_finite
 from quantizers.system.output_files import RECIPE, REPORT
-from quantizers.team.team import Team
 
 GATE_FAILED = 3
 
@@ -205,12 +205,12 @@ def find_set(name: str, such_as: str) -> Path:
 
 
 @contextlib.contextmanager
-def shared_folder(folder: Path | None, team: Team) -> Iterator[Path]:
+def shared_folder(folder: Path | None, dist: ProcessGroup) -> Iterator[Path]:
     """A temporary folder below `folder`, created by each machine's first process and used by all of them."""
-    if team.here.leads:
+    if dist.here.is_main:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as inner:
-            yield Path(team.here.tell(inner))
+            yield Path(dist.here.broadcast_object(inner))
     else:
-        yield Path(team.here.tell())
+        yield Path(dist.here.broadcast_object())

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import InputError
-from quantizers.team.team import ALONE, Team
 
 from .options import (
     GATE_FAILED,
@@ -86,7 +86,7 @@ def run(
     from quantizers.recipe.read import find_recipe
     from quantizers.system.formatting import parse_bytes
 
-    team: Team = context.obj or ALONE
+    dist: ProcessGroup = context.obj or SINGLE_PROCESS
     if folder is not None and output is not None and folder.absolute() != output.absolute():
         raise InputError(f"two outputs are given, {folder} and --output {output}; leave one out")
     output = output or folder
@@ -95,14 +95,14 @@ def run(
     from quantizers.plan.job import prepare
 
     if output is None:
-        output = default_output(run_name(path), say=team.leads)
+        output = default_output(run_name(path), say=dist.is_main)
 
     def begin() -> Job:
         """Everything that may refuse, ask the user, or download; rank 0 does it first."""
-        if team.leads:
+        if dist.is_main:
             refuse_second_run(output)
         job = prepare(recipe, source_folder=source, changes=changes)
-        if fresh and team.leads:
+        if fresh and dist.is_main:
             from quantizers.output.journal import discard
 
             keep_own_recipe(job.path, output)
@@ -112,32 +112,32 @@ def run(
         return job
 
     limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
-    job = team.in_turn(begin)
+    job = dist.in_turn(begin)
     from quantizers.device.devices import choose_device, use_threads
     from quantizers.run.finished import of_another_source
     from quantizers.run.options import Options
     from quantizers.run.pipeline import assist
     from quantizers.run.pipeline import run as run_job
 
-    if team.leads and of_another_source(job):
+    if dist.is_main and of_another_source(job):
         print(
             f"{job.path}: the checkpoint beside it was made from another source than {job.location}, so this will "
             "not give the same bytes",
             file=sys.stderr,
         )
-    use_threads(job.sizes, team.tell(begun_with(work_folder(output)).get("threads")), team)
+    use_threads(job.sizes, dist.broadcast_object(begun_with(work_folder(output)).get("threads")), dist)
     options = Options(
         output,
-        choose_device(device, team),
+        choose_device(device, dist),
         limit,
         paranoid,
         with_data,
         states,
         ignore_stop,
-        team,
+        dist,
         typed(),
     )
-    if not team.leads:
+    if not dist.is_main:
         assist(job, options)
         return
     report = run_job(job, options)

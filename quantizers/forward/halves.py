@@ -63,7 +63,7 @@ def observe(
     for block, (residual,) in zip(blocks, prefetched([(states.flat[rows],) for rows in blocks], device), strict=True):
         recorded.put(slice(start + block.start, start + block.stop), model.route(layer, residual))
         check()
-    recorded.complete(states.share.team, states.share.rows_of)
+    recorded.complete(states.share.dist, states.share.rows_of)
 
 
 def finish(

@@ -14,7 +14,7 @@ import torch
 from quantizers.architectures.sizes import Sizes
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import prefetched
-from quantizers.team.team import Team
+from quantizers.distributed.process_group import ProcessGroup
 
 from .states import Rows
 
@@ -79,22 +79,22 @@ class RecordedRows:
         for place, field in zip(self._parts(rows), fields(seen), strict=True):
             place.copy_(getattr(seen, field.name).view_as(place))
 
-    def complete(self, team: Team, rows_of: Callable[[int], tuple[int, int]]) -> None:
+    def complete(self, dist: ProcessGroup, rows_of: Callable[[int], tuple[int, int]]) -> None:
         """Get the rows that the other processes have recorded, each row once to every machine or process.
 
         Args:
             rows_of: first and last (exclusive) row that a rank has recorded, in the order of ranks.
         """
-        if not team.several:
+        if not dist.is_distributed:
             return
-        to = team.heads if self.shared else team
-        team.here.barrier()
+        to = dist.heads if self.shared else dist
+        dist.here.barrier()
         for giver in range(to.count):
-            ranks = team.ranks_of(giver) if self.shared else (giver,)
+            ranks = dist.ranks_of(giver) if self.shared else (giver,)
             rows = slice(rows_of(ranks[0])[0], rows_of(ranks[-1])[1])
             for part in (self.x, self.chosen, self.weight, self.usable):
                 to.broadcast(part.flat[rows], giver)
-        team.here.barrier()
+        dist.here.barrier()
 
     def at(self, rows: slice, device: torch.device) -> Recorded:
         """These rows on a device: views where they lie there already."""

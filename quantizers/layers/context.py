@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.plan.device_memory import Place, Residents
-from quantizers.team.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ class Context:
         device: where layers are computed.
         residents: expert batches whose Hessians are kept at a time.
         check: called between steps; may raise to interrupt.
-        team: which process this is, of how many.
+        dist: which process this is, of how many.
         inputs: where the captured MoE inputs are kept.
         states: where the calibration activations between layers are kept.
         texts_there: whether the held-out activations are kept on the device, or only in their files.
@@ -35,7 +35,7 @@ class Context:
     device: torch.device
     residents: Residents
     check: Callable[[], None] = lambda: None
-    team: Team = ALONE
+    dist: ProcessGroup = SINGLE_PROCESS
     inputs: Place = "memory"
     states: Place = "memory"
     texts_there: bool = False

@@ -13,10 +13,10 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
 from quantizers.device.malloc_tuning import release_free_memory
 from quantizers.device.prefetch import BufferPrefetch, pin
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import doing
-from quantizers.team.team import ALONE, Team
 
 from .step import Consumer, LayerStep, Watch, run_step
 
@@ -28,7 +28,7 @@ def layer_steps(
     model: LayeredModel | None = None,
     *,
     check: Callable[[], None] = lambda: None,
-    team: Team = ALONE,
+    dist: ProcessGroup = SINGLE_PROCESS,
     early: bool = False,
 ) -> Generator[LayerStep]:
     """Call the consumers layer by layer.
@@ -40,7 +40,7 @@ def layer_steps(
         consumers: called in this order at each place of a step, see `Consumer`.
         model: the source's structure and device; None if the consumers need bytes alone, on the CPU.
         check: called between layers; may raise to interrupt.
-        team: the processes that share the work.
+        dist: the processes that share the work.
         early: whether there is room on the device for the next layer's bytes, which are then copied while one is
             worked on. (Of several processes on a machine each has read only a share of them by then.)
 
@@ -53,7 +53,7 @@ def layer_steps(
         CheckpointError: a layer cannot be read.
     """
     device = torch.device("cpu") if model is None else model.device
-    early = early and is_accelerator(device) and not team.here.several
+    early = early and is_accelerator(device) and not dist.here.is_distributed
     prefetch = BufferPrefetch(device)
 
     def prepare(buffer: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ def layer_steps(
 
     with contextlib.ExitStack() as stack:
         stack.callback(prefetch.stop)  # once nothing is read ahead any more
-        parts = held_ahead(source, list(tensors.values()), team, prepare, arrived)
+        parts = held_ahead(source, list(tensors.values()), dist, prepare, arrived)
         ahead = stack.enter_context(contextlib.closing(parts))
         for number in tensors:
             check()

@@ -34,10 +34,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import OutputError
 from quantizers.system.files import disk_errors, file_sha256, write_json
 from quantizers.system.thread_map import thread_map
-from quantizers.team.team import ALONE, Team
 
 WORK = ".quantize"
 HELD_OUT = "held-out.json"
@@ -99,7 +99,7 @@ def refuse_second_run(output: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(output: Path, team: Team = ALONE) -> Iterator[None]:
+def locked(output: Path, dist: ProcessGroup = SINGLE_PROCESS) -> Iterator[None]:
     """Lock the output folder for this run. The kernel releases the lock of a process that dies.
 
     Of several processes of a machine the first one takes an exclusive lock; then all hold a shared lock, so that no
@@ -108,7 +108,7 @@ def locked(output: Path, team: Team = ALONE) -> Iterator[None]:
     Raises:
         OutputError: another process works here.
     """
-    work, here = work_folder(output, team.node), team.here
+    work, here = work_folder(output, dist.node), dist.here
     with disk_errors(work):
         work.mkdir(parents=True, exist_ok=True)
         stream = (work / "lock").open("a+")

@@ -26,6 +26,8 @@ from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.held import Held, held_tensors
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers, pin
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.distributed.shared_memory import shared_memory
 from quantizers.forward.halves import attend, finish, observe
 from quantizers.forward.lane import Lane, embed
 from quantizers.forward.layered_model import LayeredModel
@@ -41,8 +43,6 @@ from quantizers.plan.units import rows_of_block
 from quantizers.solve.layer import solve_layer
 from quantizers.solve.solved import Solved
 from quantizers.system.progress import doing
-from quantizers.team.shared_memory import shared_memory
-from quantizers.team.team import ALONE, Team
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
 from stitch.write.digests import ShardDigest
 from stitch.write.shard import LayerTensors, kept_hashes, layer_tensors, write_shard
@@ -84,18 +84,18 @@ class Quantizer:
         self.writer, self._compensate_router = writer, compensate_router
         block = rows_of_block(is_accelerator(model.device))
 
-        def rows(place: Place, name: str, width: int, dtype: torch.dtype, team: Team = ALONE) -> Rows:
+        def rows(place: Place, name: str, width: int, dtype: torch.dtype, dist: ProcessGroup = SINGLE_PROCESS) -> Rows:
             path = context.work / f"{name}.bin" if place == "files" else None
             device = model.device if place == "device" else None
-            made = Rows(path, lengths, width, dtype, device, team=team, block=block)
+            made = Rows(path, lengths, width, dtype, device, dist=dist, block=block)
             if place == "memory":
                 pin(made.flat, model.device)
             return made
 
-        own = "" if context.team.leads else f"-{context.team.rank}"
-        self.states = rows(context.states, f"states{own}", job.sizes["hidden"], model.dtype, context.team)
+        own = "" if context.dist.is_main else f"-{context.dist.rank}"
+        self.states = rows(context.states, f"states{own}", job.sizes["hidden"], model.dtype, context.dist)
         make = partial(rows, context.inputs)
-        shared = context.team.several and context.inputs != "device"
+        shared = context.dist.is_distributed and context.inputs != "device"
         if shared:
             make = partial(rows_in_common, context, lengths)
         self.recorded = recorded_rows(make, job.sizes, model.dtype, shared=shared)
@@ -107,7 +107,7 @@ class Quantizer:
         """Fill the states that enter layer 0 from token ids (T,) int64, which rank 0 alone gives."""
         lengths = self.states.share.lengths
         together = torch.cat(list(tokens)) if tokens else torch.empty(sum(lengths), dtype=torch.int64)
-        self.context.team.broadcast(together)
+        self.context.dist.broadcast(together)
         embed(self.model, torch.split(together, lengths), self.states)
 
     def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
@@ -136,7 +136,7 @@ class Quantizer:
                 entering=entering,
                 check=context.check,
                 compensate_router=self._compensate_router,
-                team=context.team,
+                dist=context.dist,
             )
         weights.require_finite()
         del entering
@@ -234,7 +234,7 @@ class Quantizer:
     def remove(self) -> None:
         """Remove the files of the states, if there are any."""
         self.states.remove()
-        if self.context.team.here.leads:
+        if self.context.dist.here.is_main:
             self.recorded.remove()
 
 
@@ -247,7 +247,7 @@ def audit_shard(job: Job, number: int, source: Held, made: Held, device: torch.d
 
 def rows_in_common(context: Context, lengths: Sequence[int], name: str, width: int, dtype: torch.dtype) -> Rows:
     """Rows of all sequences that the processes of a machine have in common, in memory or in a file."""
-    here, path = context.team.here, context.work / f"{name}.bin"
+    here, path = context.dist.here, context.work / f"{name}.bin"
     if context.inputs == "files":
         return here.in_turn(lambda: Rows(path, lengths, width, dtype))
     with shared_memory(here, max(1, sum(lengths) * width * dtype.itemsize)) as memory:

@@ -21,11 +21,11 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.device.timing import phase
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.recorded import Recorded
 from quantizers.plan.device_memory import Residents
 from quantizers.plan.units import units_of
 from quantizers.recipe.schema import Experts
-from quantizers.team.team import ALONE, Team
 
 from .awq import fold_norm
 from .expert_sums import WidthSums, width_sums
@@ -54,7 +54,7 @@ def solve(
     settings: Experts,
     unit: int,
     residents: Residents,
-    team: Team = ALONE,
+    dist: ProcessGroup = SINGLE_PROCESS,
 ) -> Solved:
     """Solve one layer from sums.
 
@@ -68,7 +68,7 @@ def solve(
         activation: of the gate, usually SiLU.
         unit: experts of a unit, see `plan.units`.
         residents: how many units have their sums in memory at a time; decides no byte.
-        team: each process solves its share of the units, which are those of one process, so that not
+        dist: each process solves its share of the units, which are those of one process, so that not
             even the shape of a matmul differs; all of them get the whole result.
 
     Returns:
@@ -84,7 +84,7 @@ def solve(
     # To see whether a factorization failed, a GPU would have to be waited for each time.
     careful = not is_accelerator(router.device)
     units = units_of(experts, unit)
-    units = [units[i] for i in team.share(len(units))]
+    units = [units[i] for i in dist.partition(len(units))]
     with phase("sums"):
         found = survey(blocks, experts, settings.routed_weight, full_share_at=hidden, unit=unit)
     held = HeldSums(blocks, found, hidden, residents)
@@ -100,14 +100,14 @@ def solve(
                 units,
                 experts,
                 within_memory=held.within_memory,
-                team=team,
+                dist=dist,
             )
             folded, smooth = fold_norm(norm, shared, offset)
     one = partial(_solve_unit, held, weights, inputs.gram, smooth, activation, settings)
     solved = _solve_units(one, held, units, careful=careful)
     solved |= _solve_units(one, held, [] if careful else _in_doubt(solved, units), careful=True)
     places = found.blended.experts.argsort()  # of each expert, in the order in which they were solved
-    whole = _together([solved[unit] for unit in units], places, team)
+    whole = _together([solved[unit] for unit in units], places, dist)
     # Numbers for the report are fetched once all units are under way: a GPU never waits for them.
     damping = {f"damping.{name}": used for name, used in whole.damping.items()}
     blended = {"routed_tokens": found.blended.routed_tokens[places], "share": found.blended.share[places]}
@@ -200,14 +200,14 @@ def _in_doubt(solved: dict[Unit, SolvedUnit], units: Sequence[Unit]) -> list[Uni
     return [unit for unit in units if str(unit) in found and bool(found[str(unit)].isinf().any())]
 
 
-def _together(parts: Sequence[SolvedUnit], places: torch.Tensor, team: Team) -> SolvedUnit:
+def _together(parts: Sequence[SolvedUnit], places: torch.Tensor, dist: ProcessGroup) -> SolvedUnit:
     """All experts in the order of their numbers, from this process's units. Popped, so that not all lies there twice.
 
     Args:
         parts: emptied.
         places: (E,) of the experts among those of all units.
     """
-    rows = team.gather(_rows(parts), places.device)
+    rows = dist.all_gather(_rows(parts), places.device)
     whole = SolvedUnit({}, {}, {}, {})
     for name in list(rows):
         field, _, key = name.partition(".")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from quantizers.device.triton_support import can_launch, disable_kernel, first_line
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.codes import grouped
-from quantizers.team.team import ALONE, Team
 
 from .forced_rows import weigh_rows
 from .kernels import launch
@@ -25,7 +25,9 @@ from .rounding import BLOCK, MSE_COUNT, MSE_FIRST, MSE_LESS, mse_steps, round_bl
 Arguments = list[Any]
 
 
-def verify_kernels(device: torch.device, schemes: Collection[tuple[int, int]], team: Team = ALONE) -> None:
+def verify_kernels(
+    device: torch.device, schemes: Collection[tuple[int, int]], dist: ProcessGroup = SINGLE_PROCESS
+) -> None:
     """Disable each kernel that cannot be launched on a device, or differs from its eager twin there.
 
     All processes call this, and use the same kernels afterwards: what one of them refuses, all do without. Rank 0
@@ -36,11 +38,11 @@ def verify_kernels(device: torch.device, schemes: Collection[tuple[int, int]], t
     """
     own = {kernel: problem_of(kernel, device, schemes) for kernel in KERNELS} if can_launch(device) else {}
     found: dict[str, str] = {}
-    for problems in team.collect(own):
+    for problems in dist.all_gather_object(own):
         found = {kernel: problem for kernel, problem in problems.items() if problem} | found
     for kernel, problem in found.items():
         disable_kernel(kernel)
-        if team.leads:
+        if dist.is_main:
             print(f"kernel {kernel} {problem}; torch's own operations do its work in this run", file=sys.stderr)
 
 

@@ -10,12 +10,12 @@ import torch
 
 from quantizers.architectures.matrices import MATRICES
 from quantizers.device.devices import is_accelerator
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import RecordedRows
 from quantizers.plan.device_memory import Residents
 from quantizers.plan.units import rows_of_block, unit_of_experts
 from quantizers.recipe.schema import Experts
-from quantizers.team.team import ALONE, Team
 
 from .gram_engine import Weights, solve
 from .report_lines import zero_groups, zero_lines
@@ -34,7 +34,7 @@ def solve_layer(
     entering: Sequence[torch.Tensor] = (),
     check: Callable[[], None] = lambda: None,
     compensate_router: bool = True,
-    team: Team = ALONE,
+    dist: ProcessGroup = SINGLE_PROCESS,
 ) -> Solved:
     """Solve one layer.
 
@@ -47,10 +47,10 @@ def solve_layer(
         entering: hidden states entering the layer, (T, H) each; the llmcompressor engine runs the layer itself.
         check: called between sequences; may raise to interrupt.
         compensate_router: False leaves the published defect in, for comparison (llmcompressor only).
-        team: who does it together (gram only); each has all rows.
+        dist: who does it together (gram only); each has all rows.
 
     Returns:
-        The solution, the same for all team.
+        The solution, the same for all dist.
     """
     modules, norm = model.facts.modules, None if norm is None else norm.to(model.device)
     experts: Any = layer.get_submodule(modules.experts)
@@ -67,7 +67,7 @@ def solve_layer(
             settings=settings,
             unit=unit_of_experts(accelerator, sizes["hidden"], sizes["width"]),
             residents=residents,
-            team=team,
+            dist=dist,
         )
     from .llmcompressor_engine import solve_with_llmcompressor
 

@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
+from quantizers.distributed.process_group import ProcessGroup
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.team.team import Team
 
 from .awq import SEARCH_ROWS, grid_scales, row_step, scale_losses, weight_means
 from .input_sums import InputSums, Unit
@@ -27,7 +27,7 @@ def norm_scale(
     experts: int,
     *,
     within_memory: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
-    team: Team,
+    dist: ProcessGroup,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The scale (H,) that the norm, the router and every w1 and w3 share, before the norm is rounded.
 
@@ -53,7 +53,7 @@ def norm_scale(
 
     def of_all(rows: Rows) -> torch.Tensor:
         parts = [within_memory(partial(rows, unit)) for unit in units]
-        return team.gather({"rows": torch.cat(parts)} if parts else {}, device)["rows"]
+        return dist.all_gather({"rows": torch.cat(parts)} if parts else {}, device)["rows"]
 
     mean = of_all(means).mean(0, keepdim=True)
     grid = grid_scales(inputs.mean.unsqueeze(0), mean, settings.awq.grid, settings.awq.duo_scaling)

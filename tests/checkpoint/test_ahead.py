@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from rank_threads import together
 from safetensors.torch import save_file
-from team_threads import together
 
 from quantizers.checkpoint import ahead
 from quantizers.checkpoint.ahead import held_ahead
 from quantizers.checkpoint.held import Held, hold, ranges, share_of
 from quantizers.checkpoint.reader import Checkpoint, open_folder
-from quantizers.team.team import Team
+from quantizers.distributed.process_group import ProcessGroup
 
 SIZES = (0, 1, 3, 700, 64, 1, 500, 0, 64, 300, 0)
 
@@ -38,9 +38,9 @@ def test_shares_are_whole_tensors_of_about_as_many_bytes(checkpoint: Checkpoint,
     whole, largest = sum(one.size for one in found), 4 * max(SIZES)
     names, place = list[str](), {info.name: one.slice_of(info) for one in found for info in one.infos}
     for rank in range(count):
-        team = Team()
-        team.rank, team.count = rank, count
-        shares = share_of(found, team)
+        dist = ProcessGroup()
+        dist.rank, dist.world_size = rank, count
+        shares = share_of(found, dist)
         assert {info.name: one.slice_of(info) for one in shares for info in one.infos}.items() <= place.items()
         names += [info.name for one in shares for info in one.infos]
         assert abs(sum(one.size for one in shares) - whole / count) <= largest
@@ -62,10 +62,10 @@ def test_every_process_has_all_and_each_byte_is_read_once_on_a_machine(
 
     monkeypatch.setattr(ahead, "hold", noted)
 
-    def work(team: Team) -> list[tuple[list[str], str, bool]]:
+    def work(dist: ProcessGroup) -> list[tuple[list[str], str, bool]]:
         return [
             (list(part.hashes), part.digest(), all(torch.equal(part.tensor(n), one.tensor(n)) for n in part.stored))
-            for part, one in zip(held_ahead(checkpoint, parts, team), wanted, strict=True)
+            for part, one in zip(held_ahead(checkpoint, parts, dist), wanted, strict=True)
         ]
 
     found = together(count, work, nodes)

@@ -63,9 +63,9 @@ def test_what_one_process_refuses_all_do_without(
     leads: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cpu, other = torch.device("cpu"), {"gptq_block": "", "weigh_rows": "differs from torch's operations in rows"}
-    team: Any = SimpleNamespace(leads=leads, collect=lambda own: [own, other])
+    dist: Any = SimpleNamespace(leads=leads, collect=lambda own: [own, other])
     monkeypatch.delenv(triton_support.INTERPRETER)
-    verify_kernels(cpu, {(4, 32)}, team)
+    verify_kernels(cpu, {(4, 32)}, dist)
     monkeypatch.setenv(triton_support.INTERPRETER, "1")
     assert [name for name in KERNELS if not triton_support.use_kernel(name, cpu)] == ["weigh_rows"]
     said = "kernel weigh_rows differs from torch's operations in rows; torch's own operations do its work in this run\n"

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from team_threads import together
+from rank_threads import together
 from torch.distributed import HashStore
 
+from quantizers.distributed import heart as module
+from quantizers.distributed.launch import Distributed
+from quantizers.distributed.process_group import Heart
 from quantizers.system.errors import InputError, Interrupted, PeerFailed, QuantizeError
-from quantizers.team import heart as module
-from quantizers.team.distributed import Distributed
-from quantizers.team.heart import Heart
 
 AGAIN = "give the same command again to go on"
 
@@ -132,43 +132,43 @@ def test_the_first_that_fails_says_why(nodes: int) -> None:
     """The others end with the same code: silently on its machine, with the same line once on another one."""
     lines: dict[int, tuple[str | None, int]] = {}
 
-    def work(team: Distributed) -> None:
+    def work(dist: Distributed) -> None:
         try:
-            if team.rank == 1:
+            if dist.rank == 1:
                 raise InputError("what is wrong")
-            team.barrier()
+            dist.barrier()
         except QuantizeError as failure:
             # Rank 2 was interrupted by its launcher meanwhile.
-            lines[team.rank] = team.last_words(str(failure), 143 if team.rank == 2 else failure.exit_code)
+            lines[dist.rank] = dist.final_message(str(failure), 143 if dist.rank == 2 else failure.exit_code)
 
     store = HashStore()
 
-    def ends(team: Distributed) -> None:
-        work(team)
+    def ends(dist: Distributed) -> None:
+        work(dist)
         while len(lines) < 4:
             time.sleep(0.01)
 
-    for found in together(4, lambda team: _quietly(ends, team), nodes, store):
+    for found in together(4, lambda dist: _quietly(ends, dist), nodes, store):
         assert found is None
     elsewhere = "what is wrong" if nodes == 2 else None
     assert lines == {0: (None, 2), 1: ("what is wrong", 2), 2: (elsewhere, 2), 3: (None, 2)}
 
 
-def _quietly(work: Any, team: Distributed) -> None:
+def _quietly(work: Any, dist: Distributed) -> None:
     """Without the barrier that ends a thread's part: the others are not there any more."""
-    work(team)
-    team.barrier = lambda: None  # type: ignore[method-assign]
+    work(dist)
+    dist.barrier = lambda: None  # type: ignore[method-assign]
 
 
 def test_waiting_ends_with_an_interrupt() -> None:
     def stop() -> None:
         raise Interrupted("stopped", 15)
 
-    def work(team: Distributed) -> None:
-        if team.leads:
-            team.heed(stop)
-        team.barrier()
-        team.barrier()
+    def work(dist: Distributed) -> None:
+        if dist.is_main:
+            dist.watch(stop)
+        dist.barrier()
+        dist.barrier()
 
     ended = together(2, work)
     assert isinstance(ended[0], Interrupted)
@@ -188,7 +188,7 @@ def test_a_process_that_hangs_is_ended(tmp_path: Any) -> None:
     script = (
         "import os, time\n"
         "from torch.distributed import HashStore\n"
-        "from quantizers.team import heart\n"
+        "from quantizers.distributed import heart\n"
         "heart.GRACE = heart.BEAT = 0.1\n"
         "store = HashStore()\n"
         "heart.Heart(store, 0, ['a', 'b'], [0, 1], {}, prints=True, launched=True)\n"

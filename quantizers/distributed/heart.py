@@ -136,7 +136,7 @@ class Heart:
         self._ended.set()
 
     def last_words(self, message: str, code: int) -> tuple[str | None, int]:
-        """See `Team.last_words`. A launcher interrupts all others when one has ended; that is not why they end."""
+        """See `ProcessGroup.last_words`. A launcher interrupts all others when one has ended; that is not why they end."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending already
         try:
             if code in INTERRUPTED:

@@ -12,8 +12,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
-from quantizers.team.distributed import Distributed
-from quantizers.team.joining import meet
+from quantizers.distributed.launch import Distributed, meet
 
 Result = TypeVar("Result")
 LONG = timedelta(minutes=10)
@@ -22,13 +21,13 @@ LONG = timedelta(minutes=10)
 def joined(store: HashStore, rank: int, count: int, nodes: int = 1) -> Distributed:
     """One of `count` ranks, evenly on so many machines, ready to pass on tensors."""
     each = count // nodes
-    team = meet(store, rank, count, rank % each, f"host{rank // each}")
+    dist = meet(store, rank, count, rank % each, f"host{rank // each}")
     group = ProcessGroupGloo(PrefixStore("group", store), rank, count, LONG)
     heads = None
     if nodes > 1 and rank % each == 0:
         heads = ProcessGroupGloo(PrefixStore("heads", store), rank // each, nodes, LONG)
-    team.join(group, torch.device("cpu"), heads)
-    return team
+    dist.join(group, torch.device("cpu"), heads)
+    return dist
 
 
 def together(
@@ -38,14 +37,14 @@ def together(
     store = store or HashStore()
 
     def one(rank: int) -> Result | Exception:
-        team = joined(store, rank, count, nodes)
+        dist = joined(store, rank, count, nodes)
         try:
-            result = work(team)
-            team.barrier()  # a rank that ends takes its connections with it
+            result = work(dist)
+            dist.barrier()  # a rank that ends takes its connections with it
         except Exception as failure:
-            team.last_words(str(failure), getattr(failure, "exit_code", 1))
+            dist.final_message(str(failure), getattr(failure, "exit_code", 1))
             return failure
-        team.finish()
+        dist.shutdown()
         return result
 
     # Only a main thread may say what a signal does.

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from quantizers.system.errors import QuantizeError
 
+from .dist import ProcessGroup
 from .heart import LONGEST_PAUSE, Heart
-from .team import Team
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -37,7 +37,7 @@ def launched() -> tuple[int, int, int] | None:
     return rank, count, local
 
 
-def join() -> Team:
+def join() -> ProcessGroup:
     """Find the other processes, if a launcher started several.
 
     Raises:
@@ -46,7 +46,7 @@ def join() -> Team:
     """
     found = launched()
     if found is None:
-        return Team()
+        return ProcessGroup()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # we report a lost store ourselves, in one line
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -88,4 +88,4 @@ def meet(store: Store, rank: int, count: int, local: int, host: str) -> Distribu
         prints=local == 0,
         launched="TORCHELASTIC_RUN_ID" in os.environ,
     )
-    return Distributed(PrefixStore("team", store), range(count), rank, places, heart)
+    return Distributed(PrefixStore("dist", store), range(count), rank, places, heart)

@@ -29,17 +29,17 @@ def agree(job: Job, options: Options) -> None:
     Raises:
         InputError: this process differs from rank 0; the message names it, and the first difference.
     """
-    team = options.team
-    if not team.several:
+    dist = options.dist
+    if not dist.is_distributed:
         return
     own = _of_this_process(job, options)
-    first = team.tell(own)
+    first = dist.broadcast_object(own)
     for key, wanted, found in differences(first, own):
         remedy = REMEDIES.get(key, "give all processes the same")
         if key == "machine.threads":
             remedy = f"set OMP_NUM_THREADS={wanted} for all"
-        raise InputError(f"{team.name} has {key} {short_value(found)}, but rank 0 has {short_value(wanted)}; {remedy}")
-    team.barrier()  # so that a difference is known before anything is written
+        raise InputError(f"{dist.name} has {key} {short_value(found)}, but rank 0 has {short_value(wanted)}; {remedy}")
+    dist.barrier()  # so that a difference is known before anything is written
 
 
 def _of_this_process(job: Job, options: Options) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from quantizers.system.files import disk_errors
 
-from .team import Team
+from .dist import ProcessGroup
 
 
 @contextlib.contextmanager
-def shared_memory(here: Team, size: int) -> Iterator[Path]:
+def shared_memory(here: ProcessGroup, size: int) -> Iterator[Path]:
     """A file in memory, full of zeros, that all processes of a machine can map within the block.
 
     It has no name on any disk, and is freed when the last mapping of it has ended, however the processes end. (What

@@ -18,8 +18,8 @@ from torch.distributed import BroadcastOptions, PrefixStore
 
 from quantizers.system.errors import InputError
 
+from .dist import ProcessGroup
 from .heart import Heart
-from .team import Team
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store, Work
@@ -44,7 +44,7 @@ class Place:
     local: int
 
 
-class Distributed(Team):
+class Distributed(ProcessGroup):
     """One of several processes.
 
     Args:
@@ -75,15 +75,15 @@ class Distributed(Team):
         self._wire = torch.device("cpu")  # where the group wants tensors
         self._said = 0
         self._kept: list[list[str]] = []  # keys of this process that somebody may still have to read
-        self._here = self._heads = Team()
+        self._here = self._heads = ProcessGroup()
         if parts:
             self._here = self._part([r for r in ranks if nodes[r] == self.node], f"node-{self.node}")
             self._heads = self._part([r for r in ranks if places[r].local == 0], "heads")
 
-    def _part(self, ranks: list[int], name: str) -> Team:
+    def _part(self, ranks: list[int], name: str) -> ProcessGroup:
         own = self.ranks[self.rank]
         if own not in ranks or len(ranks) == 1:
-            return Team()
+            return ProcessGroup()
         store = PrefixStore(name, self._store)
         return Distributed(store, ranks, ranks.index(own), self._places, self._heart, parts=False)
 
@@ -92,12 +92,12 @@ class Distributed(Team):
         return self._heart.names[self.ranks[self.rank]]
 
     @property
-    def here(self) -> Team:
+    def here(self) -> ProcessGroup:
         """The processes of this machine. They pass on objects and share memory, but no tensors."""
         return self._here
 
     @property
-    def heads(self) -> Team:
+    def heads(self) -> ProcessGroup:
         """The first process of each machine; where this is none of them, it alone."""
         return self._heads
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 from conftest import Finished
 from one_layer import EXPERTS, GROUP, assert_same, make_layer, silu
+from rank_threads import together
 from sets import write_set
-from team_threads import together
 
 from eval.coverage.measure import Question, measure_coverage
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
 from quantizers.device import determinism
 from quantizers.device.devices import choose_device
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output import journal
 from quantizers.plan import units
 from quantizers.plan.device_memory import Residents
@@ -29,16 +30,15 @@ from quantizers.run.pipeline import run
 from quantizers.solve.gram_engine import solve
 from quantizers.solve.solved import Solved
 from quantizers.system.errors import InputError, OutputError, QuantizeError
-from quantizers.team.team import ALONE, Team
 
 CPU = torch.device("cpu")
 
 
-def one_of(rank: int, count: int, local: int = 0) -> Team:
+def one_of(rank: int, count: int, local: int = 0) -> ProcessGroup:
     """A rank that is not connected to the others."""
-    team = Team()
-    team.rank, team.count, team.local = rank, count, local
-    return team
+    dist = ProcessGroup()
+    dist.rank, dist.world_size, dist.local_rank = rank, count, local
+    return dist
 
 
 @pytest.mark.parametrize("count", [2, 3, EXPERTS + 2])
@@ -49,13 +49,13 @@ def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any
     layer = make_layer(3)
     settings = Experts(**({"group_size": GROUP, "awq": Awq(grid=8)} | options))
 
-    def work(team: Team) -> Solved:
+    def work(dist: ProcessGroup) -> Solved:
         return solve(
             layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, activation=silu,
-            settings=settings, unit=unit, residents=Residents(2, unit, 0), team=team,
+            settings=settings, unit=unit, residents=Residents(2, unit, 0), dist=dist,
         )  # fmt: skip
 
-    wanted = work(ALONE)
+    wanted = work(SINGLE_PROCESS)
     for got in together(count, work):
         assert isinstance(got, Solved)
         assert_same(got, wanted)
@@ -80,7 +80,7 @@ def test_other_commands_are_for_one_process(
 
 def test_the_librarys_engine_is_for_one_process(tmp_path: Path, write_recipe: Callable[..., Path]) -> None:
     recipe = write_recipe(tmp_path, engine="llmcompressor")
-    options = Options(tmp_path / "output", CPU, team=one_of(0, 2))
+    options = Options(tmp_path / "output", CPU, dist=one_of(0, 2))
     with pytest.raises(InputError, match=r"recipe\.yaml: experts\.engine: llmcompressor works in one process"):
         run(prepare(str(recipe)), options)
 
@@ -102,11 +102,11 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_folder_is_held_until_the_last_has_ended(tmp_path: Path) -> None:
     """A rank that still writes after rank 0 has died keeps a new run out; other machines have a lock of their own."""
 
-    def work(team: Team) -> None:
-        with journal.locked(tmp_path, team):
-            team.barrier()
-        team.barrier()  # rank 0 has let it go
-        if team.rank == 1:
+    def work(dist: ProcessGroup) -> None:
+        with journal.locked(tmp_path, dist):
+            dist.barrier()
+        dist.barrier()  # rank 0 has let it go
+        if dist.rank == 1:
             with (
                 journal.locked(tmp_path, one_of(1, 2)),
                 pytest.raises(OutputError, match="is working here"),
@@ -125,25 +125,25 @@ def test_an_evaluation_by_several(finished: Finished, tmp_path: Path, monkeypatc
     monkeypatch.setattr(units, "CPU_ROWS", 256)  # everybody has texts
     source, candidate = open_folder(finished.source), open_folder(finished.folder)
 
-    def work(team: Team, folder: str, done: str | None = None) -> list[dict[str, Any]]:
+    def work(dist: ProcessGroup, folder: str, done: str | None = None) -> list[dict[str, Any]]:
         def check() -> None:
-            if done and team.rank == team.count - 1 and (tmp_path / folder / done).exists():
+            if done and dist.rank == dist.world_size - 1 and (tmp_path / folder / done).exists():
                 raise QuantizeError("cut here")
 
         return measure(
             source, [candidate], finished.held_out, CPU, tmp_path / folder, check,
-            weights=True, resumable=True, team=team,
+            weights=True, resumable=True, dist=dist,
         )  # fmt: skip
 
-    wanted = work(ALONE, "alone")
-    found = together(2, lambda team: work(team, f"machine-{team.node}"), nodes=2)
+    wanted = work(SINGLE_PROCESS, "alone")
+    found = together(2, lambda dist: work(dist, f"machine-{dist.node}"), nodes=2)
     assert found == [wanted, []]
     assert not (tmp_path / "machine-1").exists()
     for count, done in ((3, "layer-00001.json"), (2, "layer-00002.json")):
-        ended = together(count, lambda team, done=done: work(team, "cut", done))
+        ended = together(count, lambda dist, done=done: work(dist, "cut", done))
         assert "cut here" in str(ended[-1])
         assert (tmp_path / "cut" / done).exists()
-    assert work(ALONE, "cut") == wanted
+    assert work(SINGLE_PROCESS, "cut") == wanted
 
 
 @pytest.mark.slow
@@ -152,8 +152,8 @@ def test_long_texts_by_several(finished: Finished, tmp_path: Path) -> None:
     source, candidate, data = open_folder(finished.source), open_folder(finished.folder), write_set(tmp_path)
     (wanted,) = measure(source, [candidate], data, CPU, tmp_path / "alone")
     assert wanted["long"]
-    first, *others = together(3, lambda team: measure(
-        source, [candidate], data, CPU, tmp_path / "three", team=team,
+    first, *others = together(3, lambda dist: measure(
+        source, [candidate], data, CPU, tmp_path / "three", dist=dist,
     ))  # fmt: skip
     assert first == [wanted]
     assert others == [[], []]
@@ -163,5 +163,5 @@ def test_long_texts_by_several(finished: Finished, tmp_path: Path) -> None:
 def test_coverage_by_several(finished: Finished, tmp_path: Path) -> None:
     question = Question(str(finished.source), "main", False, (finished.calibration,), CoverageGate(), "")
     wanted = measure_coverage(question, CPU, tmp_path)
-    for got in together(3, lambda team: measure_coverage(question, CPU, tmp_path, team)):
+    for got in together(3, lambda dist: measure_coverage(question, CPU, tmp_path, dist)):
         assert got == wanted

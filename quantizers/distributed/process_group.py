@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 
-class Team:
+class ProcessGroup:
     """The one process of a run that nobody else takes part in; the others are `distributed.Distributed`.
 
     Attributes:
@@ -53,12 +53,12 @@ class Team:
         return "this process"
 
     @property
-    def here(self) -> Team:
+    def here(self) -> ProcessGroup:
         """The processes of this machine."""
         return self
 
     @property
-    def heads(self) -> Team:
+    def heads(self) -> ProcessGroup:
         """The first process of each machine; where this is none of them, it alone."""
         return self
 
@@ -135,4 +135,4 @@ class Team:
         return message, code
 
 
-ALONE = Team()
+SINGLE_PROCESS = ProcessGroup()
