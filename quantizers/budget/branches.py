@@ -9,7 +9,7 @@ They lie one after the other:
 number 0 is the probes themselves.
 
 Several processes deal out sequences and probes. A probe's branches belong to whoever has the probe, so what is compared
-with it is computed beside it. On each machine all states lie in one file, to which its processes write.
+with it is computed beside it. Each process has all states in a file of its own.
 """
 
 from __future__ import annotations
@@ -87,22 +87,14 @@ class Branches:
         return {name: value / size if size > 0 else 0.0 for name, (value, size) in totals.items()}
 
 
-def dealt(items: int, dist: ProcessGroup, ranks: Sequence[int]) -> range:
-    """The share of consecutive ranks together."""
-    return range(dist.partition(items, ranks[0]).start, dist.partition(items, ranks[-1]).stop)
-
-
 def pass_on(rows: Rows, layout: Branches, branches: int, dist: ProcessGroup) -> None:
-    """Get what the other machines have computed; what this one's processes have is in the same file already.
+    """Get the rows that the other processes have computed.
 
     Args:
         rows: of everything, with the branches of so many layers.
     """
-    dist.here.barrier()
     offsets = rows.share.offsets
-    for node in range(dist.nodes):
-        ranks = dist.ranks_of(node)
-        sequences, probes = (dealt(len(items), dist, ranks) for items in (layout.lengths, layout.probes))
+    for rank in range(dist.world_size):
+        sequences, probes = (dist.partition(len(items), rank) for items in (layout.lengths, layout.probes))
         for run in layout.runs(sequences, probes, branches):
-            dist.heads.broadcast(rows.flat[offsets[run.start] : offsets[run.stop]], node)
-    dist.here.barrier()
+            dist.broadcast(rows.flat[offsets[run.start] : offsets[run.stop]], rank)

@@ -87,7 +87,7 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
             _remove(work)  # a walk may have been interrupted just after it wrote its last file
         return found
     use_one_arena()
-    dist.here.in_turn(partial((work / FOLDER).mkdir, exist_ok=True))
+    dist.in_turn(partial((work / FOLDER).mkdir, exist_ok=True))
     source, facts = job.opened, job.facts
     outside = hold(source, (facts.embedding, facts.final_norm, facts.head))
     model = LayeredModel(outside, facts, job.sizes, context.device, forward_dtype(context.device))
@@ -103,8 +103,8 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
     kl = divergences(model, walk.states, walk.layout, len(job.sizes.moe_layers), context.check, dist)
     if dist.is_main:
         write_json(work / FOLDER / "kl.json", kl)
-    dist.here.barrier()  # all have read the states
-    if dist.here.is_main:
+    dist.barrier()  # all have read the states
+    if dist.local_rank == 0:
         _remove(work)
     return read_measurements(work, job.sizes.moe_layers) if dist.is_main else None
 
@@ -127,32 +127,35 @@ class _Walk:
             raise QuantizeError(
                 f"{self._file(done)}: is gone, and with it what the next layer reads; start over with --fresh"
             )
-        if dist.node and dist.here.is_main:
-            _remove(self.work)  # which a kill may have left
+        if not dist.is_main:  # a kill may have left some
+            for path in (self.work / FOLDER).glob(f"*-{dist.rank}.bin"):
+                path.unlink()
         self.states = self._rows(done)
         if done:
-            dist.heads.broadcast(self.states.flat)
+            dist.broadcast(self.states.flat)
         else:
             self._embed(tokens)
-        dist.here.barrier()
 
         def rows(name: str, width: int, dtype: torch.dtype) -> Rows:
-            return self._shared(self.work / FOLDER / f"{name}.bin", self.layout.lengths, width, dtype)
+            return Rows(self._path(name), self.layout.lengths, width, dtype)
 
-        self.recorded = recorded_rows(rows, job.sizes, model.dtype, shared=True)
+        self.recorded = recorded_rows(rows, job.sizes, model.dtype)
 
     def _embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
-        """Fill the states that enter layer 0, once on each machine."""
+        """Fill the states that enter layer 0."""
         layout = self.layout
         together = torch.cat(list(tokens)) if tokens else torch.empty(sum(layout.lengths), dtype=torch.int64)
         self.dist.broadcast(together)
-        if self.dist.here.is_main:
-            texts = torch.split(together, list(layout.lengths))
-            probes = [texts[i][:length] for i, length in zip(layout.probes, layout.probe_lengths, strict=True)]
-            embed(self.model, [*texts, *probes], self.states)
+        texts = torch.split(together, list(layout.lengths))
+        probes = [texts[i][:length] for i, length in zip(layout.probes, layout.probe_lengths, strict=True)]
+        embed(self.model, [*texts, *probes], self.states)
 
     def _file(self, layer: int) -> Path:
-        return self.work / FOLDER / f"states-{layer:05d}.bin"
+        return self._path(f"states-{layer:05d}")
+
+    def _path(self, name: str) -> Path:
+        """A file of this process alone."""
+        return self.work / FOLDER / (f"{name}.bin" if self.dist.is_main else f"{name}-{self.dist.rank}.bin")
 
     def _branches(self, layer: int) -> int:
         """How many branches enter a layer."""
@@ -161,11 +164,7 @@ class _Walk:
     def _rows(self, layer: int) -> Rows:
         """States entering a layer."""
         lengths = self.layout.all_lengths(self._branches(layer))
-        return self._shared(self._file(layer), lengths, self.job.sizes["hidden"], self.model.dtype)
-
-    def _shared(self, path: Path, lengths: Sequence[int], width: int, dtype: torch.dtype) -> Rows:
-        """Rows in a file that the processes of a machine have in common."""
-        return self.dist.here.in_turn(lambda: Rows(path, lengths, width, dtype))
+        return Rows(self._file(layer), lengths, self.job.sizes["hidden"], self.model.dtype)
 
     def _own(self, layer: int) -> list[int]:
         """The states entering a layer that this process takes through it."""
@@ -194,8 +193,7 @@ class _Walk:
             following.flush()
             seconds = time.monotonic() - started
             write_json(entry_file(self.work, number), entry | {"seconds": seconds})
-        if self.dist.here.is_main:
-            self.states.remove()
+        self.states.remove()
         self.states = following
         release_free_memory()
         return seconds

@@ -1,11 +1,11 @@
-"""The parts of a checkpoint one after the other, each read ahead of its use, once on each machine.
+"""The parts of a checkpoint one after the other, each read ahead of its use.
 
 While one part is in use, a thread reads the next, so at most two are in memory. Two buffers take turns for all parts:
 fresh memory for a layer of 3.6 GB would cost a page fault for each 4 KiB, a million a layer. So a part's tensors are
 valid until the next part is asked for. It is emptied then, and has no tensor any more.
 
-Of several processes on a machine each one reads and hashes its share, into memory that all of them see. What only rank
-0 has, a finished shard, it passes on.
+Several processes each read all parts, on a machine most of them from the page cache, and compare their hashes, since
+machines have copies of their own. A finished shard, which rank 0 alone has, it broadcasts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.distributed.shared_memory import shared_memory
 from quantizers.system.errors import CheckpointError
 
-from .held import Held, bytes_needed, completed, held_tensors, hold
+from .held import Held, bytes_needed, held_tensors, hold
 from .reader import Checkpoint
 from .tensor_bytes import torch_dtype
 
@@ -43,24 +42,26 @@ def held_ahead(
         parts: the names of each part's tensors.
         dist: who asks for the same parts; each of them has the checkpoint on its machine.
         prepare: called with each of the two buffers, once, before anything is read.
-        arrived: called by the thread with each part as it has been read; of several processes on a machine each has
-            read its share then.
+        arrived: called by the thread with each part as it has been read.
 
     Raises:
-        CheckpointError: as `hold`, when the part's turn comes; or another machine's checkpoint has other bytes.
+        CheckpointError: as `hold`, when the part's turn comes; or this process has read other bytes than
+            rank 0.
     """
+    import torch
+
     size = max((bytes_needed(checkpoint.tensors[name] for name in names) for names in parts), default=0)
-    buffers = [_buffer(size, dist.here) for _ in parts[:2]]
+    buffers = [torch.empty(size, dtype=torch.uint8) for _ in parts[:2]]
     for buffer in buffers:
         prepare(buffer)
     stop = Event()
     with ThreadPoolExecutor(max_workers=1) as pool:
 
         def read(position: int) -> Held:
-            share = hold(checkpoint, parts[position], stop, buffers[position % 2], dist.here)
+            held = hold(checkpoint, parts[position], stop, buffers[position % 2])
             if not stop.is_set():
-                arrived(share)
-            return share
+                arrived(held)
+            return held
 
         def begin(position: int) -> list[Future[Held]]:
             return [pool.submit(read, position)] if position < len(parts) else []
@@ -68,35 +69,24 @@ def held_ahead(
         try:
             reading = begin(0)
             for position in range(len(parts)):
-                share = reading.pop().result()
-                hashes = {name: own for one in dist.here.all_gather_object(share.hashes) for name, own in one.items()}
-                # All have read, so nobody needs the part before this one any more.
-                reading = begin(position + 1)
-                held = completed(share, hashes)
-                _same_everywhere(held, dist)
+                held = reading.pop().result()
+                reading = begin(position + 1)  # nobody reads the part before this one any more
+                _require_the_same_bytes(held, dist)
                 yield held
                 held.empty()
         finally:
             stop.set()
 
 
-def _buffer(size: int, here: ProcessGroup) -> torch.Tensor:
-    """Memory for parts, which all processes of a machine see."""
-    import torch
-
-    if not here.several or not size:
-        return torch.empty(size, dtype=torch.uint8)
-    with shared_memory(here, size) as path:
-        return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-
-
-def _same_everywhere(held: Held, dist: ProcessGroup) -> None:
-    """Compare a part with the other machines' own copies, by hash.
+def _require_the_same_bytes(held: Held, dist: ProcessGroup) -> None:
+    """Compare a part with what rank 0 has read, by hash.
 
     Raises:
-        CheckpointError: this machine's has other bytes than that of rank 0.
+        CheckpointError: this process has read other bytes.
     """
-    first = dist.heads.all_gather_object(dict(held.hashes))[0]
+    if not dist.is_distributed:
+        return
+    first = dist.broadcast_object(held.hashes)
     for name, digest in held.hashes.items():
         if first[name] != digest:
             raise CheckpointError(

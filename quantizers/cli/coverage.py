@@ -23,7 +23,7 @@ from .options import (
     WorkOption,
     emit,
     refuse_unfinished_runs,
-    shared_folder,
+    temporary_folder,
 )
 
 
@@ -92,7 +92,7 @@ def coverage(
         changes=changes_of(settings or (), calibration),
     )
     dist: ProcessGroup = context.obj or SINGLE_PROCESS
-    with shared_folder(work, dist) as folder:
+    with temporary_folder(work) as folder:
         answer = compare_coverage if compare else measure_coverage
         result = answer(question, choose_device(device, dist), folder, dist)
     if not dist.is_main:

@@ -21,7 +21,7 @@ from .options import (
     emit,
     find_set,
     refuse_unfinished_runs,
-    shared_folder,
+    temporary_folder,
 )
 
 
@@ -84,8 +84,8 @@ def evaluate(
     settings = begun_with(work / "evaluation", EVALUATION) if work else {}
     use_threads(sizes, dist.broadcast_object(settings.get("threads")), dist)
     advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
-    shared = shared_folder(work, dist) if work is None else contextlib.nullcontext(work)
-    with shared as folder, interruptible(advice) as interrupt:
+    opened_folder = temporary_folder(None) if work is None else contextlib.nullcontext(work)
+    with opened_folder as folder, interruptible(advice) as interrupt:
         check = dist.watch(interrupt)
         results = measure(
             opened[0], opened[1:], data_set, choose_device(device, dist), folder / "evaluation", check,

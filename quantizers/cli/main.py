@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from quantizers.device.determinism import ordered
-from quantizers.distributed.launch import join, launched
+from quantizers.distributed.launch import join_launched, launched
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.interrupts import stoppable
@@ -84,7 +84,7 @@ def main() -> None:
         with stoppable(), ordered():
             if launched() and not {*sys.argv[1:2]} <= SEVERAL:
                 raise InputError("only run, eval and coverage work with several processes; start this by itself")
-            dist = join()
+            dist = join_launched()
             code = app(prog_name="quantize", standalone_mode=False, obj=dist) or 0  # typer.Exit is returned as a code
             dist.shutdown()
             sys.exit(code)
@@ -118,7 +118,7 @@ def _end(dist: ProcessGroup, message: str, code: int) -> NoReturn:
     if dist.is_distributed:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # torch's groups would wait for the processes that are lost
+        os._exit(code)  # torch's groups would wait for the processes that were lost
     sys.exit(code)
 
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.errors import InputError
 from quantizers.system.files import json_finite
 from quantizers.system.output_files import RECIPE, REPORT
@@ -205,12 +204,9 @@ def find_set(name: str, such_as: str) -> Path:
 
 
 @contextlib.contextmanager
-def shared_folder(folder: Path | None, dist: ProcessGroup) -> Iterator[Path]:
-    """A temporary folder below `folder`, created by each machine's first process and used by all of them."""
-    if dist.here.is_main:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as inner:
-            yield Path(dist.here.broadcast_object(inner))
-    else:
-        yield Path(dist.here.broadcast_object())
+def temporary_folder(folder: Path | None) -> Iterator[Path]:
+    """A temporary folder below `folder`, which is created if it does not exist."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as inner:
+        yield Path(inner)

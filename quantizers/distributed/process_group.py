@@ -1,138 +1,140 @@
-"""The processes that share one run, and what they can do together; with one process all of it does nothing.
+"""The process group of a run. This file has the group of one process; torch_group.py has that of several.
 
-Work is dealt in units that do not depend on how many processes there are: sequences, blocks of rows, units of experts.
-Every matmul keeps its shape, and sums over sequences or experts are added up in their order by whoever needs them.
-Processes only pass on rows that one of them has computed; nothing is ever added up on the way. That is why the bytes
-are those of one process.
+Work is split into expert batches, sequences and chunks of rows that do not depend on the number of processes. Every
+matmul keeps its shape, and sums over sequences or experts are added in their order by each process that needs them.
+Processes exchange only what one of them has computed, and reduce nothing on the way. That is why the bytes of the
+output are those of one process.
 
-All processes call the same methods in the same order. Whatever waits raises `QuantizeError` when a process is lost, and
-`PeerFailed` when one has failed and printed why.
+All processes call the same methods in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from quantizers.system.progress import Step, checked, progress
 
 if TYPE_CHECKING:
     import torch
 
 Made = TypeVar("Made")
+RESUME = "give the same command again to resume"
 
 
 class ProcessGroup:
-    """The one process of a run that nobody else takes part in; the others are `distributed.Distributed`.
+    """The group of a single process: every method returns at once.
 
     Attributes:
-        rank: which process this is, 0 to count - 1. Ranks are numbered machine by machine.
-        count: how many there are.
-        local: which of the processes of its machine this is, and so the number of its GPU.
-        node: which machine this is, 0 to nodes - 1.
-        nodes: how many machines there are.
+        rank: of this process, 0 to world_size - 1. Ranks are numbered machine by machine.
+        world_size: number of processes.
+        local_rank: of this process on its machine; the index of its GPU.
+        nodes: of each rank the number of its machine, from 0.
     """
 
     rank: int = 0
-    count: int = 1
-    local: int = 0
-    node: int = 0
-    nodes: int = 1
+    world_size: int = 1
+    local_rank: int = 0
+    nodes: Sequence[int] = (0,)
 
     @property
-    def leads(self) -> bool:
-        """Whether this is rank 0, the only one that asks the user, reads the journal and keeps it."""
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which asks the user, and reads and writes the journal."""
         return self.rank == 0
 
     @property
-    def several(self) -> bool:
-        """Whether there are others."""
-        return self.count > 1
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.world_size > 1
+
+    @property
+    def node(self) -> int:
+        """Number of this process's machine, 0 for that of rank 0."""
+        return self.nodes[self.rank]
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of processes on this machine."""
+        return self.nodes.count(self.node)
 
     @property
     def name(self) -> str:
-        """For messages: the rank, and the name of its machine."""
+        """Rank and host name, for messages."""
         return "this process"
 
-    @property
-    def here(self) -> ProcessGroup:
-        """The processes of this machine."""
-        return self
-
-    @property
-    def heads(self) -> ProcessGroup:
-        """The first process of each machine; where this is none of them, it alone."""
-        return self
-
-    def ranks_of(self, node: int) -> range:
-        """The processes of a machine."""
-        return range(1)
-
-    def share(self, items: int, rank: int | None = None) -> range:
-        """A process's share of `items` items: consecutive ones, in the order of ranks.
+    def partition(self, items: int, rank: int | None = None) -> range:
+        """The consecutive ones of `items` items that a rank works on.
 
         Args:
-            rank: of the process; None for this one.
+            rank: None for this process.
         """
         number = self.rank if rank is None else rank
-        return range(items * number // self.count, items * (number + 1) // self.count)
+        return range(items * number // self.world_size, items * (number + 1) // self.world_size)
 
     def connect(self, device: torch.device) -> None:
-        """Make ready to pass on tensors, from and to this device; until then only objects can be passed on."""
+        """Set the device through which tensors are exchanged: NCCL for a GPU, gloo for the CPU."""
 
-    def heed(self, interrupt: Callable[[], None]) -> Callable[[], None]:
-        """Let whatever waits for others call `interrupt`, which may raise.
-
-        Returns:
-            What to call between two steps of work: it also raises when another process has failed, or has not been
-            heard of for too long. It is cheap.
-        """
+    def watch(self, interrupt: Callable[[], None]) -> Callable[[], None]:
+        """Call `interrupt`, which may raise, while waiting for other processes. Returns it."""
         return interrupt
 
     def barrier(self) -> None:
-        """Wait until all have called this."""
+        """Wait until all processes have called this."""
 
     def in_turn(self, make: Callable[[], Made]) -> Made:
-        """`make()`, by rank 0 first, then by the first process of each machine, then by the others.
-
-        So what it creates or caches on a disk is there for those that come later.
-        """
+        """`make()`, by rank 0 first, then by local rank 0 of each machine, then by the others: for what is cached."""
         return make()
 
-    def tell(self, value: Any = None) -> Any:
-        """What rank 0 calls this with: any object that can be pickled."""
+    def broadcast_object(self, value: Any = None) -> Any:
+        """The picklable object that rank 0 calls this with."""
         return value
 
-    def collect(self, value: Any) -> list[Any]:
-        """What each process calls this with, in the order of ranks."""
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The objects that the processes call this with, in the order of ranks."""
         return [value]
 
-    def broadcast(self, tensor: torch.Tensor, owner: int = 0) -> None:
-        """Overwrite a tensor with that of the owner, which has the same shape and dtype; contiguous, on any device."""
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        """Overwrite a contiguous tensor of any device with that of rank `src`, which has the same shape and dtype."""
 
-    def gather(self, parts: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    def all_gather(self, parts: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
         """The rows of all processes, concatenated in the order of ranks.
 
         Args:
-            parts: this process's rows by name; a name that is missing here stands for no rows.
-            device: where the result is wanted.
+            parts: this process's rows (N, …) by name; a missing name stands for no rows.
+            device: of the result.
 
         Returns:
             The same in every process, with every name that any process has.
         """
         return dict(parts)
 
-    def finish(self) -> None:
-        """This process has done its part, and may end before the others."""
+    def shutdown(self) -> None:
+        """Leave the group after the last exchange; the other processes may still be at work."""
 
-    def last_words(self, message: str, code: int) -> tuple[str | None, int]:
-        """What a failing process prints, and its exit code: of several, only the first that failed prints why.
+    def final_message(self, message: str, code: int) -> tuple[str | None, int]:
+        """What a failing process prints, and its exit code: of several processes only the first failure is printed.
 
         Args:
-            message, code: what it would print and end with if it were the only process.
+            message, code: of this process's own failure.
 
         Returns:
-            The message, None where another process prints it; and the code.
+            The message, None where another process prints one; and the exit code of the first failure.
         """
         return message, code
 
 
 SINGLE_PROCESS = ProcessGroup()
+
+
+@contextlib.contextmanager
+def shown(
+    title: str, total: int, done: int, check: Callable[[], None], dist: ProcessGroup, *, unit: str = ""
+) -> Iterator[Step]:
+    """Progress on rank 0, none on the others; `check` runs before each step and may interrupt.
+
+    Args:
+        title, total, done, unit: see `progress`.
+    """
+    with progress(title, total, done, unit) if dist.is_main else contextlib.nullcontext(lambda _: None) as step:
+        yield checked(step, check)

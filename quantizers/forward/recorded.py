@@ -59,20 +59,16 @@ def usable_rows(rows: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RecordedRows:
-    """The same of all sequences: the solver reads all rows again and again, at its own pace.
-
-    So every process has all of them at hand, of those that share a machine perhaps in memory that they share as well.
+    """The same of all sequences; every process has all rows, since the solver reads them many times.
 
     Attributes:
         x, chosen, weight, usable: as in `Recorded`, but chosen is int32, and usable has one column.
-        shared: whether the processes of a machine have these rows in common.
     """
 
     x: Rows
     chosen: Rows
     weight: Rows
     usable: Rows
-    shared: bool = False
 
     def put(self, rows: slice, seen: Recorded) -> None:
         """Keep what was recorded of these rows, counted through all sequences."""
@@ -80,21 +76,16 @@ class RecordedRows:
             place.copy_(getattr(seen, field.name).view_as(place))
 
     def complete(self, dist: ProcessGroup, rows_of: Callable[[int], tuple[int, int]]) -> None:
-        """Get the rows that the other processes have recorded, each row once to every machine or process.
+        """Get the rows that the other processes have recorded.
 
         Args:
             rows_of: first and last (exclusive) row that a rank has recorded, in the order of ranks.
         """
         if not dist.is_distributed:
             return
-        to = dist.heads if self.shared else dist
-        dist.here.barrier()
-        for giver in range(to.count):
-            ranks = dist.ranks_of(giver) if self.shared else (giver,)
-            rows = slice(rows_of(ranks[0])[0], rows_of(ranks[-1])[1])
-            for part in (self.x, self.chosen, self.weight, self.usable):
-                to.broadcast(part.flat[rows], giver)
-        dist.here.barrier()
+        for src in range(dist.world_size):
+            for part in self._parts(slice(*rows_of(src))):
+                dist.broadcast(part, src)
 
     def at(self, rows: slice, device: torch.device) -> Recorded:
         """These rows on a device: views where they lie there already."""
@@ -124,22 +115,18 @@ class RecordedRows:
             rows.remove()
 
 
-def recorded_rows(
-    make: Callable[[str, int, torch.dtype], Rows], sizes: Sizes, dtype: torch.dtype, *, shared: bool = False
-) -> RecordedRows:
+def recorded_rows(make: Callable[[str, int, torch.dtype], Rows], sizes: Sizes, dtype: torch.dtype) -> RecordedRows:
     """Room for what a layer's experts are called with.
 
     Args:
         make: from a name, a width and a dtype to rows of all sequences.
         dtype: of the forward pass.
-        shared: whether what `make` makes is common to the processes of a machine.
     """
     return RecordedRows(
         make("x", sizes["hidden"], dtype),
         make("chosen", sizes["chosen"], torch.int32),
         make("weight", sizes["chosen"], torch.float32),
         make("usable", 1, torch.bool),
-        shared,
     )
 
 

@@ -42,7 +42,7 @@ def layer_steps(
         check: called between layers; may raise to interrupt.
         dist: the processes that share the work.
         early: whether there is room on the device for the next layer's bytes, which are then copied while one is
-            worked on. (Of several processes on a machine each has read only a share of them by then.)
+            worked on.
 
     Yields:
         Each step after its consumers. Its tensors are valid until the next one is asked for. Close the iterator to
@@ -53,7 +53,7 @@ def layer_steps(
         CheckpointError: a layer cannot be read.
     """
     device = torch.device("cpu") if model is None else model.device
-    early = early and is_accelerator(device) and not dist.here.is_distributed
+    early = early and is_accelerator(device)
     prefetch = BufferPrefetch(device)
 
     def prepare(buffer: torch.Tensor) -> None:

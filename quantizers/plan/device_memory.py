@@ -237,8 +237,9 @@ def placement(
     itemsize: int,
     *,
     states: Literal["auto", "memory", "files"],
-    machines: int,
     free: int,
+    processes: int = 1,
+    machines: int = 1,
 ) -> tuple[Place, Place, int]:
     """Where calibration activations are kept: on the device as planned, else in host memory if they fit, else in files.
 
@@ -246,13 +247,13 @@ def placement(
         rows: tokens of the calibration set.
         itemsize: bytes of one element of an activation.
         states: the user's choice; "auto" for files only where they take more than half of the free memory.
-        machines: each keeps its part of the activations between layers.
         free: bytes of host memory that are free on every machine.
+        processes, machines: each process keeps all inputs, and its part of the activations between layers.
 
     Returns:
         The place of the captured MoE inputs, that of the activations between layers, and the bytes of those in files.
     """
-    inputs = 0 if memory.inputs else recorded_bytes(sizes, rows, itemsize)
+    inputs = 0 if memory.inputs else recorded_bytes(sizes, rows, itemsize) * -(-processes // machines)
     between = 0 if memory.states else between_bytes(sizes, -(-rows // machines), itemsize)
     files = states == "files" or (states == "auto" and inputs + between > SHARE_FOR_STATES * free)
     other: Place = "files" if files else "memory"

@@ -152,7 +152,7 @@ class _Shared:
 
 def _memory(options: Options) -> tuple[int, int]:
     """Bytes that this process may use on its device, and bytes that are free in its machine's memory."""
-    limit = options.device_memory or device_limit(options.device, options.dist.here.world_size)
+    limit = options.device_memory or device_limit(options.device, options.dist.local_world_size)
     return limit, available()
 
 
@@ -205,7 +205,14 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
         units = f"{memory.units} unit{'s' if memory.units > 1 else ''} of {memory.unit} experts"
         print(f"{units} for {dist.world_size} processes: some have none to solve", file=sys.stderr)
     inputs, states, in_files = placement(
-        job.sizes, memory, rows, itemsize, states=options.states, machines=dist.nodes, free=min(frees)
+        job.sizes,
+        memory,
+        rows,
+        itemsize,
+        states=options.states,
+        free=min(frees),
+        processes=dist.world_size,
+        machines=len(set(dist.nodes)),
     )
     residents = Residents(memory.resident, memory.unit, memory.smallest)
     shared = _Shared(residents.as_dict(), inputs, states, memory.texts, memory.early, texts)

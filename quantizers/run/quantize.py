@@ -229,7 +229,7 @@ class _Run:
             )
         )
 
-    def written(self, step: LayerStep | None) -> dict[int, Written | None]:
+    def written(self, step: LayerStep | None) -> dict[int, Written]:
         """The shards that are on disk since the last call; after the last step, with None, all the rest."""
         if step is None:
             self.quantizer.remove()
@@ -265,7 +265,7 @@ def _with_journal(run: _Run, data: CalibrationData, entries: list[dict[str, Any]
     say_forecast = forecast(run.job.sizes["layers"])
     with progress("quantizing", run.job.sizes["layers"], len(entries), "layer", trusted=1) as shown_step:
 
-        def journaled(shards: dict[int, Written | None]) -> None:
+        def journaled(shards: dict[int, Written]) -> None:
             for number, shard in shards.items():
                 entry = begun.pop(number) | of_shard(shard)
                 run.on_disk(number)

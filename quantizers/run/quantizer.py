@@ -27,7 +27,6 @@ from quantizers.checkpoint.held import Held, held_tensors
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers, pin
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.distributed.shared_memory import shared_memory
 from quantizers.forward.halves import attend, finish, observe
 from quantizers.forward.lane import Lane, embed
 from quantizers.forward.layered_model import LayeredModel
@@ -85,20 +84,16 @@ class Quantizer:
         block = rows_of_block(is_accelerator(model.device))
 
         def rows(place: Place, name: str, width: int, dtype: torch.dtype, dist: ProcessGroup = SINGLE_PROCESS) -> Rows:
-            path = context.work / f"{name}.bin" if place == "files" else None
+            own = "" if context.dist.is_main else f"-{context.dist.rank}"
+            path = context.work / f"{name}{own}.bin" if place == "files" else None
             device = model.device if place == "device" else None
             made = Rows(path, lengths, width, dtype, device, dist=dist, block=block)
             if place == "memory":
                 pin(made.flat, model.device)
             return made
 
-        own = "" if context.dist.is_main else f"-{context.dist.rank}"
-        self.states = rows(context.states, f"states{own}", job.sizes["hidden"], model.dtype, context.dist)
-        make = partial(rows, context.inputs)
-        shared = context.dist.is_distributed and context.inputs != "device"
-        if shared:
-            make = partial(rows_in_common, context, lengths)
-        self.recorded = recorded_rows(make, job.sizes, model.dtype, shared=shared)
+        self.states = rows(context.states, "states", job.sizes["hidden"], model.dtype, context.dist)
+        self.recorded = recorded_rows(partial(rows, context.inputs), job.sizes, model.dtype)
         self._packed = PinnedBuffers(model.device)  # a process has two shards on their way at most
         self._made: Held | None = None
         self._solved: dict[str, Any] = {}
@@ -234,8 +229,7 @@ class Quantizer:
     def remove(self) -> None:
         """Remove the files of the states, if there are any."""
         self.states.remove()
-        if self.context.dist.here.is_main:
-            self.recorded.remove()
+        self.recorded.remove()
 
 
 def audit_shard(job: Job, number: int, source: Held, made: Held, device: torch.device) -> LayerAudit:
@@ -245,21 +239,8 @@ def audit_shard(job: Job, number: int, source: Held, made: Held, device: torch.d
     return audit
 
 
-def rows_in_common(context: Context, lengths: Sequence[int], name: str, width: int, dtype: torch.dtype) -> Rows:
-    """Rows of all sequences that the processes of a machine have in common, in memory or in a file."""
-    here, path = context.dist.here, context.work / f"{name}.bin"
-    if context.inputs == "files":
-        return here.in_turn(lambda: Rows(path, lengths, width, dtype))
-    with shared_memory(here, max(1, sum(lengths) * width * dtype.itemsize)) as memory:
-        rows = Rows(memory, lengths, width, dtype)
-    rows.path = None  # memory has nothing to be removed
-    pin(rows.flat, context.device)
-    return rows
-
-
-def of_shard(written: Written | None) -> dict[str, Any]:
-    """What the journal's entry says of a layer's shard once that is on disk, on the first machine."""
-    assert written is not None
+def of_shard(written: Written) -> dict[str, Any]:
+    """What the journal's entry says of a layer's shard once that is on disk."""
     digest, audit = written
     return {"digest": digest, "audit": audit.as_dict(), "closeness": _closeness(audit.by_expert)}
 

@@ -16,7 +16,7 @@ from runs import assert_same
 from tiny import write_recipe
 
 from quantizers.budget import branches, measure
-from quantizers.budget.branches import Branches, dealt
+from quantizers.budget.branches import Branches
 from quantizers.calibration.load_set import load_set
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.layers.context import Context
@@ -57,7 +57,7 @@ def test_everything_is_dealt_once_and_with_its_probe(count: int, monkeypatch: py
     lengths, owners = layout.all_lengths(3), dict[int, int]()
     for rank in range(count):
         dist = one_of(rank, count)
-        sequences, probes = (dealt(len(items), dist, (rank,)) for items in (layout.lengths, layout.probes))
+        sequences, probes = (dist.partition(len(items)) for items in (layout.lengths, layout.probes))
         for run in layout.runs(sequences, probes, 3):
             for place in run:
                 assert owners.setdefault(place, rank) == rank

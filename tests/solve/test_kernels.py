@@ -63,7 +63,7 @@ def test_what_one_process_refuses_all_do_without(
     leads: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cpu, other = torch.device("cpu"), {"gptq_block": "", "weigh_rows": "differs from torch's operations in rows"}
-    dist: Any = SimpleNamespace(leads=leads, collect=lambda own: [own, other])
+    dist: Any = SimpleNamespace(is_main=leads, all_gather_object=lambda own: [own, other])
     monkeypatch.delenv(triton_support.INTERPRETER)
     verify_kernels(cpu, {(4, 32)}, dist)
     monkeypatch.setenv(triton_support.INTERPRETER, "1")
