@@ -39,8 +39,9 @@ from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import RecordedRows, recorded_rows
 from quantizers.forward.states import Rows
 from quantizers.forward.weights import ExpertWeights
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
+from quantizers.plan.device_memory import Residents
 from quantizers.plan.job import Job
 from quantizers.plan.units import rows_of_block
 from quantizers.recipe.read import set_location
@@ -51,7 +52,6 @@ from quantizers.run.pipeline import assemble
 from quantizers.run.quantize import quantize_layers
 from quantizers.solve.layer import solve_layer
 from quantizers.system.formatting import size, text_table
-from quantizers.system.residents import Residents
 
 PUBLISHED = published_config("MiniMaxAI/MiniMax-M2.1")
 assert PUBLISHED is not None

@@ -24,9 +24,10 @@ from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import block_size, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.device.devices import choose_device, forward_dtype, machine, use_threads, versions
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
 from quantizers.plan.assign_actions import make_plan, obstacle
+from quantizers.plan.device_memory import Residents
 from quantizers.plan.job import Job, prepare
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Awq, Experts
@@ -35,7 +36,6 @@ from quantizers.run.pipeline import assemble
 from quantizers.run.quantize import quantize_layers
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import text_table
-from quantizers.system.residents import Residents
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def source(recipe: str) -> int:
 def least(recipe: str, device: str) -> int:
     """The bytes of a device with which as little as possible is held there."""
     from quantizers.calibration.load_set import load_set
+    from quantizers.plan.device_memory import device_memory
     from quantizers.plan.job import prepare
-    from quantizers.plan.solve_memory import device_memory
     from quantizers.recipe.read import set_location
 
     job = prepare(recipe)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.matrices import MATRICES
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
 from quantizers.output.fingerprint import refuse_changes
 from quantizers.plan.allocation import Allocation
 from quantizers.recipe.schema import Scheme, counted

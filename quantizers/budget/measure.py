@@ -51,7 +51,7 @@ from quantizers.forward.lane import embed
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import recorded_rows
 from quantizers.forward.states import Rows
-from quantizers.output.context import Context
+from quantizers.layers.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.units import rows_of_block, unit_of_experts
 from quantizers.system.errors import QuantizeError

@@ -32,10 +32,9 @@ from typing import Any
 from quantizers.calibration.set import DataSource, read_set
 from quantizers.recipe.read import set_location
 
+from .device_memory import DeviceMemory, calibration_bytes, device_memory
 from .gpus import RATES, Rates, rates_in_words, this_cpu
 from .job import Job
-from .solve_memory import DeviceMemory, device_memory
-from .states import calibration_bytes
 
 ITEMSIZES = {"CPU": 4, "GPU": 2}  # bytes of one element of a hidden state
 HOST = 1 << 30  # bytes of host memory for the program and its libraries

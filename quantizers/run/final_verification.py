@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.recipe.schema import PerplexityGate
 from quantizers.system.errors import QuantizeError

@@ -33,14 +33,14 @@ from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.tensor_bytes import torch_dtype
 from quantizers.device.devices import device_limit, is_accelerator, machine
 from quantizers.device.timing import Clock, listening
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
 from quantizers.plan.assign_actions import expected_tensors, make_plan
+from quantizers.plan.device_memory import DeviceMemory, Residents, device_memory
 from quantizers.plan.estimate import calibration_lengths, cut_to, evaluation_lengths, layer_work
 from quantizers.plan.gpus import this_cpu
 from quantizers.plan.job import Job
 from quantizers.plan.plan import METADATA
-from quantizers.plan.solve_memory import DeviceMemory, device_memory
 from quantizers.plan.units import rows_of_block
 from quantizers.recipe.schema import Stop
 from quantizers.solve.kernel_check import verify_kernels
@@ -48,7 +48,6 @@ from quantizers.system.errors import ArchitectureError, InputError
 from quantizers.system.formatting import gib
 from quantizers.system.host_memory import available
 from quantizers.system.progress import duration, peak_memory
-from quantizers.system.residents import Residents
 
 from .quantize import quantize_layers
 

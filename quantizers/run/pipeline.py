@@ -24,14 +24,21 @@ from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.source_files import check_hashes, source_stats
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context, Place
 from quantizers.output.fingerprint import refuse_changes
 from quantizers.output.folder import check_room, finished_report, move_into_place, refuse_strangers
 from quantizers.output.manifest import text_sha256
+from quantizers.plan.device_memory import (
+    Place,
+    Residents,
+    between_bytes,
+    calibration_bytes,
+    device_memory,
+    held_out_bytes,
+    placement,
+)
 from quantizers.plan.job import Job
-from quantizers.plan.solve_memory import device_memory
-from quantizers.plan.states import between_bytes, calibration_bytes, held_out_bytes
 from quantizers.plan.units import work_units
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
 from quantizers.recipe.read import set_location
@@ -40,7 +47,6 @@ from quantizers.system.errors import InputError
 from quantizers.system.files import copy_file, sync_folder, write_text
 from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
-from quantizers.system.residents import Residents
 from quantizers.team.heart import RESUME
 from quantizers.team.team import Team
 from stitch.write.beside import write_beside
@@ -50,7 +56,6 @@ from .disk import output_bytes
 from .finished import already_done
 from .opening import opening_line
 from .options import Options
-from .places import places
 from .quantize import quantize_layers
 from .report import run_report
 from .report_files import write_report
@@ -200,7 +205,9 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     if team.several and memory.units < team.count:
         units = f"{memory.units} unit{'s' if memory.units > 1 else ''} of {memory.unit} experts"
         print(f"{units} for {team.count} processes: some have none to solve", file=sys.stderr)
-    inputs, states, in_files = places(job.sizes, memory, rows, itemsize, options, min(frees))
+    inputs, states, in_files = placement(
+        job.sizes, memory, rows, itemsize, states=options.states, machines=team.nodes, free=min(frees)
+    )
     residents = Residents(memory.resident, memory.unit, memory.smallest)
     shared = _Shared(residents.as_dict(), inputs, states, memory.texts, memory.early, texts)
     context = shared.context(work, device, check, team)

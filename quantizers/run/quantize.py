@@ -28,12 +28,12 @@ from quantizers.device.devices import forward_dtype, is_accelerator
 from quantizers.device.malloc_tuning import use_one_arena
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
+from quantizers.layers.context import Context
 from quantizers.layers.loop import all_tensors, device_memory_errors, layer_steps
 from quantizers.layers.resume import finished_shard, resume_layers
 from quantizers.layers.step import LayerStep, run_step
 from quantizers.layers.writer import ShardWriter
 from quantizers.output import journal
-from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.recipe.schema import Stop
 from quantizers.system.errors import QuantizeError, Stopped

@@ -32,9 +32,10 @@ from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import recorded_rows, route_counts
 from quantizers.forward.states import Rows
 from quantizers.forward.weights import ExpertWeights
+from quantizers.layers.context import Context
 from quantizers.layers.step import LayerStep
 from quantizers.layers.writer import ShardWriter
-from quantizers.output.context import Context, Place
+from quantizers.plan.device_memory import Place
 from quantizers.plan.job import Job
 from quantizers.plan.units import rows_of_block
 from quantizers.solve.layer import solve_layer

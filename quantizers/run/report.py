@@ -24,8 +24,8 @@ from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import Checkpoint, block_size
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.device.devices import machine, versions
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
 from quantizers.plan.gpus import parse_gpus
 from quantizers.plan.job import Job
 from quantizers.plan.plan import Plan, summary
@@ -107,7 +107,7 @@ def run_report(
         ],
         "serving": serving(job.plan, job.facts, job.sizes, source, model),
         "seconds": seconds,
-        "peak_memory_bytes": max(peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)),
+        "peak_memory_bytes": max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)]),
     }
     if engines is not None:
         report["consumers"] = engines.as_dict()

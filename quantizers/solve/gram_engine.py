@@ -22,9 +22,9 @@ from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.device.timing import phase
 from quantizers.forward.recorded import Recorded
+from quantizers.plan.device_memory import Residents
 from quantizers.plan.units import units_of
 from quantizers.recipe.schema import Experts
-from quantizers.system.residents import Residents
 from quantizers.team.team import ALONE, Team
 
 from .awq import fold_norm

@@ -14,7 +14,7 @@ import torch
 from quantizers.device.malloc_tuning import release_free_memory
 from quantizers.device.timing import phase
 from quantizers.forward.recorded import Recorded
-from quantizers.system.residents import Residents
+from quantizers.plan.device_memory import Residents
 
 from .input_sums import InputSums, Unit, sweep
 from .token_weights import Survey

@@ -12,9 +12,9 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.device.devices import is_accelerator
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import RecordedRows
+from quantizers.plan.device_memory import Residents
 from quantizers.plan.units import rows_of_block, unit_of_experts
 from quantizers.recipe.schema import Experts
-from quantizers.system.residents import Residents
 from quantizers.team.team import ALONE, Team
 
 from .gram_engine import Weights, solve
@@ -43,7 +43,7 @@ def solve_layer(
         norm: (H,) as stored, in the source's dtype: the one that AWQ folds its scales into; None if it is kept.
         recorded: what the experts were called with.
         weights: see `gram_engine.solve`.
-        residents: see system/residents.py.
+        residents: see plan/device_memory.py.
         entering: hidden states entering the layer, (T, H) each; the llmcompressor engine runs the layer itself.
         check: called between sequences; may raise to interrupt.
         compensate_router: False leaves the published defect in, for comparison (llmcompressor only).

@@ -30,8 +30,9 @@ from quantizers.cli import main as cli
 from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import recorded as seen_by
 from quantizers.forward.weights import layer_weights, read_weight
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
+from quantizers.plan.device_memory import Residents
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.plan import file_size
 from quantizers.recipe.schema import ALL, Awq, Experts, Scheme
@@ -42,7 +43,6 @@ from quantizers.run.stitched import stitch
 from quantizers.solve import expert_unit, gram_engine
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import OutputError, QuantizeError
-from quantizers.system.residents import Residents
 from stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from tiny import write_recipe
 from quantizers.budget import branches, measure
 from quantizers.budget.branches import Branches, dealt
 from quantizers.calibration.load_set import load_set
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
 from quantizers.plan.job import prepare
 from quantizers.system.errors import QuantizeError
 from quantizers.team.team import Team

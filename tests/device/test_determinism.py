@@ -26,11 +26,11 @@ from quantizers.device.determinism import ALLOCATOR, LT_WORKSPACE, UNDOING, WORK
 from quantizers.device.gpu_settings import SETTINGS, settings_in_force
 from quantizers.forward.recorded import Recorded, usable_rows
 from quantizers.forward.recorded import recorded as seen_by
+from quantizers.plan.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts, Scheme
 from quantizers.solve.gram_engine import solve
 from quantizers.solve.token_weights import squared_weights, survey
 from quantizers.system.errors import InputError, QuantizeError
-from quantizers.system.residents import Residents
 
 MEMORY: Any = torch.utils.deterministic  # a module to which torch adds a property, unseen by type checkers
 

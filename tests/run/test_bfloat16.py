@@ -13,6 +13,7 @@ from one_layer import GROUP, make_layer, sliced
 
 from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.recorded import Recorded, recorded
+from quantizers.plan.device_memory import Residents
 from quantizers.plan.job import prepare
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.run import measure, pipeline, quantize
@@ -22,7 +23,6 @@ from quantizers.solve.expert_sums import width_sums
 from quantizers.solve.gram_engine import solve
 from quantizers.solve.input_sums import sweep
 from quantizers.solve.token_weights import survey
-from quantizers.system.residents import Residents
 
 silu = torch.nn.functional.silu
 BFLOAT16 = torch.bfloat16

@@ -27,9 +27,9 @@ from quantizers.cli import main as cli
 from quantizers.forward.states import Rows
 from quantizers.layers import loop
 from quantizers.output import journal
+from quantizers.plan.device_memory import DeviceMemory, placement
 from quantizers.plan.job import Job, prepare
-from quantizers.plan.solve_memory import DeviceMemory
-from quantizers.run import pipeline, places, quantize, quantizer
+from quantizers.run import pipeline, quantize, quantizer
 from quantizers.run.measure import measure
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
@@ -342,7 +342,7 @@ def test_what_is_copied_beside_the_work_has_the_same_bytes(
     assert stream.most > 1
 
 
-def test_little_memory_sends_states_to_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_little_memory_sends_states_to_files() -> None:
     """What a device has no room for lies in host memory as long as it takes at most half of what is free."""
     sizes: Any = {"hidden": 16, "chosen": 2}
     nothing, inputs = (DeviceMemory(1, 1, 1, held, False, False, False, 0, 0, 0, 0, 0) for held in (False, True))
@@ -360,9 +360,7 @@ def test_little_memory_sends_states_to_files(monkeypatch: pytest.MonkeyPatch, tm
             (0, "memory", where),
             (10**12, "files", in_files),
         ):
-            monkeypatch.setattr(places, "available", lambda free=free: free)
-            options = Options(tmp_path, CPU, states=states)
-            *got, on_disk = places.places(sizes, memory, rows, 4, options)
+            *got, on_disk = placement(sizes, memory, rows, 4, states=states, machines=1, free=free)
             assert tuple(got) == found
             assert on_disk == (bytes_elsewhere if "files" in found else 0)
 

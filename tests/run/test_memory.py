@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 
 from quantizers.checkpoint import ahead
 from quantizers.plan import units
+from quantizers.plan.device_memory import calibration_bytes
 from quantizers.plan.job import prepare
-from quantizers.plan.states import calibration_bytes
 from quantizers.run import pipeline, quantize
 from quantizers.run.options import Options
 from quantizers.system.errors import QuantizeError

@@ -17,9 +17,9 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.plan.assign_actions import expected_tensors, make_plan
+from quantizers.plan.device_memory import device_memory
 from quantizers.plan.job import prepare
 from quantizers.plan.plan import Plan
-from quantizers.plan.solve_memory import device_memory
 from quantizers.recipe.schema import Experts
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run

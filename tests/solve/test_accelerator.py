@@ -11,11 +11,11 @@ import torch
 from on_meta import META, Operation, Trace, looks_answered, tensors
 
 from quantizers.forward.recorded import Recorded
+from quantizers.plan.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import gram_engine
 from quantizers.solve.gram_engine import solve
 from quantizers.solve.solved import Solved
-from quantizers.system.residents import Residents
 
 EXPERTS, CHOSEN, HIDDEN, WIDTH, UNIT = 6, 2, 32, 32, 2  # three units
 ROWS = [48, 48, 20]

@@ -12,6 +12,7 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import Recorded
 from quantizers.forward.recorded import recorded as seen
+from quantizers.plan.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import expert_unit
 from quantizers.solve.awq import grid_scales, weight_means
@@ -20,7 +21,6 @@ from quantizers.solve.gram_engine import solve
 from quantizers.solve.refine import refine
 from quantizers.solve.rounding import damped, gptq, mse_scales
 from quantizers.solve.solved import Leaning, Solved
-from quantizers.system.residents import Residents
 
 UNIT = 8
 

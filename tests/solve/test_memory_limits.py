@@ -10,12 +10,12 @@ import torch
 from one_layer import GROUP, Layer, assert_same, make_layer, silu, sums_held
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quantizers.plan.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import gram_engine, held_sums
 from quantizers.solve.gram_engine import solve
 from quantizers.solve.solved import Solved
 from quantizers.system.errors import QuantizeError
-from quantizers.system.residents import Residents
 
 EXPERTS, UNIT = 7, 2  # four units, the last of one expert
 
@@ -107,8 +107,8 @@ def test_a_full_device_in_the_middle_changes_no_bit(
     assert residents.count == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        "the device's memory was full: from now on the sums of 2 units of 2 experts are held at a time; the bytes stay "
-        "the same"
+        "the device's memory was full: from now on the Hessians of 2 expert batches of 2 experts are kept at a time; "
+        "the output stays the same"
     )
 
 
@@ -124,7 +124,7 @@ def test_full_again_and_again(
     assert len(capsys.readouterr().err.splitlines()) == 2
     with (
         pytest.raises(
-            QuantizeError, match=r"full with the sums of one unit of 2 experts at a time, for which 3\.0 GiB"
+            QuantizeError, match=r"full with the Hessians of one batch of 2 experts at a time, for which 3\.0 GiB"
         ),
         Full(begins + 50),
     ):

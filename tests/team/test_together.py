@@ -20,6 +20,7 @@ from quantizers.device import determinism
 from quantizers.device.devices import choose_device
 from quantizers.output import journal
 from quantizers.plan import units
+from quantizers.plan.device_memory import Residents
 from quantizers.plan.job import prepare
 from quantizers.recipe.schema import Awq, CoverageGate, Experts
 from quantizers.run.measure import measure
@@ -28,7 +29,6 @@ from quantizers.run.pipeline import run
 from quantizers.solve.gram_engine import solve
 from quantizers.solve.solved import Solved
 from quantizers.system.errors import InputError, OutputError, QuantizeError
-from quantizers.system.residents import Residents
 from quantizers.team.team import ALONE, Team
 
 CPU = torch.device("cpu")

@@ -1,19 +1,17 @@
-"""Where and how one process works on a run: what goes through every phase of it together."""
+"""Context of a run: its work folder, device, process group and the places of its activations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from quantizers.system.residents import Residents
+from quantizers.plan.device_memory import Place, Residents
 from quantizers.team.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch
-
-Place = Literal["device", "memory", "files"]
 
 
 @dataclass(frozen=True)
@@ -24,13 +22,13 @@ class Context:
         work: see `journal.work_folder`. That of the first machine holds the run; of other machines it holds files
             that nobody reads again once the processes have ended.
         device: where layers are computed.
-        residents: units of experts whose sums are held at a time.
+        residents: expert batches whose Hessians are kept at a time.
         check: called between steps; may raise to interrupt.
         team: which process this is, of how many.
-        inputs: where the inputs of the experts lie.
-        states: where the calibration states between the layers lie.
-        texts_there: whether the states of the held-out texts lie on the device, or only in their files.
-        next_there: whether the next layer's bytes lie on the device while a layer is worked on.
+        inputs: where the captured MoE inputs are kept.
+        states: where the calibration activations between layers are kept.
+        texts_there: whether the held-out activations are kept on the device, or only in their files.
+        next_there: whether the next layer's bytes are prefetched to the device.
     """
 
     work: Path
