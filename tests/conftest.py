@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from commands import Command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VLLM_PYTHON = "QUANTIZERS_TEST_VLLM_PYTHON"  # environment variable: an interpreter with .ci/vllm-requirements.txt
@@ -78,6 +79,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`quantize` in this process."""
+    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture(autouse=True)

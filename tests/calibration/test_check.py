@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import quantize
+from commands import Command
 from rich.console import Console, RenderableType
 from sets import rows_set
 
@@ -30,9 +30,9 @@ def sample(category: str, kept: int, cut: int = 0) -> Sample:
     return Sample(np.zeros(kept, dtype=np.int32), category, "a.jsonl", truncated=cut)
 
 
-def words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *given: object) -> tuple[int, str]:
-    code = quantize(monkeypatch, "calibration", *given)
-    return code, " ".join(capsys.readouterr().out.split())
+def words(command: Command, *given: object) -> tuple[int, str]:
+    code = command("calibration", *given)
+    return code, " ".join(command.out.split())
 
 
 def test_a_quarter_of_the_tokens_may_be_cut() -> None:
@@ -58,54 +58,46 @@ def test_a_category_that_loses_much_is_named() -> None:
     )
 
 
-def test_a_warning_is_no_finding(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warning_is_no_finding(tmp_path: Path, tokenizer: str, command: Command) -> None:
     path = rows_set(tmp_path, [("x", "a" * 300), ("y", "short")], name="a")
-    code, said = words(monkeypatch, capsys, path, "--tokenizer", tokenizer)
+    code, said = words(command, path, "--tokenizer", tokenizer)
     assert code == 0
     assert said.startswith("mine: nothing contradicts the set, but 1 warning warning: 66% of the set's tokens are cut")
-    assert words(monkeypatch, capsys, "check", path, "--tokenizer", tokenizer) == (0, said)
+    assert words(command, "check", path, "--tokenizer", tokenizer) == (0, said)
     path = rows_set(tmp_path, [("x", "a text of its own")], name="a")
-    assert words(monkeypatch, capsys, path)[1].startswith("mine: fine: nothing contradicts the set mine (")
+    assert words(command, path)[1].startswith("mine: fine: nothing contradicts the set mine (")
 
 
-def test_the_verdict_counts_what_is_wrong(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verdict_counts_what_is_wrong(tmp_path: Path, tokenizer: str, command: Command) -> None:
     rows = [("x", "one two three four five six seven")] * 8 + [("y", "b" * 900)]
     path = rows_set(tmp_path, rows, languages={"programming": ["C", "D"]}, name="a")
-    code, said = words(monkeypatch, capsys, path, "--tokenizer", tokenizer)
+    code, said = words(command, path, "--tokenizer", tokenizer)
     assert code == 3
     assert said.startswith(
         "mine: contradicts what the set claims: 2 languages without a text, 28 pairs of equal texts; and 1 warning "
         "no sample shows C, D (programming) a.jsonl:2 repeats a.jsonl:1"
     )
     assert "and 9 more; --json lists all of them" in said
-    assert quantize(monkeypatch, "calibration", path, "--json", "--tokenizer", tokenizer) == 3
-    report = json.loads(capsys.readouterr().out)
+    assert command("calibration", path, "--json", "--tokenizer", tokenizer) == 3
+    report = json.loads(command.out)
     assert (len(report["findings"]), len(report["warnings"]), report["ok"]) == (29, 1, False)
     assert said.startswith(f"mine: {report['verdict']}")
 
 
-def test_it_says_whose_tokenizer_counted(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_whose_tokenizer_counted(tmp_path: Path, tokenizer: str, command: Command) -> None:
     """The one that is named; else the recipe's; else the tiny model's, which is said to make more tokens."""
     tiny = shipped("models") / "tiny-minimax-m2"
     path = rows_set(tmp_path, [("x", "a text of its own")], name="a")
-    assert f"the tokenizer of {tiny}; a large model's makes fewer" in words(monkeypatch, capsys, path)[1]
-    text = words(monkeypatch, capsys, path, "--recipe", RECIPE)[1]
+    assert f"the tokenizer of {tiny}; a large model's makes fewer" in words(command, path)[1]
+    text = words(command, path, "--recipe", RECIPE)[1]
     assert f"the tokenizer of {tiny}, the recipe's source" in text
-    named = words(monkeypatch, capsys, path, "--tokenizer", tokenizer, "--recipe", RECIPE)[1]
+    named = words(command, path, "--tokenizer", tokenizer, "--recipe", RECIPE)[1]
     assert "1 sample, 17 tokens; none cut digest " in named
     assert f"the tokenizer of {tokenizer} compared with" in named
 
 
-def test_a_recipe_brings_its_set_and_its_held_out_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, said = words(monkeypatch, capsys, "check", "--recipe", RECIPE)
+def test_a_recipe_brings_its_set_and_its_held_out_set(tmp_path: Path, command: Command) -> None:
+    code, said = words(command, "check", "--recipe", RECIPE)
     assert code == 0
     assert said.startswith("embedded: nothing contradicts the set, but 1 warning warning: 72% of the set's tokens")
     assert said.endswith("held-out.yaml")
@@ -116,12 +108,10 @@ def test_a_recipe_brings_its_set_and_its_held_out_set(
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text.replace("../models", str(shipped("models"))).replace("../calibration", "x"))
     mine = rows_set(tmp_path, [("x", "a text of its own")], name="a")
-    assert words(monkeypatch, capsys, mine, "--recipe", recipe)[0] == 3
+    assert words(command, mine, "--recipe", recipe)[0] == 3
 
 
-def test_shown_samples_can_be_chosen(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shown_samples_can_be_chosen(tmp_path: Path, tokenizer: str, command: Command) -> None:
     rows = [(category, f"{category} {n}") for n in range(6) for category in ("code/rust", "code/c", "math")]
     path = rows_set(tmp_path, rows, name="a")
     (tmp_path / "b.jsonl").write_text(json.dumps({"category": "code", "text": "another"}))
@@ -129,21 +119,19 @@ def test_shown_samples_can_be_chosen(
     path.write_text(json.dumps(body | {"sources": [*body["sources"], body["sources"][0] | {"dataset": "b.jsonl"}]}))
 
     def shown(*given: object) -> list[dict[str, Any]]:
-        assert quantize(monkeypatch, "calibration", path, "--json", "--tokenizer", tokenizer, *given) == 0
-        return list(json.loads(capsys.readouterr().out)["samples"])
+        assert command("calibration", path, "--json", "--tokenizer", tokenizer, *given) == 0
+        return list(json.loads(command.out)["samples"])
 
     assert [row["text"] for row in shown("--show", 9, "--category", "math")] == [f"math {n}" for n in range(6)]
     assert [row["position"] for row in shown("--show", 3, "--category", "code/c")] == [1, 7, 13]
     assert len(shown("--show", 99, "--category", "code")) == 6 + 6 + 1
     assert [row["text"] for row in shown("--show", 9, "--source", "b.json")] == ["another"]
     assert len(shown("--show", 99, "--source", "a.jsonl", "--category", "code")) == 12
-    assert quantize(monkeypatch, "calibration", path, "--category", "code") == 2
-    assert "add --show N" in capsys.readouterr().err
+    assert command("calibration", path, "--category", "code") == 2
+    assert "add --show N" in command.err
     words = ("calibration", path, "--show", 1, "--category", "cod", "--source", "a.jsonl", "--tokenizer", tokenizer)
-    assert quantize(monkeypatch, *words) == 2
-    assert "mine: no sample of source a.jsonl and cod; it has code, math, from a.jsonl, b.jsonl" in (
-        capsys.readouterr().err
-    )
+    assert command(*words) == 2
+    assert "mine: no sample of source a.jsonl and cod; it has code, math, from a.jsonl, b.jsonl" in (command.err)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +143,9 @@ def test_shown_samples_can_be_chosen(
         (("copy", "nothing", "x"), "nothing: no such set; `quantize calibration list` lists them"),
     ],
 )
-def test_wrong_words(
-    given: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert quantize(monkeypatch, "calibration", *given) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_words(given: tuple[str, ...], message: str, command: Command) -> None:
+    assert command("calibration", *given) == 2
+    assert message in command.err
 
 
 LISTS = {"programming": ["C", "D"], "spoken": ["Hindi", "German"]}

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from commands import quantize
+from commands import Command
 from rich.console import Console, RenderableType
 from sets import rows_set
 
@@ -49,58 +49,52 @@ def test_texts_and_tokens_are_counted_as_a_slow_comparison_does(tmp_path: Path, 
     assert not diff_texts(sets[0], sets[0], tokenizer)
 
 
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    assert quantize(monkeypatch, "calibration", "diff", *words) == 0
-    return capsys.readouterr().out
+def said(command: Command, *words: object) -> str:
+    assert command("calibration", "diff", *words) == 0
+    return command.out
 
 
-def test_a_language_that_is_taken_from_a_set_loses_its_texts(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_language_that_is_taken_from_a_set_loses_its_texts(tmp_path: Path, tokenizer: str, command: Command) -> None:
     rows = [("code/rust", "let"), ("code/cobol", "move"), ("code/cobol", "stop run")]
     before = rows_set(tmp_path, rows, "a", sequence_length=10, languages={"programming": ["Rust", "Cobol"]})
     after = tmp_path / "b.yaml"
     after.write_text(before.read_text().replace(', "Cobol"', ""))
-    text = said(monkeypatch, capsys, before, after, "--tokenizer", tokenizer)
+    text = said(command, before, after, "--tokenizer", tokenizer)
     assert "- programming Cobol" in text
     assert "texts: 3 -> 1 (0 gained, 2 lost); tokens: 15 -> 3, counted with the tokenizer of" in text
     assert "- a.jsonl:3 (code/cobol, 8 tokens)" in text
     row = next(line for line in text.splitlines() if line.startswith("│ code/cobol"))
     assert [cell.strip() for cell in row.strip("│").split("│")] == ["code/cobol", "2 -> 0", "12 -> 0"]
-    data = json.loads(said(monkeypatch, capsys, before, after, "--tokenizer", tokenizer, "--json"))
+    data = json.loads(said(command, before, after, "--tokenizer", tokenizer, "--json"))
     assert data["texts"]["categories"] == {"code/cobol": {"texts": [2, 0], "tokens": [12, 0]}}
     assert data["note"] == ""
-    text = said(monkeypatch, capsys, before, after, "--yaml")
+    text = said(command, before, after, "--yaml")
     assert text == "- programming Cobol\n"
 
 
-def test_other_data_under_the_same_file_is_a_difference(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_data_under_the_same_file_is_a_difference(tmp_path: Path, tokenizer: str, command: Command) -> None:
     """The files say the same, and the texts do not; then the same texts are called that."""
     sets = []
     for name, text in (("one", "this"), ("two", "that")):
         (tmp_path / name).mkdir()
         sets.append(rows_set(tmp_path / name, [("x", text)], "a", sequence_length=10))
-    text = said(monkeypatch, capsys, *sets, "--tokenizer", tokenizer)
+    text = said(command, *sets, "--tokenizer", tokenizer)
     assert text.startswith("no difference between the files\ntexts: 1 (1 gained, 1 lost); tokens: 4, counted")
-    assert "the same texts; texts: 1 (0 gained" in said(monkeypatch, capsys, sets[0], sets[0], "--tokenizer", tokenizer)
+    assert "the same texts; texts: 1 (0 gained" in said(command, sets[0], sets[0], "--tokenizer", tokenizer)
 
 
-def test_many_texts_are_counted_and_not_all_listed(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_texts_are_counted_and_not_all_listed(tmp_path: Path, tokenizer: str, command: Command) -> None:
     few = rows_set(tmp_path, [("x", "the only one")], "a", sequence_length=10)
     many = rows_set(tmp_path, [("x", f"text {number}") for number in range(30)], "b", sequence_length=10)
-    text = said(monkeypatch, capsys, few, many, "--tokenizer", tokenizer)
+    text = said(command, few, many, "--tokenizer", tokenizer)
     assert text.count("+ b.jsonl:") == 20
     assert "+ and 10 more; --json lists all of them" in text
-    data = json.loads(said(monkeypatch, capsys, few, many, "--tokenizer", tokenizer, "--json"))
+    data = json.loads(said(command, few, many, "--tokenizer", tokenizer, "--json"))
     assert (len(data["texts"]["gained"]), len(data["texts"]["lost"])) == (30, 1)
 
 
 def test_without_the_hub_the_files_are_compared_and_one_line_says_so(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     def resolve(source: DataSource) -> str:
         raise Unreachable(source.dataset, "the Hub cannot be reached", "go online once")
@@ -109,23 +103,21 @@ def test_without_the_hub_the_files_are_compared_and_one_line_says_so(
     local = rows_set(tmp_path, [("x", "the only one")], "a", sequence_length=10)
     hub = tmp_path / "hub.yaml"
     hub.write_text(local.read_text().replace('"a.jsonl"', '"owner/data"'))
-    text = said(monkeypatch, capsys, local, hub, "--tokenizer", tokenizer)
+    text = said(command, local, hub, "--tokenizer", tokenizer)
     assert "+ owner/data train: all samples" in text
     assert "texts and tokens are not compared: " in " ".join(text.split())
     assert "reads a data set on the Hub and cannot be loaded now" in " ".join(text.split())
-    data = json.loads(said(monkeypatch, capsys, local, hub, "--tokenizer", tokenizer, "--json"))
+    data = json.loads(said(command, local, hub, "--tokenizer", tokenizer, "--json"))
     assert data["texts"] is None
     assert f"`quantize calibration {hub}` says why" in data["note"]
     assert "\n" not in data["note"]
 
 
-def test_local_data_that_cannot_be_read_is_an_error(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_local_data_that_cannot_be_read_is_an_error(tmp_path: Path, tokenizer: str, command: Command) -> None:
     path = rows_set(tmp_path, [("x", "the only one")], "a", sequence_length=10)
     (tmp_path / "a.jsonl").write_text("{")
-    assert quantize(monkeypatch, "calibration", "diff", path, path, "--tokenizer", tokenizer) == 2
-    assert "a.jsonl:1: not valid JSON" in capsys.readouterr().err
+    assert command("calibration", "diff", path, path, "--tokenizer", tokenizer) == 2
+    assert "a.jsonl:1: not valid JSON" in command.err
 
 
 def test_a_text_that_only_moved_is_not_won(tmp_path: Path, tokenizer: str) -> None:

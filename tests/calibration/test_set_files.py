@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import quantize
+from commands import Command
 
 from quantizers.calibration.check import check_set
 from quantizers.calibration.load_set import load_set
@@ -28,32 +28,24 @@ def embedded(tokenizer: str) -> CalibrationData:
     return load_set(SETS / "embedded.yaml", tokenizer)
 
 
-def test_the_list_says_what_the_sets_hold(
-    embedded: CalibrationData,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert quantize(monkeypatch, "calibration", "list", "--json") == 0
-    listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)["sets"]}
+def test_the_list_says_what_the_sets_hold(embedded: CalibrationData, command: Command) -> None:
+    assert command("calibration", "list", "--json") == 0
+    listed = {row["name"]: row for row in json.loads(command.out)["sets"]}
     assert set(listed) == {path.stem for path in SETS.glob("*.yaml")}
     assert (listed["software-engineer"]["samples"], listed["software-engineer"]["sources"]) == ("590", "50 on the Hub")
     assert (listed["embedded"]["samples"], listed["embedded"]["sources"]) == (str(len(embedded.samples)), "3 local")
     assert all(row["about"] for row in rows())
     for words in ((), ("list",)):
-        assert quantize(monkeypatch, "calibration", *words) == 0
-        assert listed["embedded"]["about"] in capsys.readouterr().out
+        assert command("calibration", *words) == 0
+        assert listed["embedded"]["about"] in command.out
 
 
 def test_a_copy_gives_the_same_samples_and_knows_its_held_out_set(
-    tmp_path: Path,
-    embedded: CalibrationData,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tokenizer: str,
+    tmp_path: Path, embedded: CalibrationData, command: Command, tokenizer: str
 ) -> None:
     folder = tmp_path / "deep" / "down"
-    assert quantize(monkeypatch, "calibration", "copy", "embedded", folder) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert command("calibration", "copy", "embedded", folder) == 0
+    assert command.out.splitlines() == [
         f"wrote {folder}/embedded.yaml, and 8 files that go with it",
         f"next: quantize calibration {folder}/embedded.yaml",
     ]
@@ -102,28 +94,26 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
-    assert quantize(monkeypatch, "calibration", path, "--json") == 0
-    return dict(json.loads(capsys.readouterr().out))
+def check(command: Command, path: Path) -> dict[str, Any]:
+    assert command("calibration", path, "--json") == 0
+    return dict(json.loads(command.out))
 
 
-def test_a_new_set_passes_as_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_set_passes_as_it_is_written(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "mine.yaml"
-    assert quantize(monkeypatch, "calibration", "new", path) == 0
-    said = capsys.readouterr().out.splitlines()
+    assert command("calibration", "new", path) == 0
+    said = command.out.splitlines()
     assert said == [
         f"wrote {path} and {tmp_path}/mine.jsonl",
         f"replace the rows of {tmp_path}/mine.jsonl with your own",
         f"next: quantize calibration {path}",
     ]
-    report = check(monkeypatch, capsys, path)
+    report = check(command, path)
     assert report["verdict"] == "fine: nothing contradicts the set"
     assert report["summary"]["categories"] == {"code/python": 1, "math": 1, "advice": 1}
     (tmp_path / "mine.jsonl").write_text("my own")
-    assert quantize(monkeypatch, "calibration", "new", path) == OutputError.exit_code
-    assert "mine.jsonl: exists, and is another file" in capsys.readouterr().err
+    assert command("calibration", "new", path) == OutputError.exit_code
+    assert "mine.jsonl: exists, and is another file" in command.err
     assert (tmp_path / "mine.jsonl").read_text() == "my own"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import quantize
+from commands import Command
 from rich.console import Console
 from sets import rows_set
 
@@ -140,16 +140,13 @@ def test_two_languages_taken_from_the_embedded_set_are_gone(tmp_path: Path, toke
 
 @pytest.mark.slow
 def test_check_diff_coverage_and_run_agree(
-    tmp_path: Path,
-    write_recipe: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """Two languages are taken from a recipe's set: four commands report the same texts and tokens without them."""
 
     def answer(*words: object) -> dict[str, Any]:
-        assert quantize(monkeypatch, *words, "--json") == 0
-        return dict(json.loads(capsys.readouterr().out))
+        assert command(*words, "--json") == 0
+        return dict(json.loads(command.out))
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     recipe = write_recipe(tmp_path)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import quantize
+from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,28 +60,28 @@ def test_what_is_said_of_any_other_name(find: object, name: str, said: str) -> N
 
 
 def test_a_model_s_folder_is_no_recipe(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """The remedy that the line names works."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(tiny_model)
-    assert quantize(monkeypatch, "plan", "model") == 2
-    assert capsys.readouterr().err == (
+    assert command("plan", "model") == 2
+    assert command.err == (
         "quantize: model: is a model's folder, no recipe; `quantize new model` writes a recipe for it\n"
     )
-    assert quantize(monkeypatch, "new", "model") == 0
-    written = json.loads(json.dumps(capsys.readouterr().out)).split("; ")[0].removeprefix("wrote ")
-    assert quantize(monkeypatch, "plan", written) == 0
+    assert command("new", "model") == 0
+    written = json.loads(json.dumps(command.out)).split("; ")[0].removeprefix("wrote ")
+    assert command("plan", written) == 0
 
 
 def test_copy_names_the_file_after_the_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert quantize(monkeypatch, "recipes", "copy", "MiniMaxAI/MiniMax-M2") == 0
+    assert command("recipes", "copy", "MiniMaxAI/MiniMax-M2") == 0
     assert (tmp_path / "minimax-m2-fp8-int4.yaml").is_file()
-    assert quantize(monkeypatch, "recipes", "show", "minimax-m2-fp8") == 2
-    assert "(did you mean minimax-m2-fp8-int4?)" in capsys.readouterr().err
+    assert command("recipes", "show", "minimax-m2-fp8") == 2
+    assert "(did you mean minimax-m2-fp8-int4?)" in command.err
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_copy_names_the_file_after_the_recipe(
     ],
 )
 def test_a_set_s_name_that_is_near_is_suggested(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text("source: {model: a/b}\ncalibration: embeded\n")
-    assert quantize(monkeypatch, *words) == 2
-    assert "embeded: no such " in (said := capsys.readouterr().err)
+    assert command(*words) == 2
+    assert "embeded: no such " in (said := command.err)
     assert "(did you mean embedded?); " in said
 
 
