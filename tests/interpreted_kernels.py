@@ -44,7 +44,9 @@ def main(what: str, *arguments: str) -> int:
     triton_code._whole = off_by_one
     from quantizers.cli.main import main as quantize
 
-    return quantize(list(arguments))
+    sys.argv = ["quantize", *arguments]
+    quantize()
+    return 0
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ from .stored_matrix import Form, dequantize_fp8, form_of, fp8_scale, is_finite, 
 # Legend: E experts, c experts of a unit, R rows, C columns, H hidden size, I width of an expert
 
 FP8 = torch.float8_e4m3fn
-UNIT = 16  # experts dequantized together on an accelerator
+UNIT = 16  # experts whose matrices an accelerator is given together
+TOGETHER = 4  # of these, as many as are dequantized together: float32 in between takes memory that is not planned for
 BAND = 2**21  # bytes in float32 of the rows that a CPU dequantizes at a time: in its cache, and in the heap
 
 
@@ -155,9 +156,11 @@ class ExpertWeights:
                 self._fill_in_bands(form, modules, slot)
 
     def _fill_together(self, form: Form, modules: list[str], slot: torch.Tensor) -> None:
-        """All matrices one below the other: one copy of each part to the device, one product."""
-        parts = [self._below(modules, part).to(self.device) for part in form.parts]
-        self._put(form, parts, slot, modules)
+        """A few matrices one below the other: one copy of each part to the device, one product in float32."""
+        for first in range(0, len(modules), TOGETHER):
+            some = slice(first, first + TOGETHER)
+            parts = [self._below(modules[some], part).to(self.device) for part in form.parts]
+            self._put(form, parts, slot[some], modules[some])
 
     def _below(self, modules: list[str], part: str) -> torch.Tensor:
         tensors = [self.stored.tensor(f"{module}.{part}") for module in modules]
