@@ -50,7 +50,7 @@ from quantizers.run.layer_measurement import resized, write_random
 from quantizers.run.measure import measure
 from quantizers.run.pipeline import assemble
 from quantizers.run.quantize import quantize_layers
-from quantizers.solve.layer import solve_layer
+from quantizers.solve.solver import solve_layer
 from quantizers.system.formatting import size, text_table
 
 PUBLISHED = published_config("MiniMaxAI/MiniMax-M2.1")

@@ -22,7 +22,7 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.fp8 import ROWS, stored_form
 from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve.quiet_library import quiet_library
+from quantizers.solve.llmcompressor_engine import quiet_library
 from quantizers.system.errors import InputError
 
 STEPS = ("convert to BF16", "load", "oneshot", "save", "stitch")

@@ -27,13 +27,20 @@ from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import Recorded
 from quantizers.plan.units import units_of
 from quantizers.recipe.schema import Experts, Scheme
-from quantizers.solve.awq import divided, divided_first, fold_gram, fold_norm, grid_scales, scale_losses, weight_means
-from quantizers.solve.expert_sums import WidthSums, width_sums
-from quantizers.solve.forced_rows import Activation
-from quantizers.solve.input_sums import InputSums, Unit, blended_gram, sweep
-from quantizers.solve.norm_search import norm_scale
+from quantizers.solve.awq import (
+    divided,
+    divided_first,
+    fold_gram,
+    fold_norm,
+    grid_scales,
+    norm_scale,
+    scale_losses,
+    weight_means,
+)
+from quantizers.solve.down_hessian import Activation, DownHessian, collect_down_hessian
+from quantizers.solve.input_hessian import ExpertBatch, InputHessian, blended_hessian, sweep
 from quantizers.solve.rounding import minmax_scales, mse_scales, nearest
-from quantizers.solve.token_weights import Table, survey
+from quantizers.solve.routing_weights import Table, survey
 
 Weights = Mapping[Matrix, torch.Tensor]  # gate and up (c, I, H), down (c, H, I), float32, in the source's basis
 ALL_THREE = "all"
@@ -95,12 +102,12 @@ def scheme_errors(
         first, last = own_unit
         if own_unit not in routed:
             routed = sweep(blocks, found, [own_unit], hidden, with_all=False)[1]
-        input_gram = blended_gram(routed.pop(own_unit), inputs.gram, found.blended, own_unit)
-        sums = width_sums(blocks, found, gate_up[first:last], activation=activation, unit=own_unit)
+        input_hessian = blended_hessian(routed.pop(own_unit), inputs.gram, found.blended, own_unit)
+        sums = collect_down_hessian(blocks, found, gate_up[first:last], activation=activation, unit=own_unit)
         gate, up = gate_up[first:last].float().chunk(2, dim=1)
         source: Weights = {"gate": gate, "up": up, "down": down[first:last].float()}
         for scheme, own in settings_of.items():
-            stored = _as_stored(source, smooth[scheme], input_gram, sums, own)
+            stored = _as_stored(source, smooth[scheme], input_hessian, sums, own)
             variants = {ALL_THREE: stored} | {m: {**source, m: stored[m]} for m in MATRICES}
             errors = _output_errors(compared, tables, source, variants, activation, first)
             lost.append((scheme, errors))
@@ -118,11 +125,11 @@ def scheme_errors(
 
 def _smooth(
     gate_up: torch.Tensor,
-    inputs: InputSums,
+    inputs: InputHessian,
     norm: torch.Tensor | None,
     offset: int,
     own: Experts,
-    units: Sequence[Unit],
+    units: Sequence[ExpertBatch],
     dist: ProcessGroup,
 ) -> torch.Tensor:
     """What a scheme would divide the norm by, (H,), exactly as the rounded norm has it; ones where it is kept.
@@ -134,7 +141,7 @@ def _smooth(
     if not own.awq or norm is None:
         return torch.ones_like(inputs.mean)
 
-    def weights(unit: Unit) -> torch.Tensor:
+    def weights(unit: ExpertBatch) -> torch.Tensor:
         return gate_up[slice(*unit)]
 
     def at_once(work: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -147,8 +154,8 @@ def _smooth(
 def _as_stored(
     source: Weights,
     smooth: torch.Tensor,
-    input_gram: torch.Tensor,
-    sums: WidthSums,
+    input_hessian: torch.Tensor,
+    sums: DownHessian,
     own: Experts,
 ) -> Weights:
     """The matrices after scaling and rounding, in the run's order, and scaling back."""
@@ -157,7 +164,7 @@ def _as_stored(
         grid = grid_scales(sums.mean, weight_means(source["down"], own.group_size), own.awq.grid, own.awq.duo_scaling)
         best = scale_losses(source["down"], sums.gram, grid, own.group_size, own.bits).argmin(0)
         s = grid[best, torch.arange(len(best), device=best.device)]
-    importance = fold_gram(input_gram, smooth.unsqueeze(0)).diagonal(dim1=-2, dim2=-1)
+    importance = fold_gram(input_hessian, smooth.unsqueeze(0)).diagonal(dim1=-2, dim2=-1)
     gate = dequantize(*_rounded(source["gate"] * smooth, importance, own))
     rows = s.unsqueeze(-1)
     if divided_first(own.bits):

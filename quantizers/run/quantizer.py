@@ -39,8 +39,8 @@ from quantizers.layers.writer import ShardWriter
 from quantizers.plan.device_memory import Place
 from quantizers.plan.job import Job
 from quantizers.plan.units import rows_of_block
-from quantizers.solve.layer import solve_layer
-from quantizers.solve.solved import Solved
+from quantizers.solve.result import LayerResult
+from quantizers.solve.solver import solve_layer
 from quantizers.system.progress import doing
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
 from stitch.write.digests import ShardDigest
@@ -138,7 +138,7 @@ class Quantizer:
         step.watch.lap("solve")
         self._begin_writing(step, solved)
 
-    def _begin_writing(self, step: LayerStep, solved: Solved | None) -> None:
+    def _begin_writing(self, step: LayerStep, solved: LayerResult | None) -> None:
         """Pack a layer, and let it be written; `solved` is None for a layer without experts."""
         job, context, number = self.job, self.context, step.number
         doing("packing")
@@ -245,7 +245,7 @@ def of_shard(written: Written) -> dict[str, Any]:
     return {"digest": digest, "audit": audit.as_dict(), "closeness": _closeness(audit.by_expert)}
 
 
-def _for_the_journal(solved: Solved | None) -> dict[str, Any]:
+def _for_the_journal(solved: LayerResult | None) -> dict[str, Any]:
     if solved is None:
         return {"error": {}, "fallbacks": [], "leaning": None}
     return {

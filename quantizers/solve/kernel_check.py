@@ -16,11 +16,10 @@ from quantizers.device.triton_support import can_launch, disable_kernel, first_l
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.codes import grouped
 
-from .forced_rows import weigh_rows
+from .coordinate_descent import refine_group
+from .down_hessian import weigh_rows
 from .kernels import launch
-from .parts import in_groups
-from .refine import refine_group
-from .rounding import BLOCK, MSE_COUNT, MSE_FIRST, MSE_LESS, mse_steps, round_block
+from .rounding import BLOCK, MSE_COUNT, MSE_FIRST, MSE_LESS, in_groups, mse_steps, round_block
 
 Arguments = list[Any]
 

@@ -15,8 +15,6 @@ import torch
 
 from quantizers.device.devices import is_accelerator
 
-from .sum_in_order import sum_in_order
-
 SMALLEST = 128  # columns: below that a matmul wastes more than it saves
 BLOCKS = 8
 
@@ -87,7 +85,7 @@ def row_losses(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
         gram: (E, C, C), or (1, C, C) where all share it; symmetric.
 
     Returns:
-        (E, R) in delta's dtype, added as sum_in_order.py says.
+        (E, R) in delta's dtype, added as symmetric.py says.
     """
     columns = delta.mT if delta.stride(-2) == 1 else delta.mT.contiguous()  # (E, C, R)
     gram = gram.expand(len(columns), -1, -1)
@@ -98,4 +96,31 @@ def row_losses(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
         torch.bmm(gram[:, start:end, start:end], own, out=made)
         if end < columns.shape[1]:
             made.baddbmm_(gram[:, start:end, end:], after, alpha=2)
-    return sum_in_order(product.mul_(columns))
+    return ordered_sum(product.mul_(columns))
+
+
+# A sum whose order is written down, so that every device and every kernel gives the same bits.
+
+LANES = 8  # terms that are added side by side
+
+
+def ordered_sum(terms: torch.Tensor) -> torch.Tensor:
+    """The sum over the last dimension but one: in 8 lanes, each from left to right, then neighbouring lanes in pairs.
+
+    Args:
+        terms: (…, g, R) float32; with g not divisible by 8 there are 4, 2 or 1 lanes. Overwritten.
+
+    Returns:
+        (…, R).
+    """
+    count = terms.shape[-2]
+    lanes = min(LANES, count & -count)
+    by_lane = terms.view(*terms.shape[:-2], -1, lanes, terms.shape[-1])
+    total = by_lane[..., 0, :, :]
+    for more in by_lane.unbind(-3)[1:]:
+        total += more
+    while total.shape[-2] > 2:
+        even = total[..., ::2, :]
+        even += total[..., 1::2, :]
+        total = even
+    return total.sum(-2)  # of two at most, which has only one order

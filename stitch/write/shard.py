@@ -17,7 +17,7 @@ from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers
 from quantizers.forward.packing import pack
 from quantizers.plan.plan import KEPT, METADATA, Action, Plan
-from quantizers.solve.solved import Solved
+from quantizers.solve.result import LayerResult
 from quantizers.system.errors import CheckpointError, QuantizeError
 from quantizers.system.files import disk_errors, sync_folder
 
@@ -46,7 +46,7 @@ def layer_tensors(
     plan: Plan,
     layer: int | None,
     source: Checkpoint,
-    solved: Solved | None,
+    solved: LayerResult | None,
     *,
     near: Checkpoint | None = None,
     buffers: PinnedBuffers | None = None,
@@ -96,7 +96,7 @@ def layer_tensors(
     return made
 
 
-def _folded(action: Action, source: Checkpoint, solved: Solved) -> torch.Tensor:
+def _folded(action: Action, source: Checkpoint, solved: LayerResult) -> torch.Tensor:
     """The norm or the router that replaces the source's."""
     if action.kind == "fold":
         assert solved.norm is not None
@@ -106,7 +106,7 @@ def _folded(action: Action, source: Checkpoint, solved: Solved) -> torch.Tensor:
     return router.to(torch_dtype(action.outputs[action.source].dtype))
 
 
-def _arrays(small: Mapping[str, torch.Tensor], solved: Solved | None, bits: int) -> dict[Key, torch.Tensor]:
+def _arrays(small: Mapping[str, torch.Tensor], solved: LayerResult | None, bits: int) -> dict[Key, torch.Tensor]:
     """The packed codes of each matrix, its scales and the small tensors, where they were made."""
     arrays: dict[Key, torch.Tensor] = {(name, ""): tensor.contiguous() for name, tensor in small.items()}
     if solved is None:

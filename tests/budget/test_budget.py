@@ -40,7 +40,7 @@ from quantizers.run import pipeline
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.run.stitched import stitch
-from quantizers.solve import expert_unit, gram_engine
+from quantizers.solve import expert_batch, solver
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import OutputError, QuantizeError
 from stitch.audit.checkpoint import verify
@@ -143,7 +143,7 @@ def test_what_is_predicted_from_is_what_the_run_stores(
     order = torch.tensor(solving_order(layer, unit=8))
     settings = Experts(group_size=32, bits=bits, awq=Awq(grid=8), scales=scales, rounding="nearest")
     of_s = list[Tensor]()
-    real, search = output_errors.divided, expert_unit._width_scale
+    real, search = output_errors.divided, expert_batch._width_scale
 
     def predicted(scale: Tensor, codes: Tensor, s: Tensor) -> Tensor:
         of_s.append(s)
@@ -155,13 +155,13 @@ def test_what_is_predicted_from_is_what_the_run_stores(
         return of_s[0][order], totals
 
     monkeypatch.setattr(output_errors, "divided", predicted)
-    monkeypatch.setattr(expert_unit, "_width_scale", found)
+    monkeypatch.setattr(expert_batch, "_width_scale", found)
     common: Any = {"norm": layer.norm, "activation": torch.nn.functional.silu, "settings": settings, "unit": 8}
     seen = layer.recorded()
     guess = scheme_errors(
         seen, layer.gate_up, layer.down, schemes=[Scheme(bits, 32)], experts=5, compared=seen[:1], **common
     )
-    solved = gram_engine.solve(seen, layer.weights(), router=layer.router, residents=Residents.all_of(5), **common)
+    solved = solver.solve(seen, layer.weights(), router=layer.router, residents=Residents.all_of(5), **common)
     assert bool((solved.smooth != 1).any())
     s = of_s[0]
     assert bool((s != 1).any())

@@ -28,8 +28,8 @@ from quantizers.forward.recorded import Recorded, usable_rows
 from quantizers.forward.recorded import recorded as seen_by
 from quantizers.plan.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts, Scheme
-from quantizers.solve.gram_engine import solve
-from quantizers.solve.token_weights import squared_weights, survey
+from quantizers.solve.routing_weights import squared_weights, survey
+from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError, QuantizeError
 
 MEMORY: Any = torch.utils.deterministic  # a module to which torch adds a property, unseen by type checkers

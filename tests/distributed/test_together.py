@@ -27,8 +27,8 @@ from quantizers.recipe.schema import Awq, CoverageGate, Experts
 from quantizers.run.measure import measure
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
-from quantizers.solve.gram_engine import solve
-from quantizers.solve.solved import Solved
+from quantizers.solve.result import LayerResult
+from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError, OutputError, QuantizeError
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any
     layer = make_layer(3)
     settings = Experts(**({"group_size": GROUP, "awq": Awq(grid=8)} | options))
 
-    def work(dist: ProcessGroup) -> Solved:
+    def work(dist: ProcessGroup) -> LayerResult:
         return solve(
             layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, activation=silu,
             settings=settings, unit=unit, residents=Residents(2, unit, 0), dist=dist,
@@ -57,7 +57,7 @@ def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any
 
     wanted = work(SINGLE_PROCESS)
     for got in together(count, work):
-        assert isinstance(got, Solved)
+        assert isinstance(got, LayerResult)
         assert_same(got, wanted)
         assert got.error == wanted.error
         assert got.fallbacks == wanted.fallbacks

@@ -17,7 +17,7 @@ from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.device_memory import DeviceMemory, Residents, _Phases, device_memory
 from quantizers.plan.plan import Plan
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve.gram_engine import solve
+from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError
 
 GIB = 2**30

@@ -22,7 +22,7 @@ from quantizers.run import pipeline, quantize
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.run.quantizer import _by_expert
-from quantizers.solve import gram_engine
+from quantizers.solve import solver
 from quantizers.system.errors import Interrupted, OutputError
 
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def test_a_device_that_is_full_in_the_middle_of_a_run(
 ) -> None:
     """In the second layer's third expert: half as many sums from then on, one line, and the same bytes."""
     run(prepare(str(job)), Options(tmp_path / "whole", CPU))
-    real, calls = gram_engine.solve_unit, itertools.count()
+    real, calls = solver.solve_batch, itertools.count()
 
     def full(*arguments: Any, **named: Any) -> Any:
         if next(calls) == EXPERTS + 2:
@@ -118,7 +118,7 @@ def test_a_device_that_is_full_in_the_middle_of_a_run(
 
     held.clear()
     capsys.readouterr()
-    monkeypatch.setattr(gram_engine, "solve_unit", full)
+    monkeypatch.setattr(solver, "solve_batch", full)
     run(prepare(str(job)), Options(tmp_path / "output", CPU))
     assert held == [8, 8, 3, 3, 4, 4]
     lines = [line for line in capsys.readouterr().err.splitlines() if "memory was full" in line]

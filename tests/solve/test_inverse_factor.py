@@ -6,7 +6,7 @@ import pytest
 import torch
 from grams import broken_grams, correlated_gram
 
-from quantizers.solve.inverse_factor import inverse_factor
+from quantizers.solve.rounding import cholesky_inverse
 
 
 @pytest.mark.on_device
@@ -15,7 +15,7 @@ from quantizers.solve.inverse_factor import inverse_factor
 def test_inverse_factor_against_float64(columns: int, tokens: int, device: torch.device) -> None:
     """Oracle: inverse(H) in float64, H with 1 % of the mean diagonal added; singular Gram matrices included."""
     gram = correlated_gram(6, 2, max(columns, 5), tokens)[:, :columns, :columns]
-    factor, used = (found.cpu() for found in inverse_factor(gram.to(device), 0.01))
+    factor, used = (found.cpu() for found in cholesky_inverse(gram.to(device), 0.01))
     assert used.tolist() == pytest.approx([0.01, 0.01])
     assert torch.equal(factor, factor.triu())
     assert (factor.diagonal(dim1=-2, dim2=-1) > 0).all()
@@ -39,7 +39,7 @@ def test_damping_is_raised_tenfold_until_the_matrix_is_positive(lowest: float, e
     values = torch.full((size,), (size - lowest) / (size - 1))
     values[0] = lowest
     gram = torch.stack([basis @ torch.diag(values) @ basis.mT, torch.eye(size)])
-    factor, used = inverse_factor(gram, 0.01)
+    factor, used = cholesky_inverse(gram, 0.01)
     assert used.tolist() == pytest.approx([expected, 0.01])
     damped = gram[0].double() + expected * torch.eye(size, dtype=torch.float64)
     torch.testing.assert_close(
@@ -47,10 +47,10 @@ def test_damping_is_raised_tenfold_until_the_matrix_is_positive(lowest: float, e
     )
 
 
-@pytest.mark.parametrize("careful", [True, False])
-def test_the_healthy_keep_theirs_beside_those_that_have_none(careful: bool) -> None:
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_healthy_keep_theirs_beside_those_that_have_none(exact: bool) -> None:
     grams = broken_grams(70)
-    factor, used = inverse_factor(grams, 0.01, careful=careful)
+    factor, used = cholesky_inverse(grams, 0.01, exact=exact)
     assert used.isinf().tolist() == [True] * 5 + [False]
     assert torch.equal(factor[:5], torch.eye(70).expand(5, -1, -1))
-    torch.testing.assert_close(factor[5:], inverse_factor(grams[5:], 0.01)[0])
+    torch.testing.assert_close(factor[5:], cholesky_inverse(grams[5:], 0.01)[0])

@@ -20,7 +20,7 @@ from quantizers.forward.weights import read_weight
 from quantizers.plan.assign_actions import make_plan
 from quantizers.plan.plan import KEPT, Plan
 from quantizers.recipe.schema import Experts
-from quantizers.solve.solved import Solved
+from quantizers.solve.result import LayerResult
 from quantizers.system.errors import QuantizeError
 from stitch.audit import layer as auditing
 from stitch.audit.layer import LayerAudit, audit_layer
@@ -42,7 +42,7 @@ class Layer:
         self.norm = self.source.tensor(self.facts.layer(0, self.facts.norm.tensor))
         self.router = self.source.tensor(self.facts.layer(0, self.facts.router.tensor))
 
-    def solved(self, device: str = "cpu") -> Solved:
+    def solved(self, device: str = "cpu") -> LayerResult:
         experts, hidden, width = self.sizes["experts"], self.sizes["hidden"], self.sizes["width"]
         shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
         generator = torch.Generator().manual_seed(0)
@@ -52,7 +52,7 @@ class Layer:
             drawn = torch.randint(-8, 8, (experts, rows, columns), generator=generator)
             codes[matrix] = drawn.to(torch.int8).to(device)
             scales[matrix] = torch.rand(experts, rows, columns // 32, generator=generator).bfloat16().to(device)
-        return Solved(
+        return LayerResult(
             self.norm.to(device), torch.ones(hidden, device=device), self.router.float().to(device), codes, scales
         )
 

@@ -12,7 +12,7 @@ import torch
 
 from quantizers.device import triton_support
 from quantizers.forward.codes import code_range
-from quantizers.solve.sum_in_order import LANES
+from quantizers.solve.symmetric import LANES
 
 ROWS, WIDE = 32, 64  # rows of a program, and columns from which on there are fewer, for want of registers
 INTERPRETED = 1024  # rows of a program in Triton's interpreter, where every operation takes as long
@@ -81,7 +81,7 @@ def refine_group(
     Args:
         block: (E, g, g) float32, the group's own part of the Gram matrix G.
         scale: (E, R) bfloat16, set.
-        near: (E, g, R) float32, the group's columns of Pᵀ, see refine.py. Worthless afterwards.
+        near: (E, g, R) float32, the group's columns of Pᵀ, see coordinate_descent.py. Worthless afterwards.
         image: (E, g, R) float32, block @ codes. Worthless afterwards.
         codes: (E, g, R) int8, set.
         change: (E, g, R) float32, filled: Ŵᵀ before less Ŵᵀ after.

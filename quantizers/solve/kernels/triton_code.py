@@ -5,7 +5,7 @@ columns of a block or a group that is rounded stay in registers until the last o
 forced pass, whose results are transposed as well, (C, T): a program has some columns of an expert.
 
 They are compiled with `enable_fp_fusion=False`, or the compiler would fuse products and sums. Nothing is added by
-tl.sum or tl.dot, whose order is not specified: a group's sums are made in 8 lanes, see sum_in_order.py.
+tl.sum or tl.dot, whose order is not specified: a group's sums are made in 8 lanes, see symmetric.py.
 
 Legend: E experts, C columns, R rows, g group size, n groups, T tokens;
 `…_e` steps in memory from one expert to the next.
@@ -16,9 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantizers.solve import sum_in_order
+from quantizers.solve import ordered_sum
 
-LANES = tl.constexpr(sum_in_order.LANES)
+LANES = tl.constexpr(ordered_sum.LANES)
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _row(tile, numbers, k):
 
 @triton.jit
 def _lanes_added(x, ROWS: tl.constexpr):
-    """(ROWS, 8) to (ROWS,): neighbours first, see sum_in_order.py."""
+    """(ROWS, 8) to (ROWS,): neighbours first, see symmetric.py."""
     even, odd = tl.split(tl.reshape(x, (ROWS, 4, 2)))
     even, odd = tl.split(tl.reshape(even + odd, (ROWS, 2, 2)))
     even, odd = tl.split(even + odd)

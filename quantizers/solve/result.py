@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Leaning:
-    """How far the experts of a layer lean on tokens that the router did not send them, see token_weights.py.
+    """How far the experts of a layer lean on tokens that the router did not send them, see routing_weights.py.
 
     Attributes:
         full_share_at: n0, the routed tokens from which on an expert's own count for the recipe's full share.
@@ -31,7 +31,7 @@ class Leaning:
 
 
 @dataclass(frozen=True)
-class Solved:
+class LayerResult:
     """One solved layer. E experts, H hidden, I expert width, g group size.
 
     Attributes:

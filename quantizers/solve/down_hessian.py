@@ -1,33 +1,90 @@
-"""The sums of what w2 reads: every token through every expert of a unit.
+"""Hessians of the inputs of w2, Σ h hᵀ: every token through every expert of an expert batch.
 
-Legend: T rows of a block, H hidden, I expert width, c experts of a unit, m rows routed to an expert (padded);
-x (T, H) is what w1 and w3 read, h (T, I) = act(x w1ᵀ) * (x w3ᵀ) what w2 reads. h lies transposed, (c, I, T): then one
-matmul gives it for all experts of the unit, and each half of the result lies in one piece.
+Legend: T rows of a token chunk, H hidden, I expert width, c experts of an expert batch, m rows routed to an expert
+(padded); x (T, H) is what w1 and w3 read, h (T, I) = act(x w1ᵀ) * (x w3ᵀ) what w2 reads. h is transposed, (c, I, T):
+one matmul then gives it for all experts of the batch, and each half of the result is contiguous.
 
-Sums are float32 and added block by block, in order, one block a matmul: torch does not promise the same
+Hessians are float32 and added token chunk by token chunk, in order, one chunk a matmul: torch does not promise the same
 bits for other shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from quantizers.device.devices import is_accelerator
 from quantizers.device.timing import asked_for, phase
+from quantizers.device.triton_support import use_kernel
 from quantizers.forward.recorded import Recorded, usable_rows
 
-from .forced_rows import Activation, add_weighed, gated, gated_and_looked_at, no_magnitude
-from .input_sums import Unit
-from .symmetric import add_product, mirror
-from .token_weights import Blend, Routed, Survey, rows_of, token_roots
+from .input_hessian import ExpertBatch
+from .kernels import launch
+from .routing_weights import Blend, Routed, Survey, rows_of, token_roots
+from .symmetric import add_gram, add_product, mirror
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def gated(products: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """h (c, I, T) = act(x w1ᵀ) * (x w3ᵀ), from x w1ᵀ above x w3ᵀ (c, 2I, T)."""
+    gate, up = products.chunk(2, dim=1)
+    return activation(gate).mul_(up)
+
+
+def gated_and_looked_at(products: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `gated`, and which rows are usable (c, T); in the others h is worth nothing, and perhaps not finite."""
+    h = gated(products, activation)
+    return h, usable_rows(h, 1)
+
+
+def no_magnitude(like: torch.Tensor, width: int) -> torch.Tensor:
+    """What `add_weighed` adds to, before the first row: (c, I, …) float32, together Σ w |h|.
+
+    Args:
+        like: (c, …), of the dtype of h and where that lies.
+        width: I.
+    """
+    return torch.zeros(len(like), width, launch.SUMS if _by_kernel(like) else 1, device=like.device)
+
+
+def add_weighed(h: torch.Tensor, root: torch.Tensor, total: torch.Tensor, magnitude: torch.Tensor) -> None:
+    """Add Σ w h hᵀ to `total` and w |h| to `magnitude`.
+
+    Args:
+        h: (c, I, T), overwritten.
+        root: √w (c, T), of the same dtype; 0 for rows that are left out, whatever h is there.
+        total: (c, I, I) float32, see `symmetric.add_gram`.
+        magnitude: see `no_magnitude`.
+    """
+    if _by_kernel(h):
+        launch.weigh_rows(h, root, magnitude)
+        add_gram(total, h.mT, h.mT)
+        return
+    weigh_rows(h, root)
+    add_gram(total, h.mT, h.mT)
+    magnitude += h.abs_().mul_(root.unsqueeze(1)).sum(-1, keepdim=True, dtype=torch.float32)
+
+
+def weigh_rows(h: torch.Tensor, root: torch.Tensor) -> None:
+    """h *= root, zero where root is, whatever h is there; arguments are those of `add_weighed`."""
+    left_out = root == 0
+    if is_accelerator(h.device) or bool(left_out.any()):
+        h.masked_fill_(left_out.unsqueeze(1), 0)
+    h.mul_(root.unsqueeze(1))
+
+
+def _by_kernel(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16 and use_kernel("weigh_rows", tensor.device)
+
 
 ROUTED_PER_COLUMN = 32  # tokens routed for each column of w2: with more, every n-th block goes into `changes`
 
 
 @dataclass
-class WidthSums:
+class DownHessian:
     """Blended sums of h for the experts of a unit, each of total weight 1.
 
     Attributes:
@@ -46,20 +103,20 @@ class WidthSums:
     dropped: torch.Tensor
 
 
-def width_sums(
+def collect_down_hessian(
     blocks: Sequence[Recorded],
     found: Survey,
     gate_up: torch.Tensor,
     *,
     activation: Activation,
-    unit: Unit,
+    unit: ExpertBatch,
     source: torch.Tensor | None = None,
     every: int = 1,
-) -> WidthSums:
+) -> DownHessian:
     """Every token through every expert of a unit.
 
     Args:
-        blocks, found: see `token_weights.survey`.
+        blocks, found: see `routing_weights.survey`.
         gate_up: (c, 2I, H), w1 above w3, in the dtype of x; rounded or not.
         activation: of the gate, usually SiLU.
         unit: first and last (exclusive) of its experts.
@@ -91,7 +148,7 @@ def width_sums(
     mass = sums.mass.clamp(min=torch.finfo(torch.float32).tiny)
     share = found.blended.share[unit[0] : unit[1]] / sums.routed_mass
     share = torch.where(sums.routed_mass > 0, share, torch.zeros_like(share)).float()
-    return WidthSums(
+    return DownHessian(
         mirror(sums.total).div_(mass.unsqueeze(-1)),
         sums.magnitude.sum(-1) / mass,
         None if sums.changes is None else sums.changes.mul_(share[:, None, None]),
@@ -102,7 +159,7 @@ def width_sums(
 
 @dataclass
 class _Sums:
-    """What is added up block by block: see `WidthSums`, without being divided by the mass of all rows.
+    """What is added up block by block: see `DownHessian`, without being divided by the mass of all rows.
 
     `magnitude` is Σ w |h|, in parts, see `no_magnitude`.
     """
@@ -125,13 +182,13 @@ def _add_block(
     products: torch.Tensor,
     *,
     activation: Activation,
-    unit: Unit,
+    unit: ExpertBatch,
 ) -> None:
     """Add one block.
 
     Args:
         routed: the rows that go into `changes`, see `Table.routed`; none of a block that does not.
-        source: as for `width_sums`.
+        source: as for `collect_down_hessian`.
         products: (c · 2I, T), memory for x w1ᵀ above x w3ᵀ; overwritten.
     """
     with phase("forced pass"):

@@ -1,7 +1,7 @@
 """One unit of experts: from the sums of their inputs to codes and scales.
 
 w1 and w3 are rounded first. What the rounded ones then give w2 is what w2's sums are gathered from; w2 is corrected
-for the difference (correction.py), a scale s per expert between w3 and w2 is searched, and w2 is rounded.
+for the difference (expert_batch.py), a scale s per expert between w3 and w2 is searched, and w2 is rounded.
 
 With 8 bits s comes first. Found afterwards, it would divide w3's stored group scales, which bfloat16 then rounds a
 second time. That is far below the codes' error at 4 bits, but 4 to 39 % of it at 8. So s is searched from what the
@@ -27,25 +27,24 @@ from quantizers.forward.codes import dequantize
 from quantizers.recipe.schema import Awq, Experts
 
 from .awq import divided, divided_first, grid_scales, row_step, scale_losses, weight_means
-from .correction import corrected
-from .expert_sums import WidthSums
-from .refine import refine
+from .coordinate_descent import refine
+from .down_hessian import DownHessian
 from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest
 from .symmetric import quadratic_loss
 
 # At least so many rows of a matrix are read to choose w2's scale, and for the errors of the report.
 SEARCH_ROWS, REPORTED_ROWS = 768, 512
-SWEEPS = 2  # of refine.py after GPTQ; a third would lower the loss by less than 1 %
+SWEEPS = 2  # of coordinate_descent.py after GPTQ; a third would lower the loss by less than 1 %
 
 
 @dataclass
-class SolvedUnit:
-    """The solved experts of one unit, or all of them: codes and scales as in `Solved`, and numbers about them.
+class SolvedBatch:
+    """The solved experts of one unit, or all of them: codes and scales as in `LayerResult`, and numbers about them.
 
     Attributes:
         damping: per group of matrices that share a factorization, (c,), see `rounding.gptq`.
         totals: of each expert (c,), losses (`…_lost`) and what they are relative to (`…_whole`), the w2
-            search's objective before and after, rows `seen` and `dropped`, see `WidthSums`,
+            search's objective before and after, rows `seen` and `dropped`, see `DownHessian`,
             and groups that are all zero (`…_zero`).
     """
 
@@ -55,24 +54,24 @@ class SolvedUnit:
     totals: dict[str, torch.Tensor]
 
 
-def solve_unit(
+def solve_batch(
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    input_gram: torch.Tensor,
-    of_source: Callable[[], WidthSums],
-    of_rounded: Callable[[torch.Tensor, bool], WidthSums],
+    input_hessian: torch.Tensor,
+    of_source: Callable[[], DownHessian],
+    of_rounded: Callable[[torch.Tensor, bool], DownHessian],
     settings: Experts,
     *,
-    careful: bool = True,
-) -> SolvedUnit:
+    exact: bool = True,
+) -> SolvedBatch:
     """Scale and round the experts of one unit.
 
     Args:
         gate_up, down: (c, 2I, H) and (c, H, I) in float32; gate_up multiplied by the norm's scale. Changed.
-        input_gram: (c, H, H) float32, of what that reads.
+        input_hessian: (c, H, H) float32, of what that reads.
         of_source: gives the sums of w2's inputs as the source's w1 and w3 produce them.
         of_rounded: from rounded w1 and w3 (c, 2I, H) to the sums of w2's inputs, with `changes` if asked for.
-        careful: whether a factorization that fails is noticed and tried again, see `rounding.gptq`.
+        exact: whether a factorization that fails is noticed and tried again, see `rounding.gptq`.
     """
     # What w2's columns are multiplied by, w3's rows are divided by: s (c, I).
     rows, searched = None, dict[str, torch.Tensor]()
@@ -84,7 +83,7 @@ def solve_unit(
         gate_up.div_(rows)
     # gate and up read the same inputs, so they share one factorization.
     with phase("rounding"):
-        codes, scales, first_damping, totals = _round(gate_up, input_gram, settings, "gate_up", rows, careful=careful)
+        codes, scales, first_damping, totals = _round(gate_up, input_hessian, settings, "gate_up", rows, exact=exact)
     rounded = dequantize(codes, scales)
     sums = of_rounded(rounded if rows is None else rounded.mul_(rows), settings.rounding == "gptq")
     del rounded
@@ -102,8 +101,8 @@ def solve_unit(
         down.mul_(s.unsqueeze(1))
         width_gram.div_(s.unsqueeze(-1) * s.unsqueeze(-2))  # see awq.fold_gram
     with phase("rounding"):
-        down_codes, down_scales, damping, lost = _round(down, width_gram, settings, "down", careful=careful)
-    return SolvedUnit(
+        down_codes, down_scales, damping, lost = _round(down, width_gram, settings, "down", exact=exact)
+    return SolvedBatch(
         {"gate": gate_codes, "up": up_codes, "down": down_codes},
         {"gate": gate_scales, "up": up_scales, "down": down_scales},
         first_damping | damping,
@@ -112,7 +111,7 @@ def solve_unit(
 
 
 def _width_scale(
-    down: torch.Tensor, sums: WidthSums, settings: Experts
+    down: torch.Tensor, sums: DownHessian, settings: Experts
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A scale (c, I) for each expert between w3 and w2, and its objective (c,) before and after."""
     assert isinstance(settings.awq, Awq)
@@ -134,7 +133,7 @@ def _round(
     name: str,
     rows: torch.Tensor | None = None,
     *,
-    careful: bool = True,
+    exact: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Gram matrix (c, C, C).
 
@@ -142,7 +141,7 @@ def _round(
         rows: (c, R, 1), what the rows were divided by; losses are those of the rows as they were.
 
     Returns:
-        Codes, scales, and under `name` what `SolvedUnit` keeps as damping and as totals.
+        Codes, scales, and under `name` what `SolvedBatch` keeps as damping and as totals.
     """
     damping: dict[str, torch.Tensor] = {}
     weight = weight.mT.contiguous().mT  # whatever follows takes its columns one by one: transposed once
@@ -151,7 +150,7 @@ def _round(
     else:
         scale = minmax_scales(weight, settings.group_size, settings.bits)
     if settings.rounding == "gptq":
-        codes, used = gptq(weight, gram, scale, settings.bits, DAMPING, careful=careful)
+        codes, used = gptq(weight, gram, scale, settings.bits, DAMPING, exact=exact)
         damping[name] = used
         solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
         refined = refine(weight, damped(gram, used), codes, scale, settings.bits, sweeps=SWEEPS)
@@ -168,3 +167,30 @@ def _round(
         f"{name}_whole": quadratic_loss(whole, gram).double() * step,
     }
     return codes, scale, damping, totals
+
+
+# w2 adjusted to the inputs that it will really get: those of the rounded w1 and w3.
+#
+# Rounding w1 and w3 changes w2's input from h + d, which the source's w1 and w3 would give, to h. The matrix
+# that comes closest to w2 (h + d) when it reads h instead is a ridge regression towards w2,
+#
+#     w2* = w2 + w2 (Σ d hᵀ) (Σ h hᵀ + λ I)⁻¹,
+#
+# and it is w2* that is then rounded. Tokens are weighted as in all sums, but Σ d hᵀ runs only over those that the
+# router sends to the expert: only their error reaches the model's output.
+
+
+def corrected(down: torch.Tensor, gram: torch.Tensor, changes: torch.Tensor, damping: float) -> torch.Tensor:
+    """w2* (c, H, I) float32, see the module's docstring; w2 where there is no solution.
+
+    Args:
+        down: (c, H, I) float32, w2.
+        gram: Σ h hᵀ (c, I, I) float32.
+        changes: Σ d hᵀ (c, I, I) float32, see `down_hessian.DownHessian`.
+        damping: λ, as a share of the Gram matrix's mean diagonal.
+    """
+    share = torch.full_like(gram[:, 0, 0], damping)
+    lower, info = torch.linalg.cholesky_ex(damped(gram, share))
+    step = torch.cholesky_solve((down @ changes).mT, lower).mT
+    solved = (info == 0) & torch.isfinite(torch.linalg.vector_norm(step, torch.inf, dim=(-2, -1)))
+    return step.masked_fill_(~solved[:, None, None], 0).add_(down)

@@ -11,13 +11,13 @@ from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.forward.codes import grouped
 from quantizers.recipe.schema import Experts
 
+from .result import Leaning
 from .rounding import DAMPING
-from .solved import Leaning
-from .token_weights import Survey
+from .routing_weights import Survey
 
 SEARCHED = ("norm_search_before", "norm_search_after")
 
-# In float64 on the CPU: `SolvedUnit.totals`, `damping.…`, `Blend`'s `routed_tokens` and `share`, and SEARCHED.
+# In float64 on the CPU: `SolvedBatch.totals`, `damping.…`, `Blend`'s `routed_tokens` and `share`, and SEARCHED.
 Numbers = Mapping[str, torch.Tensor]
 
 

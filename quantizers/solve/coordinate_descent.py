@@ -19,7 +19,7 @@ from quantizers.device.triton_support import use_kernel
 from quantizers.forward.codes import code_range
 
 from .kernels import launch
-from .sum_in_order import sum_in_order
+from .symmetric import ordered_sum
 
 PANEL = 256  # columns, rounded down to whole groups
 
@@ -97,7 +97,7 @@ def refine_group(
 ) -> None:
     """Set one group's scale, and then its codes; arguments are those of `launch.refine_group`."""
     old, before = scale.float(), codes.float()
-    curvature, gradient = sum_in_order(torch.stack((image, near)).mul_(before))
+    curvature, gradient = ordered_sum(torch.stack((image, near)).mul_(before))
     rounded = (old + gradient / curvature.clamp(min=torch.finfo(torch.float32).tiny)).bfloat16()
     step = rounded.float() - old
     # Rounded to bfloat16 the step may overshoot: take it only where the parabola is lower there.
