@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 def one_of(rank: int, count: int, local: int = 0) -> ProcessGroup:
     """A rank that is not connected to the others."""
     dist = ProcessGroup()
-    dist.rank, dist.world_size, dist.local_rank = rank, count, local
+    dist.rank, dist.world_size, dist.local_rank, dist.nodes = rank, count, local, [0] * count
     return dist
 
 
@@ -108,7 +108,7 @@ def test_the_folder_is_held_until_the_last_has_ended(tmp_path: Path) -> None:
         dist.barrier()  # rank 0 has let it go
         if dist.rank == 1:
             with (
-                journal.locked(tmp_path, one_of(1, 2)),
+                journal.locked(tmp_path, one_of(1, 2, 1)),
                 pytest.raises(OutputError, match="is working here"),
                 journal.locked(tmp_path),
             ):
