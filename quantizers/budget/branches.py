@@ -9,7 +9,7 @@ They lie one after the other:
 number 0 is the probes themselves.
 
 Several processes deal out sequences and probes. A probe's branches belong to whoever has the probe, so what is compared
-with it is computed beside it. On each machine all states lie in one file, to which its processes write.
+with it is computed beside it. Each process has all states in a file of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from quantizers.distributed.process_group import ProcessGroup
 from quantizers.forward.states import Rows
-from quantizers.team.team import Team
 
 BRANCH_TOKENS, BRANCH_LENGTH = 8192, 512  # tokens of a branch, and of one of its sequences, at most
 HALF_EVERY = 4  # every fourth sequence of a branch is also run with half the error
@@ -87,22 +87,14 @@ class Branches:
         return {name: value / size if size > 0 else 0.0 for name, (value, size) in totals.items()}
 
 
-def dealt(items: int, team: Team, ranks: Sequence[int]) -> range:
-    """The share of consecutive ranks together."""
-    return range(team.share(items, ranks[0]).start, team.share(items, ranks[-1]).stop)
-
-
-def pass_on(rows: Rows, layout: Branches, branches: int, team: Team) -> None:
-    """Get what the other machines have computed; what this one's processes have is in the same file already.
+def pass_on(rows: Rows, layout: Branches, branches: int, dist: ProcessGroup) -> None:
+    """Get the rows that the other processes have computed.
 
     Args:
         rows: of everything, with the branches of so many layers.
     """
-    team.here.barrier()
     offsets = rows.share.offsets
-    for node in range(team.nodes):
-        ranks = team.ranks_of(node)
-        sequences, probes = (dealt(len(items), team, ranks) for items in (layout.lengths, layout.probes))
+    for rank in range(dist.world_size):
+        sequences, probes = (dist.partition(len(items), rank) for items in (layout.lengths, layout.probes))
         for run in layout.runs(sequences, probes, branches):
-            team.heads.broadcast(rows.flat[offsets[run.start] : offsets[run.stop]], node)
-    team.here.barrier()
+            dist.broadcast(rows.flat[offsets[run.start] : offsets[run.stop]], rank)

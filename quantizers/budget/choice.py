@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.matrices import MATRICES
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
 from quantizers.output.fingerprint import refuse_changes
 from quantizers.plan.allocation import Allocation
 from quantizers.recipe.schema import Scheme, counted
@@ -41,7 +41,7 @@ def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Con
     if entries is not None:
         schemes = job.allocation.spell(chosen_candidates(job.allocation, entries))
         refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
-    return replace(job, plan=job.plan.with_schemes(context.team.tell(schemes)))
+    return replace(job, plan=job.plan.with_schemes(context.dist.broadcast_object(schemes)))
 
 
 def chosen_candidates(allocation: Allocation, entries: Entries) -> list[int]:

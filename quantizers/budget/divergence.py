@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from eval.fidelity.scoring import log_probabilities
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.system.errors import QuantizeError
-from quantizers.team.team import ALONE, Team
 
 from .branches import Branches
 
@@ -23,21 +23,21 @@ def divergences(
     layout: Branches,
     branches: int,
     check: Callable[[], None] = lambda: None,
-    team: Team = ALONE,
+    dist: ProcessGroup = SINGLE_PROCESS,
 ) -> list[dict[str, float]]:
     """Mean KL(source || branch) of each layer's branch in nats, see `Branches.parts`.
 
     Args:
         states: those that left the last layer, in the order of `layout`, with so many branches.
         check: called between steps; may raise to interrupt.
-        team: the processes that share the probes.
+        dist: the processes that share the probes.
 
     Raises:
         QuantizeError: logits are not finite.
     """
     head = model.head()
     own: list[list[dict[int, float]]] = []  # by branch, then by the number of its sequence
-    for k in team.share(len(layout.probes)):
+    for k in dist.partition(len(layout.probes)):
         numbers = [k, layout.number_of_half(k)] if k in layout.halved else [k]
         totals = [dict.fromkeys(numbers, 0.0) for _ in range(branches)]
         source = states[layout.place(0, k)]
@@ -51,7 +51,7 @@ def divergences(
             check()
         own.append(totals)
     found: list[dict[int, float]] = [{} for _ in range(branches)]
-    for totals in (totals for probes in team.collect(own) for totals in probes):
+    for totals in (totals for probes in dist.all_gather_object(own) for totals in probes):
         for whole, total in zip(found, totals, strict=True):
             whole.update(total)
     if not all(math.isfinite(value) for total in found for value in total.values()):

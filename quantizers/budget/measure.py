@@ -45,20 +45,19 @@ import torch
 from quantizers.architectures.matrices import MATRICES
 from quantizers.checkpoint.ahead import held_ahead
 from quantizers.checkpoint.held import Held, hold, layer_names
-from quantizers.device.allocator import release_free_memory, use_one_arena
-from quantizers.device.devices import forward_dtype
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import forward_dtype, is_accelerator
+from quantizers.device.malloc_tuning import release_free_memory, use_one_arena
+from quantizers.distributed.process_group import shown
 from quantizers.forward.lane import embed
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import recorded_rows
 from quantizers.forward.states import Rows
-from quantizers.output.context import Context
+from quantizers.layers.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.units import rows_of_block, unit_of_experts
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import write_json
 from quantizers.system.progress import Step
-from quantizers.team.shown import shown
 
 from .branches import Branches, pass_on
 from .divergence import divergences
@@ -81,33 +80,33 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
     Raises:
         QuantizeError: states or logits are not finite, or there is no room for them.
     """
-    layers, work, team = job.sizes["layers"], context.work, context.team
-    found = read_measurements(work, job.sizes.moe_layers) if team.leads else None
-    if team.tell(found is not None):
-        if team.leads:
+    layers, work, dist = job.sizes["layers"], context.work, context.dist
+    found = read_measurements(work, job.sizes.moe_layers) if dist.is_main else None
+    if dist.broadcast_object(found is not None):
+        if dist.is_main:
             _remove(work)  # a walk may have been interrupted just after it wrote its last file
         return found
     use_one_arena()
-    team.here.in_turn(partial((work / FOLDER).mkdir, exist_ok=True))
+    dist.in_turn(partial((work / FOLDER).mkdir, exist_ok=True))
     source, facts = job.opened, job.facts
     outside = hold(source, (facts.embedding, facts.final_norm, facts.head))
     model = LayeredModel(outside, facts, job.sizes, context.device, forward_dtype(context.device))
-    done = team.tell(next((n for n in range(layers) if not entry_file(work, n).exists()), layers))
+    done = dist.broadcast_object(next((n for n in range(layers) if not entry_file(work, n).exists()), layers))
     walk = _Walk(job, model, tokens, context, done)
-    ahead = held_ahead(source, [layer_names(source, facts, number) for number in range(done, layers)], team)
-    showing = shown("measuring", layers, done, context.check, team, unit="layer")
+    ahead = held_ahead(source, [layer_names(source, facts, number) for number in range(done, layers)], dist)
+    showing = shown("measuring", layers, done, context.check, dist, unit="layer")
     with showing as step, contextlib.closing(ahead):
         for number in range(done, layers):
             context.check()
             measured = walk.layer if number not in job.sizes.dense else walk.dense_layer
             measured(number, next(ahead), step)
-    kl = divergences(model, walk.states, walk.layout, len(job.sizes.moe_layers), context.check, team)
-    if team.leads:
+    kl = divergences(model, walk.states, walk.layout, len(job.sizes.moe_layers), context.check, dist)
+    if dist.is_main:
         write_json(work / FOLDER / "kl.json", kl)
-    team.here.barrier()  # all have read the states
-    if team.here.leads:
+    dist.barrier()  # all have read the states
+    if dist.local_rank == 0:
         _remove(work)
-    return read_measurements(work, job.sizes.moe_layers) if team.leads else None
+    return read_measurements(work, job.sizes.moe_layers) if dist.is_main else None
 
 
 class _Walk:
@@ -117,41 +116,46 @@ class _Walk:
         self, job: Job, model: LayeredModel, tokens: Sequence[torch.Tensor] | None, context: Context, done: int
     ) -> None:
         assert job.allocation is not None
-        team = context.team
-        self.job, self.model, self.work, self.team, self.check = job, model, context.work, team, context.check
+        dist = context.dist
+        self.job, self.model, self.work, self.dist, self.check = job, model, context.work, dist, context.check
         self.schemes = job.allocation.candidates
-        self.layout = Branches(team.tell([len(sequence) for sequence in tokens or ()]))
-        self.sequences, self.probes = (team.share(len(items)) for items in (self.layout.lengths, self.layout.probes))
-        if team.leads and done and not self._file(done).exists():
+        self.layout = Branches(dist.broadcast_object([len(sequence) for sequence in tokens or ()]))
+        self.sequences, self.probes = (
+            dist.partition(len(items)) for items in (self.layout.lengths, self.layout.probes)
+        )
+        if dist.is_main and done and not self._file(done).exists():
             raise QuantizeError(
                 f"{self._file(done)}: is gone, and with it what the next layer reads; start over with --fresh"
             )
-        if team.node and team.here.leads:
-            _remove(self.work)  # which a kill may have left
+        if not dist.is_main:  # a kill may have left some
+            for path in (self.work / FOLDER).glob(f"*-{dist.rank}.bin"):
+                path.unlink()
         self.states = self._rows(done)
         if done:
-            team.heads.broadcast(self.states.flat)
+            dist.broadcast(self.states.flat)
         else:
             self._embed(tokens)
-        team.here.barrier()
 
         def rows(name: str, width: int, dtype: torch.dtype) -> Rows:
-            return self._shared(self.work / FOLDER / f"{name}.bin", self.layout.lengths, width, dtype)
+            return Rows(self._path(name), self.layout.lengths, width, dtype)
 
-        self.recorded = recorded_rows(rows, job.sizes, model.dtype, shared=True)
+        self.recorded = recorded_rows(rows, job.sizes, model.dtype)
 
     def _embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
-        """Fill the states that enter layer 0, once on each machine."""
+        """Fill the states that enter layer 0."""
         layout = self.layout
         together = torch.cat(list(tokens)) if tokens else torch.empty(sum(layout.lengths), dtype=torch.int64)
-        self.team.broadcast(together)
-        if self.team.here.leads:
-            texts = torch.split(together, list(layout.lengths))
-            probes = [texts[i][:length] for i, length in zip(layout.probes, layout.probe_lengths, strict=True)]
-            embed(self.model, [*texts, *probes], self.states)
+        self.dist.broadcast(together)
+        texts = torch.split(together, list(layout.lengths))
+        probes = [texts[i][:length] for i, length in zip(layout.probes, layout.probe_lengths, strict=True)]
+        embed(self.model, [*texts, *probes], self.states)
 
     def _file(self, layer: int) -> Path:
-        return self.work / FOLDER / f"states-{layer:05d}.bin"
+        return self._path(f"states-{layer:05d}")
+
+    def _path(self, name: str) -> Path:
+        """A file of this process alone."""
+        return self.work / FOLDER / (f"{name}.bin" if self.dist.is_main else f"{name}-{self.dist.rank}.bin")
 
     def _branches(self, layer: int) -> int:
         """How many branches enter a layer."""
@@ -160,11 +164,7 @@ class _Walk:
     def _rows(self, layer: int) -> Rows:
         """States entering a layer."""
         lengths = self.layout.all_lengths(self._branches(layer))
-        return self._shared(self._file(layer), lengths, self.job.sizes["hidden"], self.model.dtype)
-
-    def _shared(self, path: Path, lengths: Sequence[int], width: int, dtype: torch.dtype) -> Rows:
-        """Rows in a file that the processes of a machine have in common."""
-        return self.team.here.in_turn(lambda: Rows(path, lengths, width, dtype))
+        return Rows(self._file(layer), lengths, self.job.sizes["hidden"], self.model.dtype)
 
     def _own(self, layer: int) -> list[int]:
         """The states entering a layer that this process takes through it."""
@@ -187,14 +187,13 @@ class _Walk:
 
     def _go_on(self, number: int, following: Rows, entry: dict[str, Any], started: float) -> float:
         """Write what was found in a layer, once the states that leave it are on disk; the seconds since `started`."""
-        pass_on(following, self.layout, self._branches(number + 1), self.team)
+        pass_on(following, self.layout, self._branches(number + 1), self.dist)
         seconds = time.monotonic() - started
-        if self.team.leads:
+        if self.dist.is_main:
             following.flush()
             seconds = time.monotonic() - started
             write_json(entry_file(self.work, number), entry | {"seconds": seconds})
-        if self.team.here.leads:
-            self.states.remove()
+        self.states.remove()
         self.states = following
         release_free_memory()
         return seconds
@@ -214,7 +213,7 @@ class _Walk:
                 if i < len(self.layout.lengths):
                     self.recorded.put(self.recorded.sequence(i), model.route(layer, residual))
                 self.check()
-            self.recorded.complete(self.team, self._rows_of)
+            self.recorded.complete(self.dist, self._rows_of)
             experts: Any = layer.get_submodule(self.job.facts.modules.experts)
             found = self._errors(number, experts, source)
             power = dict[int, float]()
@@ -225,7 +224,7 @@ class _Walk:
                 following[i] = output
                 self.check()
             disturbance = self._branch_off(number, layer, experts, found, following)
-        size = sum(value for part in self.team.collect(power) for value in part.values())
+        size = sum(value for part in self.dist.all_gather_object(power) for value in part.values())
         if not math.isfinite(size):
             raise QuantizeError(f"layer {number}: its output is not finite in the source itself; nothing to measure by")
         count = len(found.coarsest[0])
@@ -245,14 +244,14 @@ class _Walk:
 
     def _rows_of(self, rank: int) -> tuple[int, int]:
         """First and last (exclusive) row of the calibration sequences that a process takes through the layers."""
-        sequences, offsets = self.team.share(len(self.layout.lengths), rank), self.recorded.x.share.offsets
+        sequences, offsets = self.dist.partition(len(self.layout.lengths), rank), self.recorded.x.share.offsets
         return offsets[sequences.start], offsets[sequences.stop]
 
     def _errors(self, number: int, experts: Any, source: Held) -> SchemeErrors:
         """What each candidate would do to a layer, of which everything is recorded."""
         job, model, recorded = self.job, self.model, self.recorded
         norm = source.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None
-        sizes, accelerator = job.sizes, accelerated(model.device)
+        sizes, accelerator = job.sizes, is_accelerator(model.device)
         return scheme_errors(
             recorded.blocks(model.device, rows_of_block(accelerator), self.check),
             experts.gate_up_proj.data,
@@ -265,7 +264,7 @@ class _Walk:
             experts=min(MEASURED_EXPERTS, sizes["experts"]),
             unit=unit_of_experts(accelerator, sizes["hidden"], sizes["width"]),
             compared=[recorded.at(recorded.sequence(i), model.device) for i in self.layout.probes],
-            team=self.team,
+            dist=self.dist,
         )
 
     def _branch_off(
@@ -288,7 +287,7 @@ class _Walk:
                 moved[n] = float((output.float() - plain).square().sum(dtype=torch.float64))
                 size[n] = float(plain.square().sum(dtype=torch.float64))
                 self.check()
-        for others_moved, others_size in self.team.collect((moved, size)):
+        for others_moved, others_size in self.dist.all_gather_object((moved, size)):
             moved |= others_moved
             size |= others_size
         return layout.parts(moved, size)

@@ -22,18 +22,25 @@ from dataclasses import dataclass
 import torch
 
 from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import Recorded
 from quantizers.plan.units import units_of
 from quantizers.recipe.schema import Experts, Scheme
-from quantizers.solve.awq import divided, divided_first, fold_gram, fold_norm, grid_scales, scale_losses, weight_means
-from quantizers.solve.expert_sums import WidthSums, width_sums
-from quantizers.solve.forced_rows import Activation
-from quantizers.solve.input_sums import InputSums, Unit, blended_gram, sweep
-from quantizers.solve.norm_search import norm_scale
+from quantizers.solve.awq import (
+    divided,
+    divided_first,
+    fold_gram,
+    fold_norm,
+    grid_scales,
+    norm_scale,
+    scale_losses,
+    weight_means,
+)
+from quantizers.solve.down_hessian import Activation, DownHessian, collect_down_hessian
+from quantizers.solve.input_hessian import ExpertBatch, InputHessian, blended_hessian, sweep
 from quantizers.solve.rounding import minmax_scales, mse_scales, nearest
-from quantizers.solve.token_weights import Table, survey
-from quantizers.team.team import ALONE, Team
+from quantizers.solve.routing_weights import Table, survey
 
 Weights = Mapping[Matrix, torch.Tensor]  # gate and up (c, I, H), down (c, H, I), float32, in the source's basis
 ALL_THREE = "all"
@@ -66,7 +73,7 @@ def scheme_errors(
     experts: int,
     unit: int,
     compared: Sequence[Recorded],
-    team: Team = ALONE,
+    dist: ProcessGroup = SINGLE_PROCESS,
 ) -> SchemeErrors:
     """Measure the first `experts` experts of a layer. Their order is arbitrary, so they are a fair sample of all.
 
@@ -77,30 +84,30 @@ def scheme_errors(
         schemes: the candidates.
         unit: experts worked on at a time.
         compared: the sequences on which outputs are compared; the sums are of all.
-        team: each process works on its share of the units; all of them get the whole result.
+        dist: each process works on its share of the units; all of them get the whole result.
     """
     all_experts, _, hidden = gate_up.shape
     units = units_of(experts, unit)
-    units = [units[i] for i in team.share(len(units))]
+    units = [units[i] for i in dist.partition(len(units))]
     found = survey(blocks, all_experts, settings.routed_weight, full_share_at=hidden)
     tables = survey(compared, all_experts, settings.routed_weight, full_share_at=hidden).tables
     inputs, routed = sweep(blocks, found, units[:1], hidden, with_all=True)
     assert inputs is not None
     settings_of = {s: settings.model_copy(update={"bits": s.bits, "group_size": s.group_size}) for s in schemes}
     measured = gate_up[:experts]
-    smooth = {s: _smooth(measured, inputs, norm, offset, own, units, team) for s, own in settings_of.items()}
+    smooth = {s: _smooth(measured, inputs, norm, offset, own, units, dist) for s, own in settings_of.items()}
     lost: list[tuple[Scheme, dict[str, float]]] = []  # unit by unit
     coarsest: dict[str, list[torch.Tensor]] = {"gate_up": [], "down": []}
     for own_unit in units:
         first, last = own_unit
         if own_unit not in routed:
             routed = sweep(blocks, found, [own_unit], hidden, with_all=False)[1]
-        input_gram = blended_gram(routed.pop(own_unit), inputs.gram, found.blended, own_unit)
-        sums = width_sums(blocks, found, gate_up[first:last], activation=activation, unit=own_unit)
+        input_hessian = blended_hessian(routed.pop(own_unit), inputs.gram, found.blended, own_unit)
+        sums = collect_down_hessian(blocks, found, gate_up[first:last], activation=activation, unit=own_unit)
         gate, up = gate_up[first:last].float().chunk(2, dim=1)
         source: Weights = {"gate": gate, "up": up, "down": down[first:last].float()}
         for scheme, own in settings_of.items():
-            stored = _as_stored(source, smooth[scheme], input_gram, sums, own)
+            stored = _as_stored(source, smooth[scheme], input_hessian, sums, own)
             variants = {ALL_THREE: stored} | {m: {**source, m: stored[m]} for m in MATRICES}
             errors = _output_errors(compared, tables, source, variants, activation, first)
             lost.append((scheme, errors))
@@ -109,21 +116,21 @@ def scheme_errors(
                 for name, matrix in zip(coarsest, both, strict=True):
                     coarsest[name].append(matrix.to(gate_up.dtype).cpu())
     totals = {scheme: dict.fromkeys((ALL_THREE, *MATRICES), 0.0) for scheme in schemes}
-    for scheme, errors in (one for part in team.collect(lost) for one in part):  # in the order of units
+    for scheme, errors in (one for part in dist.all_gather_object(lost) for one in part):  # in the order of units
         for name, value in errors.items():
             totals[scheme][name] += value
-    whole = team.gather({n: torch.cat(parts) for n, parts in coarsest.items() if parts}, torch.device("cpu"))
+    whole = dist.all_gather({n: torch.cat(parts) for n, parts in coarsest.items() if parts}, torch.device("cpu"))
     return SchemeErrors(totals, (whole["gate_up"], whole["down"]))
 
 
 def _smooth(
     gate_up: torch.Tensor,
-    inputs: InputSums,
+    inputs: InputHessian,
     norm: torch.Tensor | None,
     offset: int,
     own: Experts,
-    units: Sequence[Unit],
-    team: Team,
+    units: Sequence[ExpertBatch],
+    dist: ProcessGroup,
 ) -> torch.Tensor:
     """What a scheme would divide the norm by, (H,), exactly as the rounded norm has it; ones where it is kept.
 
@@ -134,21 +141,21 @@ def _smooth(
     if not own.awq or norm is None:
         return torch.ones_like(inputs.mean)
 
-    def weights(unit: Unit) -> torch.Tensor:
+    def weights(unit: ExpertBatch) -> torch.Tensor:
         return gate_up[slice(*unit)]
 
     def at_once(work: Callable[[], torch.Tensor]) -> torch.Tensor:
         return work()  # no sums are held here that could make room
 
-    scale, _ = norm_scale(weights, inputs, own, units, len(gate_up), within_memory=at_once, team=team)
+    scale, _ = norm_scale(weights, inputs, own, units, len(gate_up), within_memory=at_once, dist=dist)
     return fold_norm(norm, scale, offset)[1]
 
 
 def _as_stored(
     source: Weights,
     smooth: torch.Tensor,
-    input_gram: torch.Tensor,
-    sums: WidthSums,
+    input_hessian: torch.Tensor,
+    sums: DownHessian,
     own: Experts,
 ) -> Weights:
     """The matrices after scaling and rounding, in the run's order, and scaling back."""
@@ -157,7 +164,7 @@ def _as_stored(
         grid = grid_scales(sums.mean, weight_means(source["down"], own.group_size), own.awq.grid, own.awq.duo_scaling)
         best = scale_losses(source["down"], sums.gram, grid, own.group_size, own.bits).argmin(0)
         s = grid[best, torch.arange(len(best), device=best.device)]
-    importance = fold_gram(input_gram, smooth.unsqueeze(0)).diagonal(dim1=-2, dim2=-1)
+    importance = fold_gram(input_hessian, smooth.unsqueeze(0)).diagonal(dim1=-2, dim2=-1)
     gate = dequantize(*_rounded(source["gate"] * smooth, importance, own))
     rows = s.unsqueeze(-1)
     if divided_first(own.bits):

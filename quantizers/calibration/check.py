@@ -212,7 +212,7 @@ def _identification(calibration: CalibrationSet, samples: Iterable[Sample]) -> t
     identified = [
         Mismatch(sample.place, name, identify(sample.text))
         for sample in samples
-        if sample.source in local and not sample.dealt
+        if sample.source in local and not sample.assigned
         for name in sample.languages
         if name in spoken
     ]

@@ -7,18 +7,19 @@ compared with the hash in the lock.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
 from quantizers.system.errors import CalibrationError
-from quantizers.system.files import file_sha256
+from quantizers.system.files import file_sha256, write_text
 from quantizers.system.strict_yaml import Strict
 
 from .rows import SourceError, for_each_source, local_file
 from .set import CalibrationSet, DataSource, read_set
+
+NAMED = ("dataset", "subset", "split", "revision")  # keys of a source that say what it reads
 
 
 class Pin(Strict):
@@ -64,23 +65,15 @@ def lock_set(path: Path, workers: int = 8) -> Path:
         else:
             commit = resolve(source)
             files = file_hashes(source, commit)
-        return Pin(
-            dataset=source.dataset,
-            subset=source.subset,
-            split=source.split,
-            revision=source.revision,
-            commit=commit,
-            files=files,
-        )
+        named = source.model_dump(include=set(NAMED))
+        return Pin(**named, commit=commit, files=files)
 
     calibration = read_set(path)
     with quiet():
         pins = for_each_source(calibration, path, pin, workers)
     target = lock_path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     lock = Lock(format=1, sources=pins)
-    temporary.write_text(json.dumps(lock.model_dump(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, target)
+    write_text(json.dumps(lock.model_dump(), indent=1, ensure_ascii=False) + "\n", target)
     return target
 
 
@@ -102,7 +95,7 @@ def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
         counts = f"{len(lock.sources)} sources, the set {len(calibration.sources)}"
         raise CalibrationError(f"{locked}: has {counts}; {again}")
     for pin, source in zip(lock.sources, calibration.sources, strict=True):
-        for key in ("dataset", "subset", "split", "revision"):
+        for key in NAMED:
             if getattr(pin, key) != getattr(source, key):
                 change = f"{key} was {getattr(pin, key)}, the set now says {getattr(source, key)}"
                 raise CalibrationError(f"{locked}: {pin.dataset}: {change}; {again}")

@@ -20,10 +20,10 @@ from .row_formats import Content, Rejected
 
 
 def load_tokenizer(source: str, revision: str = "main", trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a checkpoint. Nobody is asked on a terminal.
+    """The tokenizer of a checkpoint, loaded without questions on the terminal.
 
-    One with code of its own, and one of a model type that transformers does not know, are loaded without the model's
-    config class, which transformers would otherwise look up: it may have code too, or not be there.
+    A tokenizer with its own code, or of an unknown model type, is loaded without the model's config class, which
+    transformers would otherwise look up: that may have code too, or be missing.
 
     Args:
         source: a folder, or a Hub id.
@@ -80,7 +80,7 @@ def own_class(settings: dict[str, Any]) -> str | None:
 
 
 def own_code(tokenizer: Any) -> list[str]:
-    """The source code of a tokenizer that is no part of transformers, and of the modules beside it that it imports."""
+    """Source code of a tokenizer that is not part of transformers, and of the modules next to it that it imports."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
     if type(tokenizer).__module__.startswith("transformers."):

@@ -44,16 +44,6 @@ class Row:
     values: dict[str, Any]
 
 
-def published_name(digest: str, suffix: str) -> str:
-    """The name of a local data file next to a published checkpoint: made from its content, not from its own name.
-
-    Args:
-        digest: SHA-256 of its bytes, hexadecimal.
-        suffix: the suffix of its name, such as `.jsonl`.
-    """
-    return f"data-{digest[:16]}{suffix}"
-
-
 def local_file(source: DataSource, folder: Path) -> Path:
     """The path of a local file: in its set's folder, or, if it has a published name, among the shipped data.
 
@@ -184,37 +174,37 @@ def for_each_source(
             one line for all sources on the Hub that cannot be reached. A note of the exception, which a traceback
             shows, has a line for each of them.
     """
+    failures: dict[int, SourceError] = {}
 
-    def attempt(index: int) -> tuple[list[Result], list[tuple[int, SourceError]]]:
+    def attempt(index: int) -> list[Result]:
         try:
-            return [work(index, calibration.sources[index])], []
+            return [work(index, calibration.sources[index])]
         except SourceError as failure:
-            return [], [(index, failure)]
+            failures[index] = failure
+            return []
 
-    indices = range(len(calibration.sources))
-    if workers == 1:
-        outcomes = list(map(attempt, indices))
-    else:
-        with ThreadPoolExecutor(max_workers=workers) as pool:
-            outcomes = list(pool.map(attempt, indices))
-    failures = [failure for _, failed in outcomes for failure in failed]
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        results = [result for found in pool.map(attempt, range(len(calibration.sources))) for result in found]
     if failures:
-        lines = source_lines(path)
-        unreachable = [(index, failure) for index, failure in failures if isinstance(failure, Unreachable)]
-        wrong = [(index, failure) for index, failure in failures if not isinstance(failure, Unreachable)]
-        messages = _by_reason(wrong, path, lines)
-        if unreachable:
-            asked = sum(not source.is_local for source in calibration.sources)
-            messages.append(_out_of_reach(unreachable, asked, path, lines))
-        error = CalibrationError("\n".join(messages))
-        for index, failure in unreachable:
-            error.add_note(f"{path}:{lines[index]}: {failure.subject}: {failure.reason}")
-        raise error
-    return [result for results, _ in outcomes for result in results]
+        asked = sum(not source.is_local for source in calibration.sources)
+        raise _error(sorted(failures.items()), asked, path)
+    return results
 
 
-def _out_of_reach(failures: list[tuple[int, Unreachable]], asked: int, path: Path, lines: list[int]) -> str:
-    """One line for all sources out of reach: most often there is no network, which one of them says as well as 50."""
+def _error(failures: list[tuple[int, SourceError]], asked: int, path: Path) -> CalibrationError:
+    lines = source_lines(path)
+    unreachable = [(index, failure) for index, failure in failures if isinstance(failure, Unreachable)]
+    messages = _by_reason([pair for pair in failures if not isinstance(pair[1], Unreachable)], path, lines)
+    if unreachable:
+        messages.append(_unreachable(unreachable, asked, path, lines))
+    error = CalibrationError("\n".join(messages))
+    for index, failure in unreachable:
+        error.add_note(f"{path}:{lines[index]}: {failure.subject}: {failure.reason}")
+    return error
+
+
+def _unreachable(failures: list[tuple[int, Unreachable]], asked: int, path: Path, lines: list[int]) -> str:
+    """One line for all unreachable sources: usually there is no network, and one of them says so as well as 50."""
     index, first = failures[0]
     more, others = ("first: ", "; --debug lists them") if len(failures) > 1 else ("", "")
     return (

@@ -1,9 +1,8 @@
-"""Take the number of samples that the set asks for from one source.
+"""Samples of one source: as many as the set asks for, in an order that the seed decides.
 
-Rows are tried in the source's order. An unusable row is counted under its reason, and the next row is
-tried instead. A row whose own category names a language that the set does not list is left out, and counted
-too: so a language that is taken from a list is no longer calibrated on. Languages are assigned round robin, in
-an order that the seed decides, over all samples of the set that need one.
+An unusable row is counted under its reason, and the next row is tried instead. A row whose own category names a
+language that the set does not list is left out, and counted too. Languages are assigned round robin, in an order that
+the seed decides, over all samples of the set that need one.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Takes samples from the sources of one set.
+    """A sampler of the sources of one set.
 
     Attributes:
         folder: the folder to which paths of local files are relative.
@@ -99,7 +98,7 @@ class Sampler:
         if not self.renderer.has_template and (source.shape != "text" or source.prompt):
             reason = "the tokenizer has no chat template to render it with"
             raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
-        seed, languages_at = order_of(self.calibration, index), self._dealer(index)
+        seed, languages_at = order_of(self.calibration, index), self._assigner(index)
         wanted = source.samples
         most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
         samples: list[Sample] = []
@@ -135,11 +134,11 @@ class Sampler:
         kind = self.calibration.languages.lacking(category) if isinstance(category, str) else None
         return f"{category} is not in languages.{kind}" if kind else None
 
-    def _sample(self, row: Row, source: DataSource, dealt: dict[Kind, str], seed: str) -> Sample:
+    def _sample(self, row: Row, source: DataSource, assigned: dict[Kind, str], seed: str) -> Sample:
         content = read_row(row.values, source, seed)
         if source.prompt:
-            content = instruct(content, fill(source.prompt, dealt))
-        category = _category(source, row, dealt)
+            content = instruct(content, fill(source.prompt, assigned))
+        category = _category(source, row, assigned)
         tokens = self.renderer.tokens(content)
         length = self.calibration.length_of(source)
         return Sample(
@@ -148,32 +147,32 @@ class Sampler:
             source=source.dataset,
             truncated=max(0, len(tokens) - length),
             long=self.calibration.is_long(source),
-            languages=(*dealt.values(), *self._named_by(category, dealt)),
-            dealt=bool(dealt),
+            languages=(*assigned.values(), *self._named_by(category, assigned)),
+            assigned=bool(assigned),
             place=row.place,
             text=content.text,
         )
 
-    def _dealer(self, index: int) -> Callable[[int], dict[Kind, str]]:
+    def _assigner(self, index: int) -> Callable[[int], dict[Kind, str]]:
         """A function from a sample's position in the source to the languages assigned to it."""
         first = list(self.calibration.first_slots())[index]
-        orders = {kind: list(self.calibration.languages.of(kind)) for kind in self.calibration.sources[index].deals}
+        orders = {kind: list(self.calibration.languages.of(kind)) for kind in self.calibration.sources[index].assigns}
         for kind, names in orders.items():
             seeded(f"{self.calibration.seed}:{kind}").shuffle(names)
         return lambda position: {kind: names[(first[kind] + position) % len(names)] for kind, names in orders.items()}
 
-    def _named_by(self, category: str, dealt: dict[Kind, str]) -> list[str]:
+    def _named_by(self, category: str, assigned: dict[Kind, str]) -> list[str]:
         name = self.calibration.languages.named_by(category)
-        return [name] if name and name not in dealt.values() else []
+        return [name] if name and name not in assigned.values() else []
 
 
-def _category(source: DataSource, row: Row, dealt: dict[Kind, str]) -> str:
+def _category(source: DataSource, row: Row, assigned: dict[Kind, str]) -> str:
     if isinstance(source.category, FromColumn):
         category = row.values.get(source.category.column)
         if not isinstance(category, str) or not category.strip() or not category.isprintable():
             raise Rejected(f"no category in column {source.category.column}")
         return category
-    return fill(source.category, {kind: slug(name) for kind, name in dealt.items()})
+    return fill(source.category, {kind: slug(name) for kind, name in assigned.items()})
 
 
 def _shortfall(source: DataSource, taken: int, read: int, dropped: list[Dropped]) -> SourceError:

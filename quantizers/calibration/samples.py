@@ -30,7 +30,7 @@ class Sample:
         truncated: how many tokens were cut off.
         long: whether its source's sequence_length is larger than the set's.
         languages: which of the set's languages it shows: assigned to it, or named by its category.
-        dealt: whether a language was assigned to it by a prompt; its text need not be in that language.
+        assigned: whether a language was assigned to it by a prompt; its text need not be in that language.
         place: where its row is, such as `./texts.jsonl:12`; paths are relative to the set's folder.
         text: its words without the chat template, not truncated.
     """
@@ -41,7 +41,7 @@ class Sample:
     truncated: int = 0
     long: bool = False
     languages: tuple[str, ...] = ()
-    dealt: bool = False
+    assigned: bool = False
     place: str = ""
     text: str = ""
 
@@ -84,7 +84,7 @@ class CalibrationData:
 
     Attributes:
         lengths: all token limits at which samples were truncated, ascending, see `CalibrationSet.lengths`.
-        samples: in the set's order of sources, and within a source in the order in which they were taken.
+        samples: in the set's order of sources, and within a source in the order in which they were sampled.
         digest: see `digest_of`.
         dropped: all skipped rows, by source and reason.
         versions: for each source, the commit or file hash that was read.
@@ -151,7 +151,7 @@ def token_tensors(data: CalibrationData, vocabulary: int) -> list[torch.Tensor]:
     for sample, tokens in zip(data.samples, tensors, strict=True):
         if int(tokens.max()) >= vocabulary:
             raise CalibrationError(
-                f"{data.name}: {sample.source}: token {int(tokens.max())} lies outside the model's vocabulary of "
+                f"{data.name}: {sample.source}: token {int(tokens.max())} is outside the model's vocabulary of "
                 f"{vocabulary}; the tokenizer belongs to another model"
             )
     return tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ def _row(path: Path) -> dict[str, str]:
 
 
 def _samples(calibration: CalibrationSet, folder: Path) -> str:
-    """How many samples a set asks for; of a Hub dataset of which it takes all rows the number is not known."""
+    """Number of samples of a set; unknown for a Hub dataset of which it uses all rows."""
     counts = [
         source.samples
         if source.samples != "all" or not source.is_local
@@ -128,25 +127,7 @@ ANSWERED = ("answer", "response", "output", "completion", "solution")
 TEXT = ("text", "content", "story", "document", "body", "code")
 CATEGORY = "category"
 
-EXAMPLES = (
-    {
-        "question": "Write a Python function that returns the largest gap between neighbours of a sorted list.",
-        "answer": "```python\ndef largest_gap(numbers):\n    pairs = zip(numbers, numbers[1:])\n"
-        "    return max((right - left for left, right in pairs), default=0)\n```",
-        "category": "code/python",
-    },
-    {
-        "question": "A tank holds 240 litres and loses 5 % of what is in it every day. What is left after two days?",
-        "answer": "After one day 240 · 0.95 = 228 litres are left, after two days 228 · 0.95 = 216.6 litres.",
-        "category": "math",
-    },
-    {
-        "question": "Our landlord wants to raise the rent by a fifth. How should I answer his letter?",
-        "answer": "Thank him for the letter, ask which clause of the contract allows the increase and from when, and "
-        "say that you will answer once you have compared it with the local limits. Agree to nothing yet.",
-        "category": "advice",
-    },
-)
+EXAMPLE = Path(__file__).with_name("example.jsonl")
 
 
 @dataclass(frozen=True)
@@ -171,17 +152,15 @@ def new_set(path: Path, data: Path | None) -> NewSet:
     contents: dict[Path, bytes] = {}
     if data is None:
         data = path.with_suffix(".jsonl")
-        contents[data] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in EXAMPLES).encode()
-        rows = [Row(f"{data}:{number}", dict(row)) for number, row in enumerate(EXAMPLES, 1)]
+        contents[data], rows = EXAMPLE.read_bytes(), file_rows(EXAMPLE, str(data))
         notes = [f"replace the rows of {data} with your own"]
     else:
         if data.suffix not in LOCAL_SUFFIXES:
             raise InputError(f"{data}: not a file in {', '.join(LOCAL_SUFFIXES)}; convert it to one")
         try:
-            rows = file_rows(data, str(data))
+            rows, notes = file_rows(data, str(data)), []
         except SourceError as failure:
             raise CalibrationError(f"{failure.subject}: {failure.reason}; {failure.remedy}") from None
-        notes = []
     source, unusable = _readable(rows, data)
     if unusable:
         place, reason = unusable[0]

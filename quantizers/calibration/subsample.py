@@ -1,9 +1,8 @@
 """A subsample of a loaded set: a number of tokens, drawn evenly over its categories.
 
-Every category gets the same share. What a category with fewer tokens leaves of its share goes to the others, evenly
-again. Within a category the samples come in an order that depends on nothing but the set's seed and the category's name
-and number of samples: whole ones until the share is reached, the last one cut to what is left. So with a larger number
-of tokens the same samples come again, and more of them.
+Every category gets the same share; what a small category lacks is divided evenly among the others. Within a category
+whole samples are drawn until the share is reached, and the last one is truncated. Their order depends only on the
+set's seed, the category's name and its number of samples, so a larger subsample contains the smaller one.
 """
 
 from __future__ import annotations
@@ -16,20 +15,19 @@ from .samples import CalibrationData, Drawn, Sample, digest_of
 from .set import seeded
 
 
-def shares(held: Mapping[str, int], tokens: int) -> dict[str, int]:
-    """How many tokens each category gives: the same number each, or all that it holds.
+def shares(available: Mapping[str, int], tokens: int) -> dict[str, int]:
+    """Tokens to draw from each category: the same number each, or all that it has.
 
-    They add up to `tokens`, or to everything if that is less. Tokens that cannot be divided evenly go to the categories
-    that hold most.
+    They add up to `tokens`, or to everything if that is less. The remainder of the division goes to the largest ones.
 
     Args:
-        held: tokens of each category.
+        available: tokens of each category.
     """
-    left = min(tokens, sum(held.values()))
+    left = min(tokens, sum(available.values()))
     given = {}
-    smallest_first = sorted(held, key=lambda name: (held[name], name))
+    smallest_first = sorted(available, key=lambda name: (available[name], name))
     for number, name in enumerate(smallest_first):
-        given[name] = min(held[name], left // (len(held) - number))
+        given[name] = min(available[name], left // (len(available) - number))
         left -= given[name]
     return given
 

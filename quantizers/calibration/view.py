@@ -38,7 +38,7 @@ class Shown:
 
 
 def render(report: SetReport, about_tokens: str = "") -> RenderableType:
-    """A report: the verdict, what is wrong and what is warned of, then the table by category and the rest.
+    """A report: verdict, findings, warnings, the table by category, and the rest.
 
     Args:
         about_tokens: said after the name of the tokenizer.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Final, Literal
 
 from quantizers.system.errors import CheckpointError
@@ -23,6 +24,7 @@ SCALE = "weight_scale"
 SCALE_INV = "weight_scale_inv"  # the published name of the scales of blocks
 
 
+@cache
 def scale_of(form: Fp8, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """The published name (its last part) and the shape of the scale of a weight (R, C)."""
     if isinstance(form, tuple):

@@ -1,4 +1,4 @@
-"""`quantize calibration`: parse, call, print, exit code. A word that is no command of the group is a set to check."""
+"""`quantize calibration`: parse, call, print, exit code. Any other first word is a set to check."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class _SetOrCommand(TyperGroup):
 
 
 calibration = typer.Typer(rich_markup_mode=None, cls=_SetOrCommand)
-SetArgument = Annotated[str, typer.Argument(metavar="SET", help="a set's file, or the name of a shipped one")]
+SetArgument = Annotated[str, typer.Argument(metavar="SET", help="a set's file, or the name of a shipped set")]
 TokenizerOption = Annotated[
     str | None, typer.Option(help="a model's folder or Hub id; the recipe's, or else the tiny model, by default")
 ]
 RecipeOption = Annotated[
     str | None, typer.Option(metavar="RECIPE", help="count tokens with the tokenizer of this recipe's source")
 ]
-WorkersOption = Annotated[int, typer.Option(min=1, help="sources loaded at the same time")]
+WorkersOption = Annotated[int, typer.Option(min=1, help="number of sources loaded at the same time")]
 
 
 @calibration.callback(invoke_without_command=True)
 def calibration_(context: typer.Context, as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """Check, list, copy, write, pin and compare calibration sets.
 
-    `quantize calibration SET` checks a set, as `check SET` does; without a word, the shipped sets are listed.
+    `quantize calibration SET` checks a set, as `check SET` does; without an argument, the shipped sets are listed.
 
     Example: quantize calibration embedded
     """
@@ -66,7 +66,7 @@ def check(
     set_: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SET]", help="a set's file, or the name of a shipped one; the set of --recipe by default"
+            metavar="[SET]", help="a set's file, or the name of a shipped set; the set of --recipe by default"
         ),
     ] = None,
     tokenizer: TokenizerOption = None,
@@ -75,21 +75,22 @@ def check(
     held_out: Annotated[
         str | None,
         typer.Option(
-            metavar="SET", help="a set that shares no text with it; by default the recipe's, or held-out.yaml beside it"
+            metavar="SET",
+            help="evaluation set that must share no text with it; by default the recipe's, or held-out.yaml beside it",
         ),
     ] = None,
     show: Annotated[int, typer.Option(min=0, help="print this many rendered samples, evenly spread")] = 0,
     source: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="with --show: of the sources whose name contains this")
+        str | None, typer.Option(metavar="TEXT", help="with --show: only sources whose name contains this")
     ] = None,
     category: Annotated[
-        str | None, typer.Option(help="with --show: of this category, or below it: code takes code/rust too")
+        str | None, typer.Option(help="with --show: only this category, and those below it (code includes code/rust)")
     ] = None,
     workers: WorkersOption = 8,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check what a set holds; exit 3 when a language has no text, or texts are duplicates, held out, or mislabelled.
+    """Check a set; exit 3 when a language has no text, or texts are duplicates, held out, or mislabelled.
 
     The verdict comes first. Warnings, such as many tokens cut, do not change the exit code.
 
@@ -117,7 +118,7 @@ def check(
 
 @calibration.command(name="list")
 def list_sets(as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """List the shipped sets: samples, where their sources are, and what they hold.
+    """List the shipped sets: samples, sources and contents.
 
     Example: quantize calibration list
     """
@@ -126,12 +127,14 @@ def list_sets(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
 @calibration.command()
 def copy(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="as `quantize calibration list` lists it")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="made if it is not there; nothing is overwritten")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="name from `quantize calibration list`")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="folder for the copy; created if needed, nothing is overwritten")
+    ],
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Copy a shipped set to change it, with its data and with the held-out set that it must share no text with.
+    """Copy a shipped set for editing, with its data and its evaluation set.
 
     Example: quantize calibration copy embedded my-sets
     """
@@ -145,15 +148,18 @@ def copy(
 
 @calibration.command()
 def new(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="the set, such as mine.yaml")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="file to write, such as mine.yaml")],
     data: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="your texts: .jsonl, .json or .parquet; without it, example rows beside it"),
+        typer.Option(
+            metavar="FILE",
+            help="your texts, .jsonl, .json or .parquet; without it, example rows are written beside the set",
+        ),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write a commented set for a file of texts: it looks at the rows, and finds shape, columns and languages.
+    """Write a commented set for a file of texts, whose row format, columns and languages are detected.
 
     Example: quantize calibration new mine.yaml --data texts.jsonl
     """
@@ -170,7 +176,7 @@ def new(
 def lock(
     set_: SetArgument, workers: WorkersOption = 8, as_json: JsonOption = False, debug: DebugOption = False
 ) -> None:
-    """Write the exact version of every source to a lock beside the set, which runs then use.
+    """Pin the exact version of every source in a lock file beside the set, which runs then use.
 
     Example: quantize calibration lock my-set.yaml
     """
@@ -188,12 +194,14 @@ def diff(
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
     trust_remote_code: TrustOption = False,
-    files_only: Annotated[bool, typer.Option("--yaml", help="compare the YAML files alone, and load nothing")] = False,
+    files_only: Annotated[
+        bool, typer.Option("--yaml", help="compare only the YAML files, without loading data")
+    ] = False,
     workers: WorkersOption = 8,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare two sets: what their files say, and which texts and how many tokens the second wins and loses.
+    """Compare two sets: their files, and the texts and tokens that the second gains and loses.
 
     Example: quantize calibration diff embedded my-set.yaml
     """
@@ -262,7 +270,7 @@ def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | 
 
 @dataclass(frozen=True)
 class Counting:
-    """Whose tokenizer counts the tokens, and what is said about that.
+    """The tokenizer that counts the tokens, and a note about it.
 
     Attributes:
         arguments: tokenizer, revision and trust_remote_code, as `load_set` takes them.

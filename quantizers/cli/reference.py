@@ -1,6 +1,7 @@
 """Generates what the docs say of commands, recipes and schemas: `python -m quantizers.cli.reference [--check]`.
 
-These are docs/commands.md, recipes/README.md, the JSON schemas, and marked parts of docs/calibration.md and recipe.md.
+These are docs/commands.md, recipes/README.md, the JSON schemas, and marked parts of docs/calibration.md, recipe.md
+and report.md.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""What is made from the schemas: the tables of keys in docs/calibration.md and docs/recipe.md, and the JSON schemas."""
+"""What is made from the schemas: tables of keys in docs/calibration.md, recipe.md and report.md, and JSON schemas."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
+from eval.report.schema import JSON_REPORTS, RunReport, StitchReport
 from quantizers.calibration.set import CalibrationSet
 from quantizers.recipe.schema import Recipe
-from quantizers.system.schema_docs import json_schema, key_table
+from quantizers.system.schema_docs import json_schema, key_table, part_tables
 
 BEGIN, END = "<!-- {}: made by python -m quantizers.cli.reference -->\n", "<!-- end of {} -->\n"
 
@@ -22,14 +25,21 @@ def set_schema() -> str:
     return json_schema(CalibrationSet, "Calibration set of quantize")
 
 
+def report_schema() -> str:
+    """The JSON schema of report.json, of a run or a stitch."""
+    return json_schema(TypeAdapter(RunReport | StitchReport), "report.json of quantize")
+
+
 # For each page, the generated text between the markers of a section.
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "calibration.md": {"keys": lambda: key_table(CalibrationSet)},
     "recipe.md": {"keys": lambda: key_table(Recipe)},
+    "report.md": {"keys": lambda: part_tables(JSON_REPORTS)},
 }
 SCHEMAS: dict[str, Callable[[], str]] = {
     "recipe.schema.json": recipe_schema,
     "calibration-set.schema.json": set_schema,
+    "report.schema.json": report_schema,
 }
 
 

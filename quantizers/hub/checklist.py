@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from eval.report.front_matter import front_matter
+from eval.report.model_card import front_matter
 from quantizers.system.formatting import size
 
 from .checks import Checks, LocalFile
@@ -29,7 +29,7 @@ def checklist(
     """All steps in order.
 
     Args:
-        report: from `card.with_publication`.
+        report: from `publication.with_publication`.
     """
     gates, front = report["gates"], front_matter(report)
     passed = sum(gate["passed"] for gate in gates)

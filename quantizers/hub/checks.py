@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.output.journal import refuse_unfinished
-from quantizers.output.record import carried_facts, seal_of
-from quantizers.run.record_check import check_record
+from quantizers.output.manifest import carried_facts, seal_of
+from quantizers.run.manifest_check import check_manifest
 from quantizers.system.errors import OutputError
 from quantizers.system.formatting import gate_figures
 from quantizers.system.output_files import CARD, REPORT
@@ -171,7 +171,7 @@ def _check_without_source(folder: Path, report: dict[str, Any]) -> tuple[list[st
     """Problems and notes."""
     from eval.serving.check import check_folder
 
-    record = check_record(folder)
+    record = check_manifest(folder)
     problems = [*record.differences, *strays(folder, recorded_digests(report))]
     problems += [
         f"{name}: not a file of this output, but loaders read it; remove it" for name in added(folder, report["files"])

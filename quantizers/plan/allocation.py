@@ -4,7 +4,7 @@
 the index and the tokenizer. `experts.bits_per_weight` counts only the experts: bits of packed weights and scales,
 divided by the number of weights. Both are exact bounds on the sum of the layers' costs.
 
-A scheme is possible if its groups divide the matrices, and if vLLM can serve it: no group may cross the cards
+A scheme is possible if its groups divide the matrices, and if vLLM can serve it: no group may cross the GPUs
 over which an expert is split. This module measures nothing and opens no file.
 
 Only layers with experts have a choice. "For each layer" means each of these; the others' shards are among what is the
@@ -24,10 +24,9 @@ from quantizers.recipe.schema import ALL, Experts, Scheme
 from quantizers.system.errors import RecipeError
 from quantizers.system.formatting import gib, parse_bytes
 
-from .knapsack import choose
 from .plan import Action, Kind, Plan, file_size, stored_as
 
-PARALLEL = (1, 2, 4, 8, 16)  # numbers of cards for which `as_dict` says whether vLLM could split an expert
+PARALLEL = (1, 2, 4, 8, 16)  # numbers of GPUs for which `as_dict` says whether vLLM could split an expert
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,8 @@ class Allocation:
         """The index of the best candidate for each layer, from each layer's losses by candidate name."""
         table = [[row[str(scheme)] for scheme in self.candidates] for row in losses]
         outside = self.outside_bytes if self.unit == "bytes" else 0
+        from .knapsack import choose  # which needs numpy
+
         chosen = choose(self.costs, table, self.limit - outside)
         assert chosen is not None, "limits below the smallest are refused when the plan is made"
         return chosen
@@ -135,7 +136,7 @@ class Allocation:
 def candidates(sizes: Sizes, parallel: int) -> tuple[Scheme, ...]:
     """The schemes whose groups divide the inputs of an expert's matrices.
 
-    vLLM splits the inputs of down (w2) over `parallel` cards, so its groups must divide each card's part.
+    vLLM splits the inputs of down (w2) over `parallel` GPUs, so its groups must divide each GPU's part.
     """
     return tuple(
         scheme
@@ -176,7 +177,7 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
     possible = candidates(sizes, parallel)
     if not possible:
         raise RecipeError(
-            f"{where}: no group of 32, 64 or 128 divides the experts' width {sizes['width']} over {parallel} cards; "
+            f"{where}: no group of 32, 64 or 128 divides the experts' width {sizes['width']} over {parallel} GPUs; "
             "lower experts.tensor_parallel"
         )
     layers = tuple(sizes.moe_layers)

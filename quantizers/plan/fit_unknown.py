@@ -18,7 +18,7 @@ from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Spec
 
 from .differences import DENSE, EVERY, LINEARS, MOE, MTP, SCALE, TENSORS, Difference, part, shown
 from .fit_sizes import numbered
-from .summary import kind_of_tensor
+from .plan import kind_of_tensor
 
 KEPT = "kept"
 ByLayer = Mapping[int, Spec]

@@ -1,8 +1,7 @@
-"""Settings that are given with a command instead of in the recipe: `--set key=value` and `--calibration SET`.
+"""Recipe keys overridden on the command line: `--set key=value` and `--calibration SET`.
 
-They change the recipe before it is checked, so what is hashed and written beside the output is the changed recipe. A
-value is YAML, as it would stand in the file; `null` takes a key out. Paths start from the current folder, as everything
-does that is typed, while those in the file start from the file's.
+They change the recipe before it is checked, so the changed recipe is hashed and written to the output. A value is YAML;
+`null` removes a key. Paths are relative to the current folder, those in the file to the file's.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _shipped_for(model: str) -> Path | None:
 
 def _refuse(name: str) -> Path:
     """Raise RecipeError with what may have been meant."""
-    if name in published_models():
+    if "/" in name and name in published_models():
         raise RecipeError(f"{name}: no recipe is shipped for this model; `quantize new {name}` writes one")
     models = _models()
     on_the_hub = {source for source in models.values() if not source.startswith(".")}

@@ -11,7 +11,7 @@ from quantizers.checkpoint.source_files import source_digest
 from quantizers.output import journal
 from quantizers.output.fingerprint import differences, short_value
 from quantizers.output.folder import finished_report
-from quantizers.output.record import add_files, seal_of, write_record
+from quantizers.output.manifest import add_files, seal_of, write_record
 from quantizers.plan.job import Job
 from quantizers.recipe.portable import Resolved, meaning, resolve_recipe, settings_hash
 from quantizers.recipe.read import read_recipe

@@ -32,7 +32,7 @@ def opening_line(job: Job, options: Options, model: str, counts: tuple[int, int]
     resuming = f"; resuming after layer {done} of {layers}" if done else ""
     return (
         f"{model} ({size(source)}, {routed} × {job.sizes['experts']} experts) → {short_path(options.output)} on "
-        f"{_machine(options.device, options.team.count)}; {tokens:,} calibration{texts} tokens{resuming}"
+        f"{_machine(options.device, options.dist.world_size)}; {tokens:,} calibration{texts} tokens{resuming}"
     )
 
 

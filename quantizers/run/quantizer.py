@@ -24,25 +24,24 @@ import torch
 
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.held import Held, held_tensors
-from quantizers.device.crossing import Crossing
-from quantizers.device.kind import accelerated
-from quantizers.device.pinned import Turns, pin
+from quantizers.device.devices import is_accelerator
+from quantizers.device.prefetch import PinnedBuffers, pin
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.halves import attend, finish, observe
 from quantizers.forward.lane import Lane, embed
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import recorded_rows, route_counts
 from quantizers.forward.states import Rows
 from quantizers.forward.weights import ExpertWeights
+from quantizers.layers.context import Context
 from quantizers.layers.step import LayerStep
 from quantizers.layers.writer import ShardWriter
-from quantizers.output.context import Context, Place
+from quantizers.plan.device_memory import Place
 from quantizers.plan.job import Job
 from quantizers.plan.units import rows_of_block
-from quantizers.solve.layer import solve_layer
-from quantizers.solve.solved import Solved
+from quantizers.solve.result import LayerResult
+from quantizers.solve.solver import solve_layer
 from quantizers.system.progress import doing
-from quantizers.team.shared_memory import shared_memory
-from quantizers.team.team import ALONE, Team
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
 from stitch.write.digests import ShardDigest
 from stitch.write.shard import LayerTensors, kept_hashes, layer_tensors, write_shard
@@ -82,24 +81,20 @@ class Quantizer:
     ) -> None:
         self.job, self.model, self.lane, self.context = job, model, lane, context
         self.writer, self._compensate_router = writer, compensate_router
-        block = rows_of_block(accelerated(model.device))
+        block = rows_of_block(is_accelerator(model.device))
 
-        def rows(place: Place, name: str, width: int, dtype: torch.dtype, team: Team = ALONE) -> Rows:
-            path = context.work / f"{name}.bin" if place == "files" else None
+        def rows(place: Place, name: str, width: int, dtype: torch.dtype, dist: ProcessGroup = SINGLE_PROCESS) -> Rows:
+            own = "" if context.dist.is_main else f"-{context.dist.rank}"
+            path = context.work / f"{name}{own}.bin" if place == "files" else None
             device = model.device if place == "device" else None
-            made = Rows(path, lengths, width, dtype, device, team=team, block=block)
+            made = Rows(path, lengths, width, dtype, device, dist=dist, block=block)
             if place == "memory":
                 pin(made.flat, model.device)
             return made
 
-        own = "" if context.team.leads else f"-{context.team.rank}"
-        self.states = rows(context.states, f"states{own}", job.sizes["hidden"], model.dtype, context.team)
-        make = partial(rows, context.inputs)
-        shared = context.team.several and context.inputs != "device"
-        if shared:
-            make = partial(rows_in_common, context, lengths)
-        self.recorded = recorded_rows(make, job.sizes, model.dtype, shared=shared)
-        self._packed = Turns(model.device)  # a process has two shards on their way at most
+        self.states = rows(context.states, "states", job.sizes["hidden"], model.dtype, context.dist)
+        self.recorded = recorded_rows(partial(rows, context.inputs), job.sizes, model.dtype)
+        self._packed = PinnedBuffers(model.device)  # a process has two shards on their way at most
         self._made: Held | None = None
         self._solved: dict[str, Any] = {}
 
@@ -107,7 +102,7 @@ class Quantizer:
         """Fill the states that enter layer 0 from token ids (T,) int64, which rank 0 alone gives."""
         lengths = self.states.share.lengths
         together = torch.cat(list(tokens)) if tokens else torch.empty(sum(lengths), dtype=torch.int64)
-        self.context.team.broadcast(together)
+        self.context.dist.broadcast(together)
         embed(self.model, torch.split(together, lengths), self.states)
 
     def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
@@ -136,14 +131,14 @@ class Quantizer:
                 entering=entering,
                 check=context.check,
                 compensate_router=self._compensate_router,
-                team=context.team,
+                dist=context.dist,
             )
         weights.require_finite()
         del entering
         step.watch.lap("solve")
         self._begin_writing(step, solved)
 
-    def _begin_writing(self, step: LayerStep, solved: Solved | None) -> None:
+    def _begin_writing(self, step: LayerStep, solved: LayerResult | None) -> None:
         """Pack a layer, and let it be written; `solved` is None for a layer without experts."""
         job, context, number = self.job, self.context, step.number
         doing("packing")
@@ -153,7 +148,7 @@ class Quantizer:
             step.source,
             solved,
             near=step.there,
-            room=self._packed.room,
+            buffers=self._packed,
             written=self.writer.has_turn(number),
         )
         self._made = held_tensors(step.source, tensors.device, context.work / "output" / job.plan.shard_file(number))
@@ -179,7 +174,7 @@ class Quantizer:
         hashes, carried = kept_hashes(self.job.plan, number, source), self.job.plan.carried(number)
         self.writer.begin(
             number,
-            partial(audit_shard, self.job, number, step.there, made, tensors.crossing, self.context.device),
+            partial(audit_shard, self.job, number, step.there, made, self.context.device),
             partial(write_shard, host, path, hashes, carried),
         )
 
@@ -234,46 +229,23 @@ class Quantizer:
     def remove(self) -> None:
         """Remove the files of the states, if there are any."""
         self.states.remove()
-        if self.context.team.here.leads:
-            self.recorded.remove()
+        self.recorded.remove()
 
 
-def audit_shard(
-    job: Job, number: int, source: Held, made: Held, crossing: Crossing, device: torch.device
-) -> LayerAudit:
-    """Compare what is going to be in a layer's file with the source, while it is copied to the host.
-
-    Args:
-        crossing: that copy; it has ended when this returns or raises, since the file is written next.
-    """
+def audit_shard(job: Job, number: int, source: Held, made: Held, device: torch.device) -> LayerAudit:
+    """Compare what is going to be in a layer's file with the source."""
     audit = written_from(job.plan.of_layer(number))
-    try:
-        audit_layer(number, job.facts, job.sizes, source, made, device=device, audit=audit)
-    finally:
-        crossing.finish()
+    audit_layer(number, job.facts, job.sizes, source, made, device=device, audit=audit)
     return audit
 
 
-def rows_in_common(context: Context, lengths: Sequence[int], name: str, width: int, dtype: torch.dtype) -> Rows:
-    """Rows of all sequences that the processes of a machine have in common, in memory or in a file."""
-    here, path = context.team.here, context.work / f"{name}.bin"
-    if context.inputs == "files":
-        return here.in_turn(lambda: Rows(path, lengths, width, dtype))
-    with shared_memory(here, max(1, sum(lengths) * width * dtype.itemsize)) as memory:
-        rows = Rows(memory, lengths, width, dtype)
-    rows.path = None  # memory has nothing to be removed
-    pin(rows.flat, context.device)
-    return rows
-
-
-def of_shard(written: Written | None) -> dict[str, Any]:
-    """What the journal's entry says of a layer's shard once that is on disk, on the first machine."""
-    assert written is not None
+def of_shard(written: Written) -> dict[str, Any]:
+    """What the journal's entry says of a layer's shard once that is on disk."""
     digest, audit = written
     return {"digest": digest, "audit": audit.as_dict(), "closeness": _closeness(audit.by_expert)}
 
 
-def _for_the_journal(solved: Solved | None) -> dict[str, Any]:
+def _for_the_journal(solved: LayerResult | None) -> dict[str, Any]:
     if solved is None:
         return {"error": {}, "fallbacks": [], "leaning": None}
     return {

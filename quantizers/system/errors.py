@@ -32,7 +32,7 @@ class CalibrationError(InputError):
 
 
 class ArchitectureError(InputError):
-    """There are no facts for this model family, or config.json contradicts them."""
+    """There is no architecture spec for this model family, or config.json contradicts it."""
 
 
 class CheckpointError(InputError):
@@ -44,7 +44,7 @@ class OutputError(InputError):
 
 
 class Stopped(QuantizeError):
-    """A recipe's `verify.stop` ended the run after a layer; the output is unfinished, and the run can go on."""
+    """A recipe's `verify.stop` ended the run after a layer; the output is unfinished, and the run can be resumed."""
 
     exit_code = 3
 

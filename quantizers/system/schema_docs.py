@@ -1,7 +1,6 @@
 """Documentation of a pydantic schema: a table of its keys, and a JSON schema for editors.
 
-Both are made from the same fields, so neither can drift from what is accepted. The text under a field is its
-description.
+Both are generated from the fields; the text under a field is its description.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
@@ -34,9 +33,49 @@ def key_table(model: type[BaseModel]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def json_schema(model: type[BaseModel], title: str) -> str:
-    """The JSON schema of a model, as text."""
-    schema = model.model_json_schema(schema_generator=_Untitled)
+def part_tables(models: Sequence[type[BaseModel]]) -> str:
+    """Markdown tables for a schema of many parts, one for each model and for each that its fields hold.
+
+    A row has the key, its type, its unit, which is an extra of its JSON schema, and its description.
+    """
+    lines: list[str] = []
+    parts = list(models)
+    for model in parts:  # which grows
+        lines += [f"### {model.__name__}", "", _plain(model.__doc__ or ""), ""]
+        lines += ["| key | type | unit | meaning |", "|---|---|---|---|"]
+        for name, field in model.model_fields.items():
+            parts += [inner for inner in _models(field.annotation) if inner not in parts]
+            extra = field.json_schema_extra
+            unit = str(extra.get("unit", "")) if isinstance(extra, dict) else ""
+            cells = (f"`{field.alias or name}`", _type(field.annotation), unit, _plain(field.description or ""))
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _type(annotation: Any) -> str:
+    """A type in words, with links to the tables of other parts; descriptions say when a value is null."""
+    origin, inner = get_origin(annotation), [kind for kind in get_args(annotation) if kind is not NoneType]
+    if origin in (Union, UnionType):
+        return " or ".join(_type(kind) for kind in inner)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in inner)
+    if origin is list:
+        return f"list: {_type(inner[0])}"
+    if origin is dict:
+        return f"mapping: {_type(inner[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+    words: Mapping[Any, str] = {
+        bool: "true or false", str: "text", int: "whole number", float: "number", Any: "any value"
+    }  # fmt: skip
+    return words[annotation]
+
+
+def json_schema(model: type[BaseModel] | TypeAdapter[Any], title: str) -> str:
+    """The JSON schema of a model, or of a union of models, as text."""
+    make = model.json_schema if isinstance(model, TypeAdapter) else model.model_json_schema
+    schema = make(schema_generator=_Untitled)
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
     return json.dumps(head | _in_words(schema | {"title": title}), indent=1, ensure_ascii=False) + "\n"
 

@@ -17,7 +17,7 @@ def thread_map(make: Callable[[Item], Made], items: Iterable[Item]) -> Generator
     """`make(item)` of every item, in their order, by as many threads as there are cores.
 
     An item is asked for when a thread may soon be free for it, so that few of them are in memory at a time. Close the
-    iterator to leave out what has not begun. Whatever `make` raises is raised in its turn.
+    iterator to cancel pending items. An exception of `make` is raised in its turn.
     """
     threads = min(THREADS, len(os.sched_getaffinity(0)))
     waiting = deque[Future[Made]]()

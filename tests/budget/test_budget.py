@@ -30,8 +30,9 @@ from quantizers.cli import main as cli
 from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import recorded as seen_by
 from quantizers.forward.weights import layer_weights, read_weight
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
+from quantizers.plan.device_memory import Residents
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.plan import file_size
 from quantizers.recipe.schema import ALL, Awq, Experts, Scheme
@@ -39,10 +40,9 @@ from quantizers.run import pipeline
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.run.stitched import stitch
-from quantizers.solve import expert_unit, gram_engine
+from quantizers.solve import expert_batch, solver
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import OutputError, QuantizeError
-from quantizers.system.residents import Residents
 from stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
@@ -143,25 +143,25 @@ def test_what_is_predicted_from_is_what_the_run_stores(
     order = torch.tensor(solving_order(layer, unit=8))
     settings = Experts(group_size=32, bits=bits, awq=Awq(grid=8), scales=scales, rounding="nearest")
     of_s = list[Tensor]()
-    real, search = output_errors.divided, expert_unit._width_scale
+    real, search = output_errors.divided, expert_batch._width_scale
 
     def predicted(scale: Tensor, codes: Tensor, s: Tensor) -> Tensor:
         of_s.append(s)
         return real(scale, codes, s)
 
-    def found(down: Tensor, sums: Any, settings: Experts, careful: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    def found(down: Tensor, sums: Any, settings: Experts) -> tuple[Tensor, dict[str, Tensor]]:
         s, totals = search(down, sums, settings)
         of_s.append(s[order.argsort()])
         return of_s[0][order], totals
 
     monkeypatch.setattr(output_errors, "divided", predicted)
-    monkeypatch.setattr(expert_unit, "_width_scale", found)
+    monkeypatch.setattr(expert_batch, "_width_scale", found)
     common: Any = {"norm": layer.norm, "activation": torch.nn.functional.silu, "settings": settings, "unit": 8}
     seen = layer.recorded()
     guess = scheme_errors(
         seen, layer.gate_up, layer.down, schemes=[Scheme(bits, 32)], experts=5, compared=seen[:1], **common
     )
-    solved = gram_engine.solve(seen, layer.weights(), router=layer.router, residents=Residents.all_of(5), **common)
+    solved = solver.solve(seen, layer.weights(), router=layer.router, residents=Residents.all_of(5), **common)
     assert bool((solved.smooth != 1).any())
     s = of_s[0]
     assert bool((s != 1).any())
@@ -292,7 +292,7 @@ def test_a_square_needs_no_half_and_what_levels_off_does() -> None:
         | {"output_bytes": 1, "bits_per_weight": 4, "unit": "bytes", "limit": 1}
     )
     assert shown[-1].startswith(
-        "KL did not grow with the square of the disturbance in 2 of 4 layers (1, 3), which were"
+        "KL did not grow with the square of the perturbation in 2 of 4 layers (1, 3), which were"
     )
 
 
@@ -472,7 +472,7 @@ def test_plan_shows_candidates_before_and_the_choice_after(
     code, out, _ = plan(job.path)
     assert code == 0
     assert "budget 4.375 bits per expert weight; possible are 4.25 to 8.5 bits per weight" in out
-    assert "the run measures and then chooses" in out
+    assert "the run measures, then chooses" in out
     code, out, _ = plan(job.path, "--output", folder)
     assert code == 0
     assert report["schemes"]["chosen"] in out

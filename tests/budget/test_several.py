@@ -11,18 +11,18 @@ import pytest
 import torch
 import yaml
 from launched import quantize
+from rank_threads import together
 from runs import assert_same
-from team_threads import together
 from tiny import write_recipe
 
 from quantizers.budget import branches, measure
-from quantizers.budget.branches import Branches, dealt
+from quantizers.budget.branches import Branches
 from quantizers.calibration.load_set import load_set
+from quantizers.distributed.process_group import ProcessGroup
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
 from quantizers.plan.job import prepare
 from quantizers.system.errors import QuantizeError
-from quantizers.team.team import Team
 
 CPU = torch.device("cpu")
 FAMILY = "glm4_moe"  # its first layer has no experts
@@ -40,11 +40,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def one_of(rank: int, count: int) -> Team:
+def one_of(rank: int, count: int) -> ProcessGroup:
     """A rank that is not connected to the others."""
-    team = Team()
-    team.rank, team.count = rank, count
-    return team
+    dist = ProcessGroup()
+    dist.rank, dist.world_size = rank, count
+    return dist
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -56,8 +56,8 @@ def test_everything_is_dealt_once_and_with_its_probe(count: int, monkeypatch: py
     assert (whole, halves) == (6, 2)
     lengths, owners = layout.all_lengths(3), dict[int, int]()
     for rank in range(count):
-        team = one_of(rank, count)
-        sequences, probes = (dealt(len(items), team, (rank,)) for items in (layout.lengths, layout.probes))
+        dist = one_of(rank, count)
+        sequences, probes = (dist.partition(len(items)) for items in (layout.lengths, layout.probes))
         for run in layout.runs(sequences, probes, 3):
             for place in run:
                 assert owners.setdefault(place, rank) == rank
@@ -93,15 +93,15 @@ def test_figures_and_states_of_one_process(recipe: Path, tmp_path: Path, monkeyp
         folder.mkdir()
     wanted = measure.measure_schemes(job, tokens, Context(alone, CPU, 5))
 
-    def work(team: Team) -> Any:
-        context = Context((first, second)[team.node], CPU, 5, team.heed(lambda: None), team)
-        return measure.measure_schemes(job, tokens if team.leads else None, context)
+    def work(dist: ProcessGroup) -> Any:
+        context = Context((first, second)[dist.node], CPU, 5, dist.watch(lambda: None), dist)
+        return measure.measure_schemes(job, tokens if dist.is_main else None, context)
 
     real, layers = measure.scheme_errors, [0] * 4
 
     def cut(*arguments: Any, **named: Any) -> Any:
-        layers[named["team"].rank] += 1
-        if named["team"].rank == 2 and layers[2] == 2:
+        layers[named["dist"].rank] += 1
+        if named["dist"].rank == 2 and layers[2] == 2:
             raise QuantizeError("cut here")
         return real(*arguments, **named)
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import quantize
+from commands import Command
 from rich.console import Console
+from sets import rows_set
 
 from quantizers.calibration.check import check_set
 from quantizers.calibration.load_set import load_set
@@ -24,16 +25,9 @@ from quantizers.system.package_data import shipped
 LISTS = Languages(programming=("C++", "Rust", "Bash/Shell"), spoken=("Hindi",))
 
 
-def write_set(folder: Path, rows: list[tuple[str, str]], *, samples: object = "all", lists: str = "[Rust, C]") -> Path:
-    """A set whose rows (category, text) lie in one file."""
-    folder.mkdir(exist_ok=True)
-    lines = [json.dumps({"category": category, "text": text}) for category, text in rows]
-    (folder / "a.jsonl").write_text("\n".join(lines))
-    source = f"{{dataset: a.jsonl, columns: [text], shape: text, samples: {samples}, category: {{column: category}}}}"
-    path = folder / "set.yaml"
-    head = f"name: test\nsequence_length: 99\nlanguages: {{programming: {lists}}}\n"
-    path.write_text(f"{head}sources:\n  - {source}\n")
-    return path
+def write_set(folder: Path, rows: list[tuple[str, str]], samples: int | str = "all", *lists: str) -> Path:
+    languages = {"programming": lists or ["Rust", "C"]}
+    return rows_set(folder, rows, "a", samples, sequence_length=99, languages=languages)
 
 
 def texts(data: CalibrationData) -> list[str]:
@@ -103,14 +97,14 @@ def test_a_set_of_which_nothing_is_left_is_refused(tmp_path: Path, tokenizer: st
 
 def test_a_category_written_in_the_set_must_be_listed(tmp_path: Path) -> None:
     path = write_set(tmp_path, [("code/rust", "one")])
-    path.write_text(path.read_text().replace("{column: category}", "code/cobol"))
+    path.write_text(path.read_text().replace('{"column": "category"}', '"code/cobol"'))
     with pytest.raises(CalibrationError) as failure:
         read_set(path)
     assert str(failure.value) == (
-        f"{path}:5: sources[0].category: code/cobol names a language that languages.programming does not list; "
+        f"{path}:1: sources[0].category: code/cobol names a language that languages.programming does not list; "
         "list it, remove the source, or give a category outside of code/"
     )
-    path.write_text(path.read_text().replace("[Rust, C]", "[Cobol]"))
+    path.write_text(path.read_text().replace('["Rust", "C"]', '["Cobol"]'))
     assert read_set(path).sources[0].category == "code/cobol"
 
 
@@ -146,16 +140,13 @@ def test_two_languages_taken_from_the_embedded_set_are_gone(tmp_path: Path, toke
 
 @pytest.mark.slow
 def test_check_diff_coverage_and_run_agree(
-    tmp_path: Path,
-    write_recipe: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """Two languages are taken from a recipe's set: four commands report the same texts and tokens without them."""
 
     def answer(*words: object) -> dict[str, Any]:
-        assert quantize(monkeypatch, *words, "--json") == 0
-        return dict(json.loads(capsys.readouterr().out))
+        assert command(*words, "--json") == 0
+        return dict(json.loads(command.out))
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     recipe = write_recipe(tmp_path)
@@ -192,8 +183,8 @@ def test_check_diff_coverage_and_run_agree(
 def test_a_held_out_set_has_lists_of_its_own(tmp_path: Path, tokenizer: str) -> None:
     """Taking a language from the set leaves the measurement as it is."""
     path = write_set(tmp_path, [("code/rust", "one two three"), ("code/cobol", "shared words")])
-    other = write_set(tmp_path / "other", [("code/cobol", "shared words")], lists="[Cobol]")
+    other = write_set(tmp_path / "other", [("code/cobol", "shared words")], "all", "Cobol")
     report = check_set(path, tokenizer, other)
     assert report.shared == (), "a text that is left out is not calibrated on, so it is not shared"
-    path.write_text(path.read_text().replace("[Rust, C]", "[Rust, Cobol]"))
+    path.write_text(path.read_text().replace('["Rust", "C"]', '["Rust", "Cobol"]'))
     assert len(check_set(path, tokenizer, other).shared) == 1

@@ -21,16 +21,16 @@ from quantizers.budget.branches import Branches
 from quantizers.budget.divergence import divergences
 from quantizers.budget.output_errors import scheme_errors
 from quantizers.cli import main as cli
-from quantizers.device import devices, fused
+from quantizers.device import devices, triton_support
 from quantizers.device.determinism import ALLOCATOR, LT_WORKSPACE, UNDOING, WORKSPACE, ordered
 from quantizers.device.gpu_settings import SETTINGS, settings_in_force
 from quantizers.forward.recorded import Recorded, usable_rows
 from quantizers.forward.recorded import recorded as seen_by
+from quantizers.plan.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts, Scheme
-from quantizers.solve.gram_engine import solve
-from quantizers.solve.token_weights import squared_weights, survey
+from quantizers.solve.routing_weights import squared_weights, survey
+from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError, QuantizeError
-from quantizers.system.residents import Residents
 
 MEMORY: Any = torch.utils.deterministic  # a module to which torch adds a property, unseen by type checkers
 
@@ -124,7 +124,6 @@ def test_choosing_the_cpu_sets_nothing(gpu: None, monkeypatch: pytest.MonkeyPatc
     assert settings_in_force() == before
     assert not {WORKSPACE, *ALLOCATOR} & os.environ.keys()
     assert devices.fingerprint(torch.device("cpu")) == {
-        "factorization": "library",
         "device": "cpu",
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -188,10 +187,9 @@ def test_the_fingerprint_of_a_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
         return versions[name]
 
     monkeypatch.setattr("importlib.metadata.version", version)
-    monkeypatch.setattr(fused, "why_not", lambda _: "a reason")
+    monkeypatch.setattr(triton_support, "why_not", lambda _: "a reason")
     devices.choose_device("cuda")
     assert devices.fingerprint(torch.device("cuda")) == SETTLED | {
-        "factorization": "library",
         "device": "a GPU", "multiprocessors": 132, "compute_capability": "9.0",
         "cuda": "13.0", "cublas": "13.1", "cusolver": None, "cublas_workspace": ":4096:8", "cublaslt_workspace": None,
         "torch": torch.__version__, "transformers": "5.17", "kernels": "torch (a reason)",

@@ -22,7 +22,8 @@ from eval.coverage.gates import check_floors, entropy, gates, summarise
 from eval.coverage.measure import Question, measure_coverage
 from eval.coverage.routing import TIE, Routed
 from eval.coverage.tables import coverage_table, report
-from eval.report.coverage_pictures import comparison_picture
+from eval.report.plot_style import save
+from eval.report.plots import comparison_figure
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.plan.job import prepare
@@ -326,7 +327,7 @@ def test_the_pictures_of_two_sets_share_their_scale(tmp_path: Path) -> None:
         for side in ("before", "after"):
             found[side]["label"] = side
         assert "moved" in compare_table(found)
-        comparison_picture(found, "m", tmp_path / f"{n}.png")
+        save(comparison_figure(found, "m"), tmp_path / f"{n}.png")
         pictures.append(matplotlib.image.imread(tmp_path / f"{n}.png"))
     changed = np.argwhere((pictures[0] != pictures[1]).any(-1))
     height, width = pictures[0].shape[:2]

@@ -142,7 +142,7 @@ def test_on_a_gpu_the_product_itself_comes_out_in_float32(
     source: Model, candidate: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From operands of bfloat16: float32 ones would be copies for nothing."""
-    monkeypatch.setattr(symmetric, "accelerated", lambda _: True)
+    monkeypatch.setattr(symmetric, "is_accelerator", lambda _: True)
 
     def on_gpu(way: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *model: way(*(tensor.as_subclass(OnGpu) for tensor in model)).as_subclass(torch.Tensor)

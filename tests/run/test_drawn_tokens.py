@@ -15,7 +15,7 @@ from runs import change, cut_in_layer, hashes
 from tiny import write_job
 
 from quantizers.calibration.load_set import load_set
-from quantizers.cost.estimate import estimate_run
+from quantizers.plan.estimate import estimate_run
 from quantizers.plan.job import prepare
 from quantizers.recipe.portable import settings_hash
 from quantizers.recipe.read import read_recipe
@@ -103,8 +103,8 @@ def test_the_plan_counts_the_tokens_that_are_drawn(
     assert estimate_run(prepare(str(drawn(recipe, 10**6))), 1000).as_dict() == whole.as_dict()
     assert quantize(monkeypatch, "plan", drawn(recipe, TOKENS)) == 0
     said = capsys.readouterr().out
-    assert f"a run with its {TOKENS} tokens at most and 1,536 held-out ones needs about" in said
-    assert "  tokens: the recipe's calibration.tokens; every held-out text as long as" in said
+    assert f"a run with its {TOKENS} tokens at most and 1,536 evaluation tokens needs about" in said
+    assert "  tokens: the recipe's calibration.tokens; every evaluation text as long as" in said
 
 
 def test_a_set_of_unknown_size_is_bounded_by_the_tokens_drawn(tmp_path: Path) -> None:

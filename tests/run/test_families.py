@@ -40,8 +40,8 @@ from quantizers.plan.plan import file_size, index_json
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.run.stitched import stitch
-from quantizers.solve.input_sums import sweep
-from quantizers.solve.token_weights import survey
+from quantizers.solve.input_hessian import sweep
+from quantizers.solve.routing_weights import survey
 from quantizers.system.errors import CheckpointError
 from stitch.audit.checkpoint import verify
 

@@ -18,7 +18,7 @@ from edited import edit
 from source_forms import per_row, write_plain
 from whole_models import finished_weights, run_whole, stored
 
-from eval.report.front_matter import has_fp8_attention
+from eval.report.model_card import has_fp8_attention
 from eval.serving.check import STORED, check_folder
 from eval.serving.engines import ATTENTION, OUTPUT
 from quantizers.calibration.load_set import load_set
