@@ -248,7 +248,7 @@ def test_intervals_are_seeded_and_hold_the_mean() -> None:
     [
         ({"quant_method": "exl3", "bits": 4}, "quant_method is 'exl3'"),
         ({"quant_method": "gptq", "bits": 4}, "group_size is None; only a positive number or -1"),
-        ({"format": "nvfp4-pack-quantized", "config_groups": {}}, "format 'nvfp4-pack-quantized' is none of"),
+        ({"format": "nvfp4-pack-quantized", "config_groups": {}}, "format 'nvfp4-pack-quantized' is not one of"),
         ({"config_groups": {"g": {"format": "mxfp4-pack-quantized"}}}, "format 'mxfp4-pack-quantized'"),
         ({"transform_config": {"config_groups": {}}}, "transform_config rotates activations"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config has format 'sparse-24-bitmask'"),
@@ -281,7 +281,7 @@ def test_other_spellings_are_read_and_doubles_are_refused(finished: Finished, co
     assert found["kl"]["max"] == 0.0
     double = "model.layers.0.block_sparse_moe.gate.weight"
     save_file(renamed | {double: tensors[double].clone()}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="are one tensor; keep one"):
+    with pytest.raises(CheckpointError, match="are the same tensor; keep one"):
         readable(open_folder(tmp_path), facts)
 
 
