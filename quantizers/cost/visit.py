@@ -31,13 +31,13 @@ from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import Recorded
 from quantizers.forward.states import Rows
+from quantizers.layers import calibration_states
 from quantizers.layers.brought import Brought
 from quantizers.layers.step import LayerStep, Watch, run_step
 from quantizers.layers.writer import ShardWriter
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import DeviceMemory
-from quantizers.run import quantizer
 from quantizers.run.quantizer import Quantizer
 from quantizers.solve import expert_sums, expert_unit, input_sums, norm_search, token_weights
 from quantizers.system.residents import Residents
@@ -162,7 +162,7 @@ def _once(counting: Counting, capability: tuple[int, int] | None) -> Iterator[No
     with contextlib.ExitStack() as stack:
         for module, name in REPEATED:
             stack.enter_context(patch.object(module, name, counting.once(getattr(module, name))))
-        stack.enter_context(patch.object(quantizer, "rows_in_common", _in_memory))
+        stack.enter_context(patch.object(calibration_states, "rows_in_common", _in_memory))
         stack.enter_context(patch.object(crossing, "stream_of", lambda _: stream))
         stack.enter_context(patch.object(rough, "capability", lambda _: capability))
         yield

@@ -18,9 +18,8 @@ import torch
 from eval.coverage.gates import check_floors
 from eval.fidelity.held_out import HeldOut, held_out
 from eval.fidelity.metrics import Text
-from quantizers.budget.branches import Branches
 from quantizers.budget.choice import choose_schemes
-from quantizers.budget.measurements import measuring_seconds
+from quantizers.budget.measure import measuring_seconds, probe_bytes
 from quantizers.calibration.data import CalibrationData
 from quantizers.calibration.samples import samples
 from quantizers.calibration.texts import token_tensors
@@ -34,7 +33,7 @@ from quantizers.output.folder import check_room, finished_report, move_into_plac
 from quantizers.output.record import describe_files, text_sha256
 from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import device_memory
-from quantizers.plan.states import between_bytes, calibration_bytes, held_out_bytes
+from quantizers.plan.states import held_out_bytes
 from quantizers.plan.units import work_units
 from quantizers.recipe.locations import set_location
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
@@ -195,12 +194,8 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     context = shared.context(work, device, check, team)
     needed = output_bytes(job, resolved.data.values() if options.with_data else ())
     needed += held_out_bytes(job.sizes, text_rows, itemsize) + in_files
-    if job.allocation:
-        walked = sum(Branches([len(t) for t in tokens]).all_lengths(len(job.sizes.moe_layers)))
-        walk = calibration_bytes(job.sizes, walked, itemsize) + between_bytes(job.sizes, walked, itemsize)
-        check_room(work, needed + walk)
-    else:
-        check_room(work, needed)
+    probe = probe_bytes(job.sizes, [len(t) for t in tokens], itemsize) if job.allocation else 0
+    check_room(work, needed + probe)
     team.tell(shared)
     job = _with_schemes(job, tokens, context, options.output)
     check_room(work, needed)

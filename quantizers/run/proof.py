@@ -12,7 +12,7 @@ from eval.consumers.folder import check_folder
 from eval.coverage.gates import gates as coverage_gates
 from eval.coverage.gates import summarise
 from quantizers.budget.choice import describe_choice
-from quantizers.budget.measurements import read_measurements
+from quantizers.budget.measure import read_measurements
 from quantizers.calibration.tally import by_category
 from quantizers.checkpoint.source_files import source_digest
 from quantizers.device.devices import machine, versions

@@ -176,7 +176,7 @@ class _Run:
                 lane.resume(done)
                 lane.forget(done - 1)  # which a kill may have left
         if done < job.sizes["layers"] or self.start.damaged:
-            self.quantizer.embed(tokens)
+            self.quantizer.calibration.embed(tokens)
         outside = self.model.checkpoint
         assert isinstance(outside, Held)
         if self.context.team.leads:
@@ -233,7 +233,7 @@ class _Run:
     def written(self, step: LayerStep | None) -> dict[int, Written | None]:
         """The shards that are on disk since the last call; after the last step, with None, all the rest."""
         if step is None:
-            self.quantizer.remove()
+            self.quantizer.calibration.remove()
             return self.writer.finished(ahead=0)
         with device_memory_errors(step.number):  # of the audit, which ran beside the step
             doing("audit")

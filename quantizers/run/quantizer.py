@@ -25,24 +25,19 @@ import torch
 from quantizers.calibration.data import CalibrationData
 from quantizers.checkpoint.held import Held, held_tensors
 from quantizers.device.crossing import Crossing
-from quantizers.device.kind import accelerated
-from quantizers.device.pinned import Turns, pin
-from quantizers.forward.halves import attend, finish, observe
-from quantizers.forward.lane import Lane, embed
+from quantizers.device.pinned import Turns
+from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import recorded_rows, route_counts
-from quantizers.forward.states import Rows
+from quantizers.forward.recorded import route_counts
 from quantizers.forward.weights import ExpertWeights
+from quantizers.layers.calibration_states import CalibrationStates
 from quantizers.layers.step import LayerStep
 from quantizers.layers.writer import ShardWriter
-from quantizers.output.context import Context, Place
+from quantizers.output.context import Context
 from quantizers.plan.job import Job
-from quantizers.plan.units import rows_of_block
 from quantizers.solve.layer import solve_layer
 from quantizers.solve.solved import Solved
 from quantizers.system.progress import doing
-from quantizers.team.shared_memory import shared_memory
-from quantizers.team.team import ALONE, Team
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
 from stitch.write.digests import ShardDigest
 from stitch.write.shard import LayerTensors, kept_hashes, layer_tensors, write_shard
@@ -63,8 +58,7 @@ class Quantizer:
         compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
 
     Attributes:
-        states: the calibration states between the layers.
-        recorded: what the experts of the last layer were called with.
+        calibration: the calibration states.
     """
 
     keeps_attention = True
@@ -82,46 +76,23 @@ class Quantizer:
     ) -> None:
         self.job, self.model, self.lane, self.context = job, model, lane, context
         self.writer, self._compensate_router = writer, compensate_router
-        block = rows_of_block(accelerated(model.device))
-
-        def rows(place: Place, name: str, width: int, dtype: torch.dtype, team: Team = ALONE) -> Rows:
-            path = context.work / f"{name}.bin" if place == "files" else None
-            device = model.device if place == "device" else None
-            made = Rows(path, lengths, width, dtype, device, team=team, block=block)
-            if place == "memory":
-                pin(made.flat, model.device)
-            return made
-
-        own = "" if context.team.leads else f"-{context.team.rank}"
-        self.states = rows(context.states, f"states{own}", job.sizes["hidden"], model.dtype, context.team)
-        make = partial(rows, context.inputs)
-        shared = context.team.several and context.inputs != "device"
-        if shared:
-            make = partial(rows_in_common, context, lengths)
-        self.recorded = recorded_rows(make, job.sizes, model.dtype, shared=shared)
+        self.calibration = CalibrationStates(model, context, lengths)
         self._packed = Turns(model.device)  # a process has two shards on their way at most
         self._made: Held | None = None
         self._solved: dict[str, Any] = {}
-
-    def embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
-        """Fill the states that enter layer 0 from token ids (T,) int64, which rank 0 alone gives."""
-        lengths = self.states.share.lengths
-        together = torch.cat(list(tokens)) if tokens else torch.empty(sum(lengths), dtype=torch.int64)
-        self.context.team.broadcast(together)
-        embed(self.model, torch.split(together, lengths), self.states)
 
     def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
         """Observe and solve the layer, and begin to write it. A layer without experts is only written."""
         job, model, context, number = self.job, self.model, self.context, step.number
         doing("attention")
         if number in job.sizes.dense:
-            attend(model, layer, self.states, self.states, context.check)
+            self.calibration.attend(layer)
             self._begin_writing(step, None)
             return
         settings = job.plan.settings(number)
         library = settings.engine == "llmcompressor"
-        entering = [states.clone() for states in self.states] if library else []
-        observe(model, layer, self.states, self.recorded, context.check)
+        entering = [states.clone() for states in self.calibration.states] if library else []
+        self.calibration.observe(layer)
         step.watch.lap("observe")
         weights = ExpertWeights(step.there, job.facts, job.sizes, number, model.device, model.dtype)
         with model.layer(number, step.there) if library else contextlib.nullcontext(layer) as whole:
@@ -129,7 +100,7 @@ class Quantizer:
                 model,
                 whole,
                 step.there.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None,
-                self.recorded,
+                self.calibration.recorded,
                 settings,
                 weights=weights.unit,
                 residents=context.residents,
@@ -191,18 +162,15 @@ class Quantizer:
             self._made = None
             step.watch.lap("materialise")
             doing("calibration pass")
-            self._finish(step.number, layer)
+            self.calibration.finish(step.number, layer)
             step.watch.lap("propagate")
             yield layer
-
-    def _finish(self, number: int, layer: torch.nn.Module) -> None:
-        finish(self.model, layer, self.states, f"layer {number}", self.context.check)
 
     def follow(self, number: int, stored: Held) -> None:
         """Take the calibration states through a layer that is finished."""
         with self.model.layer(number, stored) as layer:
-            attend(self.model, layer, self.states, self.states, self.context.check)
-            self._finish(number, layer)
+            self.calibration.attend(layer)
+            self.calibration.finish(number, layer)
 
     def entry(self, step: LayerStep) -> dict[str, Any]:
         """The journal's entry of a layer after its step, as far as it is known before its shard is on disk."""
@@ -224,18 +192,13 @@ class Quantizer:
             return []
         names = sorted({sample.category for sample in data.samples})
         counts = torch.zeros(len(names), self.job.sizes["experts"], dtype=torch.int64)
-        chosen = self.recorded.chosen.flat.cpu()
+        recorded = self.calibration.recorded
+        chosen = recorded.chosen.flat.cpu()
         for i, sample in enumerate(data.samples):
-            own = chosen[self.recorded.sequence(i)].long()
+            own = chosen[recorded.sequence(i)].long()
             counts[names.index(sample.category)] += route_counts(own, counts.shape[1])
         rows: list[list[int]] = counts.tolist()
         return rows
-
-    def remove(self) -> None:
-        """Remove the files of the states, if there are any."""
-        self.states.remove()
-        if self.context.team.here.leads:
-            self.recorded.remove()
 
 
 def audit_shard(
@@ -252,18 +215,6 @@ def audit_shard(
     finally:
         crossing.finish()
     return audit
-
-
-def rows_in_common(context: Context, lengths: Sequence[int], name: str, width: int, dtype: torch.dtype) -> Rows:
-    """Rows of all sequences that the processes of a machine have in common, in memory or in a file."""
-    here, path = context.team.here, context.work / f"{name}.bin"
-    if context.inputs == "files":
-        return here.in_turn(lambda: Rows(path, lengths, width, dtype))
-    with shared_memory(here, max(1, sum(lengths) * width * dtype.itemsize)) as memory:
-        rows = Rows(memory, lengths, width, dtype)
-    rows.path = None  # memory has nothing to be removed
-    pin(rows.flat, context.device)
-    return rows
 
 
 def of_shard(written: Written | None) -> dict[str, Any]:
