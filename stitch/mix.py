@@ -34,11 +34,11 @@ from quantizers.forward.weights import read_weight
 from quantizers.layers.loop import layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
 from quantizers.output import journal
-from quantizers.plan.making import make_plan
+from quantizers.plan.assign_actions import make_plan
 from quantizers.plan.plan import KEPT, Plan
 from quantizers.recipe.schema import Experts
-from quantizers.system.atomic import write_json
 from quantizers.system.errors import CheckpointError
+from quantizers.system.files import write_json
 from quantizers.system.progress import progress
 from stitch.audit.packed_scheme import stored_schemes
 from stitch.write import shard as writing

@@ -12,3 +12,17 @@ def quantize(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     with pytest.raises(SystemExit) as ended:
         cli.main()
     return int(ended.value.code or 0)
+
+
+class Command:
+    """`command(*words)` is the exit code; `out` and `err` are what the last one printed."""
+
+    out, err = "", ""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *words: object) -> int:
+        code = quantize(self._monkeypatch, *words)
+        self.out, self.err = self._capsys.readouterr()
+        return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from commands import Command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VLLM_PYTHON = "QUANTIZERS_TEST_VLLM_PYTHON"  # environment variable: an interpreter with .ci/vllm-requirements.txt
@@ -77,6 +79,28 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`quantize` in this process."""
+    return Command(monkeypatch, capsys)
+
+
+@pytest.fixture(autouse=True)
+def reports_have_the_schema(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test: every report.json that it made has the schema, unless it stands for one of an older version."""
+    folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    yield
+    if folder is None or request.node.get_closest_marker("altered_report"):
+        return
+    for path in folder.rglob("report.json"):
+        from eval.report.schema import checked
+        from quantizers.output.manifest import seal_of
+
+        report = json.loads(path.read_bytes()) if path.is_file() else None
+        if isinstance(report, dict) and report.get("seal") == seal_of(report):
+            checked(report)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A stream whose copies are made as late as they may be, or at once: what is right with both is right in between."""
+"""Copies that are made as late as they may be, or at once: what is right with both is right in between."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from quantizers.device import crossing
-from quantizers.device.crossing import Crossing, Pairs
+from quantizers.device import prefetch
+from quantizers.device.prefetch import Pairs
 
 
 class Delayed:
@@ -28,7 +28,7 @@ class Delayed:
         self._waiting: deque[tuple[int, list[tuple[_Place, _Place]]]] = deque()
         self._lock = threading.Lock()
 
-    def copy(self, pairs: Pairs) -> Crossing:
+    def start(self, pairs: Pairs, device: torch.device) -> _Late:
         for target, source in pairs:
             assert target.shape == source.shape
             assert target.dtype == source.dtype
@@ -53,7 +53,7 @@ class Delayed:
 
 
 class _Place:
-    """Where a tensor lies, as long as somebody else keeps that memory."""
+    """Where a tensor is, as long as somebody else keeps that memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage, self._dtype = StorageWeakRef(tensor.untyped_storage()), tensor.dtype
@@ -66,21 +66,21 @@ class _Place:
 
 
 class _Late:
-    def __init__(self, stream: Delayed, number: int) -> None:
-        self._stream, self._number = stream, number
+    def __init__(self, copies: Delayed, number: int) -> None:
+        self._copies, self._number = copies, number
 
     def wait(self) -> None:
-        self._stream.until(self._number)
+        self._copies.until(self._number)
 
-    finish = wait
+    before_next_work = wait
 
 
 class AtOnce(Delayed):
     """Makes each copy when it is asked for."""
 
-    def copy(self, pairs: Pairs) -> Crossing:
-        made = super().copy(pairs)
-        made.finish()
+    def start(self, pairs: Pairs, device: torch.device) -> _Late:
+        made = super().start(pairs, device)
+        made.wait()
         return made
 
 
@@ -95,14 +95,14 @@ class Hosts:
         self._places.add(tensor.untyped_storage().data_ptr())
         return tensor
 
-    def lies_there(self, tensor: torch.Tensor, device: torch.device) -> bool:
-        """Whether a tensor lies on the device."""
+    def is_on(self, tensor: torch.Tensor, device: torch.device) -> bool:
+        """Whether a tensor is on the device."""
         return tensor.untyped_storage().data_ptr() not in self._places
 
 
-def delay(monkeypatch: pytest.MonkeyPatch, stream: Delayed) -> Hosts:
-    """Copy by this stream, between the CPU and what is then said to be the host's memory."""
+def delay(monkeypatch: pytest.MonkeyPatch, copies: Delayed) -> Hosts:
+    """Copy by these, between the CPU and what is then said to be the host's memory."""
     hosts = Hosts()
-    monkeypatch.setattr(crossing, "stream_of", lambda device: stream)
-    monkeypatch.setattr(crossing, "_there", hosts.lies_there)
+    monkeypatch.setattr(prefetch, "start_copies", copies.start)
+    monkeypatch.setattr(prefetch, "_is_on", hosts.is_on)
     return hosts

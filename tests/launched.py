@@ -17,10 +17,15 @@ ACCELERATE = [
 ]
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Of a process with one thread."""
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(STOPPING.parent)])}
+    return os.environ | own | more
+
+
 def quantize(recipe: Path, output: Path, count: int, launcher: list[str] = TORCHRUN, **more: str) -> tuple[int, str]:
     """The exit code of a run by so many processes, and what it said."""
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(STOPPING.parent)])}
     started = [*launcher, str(count)] if count > 1 else []
     command = [sys.executable, *started, str(STOPPING), "run", str(recipe), "--output", str(output), "--device", "cpu"]
-    done = subprocess.run(command, env=os.environ | own | more, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment(**more), capture_output=True, text=True, check=False)
     return done.returncode, done.stderr

@@ -12,9 +12,9 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.recorded import Recorded
 from quantizers.forward.recorded import recorded as seen
 from quantizers.plan.units import by_load
-from quantizers.solve import held_sums
-from quantizers.solve.gram_engine import Weights
-from quantizers.solve.solved import Solved
+from quantizers.solve import input_hessian
+from quantizers.solve.result import LayerResult
+from quantizers.solve.solver import Weights
 
 EXPERTS, HIDDEN, WIDTH, GROUP = 5, 96, 64, 32
 
@@ -68,13 +68,13 @@ def sliced(gate_up: torch.Tensor, down: torch.Tensor) -> Weights:
 def sums_held(patched: pytest.MonkeyPatch) -> list[int]:
     """Of how many units each sweep gathers the sums, from now on."""
     counted: list[int] = []
-    real = held_sums.sweep
+    real = input_hessian.sweep
 
     def sweep(blocks: Any, found: Any, waiting: Any, *arguments: Any, **named: Any) -> Any:
         counted.append(len(waiting))
         return real(blocks, found, waiting, *arguments, **named)
 
-    patched.setattr(held_sums, "sweep", sweep)
+    patched.setattr(input_hessian, "sweep", sweep)
     return counted
 
 
@@ -101,7 +101,7 @@ def make_layer(
     )
 
 
-def assert_same(a: Solved, b: Solved) -> None:
+def assert_same(a: LayerResult, b: LayerResult) -> None:
     """Every tensor equal bit for bit."""
     for matrix in MATRICES:
         assert torch.equal(a.codes[matrix], b.codes[matrix]), matrix

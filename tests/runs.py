@@ -15,7 +15,7 @@ import pytest
 import yaml
 from tiny import write_job
 
-from quantizers.calibration.sources.lock import lock_set
+from quantizers.calibration.lock import lock_set
 from quantizers.plan.job import Job
 from quantizers.run import quantizer
 from quantizers.run.options import Options

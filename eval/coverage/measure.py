@@ -8,19 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.plan.job import given_folder
 from quantizers.recipe.changes import Change
-from quantizers.recipe.locations import facts_location, set_location, source_location
-from quantizers.recipe.schema import CoverageGate, read_recipe
-from quantizers.system.errors import InputError
-from quantizers.system.near_names import did_you_mean
-from quantizers.system.shipped import find, shipped_names
-from quantizers.team.team import ALONE, Team
+from quantizers.recipe.read import facts_location, read_recipe, set_location, source_location
+from quantizers.recipe.schema import CoverageGate
+from quantizers.system.errors import InputError, did_you_mean
+from quantizers.system.package_data import find, shipped_names
 
 if TYPE_CHECKING:
     import torch
 
-    from quantizers.calibration.data import CalibrationData
+    from quantizers.calibration.samples import CalibrationData
 
     from .routing import Routed
 
@@ -107,20 +106,24 @@ def question_of(
     return Question(location, revision, trusted, tuple(sets), rule, str(path), own, tokens)
 
 
-def measure_coverage(question: Question, device: torch.device, work: Path, team: Team = ALONE) -> dict[str, Any]:
+def measure_coverage(
+    question: Question, device: torch.device, work: Path, dist: ProcessGroup = SINGLE_PROCESS
+) -> dict[str, Any]:
     """The report on one set; see `eval.coverage.tables.report`."""
     from .tables import report
 
-    routed, (data,) = _stream(question, device, work, team)
+    routed, (data,) = _stream(question, device, work, dist)
     found = {"model": question.model, "set": data.name} | report(routed.part("0:"), question.rule)
     return found | ({"drawn": asdict(data.drawn)} if data.drawn else {})
 
 
-def compare_coverage(question: Question, device: torch.device, work: Path, team: Team = ALONE) -> dict[str, Any]:
+def compare_coverage(
+    question: Question, device: torch.device, work: Path, dist: ProcessGroup = SINGLE_PROCESS
+) -> dict[str, Any]:
     """What the second set wins and loses compared with the first; see `eval.coverage.compare.compare_counts`."""
     from .compare import SIDES, compare_counts, labels
 
-    routed, sets = _stream(question, device, work, team)
+    routed, sets = _stream(question, device, work, dist)
     comparison = compare_counts(routed.part("0:"), routed.part("1:"), question.rule)
     names = [data.name for data in sets]
     called = zip(SIDES, names, question.sets, labels(names, question.sets), strict=True)
@@ -129,12 +132,14 @@ def compare_coverage(question: Question, device: torch.device, work: Path, team:
     return {"model": question.model} | comparison
 
 
-def _stream(question: Question, device: torch.device, work: Path, team: Team) -> tuple[Routed, list[CalibrationData]]:
+def _stream(
+    question: Question, device: torch.device, work: Path, dist: ProcessGroup
+) -> tuple[Routed, list[CalibrationData]]:
     """Stream all sets in one pass; the categories of set n get the prefix `n:`."""
     from quantizers.architectures.families import architecture_for
     from quantizers.architectures.sizes import sizes_of
-    from quantizers.calibration.samples import samples
-    from quantizers.calibration.texts import token_tensors
+    from quantizers.calibration.load_set import load_set
+    from quantizers.calibration.samples import token_tensors
     from quantizers.checkpoint.formats import readable
     from quantizers.checkpoint.reader import open_checkpoint
     from quantizers.device.devices import forward_dtype, use_threads
@@ -144,20 +149,24 @@ def _stream(question: Question, device: torch.device, work: Path, team: Team) ->
     from .gates import check_floors
     from .routing import count_routes
 
-    checkpoint = team.in_turn(lambda: open_checkpoint(question.model, question.revision))
+    checkpoint = dist.in_turn(lambda: open_checkpoint(question.model, question.revision))
     where = str(checkpoint.folder / "config.json")
     facts = architecture_for(checkpoint.config, where, question.own)
     sizes = sizes_of(facts, checkpoint.config, where)
     named = readable(checkpoint, facts)  # first, for reading the sets may take long
     trusted = question.trust_remote_code
-    own = [samples(file, checkpoint.folder, trusted, question.tokens) for file in question.sets] if team.leads else None
-    loaded: list[CalibrationData] = team.tell(own)
+    own = (
+        [load_set(file, checkpoint.folder, trusted, question.tokens) for file in question.sets]
+        if dist.is_main
+        else None
+    )
+    loaded: list[CalibrationData] = dist.broadcast_object(own)
     for data in loaded:
         check_floors(question.rule, [sample.category for sample in data.samples], question.where)
     sequences = [tokens for data in loaded for tokens in token_tensors(data, sizes["vocabulary"])]
     categories = [f"{n}:{sample.category}" for n, data in enumerate(loaded) for sample in data.samples]
     use_threads(sizes)
     model = LayeredModel(named, facts, sizes, device, forward_dtype(device))
-    shown = progress("streaming", sizes["layers"]) if team.leads else nullcontext(lambda _: None)
+    shown = progress("streaming", sizes["layers"]) if dist.is_main else nullcontext(lambda _: None)
     with shown as step:
-        return count_routes(model, sequences, categories, work, step, team), loaded
+        return count_routes(model, sequences, categories, work, step, dist), loaded

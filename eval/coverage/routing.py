@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from quantizers.architectures.sizes import Sizes
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import route_counts
 from quantizers.forward.states import Rows
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
 from quantizers.system.errors import QuantizeError
-from quantizers.team.team import ALONE, Team
 
 TIE = 1e-6  # difference between the scores of the experts ranked K and K + 1, or of the last group chosen and the next
 
@@ -65,7 +65,7 @@ def count_routes(
     categories: Sequence[str],
     work: Path,
     step: Callable[[str], None] = lambda _: None,
-    team: Team = ALONE,
+    dist: ProcessGroup = SINGLE_PROCESS,
 ) -> Routed:
     """Run texts through a model with natural routing.
 
@@ -75,13 +75,13 @@ def count_routes(
         categories: of each sequence.
         work: an empty folder for the hidden states.
         step: called after each layer.
-        team: the processes that share the sequences; each keeps the states of its own, and gets the result.
+        dist: the processes that share the sequences; each keeps the states of its own, and gets the result.
 
     Raises:
         QuantizeError: a layer's output is not finite.
     """
-    counter, source = RouteCounter(model, sequences, categories, work, team), model.checkpoint
-    with closing(layer_steps(source, all_tensors(model, source), [counter], model, team=team)) as steps:
+    counter, source = RouteCounter(model, sequences, categories, work, dist), model.checkpoint
+    with closing(layer_steps(source, all_tensors(model, source), [counter], model, dist=dist)) as steps:
         for one in steps:
             step(f"layer {one.number}")
     return counter.routed()
@@ -98,16 +98,16 @@ class RouteCounter(Consumer):
         sequences: Sequence[torch.Tensor],
         categories: Sequence[str],
         work: Path,
-        team: Team = ALONE,
+        dist: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        self.model, self.team, sizes = model, team, model.sizes
+        self.model, self.dist, sizes = model, dist, model.sizes
         lengths = [len(sequence) for sequence in sequences]
         self.names = tuple(sorted(set(categories)))
         rows = [self.names.index(category) for category in categories]
         self.tokens = np.bincount(rows, weights=lengths, minlength=len(self.names)).astype(np.int64)
-        own = range(team.rank, len(rows), team.count)
+        own = range(dist.rank, len(rows), dist.world_size)
         self.rows = [rows[i] for i in own]  # the category of each of this process's sequences
-        path = work / f"states-{team.rank}.bin"
+        path = work / f"states-{dist.rank}.bin"
         self.states = Rows(path, [lengths[i] for i in own], sizes["hidden"], model.dtype)
         table = model.embedding()
         for row, i in enumerate(own):
@@ -139,7 +139,7 @@ class RouteCounter(Consumer):
     def routed(self) -> Routed:
         """The counts of all processes, once all layers are passed; removes the states."""
         found = {name: getattr(self, name).unsqueeze(0) for name in ("counts", "close", "near")}
-        sums = {name: table.sum(0).numpy() for name, table in self.team.gather(found, torch.device("cpu")).items()}
+        sums = {name: table.sum(0).numpy() for name, table in self.dist.all_gather(found, torch.device("cpu")).items()}
         self.states.remove()
         return Routed(self.names, self.tokens, tuple(self.model.sizes.moe_layers), **sums)
 

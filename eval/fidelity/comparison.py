@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import torch
 
-from quantizers.device.fetch import fetched
+from quantizers.device.prefetch import to_host
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.batches import padded
 from quantizers.forward.lane import Lane
 from quantizers.layers.step import Consumer, LayerStep
 from quantizers.system.progress import doing
-from quantizers.team.team import ALONE, Team
 
 from .metrics import Text, parts
 
@@ -50,16 +50,20 @@ class Comparison(Consumer):
         reference: the source's lane; its states, like those of all candidates, are those that enter the first layer.
         candidates: in the order of their figures.
         texts: of all lanes; without any the candidates are only made.
-        team: the processes that share the texts.
+        dist: the processes that share the texts.
 
     Attributes:
         found: what `compare` found at the last step, for each candidate; empty without texts.
     """
 
     def __init__(
-        self, reference: Lane, candidates: Sequence[Candidate], texts: Sequence[Text], team: Team = ALONE
+        self,
+        reference: Lane,
+        candidates: Sequence[Candidate],
+        texts: Sequence[Text],
+        dist: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        self.reference, self.candidates, self.texts, self.team = reference, candidates, texts, team
+        self.reference, self.candidates, self.texts, self.dist = reference, candidates, texts, dist
         # Experts are needed for texts alone: what makes a layer from them reads them batch by batch, as stored.
         self.needs = "experts" if texts else "attention"
         self.found: list[dict[str, Any]] = []
@@ -94,7 +98,7 @@ class Comparison(Consumer):
             if self.texts:
                 doing("comparing")
                 routed = step.number not in self.reference.model.sizes.dense
-                self.found.append(compare(self.reference, candidate.lane, self.texts, routed=routed, team=self.team))
+                self.found.append(compare(self.reference, candidate.lane, self.texts, routed=routed, dist=self.dist))
                 step.watch.lap("compare")
 
 
@@ -118,13 +122,13 @@ class OfText:
 
 
 def compare(
-    source: Lane, candidate: Lane, texts: Sequence[Text], *, routed: bool = True, team: Team = ALONE
+    source: Lane, candidate: Lane, texts: Sequence[Text], *, routed: bool = True, dist: ProcessGroup = SINGLE_PROCESS
 ) -> dict[str, Any]:
     """Figures of the layer that both lanes have just passed through.
 
     Args:
         routed: whether the layer has experts.
-        team: the processes that share the texts; each compares its own.
+        dist: the processes that share the texts; each compares its own.
 
     Returns:
         agreement: the share of the source's expert choices that the candidate makes too, None without experts;
@@ -132,7 +136,7 @@ def compare(
         ‖h_candidate − h_source‖ / ‖h_source‖ of the states that leave the layer; and `long` with the same of the long
         texts, if they are reported separately (see `metrics.parts`).
     """
-    all_of_them = by_text(source, candidate, routed=routed, team=team)
+    all_of_them = by_text(source, candidate, routed=routed, dist=dist)
 
     def choices(part: Sequence[int]) -> int:
         return sum(source.chosen.share.lengths[i] for i in part) * source.chosen.width if routed else 0
@@ -141,11 +145,11 @@ def compare(
     return compared[0] | ({"long": compared[1]} if len(compared) > 1 else {})
 
 
-def by_text(source: Lane, candidate: Lane, *, routed: bool, team: Team = ALONE) -> dict[int, OfText]:
+def by_text(source: Lane, candidate: Lane, *, routed: bool, dist: ProcessGroup = SINGLE_PROCESS) -> dict[int, OfText]:
     """How each text compares after the layer that both lanes have just passed through, by its number."""
-    found = fetched({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.share.owned_batches})
+    found = to_host({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.share.owned_batches})
     own = {int(first) + i: OfText(*row) for first, rows in found.items() for i, row in enumerate(rows.tolist())}
-    return {i: one for part in team.collect(own) for i, one in part.items()}
+    return {i: one for part in dist.all_gather_object(own) for i, one in part.items()}
 
 
 def _of_batch(source: Lane, candidate: Lane, batch: range, routed: bool) -> torch.Tensor:

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from quantizers.calibration.data import CalibrationData, Sample
-from quantizers.calibration.texts import scored_bytes, token_tensors
-from quantizers.calibration.tokenizer import load_tokenizer
+from quantizers.calibration.render import load_tokenizer, scored_bytes
+from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.system.errors import QuantizeError
 

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.solve.symmetric import gram
-from quantizers.system.atomic import atomic, disk_errors
+from quantizers.system.files import atomic, disk_errors
 from quantizers.system.progress import Step
-from quantizers.team.team import ALONE, Team
 
 from .metrics import Measured, Text
 
@@ -37,7 +37,11 @@ Scores = tuple[np.ndarray, np.ndarray, np.ndarray]  # nll, kl, same: (N,) each o
 
 
 def score(
-    lanes: Sequence[Lane], texts: Sequence[Text], stage: Stage, kept: Path | None = None, team: Team = ALONE
+    lanes: Sequence[Lane],
+    texts: Sequence[Text],
+    stage: Stage,
+    kept: Path | None = None,
+    dist: ProcessGroup = SINGLE_PROCESS,
 ) -> list[Scores]:
     """Score every text with every lane; the same result in all processes, one entry per lane.
 
@@ -47,7 +51,7 @@ def score(
         stage: shows progress, see `Stage`; it counts this process's chunks of positions, since a long text takes as
             long as many short ones.
         kept: a folder where scored texts are kept for the same call after an interruption; None for nowhere.
-        team: the processes that share the texts; each scores its own.
+        dist: the processes that share the texts; each scores its own.
     """
     layers = lanes[0].model.sizes["layers"]
     states = [lane.states(layers) for lane in lanes]
@@ -72,7 +76,7 @@ def score(
             tables[str(i)] = torch.from_numpy(table)
             for _ in range(chunks):
                 step(f"text {i + 1} of {len(texts)}")
-    tables = team.gather(tables, torch.device("cpu"))
+    tables = dist.all_gather(tables, torch.device("cpu"))
     nll, kl, same = np.moveaxis(np.concatenate([tables[str(i)].numpy() for i in range(len(texts))], axis=-1), 1, 0)
     return [(nll[n], kl[n], same[n].astype(bool)) for n in range(len(lanes))]
 

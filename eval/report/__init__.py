@@ -1,1 +1,1 @@
-"""Makes the card, the page and the pictures from report.json alone; nothing is measured here."""
+"""The schema of report.json, and the model card, HTML report and plots made from it alone."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.matrices import MATRICES
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
 from quantizers.output.fingerprint import refuse_changes
 from quantizers.plan.allocation import Allocation
-from quantizers.recipe.scheme import Scheme, counted
+from quantizers.recipe.schema import Scheme, counted
 from quantizers.system.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Con
     if entries is not None:
         schemes = job.allocation.spell(chosen_candidates(job.allocation, entries))
         refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
-    return replace(job, plan=job.plan.with_schemes(context.team.tell(schemes)))
+    return replace(job, plan=job.plan.with_schemes(context.dist.broadcast_object(schemes)))
 
 
 def chosen_candidates(allocation: Allocation, entries: Entries) -> list[int]:
@@ -77,7 +77,7 @@ def describe_choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
 
 
 def matrix_shares(entries: Entries, scheme: str) -> dict[str, float]:
-    """Each matrix's share of the loss under one scheme when it alone is rounded."""
+    """Each matrix's share of the loss under one scheme when it alone is rounded, in all layers."""
     totals = dict.fromkeys(MATRICES, 0.0)
     for entry in entries:
         error = entry["error"][scheme]

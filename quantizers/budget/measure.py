@@ -48,21 +48,21 @@ from eval.fidelity.scoring import score
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.held import hold
-from quantizers.device.allocator import use_one_arena
 from quantizers.device.devices import forward_dtype
+from quantizers.device.malloc_tuning import use_one_arena
+from quantizers.distributed.process_group import shown
 from quantizers.forward.codes import dequantize
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import Recorded
+from quantizers.layers.context import Context
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
-from quantizers.output.context import Context
 from quantizers.plan.job import Job
-from quantizers.recipe.scheme import Scheme
+from quantizers.recipe.schema import Scheme
 from quantizers.solve.rounding import minmax_scales, nearest
-from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError
-from quantizers.team.shown import shown
+from quantizers.system.files import write_json
 
 FOLDER = "schemes"
 PROBE_TOKENS, PROBE_LENGTH = 8192, 512  # tokens of the probe, and of one of its texts, at most
@@ -84,34 +84,36 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
     Raises:
         QuantizeError: states or logits are not finite, or there is no room for them.
     """
-    work, team, layers = context.work, context.team, job.sizes["layers"]
-    found = read_measurements(work, job.sizes.moe_layers) if team.leads else None
-    if team.tell(found is not None):
+    work, dist, layers = context.work, context.dist, job.sizes["layers"]
+    found = read_measurements(work, job.sizes.moe_layers) if dist.is_main else None
+    if dist.broadcast_object(found is not None):
         return found
     use_one_arena()
     files = work / FOLDER / "probe"
-    if team.here.leads:
+    if dist.local_rank == 0:
         shutil.rmtree(files, ignore_errors=True)  # of an interrupted measurement
-    team.here.in_turn(partial(files.mkdir, parents=True, exist_ok=True))
+    dist.in_turn(partial(files.mkdir, parents=True, exist_ok=True))
     probes = probes_of([len(sequence) for sequence in tokens or ()])
-    texts = team.tell([Text(tokens[i][:length], "probe", 1) for i, length in probes.items()] if tokens else None)
+    texts = dist.broadcast_object(
+        [Text(tokens[i][:length], "probe", 1) for i, length in probes.items()] if tokens else None
+    )
     outside = hold(job.opened, (job.facts.embedding, job.facts.final_norm, job.facts.head))
     model = LayeredModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
     measurement = SchemeMeasurement(job, model, context, texts)
     tensors, check, started = all_tensors(model, job.opened), context.check, time.monotonic()
-    steps = layer_steps(job.opened, tensors, [measurement], model, check=check, team=team, early=context.next_there)
-    with shown("measuring", layers, 0, check, team, unit="layer") as step, closing(steps):
+    steps = layer_steps(job.opened, tensors, [measurement], model, check=check, dist=dist, early=context.next_there)
+    with shown("measuring", layers, 0, check, dist, unit="layer") as step, closing(steps):
         for one in steps:
             seconds, started = time.monotonic() - started, time.monotonic()
-            if team.leads:
+            if dist.is_main:
                 write_json(_entry_file(work, one.number), measurement.entry | {"seconds": seconds})
             step(f"{seconds:.1f} s")
-    _, (_, kl, _) = score(measurement.lanes, texts, partial(shown, check=check, team=team), team=team)
+    _, (_, kl, _) = score(measurement.lanes, texts, partial(shown, check=check, dist=dist), dist=dist)
     if not math.isfinite(float(kl.mean())):
         raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
-    if team.here.leads:
+    if dist.local_rank == 0:
         shutil.rmtree(files)
-    if not team.leads:
+    if not dist.is_main:
         return None
     write_json(work / FOLDER / "kl.json", {"kl": float(kl.mean()), "disturbance": measurement.disturbance})
     return read_measurements(work, job.sizes.moe_layers)
@@ -130,7 +132,7 @@ class SchemeMeasurement(Consumer):
 
     def __init__(self, job: Job, model: LayeredModel, context: Context, texts: Sequence[Text]) -> None:
         self.job, self.model, self.context = job, model, context
-        lane = partial(Lane, durable=False, check=context.check, team=context.team)
+        lane = partial(Lane, durable=False, check=context.check, dist=context.dist)
         folder, lengths = context.work / FOLDER / "probe", [len(text.tokens) for text in texts]
         self.lanes = [lane(name, model, n, lengths, folder) for n, name in enumerate((job.opened.name, "the probe"))]
         for one in self.lanes:
@@ -157,7 +159,7 @@ class SchemeMeasurement(Consumer):
             lane.forget(number)
 
     def _measure(self, number: int, layer: torch.nn.Module, disturbed: bool) -> None:
-        (source, probe), model, team = self.lanes, self.model, self.context.team
+        (source, probe), model, dist = self.lanes, self.model, self.context.dist
         assert self.job.allocation is not None
         experts: Any = layer.get_submodule(self.job.facts.modules.experts)
         weights = (experts.gate_up_proj.data, experts.down_proj.data)
@@ -165,20 +167,22 @@ class SchemeMeasurement(Consumer):
         recorded = self._recorded(layer)
         schemes, awq = self.job.allocation.candidates, bool(self.job.recipe.experts.awq)
         own = []
-        for expert in team.share(count):
+        for expert in dist.partition(count):
             smooth = (awq and self.job.plan.folds, awq)
             own.append(scheme_errors(recorded, weights, expert, schemes, experts.act_fn, smooth=smooth))
             self.context.check()
-        lost = [one for part in team.collect([one for one, _ in own]) for one in part]  # in the order of experts
+        lost = [
+            one for part in dist.all_gather_object([one for one, _ in own]) for one in part
+        ]  # in the order of experts
         stored = {str(n): torch.stack([both[n] for _, both in own]) for n in range(2)} if own else {}
-        coarsest = team.gather(stored, model.device)
+        coarsest = dist.all_gather(stored, model.device)
         source.finish(number, layer)
         if not disturbed:
             factor = math.sqrt(len(weights[0]) / count) * (BFLOAT16_FACTOR if model.dtype == torch.bfloat16 else 1)
             for n, weight in enumerate(weights):
                 weight[:count] = weight[:count].lerp(coarsest[str(n)].to(weight.dtype), factor)
         probe.finish(number, layer)
-        compared = by_text(source, probe, routed=False, team=team)
+        compared = by_text(source, probe, routed=False, dist=dist)
         moved, size = (math.fsum(getattr(one, key) for one in compared.values()) for key in ("difference", "size"))
         self.disturbance.append(moved / size)
         share = size * count / len(weights[0])
@@ -194,11 +198,11 @@ class SchemeMeasurement(Consumer):
 
     def _recorded(self, layer: torch.nn.Module) -> Recorded:
         """What the layer's experts are called with: the rows of all processes."""
-        source, team = self.lanes[0], self.context.team
+        source, dist = self.lanes[0], self.context.dist
         blocks = [self.model.route(layer, source.left.flat[rows]) for rows in source.left.blocks()]
         names = [field.name for field in fields(Recorded)]
         own = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names} if blocks else {}
-        return Recorded(**team.gather(own, self.model.device))
+        return Recorded(**dist.all_gather(own, self.model.device))
 
 
 def scheme_errors(

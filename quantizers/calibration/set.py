@@ -1,7 +1,6 @@
-"""The schema of a calibration set: which data, in which shape, how many samples, in which category.
+"""Schema of a calibration set: its data sources, their row formats, numbers of samples, and categories.
 
-Researchers edit these YAML files all day, so a wrong one must be refused in well under a second:
-this module imports nothing heavy and reads no data. The fields explain the keys.
+Imports nothing heavy and reads no data, so that a wrong set is refused in well under a second.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 # The smallest and largest number of columns that a shape reads.
 _COLUMNS: dict[str, tuple[int, int]] = {
     "text": (1, 1),  # the text
-    "prompt-answer": (2, 2),  # what is asked, what is answered
+    "prompt-answer": (2, 2),  # question, answer
     "chat": (1, 2),  # messages; tools
     "sharegpt": (1, 2),  # conversations; tools
     "code-contests": (1, 1),  # the task's name; description and solutions are read as well
@@ -96,7 +95,7 @@ class Languages(Strict):
         seen: dict[str, str] = {}
         for name in names:
             if not slug(name):
-                raise ValueError(f"{name!r} is no name of a language")
+                raise ValueError(f"{name!r} is not the name of a language")
             if slug(name) in seen:
                 raise ValueError(f"{name} and {seen[slug(name)]} are one language; keep one")
             seen[slug(name)] = name
@@ -142,18 +141,18 @@ class DataSource(Strict):
     shape: Shape
     """How a row becomes a sample, see [shapes](#shapes)."""
     samples: Annotated[int, Field(ge=1)] | Literal["all"]
-    """How many samples to take in an order that the seed decides, or `all` in the file's order. With a number, an
-    unusable row is counted and the next one taken; with `all` it is an error."""
+    """Number of samples, in an order that the seed decides, or `all` in the file's order. With a number, an unusable
+    row is counted and the next one used; with `all` it is an error."""
     sequence_length: Annotated[int, Field(ge=2)] | None = None
-    """Instead of the set's; a larger one makes [long texts](#samples-and-their-lengths)."""
+    """Overrides the set's; a larger one makes [long texts](#samples-and-their-lengths)."""
     category: str | FromColumn
-    """What the samples are called in every table: `math`, `code/rust`, `code/{programming_language}`, or
+    """Category of the samples in every table: `math`, `code/rust`, `code/{programming_language}`, or
     `{column: NAME}` to read it from each row."""
     prompt: str | None = None
     """An instruction put before the text. `{programming_language}` and `{spoken_language}` in it assign a language
     to each sample in turn."""
     order: Annotated[str, Field(min_length=1)] | None = None
-    """Seeds the order of a local file's rows, instead of its name: a copy whose data has another name keeps its
+    """Seed of the order of a local file's rows. Default: the file's name, so a renamed copy needs it to keep its
     samples."""
 
     @property
@@ -162,7 +161,7 @@ class DataSource(Strict):
         return self.dataset.endswith(LOCAL_SUFFIXES)
 
     @property
-    def deals(self) -> list[Kind]:
+    def assigns(self) -> list[Kind]:
         """The kinds of language that are assigned to this source's samples: the placeholders of prompt and category."""
         category = self.category if isinstance(self.category, str) else ""
         return placeholders((self.prompt or "") + category)
@@ -208,8 +207,8 @@ class DataSource(Strict):
             raise ValueError("order is for local files; the order of a Hub dataset follows from its name")
         if self.is_local and self.split != "train":
             raise ValueError(f"a local file is one split, train; it has no {self.split}")
-        if self.deals and self.samples == "all":
-            raise ValueError("a source that deals languages needs a number of samples, not all")
+        if self.assigns and self.samples == "all":
+            raise ValueError("a source that assigns languages needs a number of samples, not all")
         return self
 
 
@@ -217,15 +216,15 @@ class CalibrationSet(Strict):
     """One calibration set file."""
 
     name: Annotated[str, Field(min_length=1)]
-    """What reports and cards call it."""
+    """Name in reports and model cards."""
     sequence_length: Annotated[int, Field(ge=2)]
-    """Tokens at which a sample is cut."""
+    """Tokens at which a sample is truncated."""
     seed: Annotated[int, Field(ge=0)] = 42
-    """Decides which rows are taken, and which language is assigned to which sample."""
+    """Decides which rows are sampled, and which language is assigned to which sample."""
     languages: Languages = Languages()
     """The languages that prompts assign and reports count, by their everyday names."""
     sources: Annotated[tuple[DataSource, ...], Field(strict=False)]
-    """Where the texts come from; at least one."""
+    """At least one source of texts."""
 
     @field_validator("sources")
     @classmethod
@@ -235,12 +234,12 @@ class CalibrationSet(Strict):
         return sources
 
     @model_validator(mode="after")
-    def _languages_to_deal(self) -> CalibrationSet:
+    def _languages_to_assign(self) -> CalibrationSet:
         for source in self.sources:
-            for kind in source.deals:
+            for kind in source.assigns:
                 if not self.languages.of(kind):
                     raise ValueError(
-                        f"{source.dataset} deals {kind} languages, but languages.{kind} is empty; list them"
+                        f"{source.dataset} assigns {kind} languages, but languages.{kind} is empty; list them"
                     )
         return self
 
@@ -259,12 +258,12 @@ class CalibrationSet(Strict):
 
     def first_slots(self) -> Iterator[dict[Kind, int]]:
         """For each source, how many samples of the sources before it were assigned a language of each kind."""
-        dealt: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        assigned: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         for source in self.sources:
-            yield dict(dealt)
-            for kind in source.deals:
+            yield dict(assigned)
+            for kind in source.assigns:
                 assert isinstance(source.samples, int)  # the schema allows nothing else
-                dealt[kind] += source.samples
+                assigned[kind] += source.samples
 
 
 def read_set(path: Path) -> CalibrationSet:
@@ -278,7 +277,7 @@ def read_set(path: Path) -> CalibrationSet:
         category = source.category
         if isinstance(category, FromColumn) or placeholders(category):
             continue
-        if kind := calibration.languages.lacking(category):  # a column's rows are left out instead, see take.py
+        if kind := calibration.languages.lacking(category):  # a column's rows are left out instead, see sampler.py
             line = parse(path, CalibrationError)[1]["sources", index, "category"]
             raise CalibrationError(
                 f"{path}:{line}: sources[{index}].category: {category} names a language that languages.{kind} does "

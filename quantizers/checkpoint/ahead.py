@@ -1,11 +1,11 @@
-"""The parts of a checkpoint one after the other, each read ahead of its use, once on each machine.
+"""The parts of a checkpoint one after the other, each read ahead of its use.
 
 While one part is in use, a thread reads the next, so at most two are in memory. Two buffers take turns for all parts:
 fresh memory for a layer of 3.6 GB would cost a page fault for each 4 KiB, a million a layer. So a part's tensors are
 valid until the next part is asked for. It is emptied then, and has no tensor any more.
 
-Of several processes on a machine each one reads and hashes its share, into memory that all of them see. What only rank
-0 has, a finished shard, it passes on.
+Several processes each read all parts, on a machine most of them from the page cache, and compare their hashes, since
+machines have copies of their own. A finished shard, which rank 0 alone has, it broadcasts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING
 
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import CheckpointError
-from quantizers.team.shared_memory import shared_memory
-from quantizers.team.team import ALONE, Team
 
-from .held import Held, bytes_needed, completed, held_tensors, hold
+from .held import Held, bytes_needed, held_tensors, hold
 from .reader import Checkpoint
 from .tensor_bytes import torch_dtype
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 def held_ahead(
     checkpoint: Checkpoint,
     parts: Sequence[Sequence[str]],
-    team: Team = ALONE,
+    dist: ProcessGroup = SINGLE_PROCESS,
     prepare: Callable[[torch.Tensor], object] = lambda _: None,
     arrived: Callable[[Held], object] = lambda _: None,
 ) -> Generator[Held]:
@@ -41,26 +40,28 @@ def held_ahead(
 
     Args:
         parts: the names of each part's tensors.
-        team: who asks for the same parts; each of them has the checkpoint on its machine.
+        dist: who asks for the same parts; each of them has the checkpoint on its machine.
         prepare: called with each of the two buffers, once, before anything is read.
-        arrived: called by the thread with each part as it has been read; of several processes on a machine each has
-            read its share then.
+        arrived: called by the thread with each part as it has been read.
 
     Raises:
-        CheckpointError: as `hold`, when the part's turn comes; or another machine's checkpoint has other bytes.
+        CheckpointError: as `hold`, when the part's turn comes; or this process has read other bytes than
+            rank 0.
     """
+    import torch
+
     size = max((bytes_needed(checkpoint.tensors[name] for name in names) for names in parts), default=0)
-    buffers = [_buffer(size, team.here) for _ in parts[:2]]
+    buffers = [torch.empty(size, dtype=torch.uint8) for _ in parts[:2]]
     for buffer in buffers:
         prepare(buffer)
     stop = Event()
     with ThreadPoolExecutor(max_workers=1) as pool:
 
         def read(position: int) -> Held:
-            share = hold(checkpoint, parts[position], stop, buffers[position % 2], team.here)
+            held = hold(checkpoint, parts[position], stop, buffers[position % 2])
             if not stop.is_set():
-                arrived(share)
-            return share
+                arrived(held)
+            return held
 
         def begin(position: int) -> list[Future[Held]]:
             return [pool.submit(read, position)] if position < len(parts) else []
@@ -68,59 +69,48 @@ def held_ahead(
         try:
             reading = begin(0)
             for position in range(len(parts)):
-                share = reading.pop().result()
-                hashes = {name: own for one in team.here.collect(share.hashes) for name, own in one.items()}
-                # All have read, so nobody needs the part before this one any more.
-                reading = begin(position + 1)
-                held = completed(share, hashes)
-                _same_everywhere(held, team)
+                held = reading.pop().result()
+                reading = begin(position + 1)  # nobody reads the part before this one any more
+                _require_the_same_bytes(held, dist)
                 yield held
                 held.empty()
         finally:
             stop.set()
 
 
-def _buffer(size: int, here: Team) -> torch.Tensor:
-    """Memory for parts, which all processes of a machine see."""
-    import torch
-
-    if not here.several or not size:
-        return torch.empty(size, dtype=torch.uint8)
-    with shared_memory(here, size) as path:
-        return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-
-
-def _same_everywhere(held: Held, team: Team) -> None:
-    """Compare a part with the other machines' own copies, by hash.
+def _require_the_same_bytes(held: Held, dist: ProcessGroup) -> None:
+    """Compare a part with what rank 0 has read, by hash.
 
     Raises:
-        CheckpointError: this machine's has other bytes than that of rank 0.
+        CheckpointError: this process has read other bytes.
     """
-    first = team.heads.collect(dict(held.hashes))[0]
+    if not dist.is_distributed:
+        return
+    first = dist.broadcast_object(held.hashes)
     for name, digest in held.hashes.items():
         if first[name] != digest:
             raise CheckpointError(
-                f"{team.name}: {held.tensors[name].file}: {name} has other bytes than on the machine of "
+                f"{dist.name}: {held.tensors[name].file}: {name} has other bytes than on the machine of "
                 "rank 0; copy the source there again"
             )
 
 
-def passed_on(held: Held, team: Team) -> Held:
+def passed_on(held: Held, dist: ProcessGroup) -> Held:
     """Give the other processes a part, which they get from `received`; returns it."""
-    team.tell({name: (info.dtype, info.shape) for name, info in held.tensors.items()})
-    team.tell((held.folder, held.name, held.config))
+    dist.broadcast_object({name: (info.dtype, info.shape) for name, info in held.tensors.items()})
+    dist.broadcast_object((held.folder, held.name, held.config))
     for name in held.tensors:
-        team.broadcast(held.stored[name])
+        dist.broadcast(held.stored[name])
     return held
 
 
-def received(team: Team) -> Held:
+def received(dist: ProcessGroup) -> Held:
     """The part that rank 0 passes on, in memory of its own."""
     import torch
 
-    specs = team.tell()
-    folder, name, config = team.tell()
+    specs = dist.broadcast_object()
+    folder, name, config = dist.broadcast_object()
     stored = {name: torch.empty(shape, dtype=torch_dtype(dtype)) for name, (dtype, shape) in specs.items()}
     for tensor in stored.values():
-        team.broadcast(tensor)
+        dist.broadcast(tensor)
     return held_tensors(Held(folder, name, config, {}), stored, folder)

@@ -19,8 +19,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.system.at_once import at_once
-from quantizers.team.team import ALONE, Team
+from quantizers.system.thread_map import thread_map
 
 from .reader import Checkpoint
 from .safetensors_header import TensorInfo
@@ -80,15 +79,15 @@ class Held(Checkpoint):
             buffer=None,
         )
 
-    def to(self, device: torch.device, brought: torch.Tensor | None = None) -> Held:
+    def to(self, device: torch.device, prefetched: torch.Tensor | None = None) -> Held:
         """The same part on a device, its buffer copied as a whole; itself on a CPU.
 
         Args:
-            brought: the buffer's bytes, if they are on the device already.
+            prefetched: the buffer's bytes, if they are on the device already.
         """
-        if device.type == "cpu" and brought is None:
+        if device.type == "cpu" and prefetched is None:
             return self
-        moved = self.buffer.to(device) if self.buffer is not None and brought is None else brought
+        moved = self.buffer.to(device) if self.buffer is not None and prefetched is None else prefetched
         stored = {}
         for name, tensor in self.stored.items():
             if moved is not None and self.buffer is not None and _shares(tensor, self.buffer):
@@ -183,32 +182,17 @@ def outside_names(checkpoint: Checkpoint, facts: Architecture) -> list[str]:
     return [checkpoint.require(name, "a tensor outside the layers").name for name in names]
 
 
-def share_of(found: Sequence[Range], here: Team) -> list[Range]:
-    """What one of a machine's processes reads of some ranges: whole tensors, about as many bytes as the others."""
-    bounds = here.share(sum(one.size for one in found) + 1)  # one more: an empty tensor may lie behind the last byte
-    result, before = [], 0
-    for one in found:
-        infos = [info for info in one.infos if before + info.start - one.start in bounds]
-        if infos:
-            result.append(Range(infos, one.place + infos[0].start - one.start))
-        before += one.size
-    return result
-
-
 def hold(
     checkpoint: Checkpoint,
     names: Iterable[str],
     stop: Event | None = None,
     buffer: torch.Tensor | None = None,
-    here: Team = ALONE,
 ) -> Held:
     """Read some tensors into memory, in the order of their bytes.
 
     Args:
         stop: reading ends early once this is set; what is returned then is of no use.
         buffer: uint8 (N,) on the CPU, where they are put; None, or one that is too small, for a new one.
-        here: processes that read the same tensors into the same buffer, each its share, which alone the result has;
-            see `completed`.
 
     Raises:
         CheckpointError: a file is gone or has shrunk since its header was read, or a dtype is unknown.
@@ -223,8 +207,8 @@ def hold(
     used = buffer[:size]
     stored: dict[str, torch.Tensor] = {}
     hashes: dict[str, str] = {}
-    arriving = _arriving(share_of(ranges(named), here), used, stop or Event())
-    with closing(at_once(_hashed, arriving)) as found:  # while the next tensors are read
+    arriving = _arriving(ranges(named), used, stop or Event())
+    with closing(thread_map(_hashed, arriving)) as found:  # while the next tensors are read
         for info, raw, digest in found:
             hashes[info.name] = digest
             stored[info.name] = as_tensor(info, raw)
@@ -234,21 +218,6 @@ def hold(
 def _hashed(arrived: tuple[TensorInfo, torch.Tensor]) -> tuple[TensorInfo, torch.Tensor, str]:
     info, raw = arrived
     return info, raw, hashlib.sha256(as_bytes(raw)).hexdigest()
-
-
-def completed(share: Held, hashes: Mapping[str, str]) -> Held:
-    """A part of which this process has read its share, once the others have read theirs into the same buffer.
-
-    Args:
-        hashes: of all tensors.
-    """
-    assert share.buffer is not None
-    stored = {}
-    for one in ranges(replace(info, name=name) for name, info in share.tensors.items()):
-        for info in one.infos:
-            own = share.stored.get(info.name)
-            stored[info.name] = as_tensor(info, share.buffer[one.slice_of(info)]) if own is None else own
-    return replace(share, stored=stored, hashes=hashes)
 
 
 def _arriving(found: Sequence[Range], buffer: torch.Tensor, stop: Event) -> Iterator[tuple[TensorInfo, torch.Tensor]]:

@@ -10,12 +10,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from quantizers.device.determinism import ordered
+from quantizers.distributed.launch import join_launched, launched
+from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.interrupts import stoppable
-from quantizers.team.joining import join, launched
-from quantizers.team.team import Team
 
-from . import bench, calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
+from . import calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
 from .options import emit
 
 SEVERAL = {"run", "eval", "coverage"}  # commands that work with several processes
@@ -30,9 +30,9 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from quantizers.device.environment import environment
+        from quantizers.device.devices import environment
 
-        from .tables.version import version_table
+        from .tables.commands import version_table
 
         found = environment()
         emit(found, "--json" in sys.argv, version_table(found))
@@ -52,7 +52,7 @@ def options(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", is_eager=True, help="with --version: one JSON object")] = False,
 ) -> None:
-    """FP8 mixture-of-experts checkpoints to FP8 attention + INT4 experts, stitched byte for byte and proven."""
+    """FP8 mixture-of-experts checkpoints to FP8 attention + INT4 experts, with every passthrough byte verified."""
     if as_json:
         raise InputError("--json stands behind a command, as in `quantize plan RECIPE --json`")
 
@@ -74,52 +74,51 @@ app.command()(publish.publish)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(recipes.new)
 app.add_typer(calibration.calibration, name="calibration")
-app.add_typer(bench.bench, name="bench")
 
 
 def main() -> None:
     """Entry point. Every error is printed as one line and gives an exit code; a traceback only with --debug."""
     _quiet()
-    team = Team()
+    dist = ProcessGroup()
     try:
         with stoppable(), ordered():
             if launched() and not {*sys.argv[1:2]} <= SEVERAL:
                 raise InputError("only run, eval and coverage work with several processes; start this by itself")
-            team = join()
-            code = app(prog_name="quantize", standalone_mode=False, obj=team) or 0  # typer.Exit is returned as a code
-            team.finish()
+            dist = join_launched()
+            code = app(prog_name="quantize", standalone_mode=False, obj=dist) or 0  # typer.Exit is returned as a code
+            dist.shutdown()
             sys.exit(code)
     except typer.Abort:
-        _end(team, "interrupted; give the same command again", 130)
+        _end(dist, "interrupted; give the same command again", 130)
     except QuantizeError as failure:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        _end(team, str(failure), failure.exit_code)
+        _end(dist, str(failure), failure.exit_code)
     except Exception as failure:
         # typer bundles its own click under a private name, so click's errors are recognised by their method.
         if said := getattr(failure, "format_message", None):
             if type(failure).__name__ == "NoArgsIsHelpError":
                 print(said(), file=sys.stderr)  # the help of a command that was given nothing
                 sys.exit(2)
-            _end(team, said(), 2)
+            _end(dist, said(), 2)
         if "--debug" in sys.argv:
             traceback.print_exc()
-            _end(team, "", 1)
+            _end(dist, "", 1)
         first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-        _end(team, f"{type(failure).__name__}: {first} (a traceback with --debug)", 1)
+        _end(dist, f"{type(failure).__name__}: {first} (a traceback with --debug)", 1)
 
 
-def _end(team: Team, message: str, code: int) -> NoReturn:
-    line, code = team.last_words(message, code)
+def _end(dist: ProcessGroup, message: str, code: int) -> NoReturn:
+    line, code = dist.final_message(message, code)
     process = launched()
-    if process and not team.several and process[0]:
+    if process and not dist.is_distributed and process[0]:
         line = None  # before the processes knew each other: rank 0 says the same
     for one in line.split("\n") if line else ():  # a line for each mistake
         print(f"quantize: {one}", file=sys.stderr)
-    if team.several:
+    if dist.is_distributed:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # torch's groups would wait for the processes that are lost
+        os._exit(code)  # torch's groups would wait for the processes that were lost
     sys.exit(code)
 
 

@@ -14,23 +14,22 @@ from typing import Annotated, Any
 import typer
 
 from quantizers.system.errors import InputError
-from quantizers.system.own_files import RECIPE, REPORT
-from quantizers.system.plain_json import finite
-from quantizers.team.team import Team
+from quantizers.system.files import json_finite
+from quantizers.system.output_files import RECIPE, REPORT
 
 GATE_FAILED = 3
 
 
 def _recipe_names(begun: str) -> list[str]:
     """Shipped recipes whose names start with `begun`, for the shell's completion."""
-    from quantizers.system.shipped import shipped_names
+    from quantizers.system.package_data import shipped_names
 
     return [name for name in shipped_names("recipes") if name.startswith(begun)]
 
 
 def _set_names(begun: str) -> list[str]:
     """Shipped calibration sets whose names start with `begun`, for the shell's completion."""
-    from quantizers.system.shipped import shipped_names
+    from quantizers.system.package_data import shipped_names
 
     return [name for name in shipped_names("calibration") if name.startswith(begun)]
 
@@ -39,25 +38,25 @@ RecipeArgument = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
-        help="a recipe's path, the name of a shipped one, or the Hub id of the model that one is shipped for",
+        help="a recipe file, the name of a shipped recipe, or the Hub id of a model that has one",
         autocompletion=_recipe_names,
     ),
 ]
 SourceOption = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="where the recipe's source lies on this machine, whatever the recipe calls it"),
+    typer.Option(metavar="DIR", help="local folder of the source model"),
 ]
 FactsOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="facts of your own about the model's family, as `quantize new --facts` writes"),
+    typer.Option(metavar="FILE", help="your own architecture spec, as `quantize new --facts` writes it"),
 ]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="a key of the recipe with another value, such as experts.group_size=64; null takes it out; may be "
-        "repeated; paths start from the current folder",
+        help="override a key of the recipe, such as experts.group_size=64; null removes it; "
+        "may be repeated; paths are relative to the current folder",
     ),
 ]
 CalibrationOption = Annotated[
@@ -65,39 +64,34 @@ CalibrationOption = Annotated[
     typer.Option(
         "--calibration",
         metavar="SET",
-        help="another calibration set for the recipe: a file, or the name of a shipped one",
+        help="calibration set to use instead of the recipe's: a file, or the name of a shipped set",
         autocompletion=_set_names,
     ),
 ]
 TrustOption = Annotated[
     bool,
-    typer.Option(
-        "--trust-remote-code", help="let the tokenizer run code of its own; nothing else of a model ever does"
-    ),
+    typer.Option("--trust-remote-code", help="allow custom tokenizer code (model code is never executed)"),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="one JSON object on standard output, all else on standard error")
 ]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: the first GPU where there is one")]
-ASSUMED_DISK = "1GB"
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto (the first GPU if there is one)")]
 DiskOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE", help=f"bytes a second that a machine reads from or writes to files; {ASSUMED_DISK} if not given"
-    ),
+    typer.Option(metavar="SIZE", help="disk bandwidth of a machine, in bytes per second; 1GB by default"),
 ]
 DeviceMemoryOption = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="use no more of the device than this, e.g. 20GiB; it takes longer then, and gives the same bytes",
+        help="limit the device's memory, e.g. 20GiB (slower; the output is unchanged)",
     ),
 ]
-NoPictureOption = Annotated[bool, typer.Option("--no-picture", help="draw nothing")]
+NoPictureOption = Annotated[bool, typer.Option("--no-picture", help="do not draw a picture")]
 WorkOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="where hidden states lie meanwhile; a temporary folder by default")
+    Path | None, typer.Option(metavar="DIR", help="scratch folder for activations; a temporary one by default")
 ]
-DebugOption = Annotated[bool, typer.Option("--debug", help="a traceback with every error")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="show a traceback with every error")]
 
 
 def default_output(name: str, say: bool = True) -> Path:
@@ -119,7 +113,7 @@ def run_name(recipe: Path) -> str:
     folder: NAME-again.
 
     Raises:
-        InputError: the current folder lies in that checkpoint, where loaders would come across the second one.
+        InputError: the current folder is inside that checkpoint, where loaders would find the second one.
     """
     from quantizers.recipe.portable import source_name
 
@@ -127,12 +121,14 @@ def run_name(recipe: Path) -> str:
     if recipe.name != RECIPE or not (folder / REPORT).is_file():
         return recipe.stem
     if Path.cwd().resolve().is_relative_to(folder.resolve()):
-        raise InputError(f"{recipe}: lies in this finished checkpoint; give --output a folder outside of it")
+        raise InputError(
+            f"{recipe}: the current folder is inside this finished checkpoint; give --output a folder outside of it"
+        )
     return f"{Path(source_name(str(folder), folder)).name}-again"
 
 
 def keep_own_recipe(recipe: Path, output: Path) -> None:
-    """Refuse to discard a finished checkpoint for a run of the recipe that lies in it.
+    """Refuse to discard a finished checkpoint for a run of its own recipe.
 
     Raises:
         InputError: the recipe is one of the files that would be discarded.
@@ -150,7 +146,7 @@ def asked(question: str, option: str) -> bool:
     """Ask the user; `option` is what needs the answer.
 
     Raises:
-        InputError: there is nobody to ask.
+        InputError: there is no terminal.
     """
     try:
         return typer.confirm(question, err=True)
@@ -158,7 +154,7 @@ def asked(question: str, option: str) -> bool:
         if sys.stdin is not None and sys.stdin.isatty():
             raise  # Ctrl-C or Ctrl-D
         print(file=sys.stderr)  # the question has no line end
-        raise InputError(f"{option}: {question} Nobody can be asked without a terminal; add --yes") from None
+        raise InputError(f"{option}: {question} There is no terminal to confirm on; pass --yes") from None
 
 
 def refuse_unfinished_runs(names: Iterable[str | Path]) -> None:
@@ -175,7 +171,7 @@ def refuse_unfinished_runs(names: Iterable[str | Path]) -> None:
 
 def emit(data: dict[str, Any], as_json: bool, text: str) -> None:
     """Print a result: as JSON, or as the text made from it."""
-    print(json.dumps(finite(data), indent=1, sort_keys=True) if as_json else text)
+    print(json.dumps(json_finite(data), indent=1, sort_keys=True) if as_json else text)
 
 
 def show_rich(data: dict[str, Any], as_json: bool, renderable: Any) -> None:
@@ -197,8 +193,8 @@ def find_set(name: str, such_as: str) -> Path:
     Raises:
         InputError: there is no such set.
     """
-    from quantizers.system.near_names import did_you_mean
-    from quantizers.system.shipped import find, shipped_names
+    from quantizers.system.errors import did_you_mean
+    from quantizers.system.package_data import find, shipped_names
 
     path = find(name, "calibration")
     if not path.is_file():
@@ -208,12 +204,9 @@ def find_set(name: str, such_as: str) -> Path:
 
 
 @contextlib.contextmanager
-def shared_folder(folder: Path | None, team: Team) -> Iterator[Path]:
-    """A temporary folder below `folder`, created by each machine's first process and used by all of them."""
-    if team.here.leads:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as inner:
-            yield Path(team.here.tell(inner))
-    else:
-        yield Path(team.here.tell())
+def temporary_folder(folder: Path | None) -> Iterator[Path]:
+    """A temporary folder below `folder`, which is created if it does not exist."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as inner:
+        yield Path(inner)

@@ -16,48 +16,50 @@ from .options import GATE_FAILED, DebugOption, DeviceOption, JsonOption, emit
 def publish(
     *,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a finished output of `quantize run`")],
-    repo: Annotated[str, typer.Option(help="the repository on the Hub, owner/name; made where there is none")],
+    repo: Annotated[str, typer.Option(help="repository on the Hub, owner/name; created if it does not exist")],
     license: Annotated[
-        str | None, typer.Option(metavar="NAME", help="the licence, as the Hub calls it; that of the source by default")
+        str | None, typer.Option(metavar="NAME", help="licence, by the Hub's name; the source's by default")
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="the source on the Hub, where it was read from a folder")
+        str | None, typer.Option(metavar="OWNER/NAME", help="the source's Hub id, if it was read from a folder")
     ] = None,
     thorough: Annotated[
         bool,
-        typer.Option("--thorough", help="compare every tensor with the source once more, as `quantize verify` does"),
+        typer.Option("--thorough", help="compare every tensor with the source again, as `quantize verify` does"),
     ] = False,
     source: Annotated[
         str | None,
-        typer.Option(help="where the source is, a folder or Hub id; implies --thorough. As in report.json by default"),
+        typer.Option(
+            help="the source model, a folder or Hub id; implies --thorough; the one in report.json by default"
+        ),
     ] = None,
     private: Annotated[
-        bool | None, typer.Option("--private/--public", help="of a new repository; your account's default otherwise")
+        bool | None,
+        typer.Option("--private/--public", help="visibility of a new repository; your account's default otherwise"),
     ] = None,
-    revision: Annotated[str, typer.Option(help="the branch; made where there is none")] = "main",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="verify, and show what would be sent; send nothing")
-    ] = False,
+    revision: Annotated[str, typer.Option(help="branch; created if it does not exist")] = "main",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="verify and list the files, without uploading")] = False,
     force: Annotated[
-        str | None, typer.Option(metavar="REASON", help="publish although a check fails; the card states the reason")
+        str | None,
+        typer.Option(metavar="REASON", help="publish even if a check fails; the model card states the reason"),
     ] = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check a finished checkpoint, upload it to the Hub, and compare the Hub's hashes with the local ones.
+    """Check a finished checkpoint and upload it to the Hub.
 
-    Every file must have the hash that the sealed report.json has of it, and every gate must have passed. Where the
-    report cannot say that, the checkpoint is compared with its source. The card's commands then name the repository. An
-    interrupted upload goes on when the same command is given again. The token is the one of `hf auth login` or of
-    HF_TOKEN.
+    Afterwards the Hub's hashes are compared with the local ones. Every file must have the hash recorded in
+    report.json, and every gate must have passed. If the report has no hashes, the checkpoint is compared with its
+    source. The model card's commands then name the repository. An interrupted upload resumes when the command is
+    repeated. The token is that of `hf auth login` or HF_TOKEN.
 
     Example: quantize publish out/tiny --repo me/tiny-minimax-m2-FP8-INT4 --dry-run
     """
-    from quantizers.cli.tables.publish import dry_run_table, published_table
+    from quantizers.cli.tables.commands import dry_run_table, published_table
     from quantizers.device.devices import choose_device
-    from quantizers.hub.card import described, rewrite, with_statement
     from quantizers.hub.local_files import hashed_again, local_files
+    from quantizers.hub.publication import described, rewrite, with_statement
     from quantizers.hub.publish import check_folder_by, read_report
     from quantizers.hub.remaining import checklist
     from quantizers.hub.upload import upload
@@ -111,8 +113,8 @@ def publish(
 
 def _completed(report: dict[str, Any]) -> dict[str, Any]:
     """The report with the licence and base model that its card lacks: asked for on a terminal, elsewhere named."""
-    from eval.report.front_matter import front_matter
-    from quantizers.hub.card import described
+    from eval.report.model_card import front_matter
+    from quantizers.hub.publication import described
     from quantizers.hub.remaining import base_model_point, license_point
 
     asked: dict[str, str | None] = {"license": None, "base_model": None}

@@ -12,14 +12,14 @@ from quantizers.system.errors import InputError
 from .options import GATE_FAILED, DebugOption, JsonOption, emit
 
 recipes = typer.Typer(rich_markup_mode=None)
-NameArgument = Annotated[
-    str, typer.Argument(metavar="NAME", help="as `quantize recipes` lists it, or a model's Hub id")
-]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="name from `quantize recipes`, or a model's Hub id")]
 
 
 @recipes.callback(invoke_without_command=True)
 def recipes_(context: typer.Context, as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """List, show and copy the shipped recipes; without a word it lists them.
+    """List, show and copy the shipped recipes.
+
+    Without a subcommand it lists them.
 
     Example: quantize recipes
     """
@@ -29,11 +29,11 @@ def recipes_(context: typer.Context, as_json: JsonOption = False, debug: DebugOp
 
 def _list(as_json: bool) -> None:
     from quantizers.recipe.catalogue import rows
-    from quantizers.system.text_table import plain
+    from quantizers.system.formatting import text_table
 
     listed = rows()
     header = ("name", "source", "calibration", "experts")
-    emit({"recipes": listed}, as_json, plain(header, [[row[key] for key in header] for row in listed]))
+    emit({"recipes": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
 
 
 @recipes.command(name="list")
@@ -51,9 +51,9 @@ def show(name: NameArgument, as_json: JsonOption = False, debug: DebugOption = F
 
     Example: quantize recipes show tiny-minimax-m2-fp8-int4
     """
-    from quantizers.recipe.catalogue import text_of
+    from quantizers.recipe.read import shipped_recipe
 
-    text = text_of(name)
+    text = shipped_recipe(name).read_text(encoding="utf-8")
     emit({"name": name, "text": text}, as_json, text.rstrip("\n"))
 
 
@@ -71,16 +71,16 @@ def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 @recipes.command()
 def copy(
     name: NameArgument,
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="NAME.yaml here by default")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="file to write; NAME.yaml by default")] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Copy a recipe to change it; its paths are adapted so that it works where it then lies.
+    """Copy a recipe for editing; its paths are adapted to the new location.
 
     Example: quantize recipes copy tiny-minimax-m2-fp8-int4 mine.yaml
     """
     from quantizers.recipe.catalogue import copied, write_new
-    from quantizers.recipe.names import shipped_recipe
+    from quantizers.recipe.read import shipped_recipe
 
     path = file or Path(shipped_recipe(name).name)
     write_new(copied(name), path)
@@ -88,23 +88,27 @@ def copy(
 
 
 def new(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="a model on the Hub that is known here, or a folder")],
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="after the model's name by default")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id of a known model, or a folder")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="file to write; named after the model by default")
+    ] = None,
     *,
     facts: Annotated[
         bool,
-        typer.Option("--facts", help="of any model: list how it differs from the kept facts, write facts that fit"),
+        typer.Option(
+            "--facts", help="list how a model differs from the built-in architecture spec, and write a spec that fits"
+        ),
     ] = False,
     like: Annotated[
-        str | None, typer.Option(metavar="FAMILY", help="with --facts: start from this family's, such as qwen3_moe")
+        str | None, typer.Option(metavar="FAMILY", help="with --facts: family to start from, such as qwen3_moe")
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write a commented recipe for a model; with --facts, facts for a recipe's source.facts.
+    """Write a commented recipe for a model.
 
-    With --facts only config.json and headers are read, of a folder or of the Hub. Exit 3 when something differs for
-    which facts have no words.
+    With --facts it writes an architecture spec for a recipe's source.facts: only config.json and headers are
+    read, from a folder or the Hub. Exit 3 if a difference cannot be expressed in a spec.
 
     Example: quantize new MiniMaxAI/MiniMax-M2.1 mine.yaml
     """
@@ -130,7 +134,7 @@ def new(
 
 
 def _new_facts(model: str, file: Path | None, like: str | None, as_json: bool) -> None:
-    from quantizers.cli.tables.facts import facts_table
+    from quantizers.cli.tables.commands import facts_table
     from quantizers.plan.facts_text import facts_text
     from quantizers.plan.fit_facts import fit_facts, read_headers
     from quantizers.recipe.catalogue import write_new

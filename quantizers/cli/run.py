@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from quantizers.plan.job import Job
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import InputError
-from quantizers.team.team import ALONE, Team
 
 from .options import (
     GATE_FAILED,
@@ -29,6 +28,9 @@ from .options import (
     run_name,
     typed,
 )
+
+if TYPE_CHECKING:
+    from quantizers.plan.job import Job
 
 
 def run(
@@ -50,55 +52,57 @@ def run(
     settings: SetOption = None,
     device: DeviceOption = "auto",
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="discard what the folder holds of an earlier run, after asking")
+        bool, typer.Option("--fresh", help="discard an earlier run in the output folder, after asking")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
     device_memory: DeviceMemoryOption = None,
     paranoid: Annotated[
         bool,
-        typer.Option("--paranoid", help="hash the source's shards, and compare them whenever the run goes on"),
+        typer.Option("--paranoid", help="hash the source's shards, and check them again on resume"),
     ] = False,
     states: Annotated[
         Literal["auto", "memory", "files"],
-        typer.Option(help="where calibration states lie: in memory, in files, or in memory where they fit"),
+        typer.Option(help="keep calibration activations in memory, in files, or in memory if they fit"),
     ] = "auto",
     ignore_stop: Annotated[
-        bool, typer.Option("--ignore-stop", help="go on after layers at which the recipe's verify.stop ends the run")
+        bool, typer.Option("--ignore-stop", help="ignore the recipe's verify.stop and continue")
     ] = False,
     with_data: Annotated[
         bool,
-        typer.Option("--with-data", help="copy local data files of the sets beside the checkpoint, to be published"),
+        typer.Option("--with-data", help="copy the sets' local data files into the output, for publishing"),
     ] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Quantize a checkpoint, stitch it, verify and measure it. Goes on by itself where it was cut off.
+    """Quantize a checkpoint, stitch it, verify and measure it. Resumes automatically if interrupted.
 
-    torchrun --nproc-per-node N -m quantizers run … does it with N processes, on several machines too: the same bytes.
+    torchrun --nproc-per-node N -m quantizers run … uses N processes, on one or several machines, with the same output.
 
     Example: quantize run tiny-minimax-m2-fp8-int4 --output out/tiny
     """
     from quantizers.output.fingerprint import begun_with
     from quantizers.output.journal import refuse_second_run, work_folder
-    from quantizers.plan.job import prepare
     from quantizers.recipe.changes import changes_of
-    from quantizers.recipe.names import find_recipe
-    from quantizers.system.byte_size import parse_bytes
+    from quantizers.recipe.read import find_recipe
+    from quantizers.system.formatting import parse_bytes
 
-    team: Team = context.obj or ALONE
+    dist: ProcessGroup = context.obj or SINGLE_PROCESS
     if folder is not None and output is not None and folder.absolute() != output.absolute():
         raise InputError(f"two outputs are given, {folder} and --output {output}; leave one out")
     output = output or folder
     changes = changes_of(settings or (), calibration)
+    path = find_recipe(recipe)  # before what takes longer to import
+    from quantizers.plan.job import prepare
+
     if output is None:
-        output = default_output(run_name(find_recipe(recipe)), say=team.leads)
+        output = default_output(run_name(path), say=dist.is_main)
 
     def begin() -> Job:
         """Everything that may refuse, ask the user, or download; rank 0 does it first."""
-        if team.leads:
+        if dist.is_main:
             refuse_second_run(output)
         job = prepare(recipe, source_folder=source, changes=changes)
-        if fresh and team.leads:
+        if fresh and dist.is_main:
             from quantizers.output.journal import discard
 
             keep_own_recipe(job.path, output)
@@ -108,32 +112,32 @@ def run(
         return job
 
     limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
-    job = team.in_turn(begin)
+    job = dist.in_turn(begin)
     from quantizers.device.devices import choose_device, use_threads
     from quantizers.run.finished import of_another_source
     from quantizers.run.options import Options
     from quantizers.run.pipeline import assist
     from quantizers.run.pipeline import run as run_job
 
-    if team.leads and of_another_source(job):
+    if dist.is_main and of_another_source(job):
         print(
             f"{job.path}: the checkpoint beside it was made from another source than {job.location}, so this will "
             "not give the same bytes",
             file=sys.stderr,
         )
-    use_threads(job.sizes, team.tell(begun_with(work_folder(output)).get("threads")), team)
+    use_threads(job.sizes, dist.broadcast_object(begun_with(work_folder(output)).get("threads")), dist)
     options = Options(
         output,
-        choose_device(device, team),
+        choose_device(device, dist),
         limit,
         paranoid,
         with_data,
         states,
         ignore_stop,
-        team,
+        dist,
         typed(),
     )
-    if not team.leads:
+    if not dist.is_main:
         assist(job, options)
         return
     report = run_job(job, options)

@@ -23,8 +23,10 @@ from .options import (
 
 def stitch(
     *,
-    source: Annotated[str, typer.Option(help="the FP8 checkpoint: a folder or Hub id")],
-    experts: Annotated[str, typer.Option(help="a checkpoint with packed experts, made from a BF16 copy of it")],
+    source: Annotated[str, typer.Option(help="the FP8 model: a folder or Hub id")],
+    experts: Annotated[
+        str, typer.Option(help="a checkpoint with packed experts, quantized from a BF16 copy of the source")
+    ],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -35,19 +37,21 @@ def stitch(
     ] = None,
     repair_router: Annotated[
         bool,
-        typer.Option("--repair-router", help="compensate the router for the norms that the experts were made with"),
+        typer.Option("--repair-router", help="compensate the router for the smoothed norms of the experts' checkpoint"),
     ] = False,
     facts: FactsOption = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Build a mixed checkpoint from an FP8 source and experts that exist; exit 3 when its router does not fit.
+    """Build a mixed checkpoint from existing experts.
+
+    Everything else comes from the FP8 source. Exit 3 if its router is uncompensated.
 
     Example: quantize stitch --source models/tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
     """
     from quantizers.checkpoint.reader import open_checkpoint
-    from quantizers.cli.tables.stitch import stitch_table
+    from quantizers.cli.tables.commands import stitch_table
     from quantizers.device.devices import choose_device
     from quantizers.recipe.portable import source_name
     from quantizers.run.stitched import stitch as stitch_both

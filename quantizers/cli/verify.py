@@ -14,30 +14,32 @@ def verify(
     *,
     candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE", help="a finished checkpoint")],
     source: Annotated[
-        str | None, typer.Option(help="what it was made from: a folder or Hub id; as in report.json by default")
+        str | None, typer.Option(help="the source model, a folder or Hub id; the one in report.json by default")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="of the source on the Hub; as in report.json by default")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="revision of the source on the Hub; the one in report.json by default")
+    ] = None,
     with_vllm: Annotated[
-        bool, typer.Option("--with-vllm", help="also ask the vLLM of this environment for the scheme of every layer")
+        bool, typer.Option("--with-vllm", help="also ask the installed vLLM for the scheme of every layer")
     ] = False,
     facts: FactsOption = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check a finished checkpoint against its source, and how servers would read it; exit 3 when something differs.
+    """Compare a finished checkpoint with its source.
 
-    Reads the files alone: kept bytes by hash, experts, the router's compensation; config.json key by key, index,
-    tokenizer and every other side file; report.json, recipe and card; then the rules by which vLLM, SGLang and
-    transformers give each tensor its scheme. Of a checkpoint of AutoAWQ, GPTQ or AutoRound it says what became of
-    every tensor of the source.
+    Exit 3 on any difference. Reads files only: passthrough bytes by hash, experts, the router's compensation;
+    config.json key by key, index, tokenizer and every other side file; report.json, recipe and card; then the
+    rules by which vLLM, SGLang and transformers give each tensor its scheme. Of a checkpoint of AutoAWQ, GPTQ or
+    AutoRound it says what became of every tensor of the source.
 
     Example: quantize verify out/tiny --source models/tiny-minimax-m2
     """
     from eval.consumers.findings import render
-    from quantizers.cli.tables.verify import audit_table
+    from quantizers.cli.tables.commands import audit_table
     from quantizers.device.devices import choose_device
-    from quantizers.output.record import carried_facts
+    from quantizers.output.manifest import carried_facts
     from quantizers.run.verification import source_of, verify_folder
 
     refuse_unfinished_runs([candidate, *([source] if source else [])])

@@ -8,9 +8,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.sizes import Sizes
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import InputError, OutputError
 from quantizers.system.host_memory import available
-from quantizers.team.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ ONE_GPU = "torch finds one GPU; give cuda:0"
 SMALL_LAYER = 20_000_000  # weights in a layer's experts; below this one thread is faster than several
 
 
-def choose_device(name: str, team: Team = ALONE) -> torch.device:
+def choose_device(name: str, dist: ProcessGroup = SINGLE_PROCESS) -> torch.device:
     """The device of a name: `auto` is the first GPU if there is one, else the CPU. Several processes get a GPU each,
     and are connected to pass on tensors.
 
@@ -34,8 +34,8 @@ def choose_device(name: str, team: Team = ALONE) -> torch.device:
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and team.several:
-        name = f"cuda:{team.local}"
+    if name == "cuda" and dist.is_distributed:
+        name = f"cuda:{dist.local_rank}"
     if problem := _device_problem(name):
         raise InputError(f"--device {name}: {problem}")
     device = torch.device(name)
@@ -48,7 +48,7 @@ def choose_device(name: str, team: Team = ALONE) -> torch.device:
     except (RuntimeError, AssertionError) as failure:
         first = str(failure).splitlines()[0]
         raise InputError(f"--device {name}: {first}; give another device, or look at it with nvidia-smi") from None
-    team.connect(device)
+    dist.connect(device)
     return device
 
 
@@ -73,7 +73,16 @@ def _device_problem(name: str) -> str:
     return ""
 
 
-def use_threads(sizes: Sizes, begun_with: int | None = None, team: Team = ALONE) -> None:
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on a device is launched and waited for, instead of done by this process's own threads.
+
+    The order and the shapes of the work depend on this alone: there large batches are quicker, reading a number is a
+    synchronisation, and products of bfloat16 with float32 sums exist.
+    """
+    return device.type != "cpu"
+
+
+def use_threads(sizes: Sizes, begun_with: int | None = None, dist: ProcessGroup = SINGLE_PROCESS) -> None:
     """Set torch's threads: one for a layer with few weights, else one per core. OMP_NUM_THREADS takes precedence.
 
     For small matrices the threads lose more time waiting for each other than they gain. On a CPU the number of
@@ -94,7 +103,7 @@ def use_threads(sizes: Sizes, begun_with: int | None = None, team: Team = ALONE)
             small = 3 * sizes["experts"] * sizes["hidden"] * sizes["width"] < SMALL_LAYER
             torch.set_num_threads(1 if small else len(os.sched_getaffinity(0)))
         return
-    chosen = given is not None and not (team.several and given == "1")
+    chosen = given is not None and not (dist.is_distributed and given == "1")
     if chosen and given != str(begun_with):
         raise OutputError(
             f"OMP_NUM_THREADS is {given}, but the unfinished work here was begun with {begun_with} threads, and their "
@@ -133,10 +142,7 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
 
     import torch
 
-    from .factor import factorization
-
     libraries = {"torch": torch.__version__, "transformers": version("transformers")}
-    libraries["factorization"] = factorization()
     if device.type != "cpu":
         return _card(device) | libraries
     return {
@@ -150,8 +156,8 @@ def _card(device: torch.device) -> dict[str, Any]:
     import torch
 
     from .determinism import LT_WORKSPACE, WORKSPACE
-    from .fused import kernels
     from .gpu_settings import settings_in_force
+    from .triton_support import kernels
 
     card = torch.cuda.get_device_properties(device)
     return {
@@ -198,3 +204,20 @@ def versions() -> dict[str, str]:
 
     names = ("moe-quantizers", "torch", "transformers", "compressed-tensors", "llmcompressor", "safetensors")
     return {name: version(name) for name in names} | {"python": platform.python_version()}
+
+
+def environment() -> dict[str, Any]:
+    """Versions, CUDA or ROCm as torch was built with it, and every device with its memory in bytes and, of a GPU, what
+    computes there, see `triton_support.kernels`."""
+    import torch
+
+    from .triton_support import kernels
+
+    gpus = []
+    for number in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(number)
+        own = {"kernels": kernels(torch.device("cuda", number))}
+        gpus.append({"device": f"cuda:{number}", "name": gpu.name, "bytes": gpu.total_memory} | own)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cpu = {"device": "cpu", "name": f"{len(os.sched_getaffinity(0))} cores", "bytes": memory}
+    return {"versions": versions(), "cuda": torch.version.cuda, "rocm": torch.version.hip, "devices": [*gpus, cpu]}

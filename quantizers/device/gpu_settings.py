@@ -2,7 +2,6 @@
 
 Most differ from torch's defaults. Two have the same value there, but an environment variable can change them before
 this program begins: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which some images set, and TORCH_BLAS_PREFER_CUBLASLT.
-TF32 is used where rough.py says so, and nowhere else.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from quantizers.device.crossing import ahead, behind
+from quantizers.device.prefetch import prefetched
 from quantizers.system.errors import QuantizeError
 
 from .batches import padded, unpadded
@@ -36,12 +36,11 @@ def attend(
         check: called between batches; may raise to interrupt.
     """
     batches, device = before.batches(), model.device
-    entering = ahead([(before.flat[rows],) for rows, _ in batches], device)
-    with behind(device) as put:
-        for (rows, lengths), (states,) in zip(batches, entering, strict=True):
-            batch = model.attend(layer, padded(states, lengths))
-            put([(after.flat[rows], unpadded(batch, lengths))])
-            check()
+    entering = prefetched([(before.flat[rows],) for rows, _ in batches], device)
+    for (rows, lengths), (states,) in zip(batches, entering, strict=True):
+        batch = model.attend(layer, padded(states, lengths))
+        after.flat[rows].copy_(unpadded(batch, lengths))
+        check()
 
 
 def observe(
@@ -61,12 +60,10 @@ def observe(
     attend(model, layer, states, states, check)
     start, device = states.share.start, model.device
     blocks = states.blocks()
-    with behind(device) as put:
-        for block, (residual,) in zip(blocks, ahead([(states.flat[rows],) for rows in blocks], device), strict=True):
-            rows = slice(start + block.start, start + block.stop)
-            put(recorded.places(rows, model.route(layer, residual)))
-            check()
-    recorded.complete(states.share.team, states.share.rows_of)
+    for block, (residual,) in zip(blocks, prefetched([(states.flat[rows],) for rows in blocks], device), strict=True):
+        recorded.put(slice(start + block.start, start + block.stop), model.route(layer, residual))
+        check()
+    recorded.complete(states.share.dist, states.share.rows_of)
 
 
 def finish(
@@ -90,16 +87,14 @@ def finish(
     """
     finite: torch.Tensor | None = None
     blocks, device = residual.blocks(), model.device
-    with behind(device) as put:
-        for block, (rows,) in zip(blocks, ahead([(residual.flat[rows],) for rows in blocks], device), strict=True):
-            output, choices = model.finish(layer, rows)
-            so_far = torch.isfinite(output).all()
-            finite = so_far if finite is None else finite & so_far
-            made = [(residual.flat[block], output)]
-            if chosen is not None and choices is not None:
-                made.append((chosen.flat[block], choices))
-            put(made)  # together: each call waits for what was put by the last one
-            check()
+    for block, (rows,) in zip(blocks, prefetched([(residual.flat[rows],) for rows in blocks], device), strict=True):
+        output, choices = model.finish(layer, rows)
+        so_far = torch.isfinite(output).all()
+        finite = so_far if finite is None else finite & so_far
+        residual.flat[block].copy_(output)
+        if chosen is not None and choices is not None:
+            chosen.flat[block].copy_(choices)
+        check()
     # Looked at once: on an accelerator every look waits for all that was launched.
     if finite is not None and not bool(finite):
         raise QuantizeError(

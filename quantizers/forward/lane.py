@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import is_accelerator
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.plan.units import rows_of_block
 from quantizers.system.errors import QuantizeError
-from quantizers.team.team import ALONE, Team
 
 from .halves import attend, finish
 from .layered_model import LayeredModel
@@ -35,7 +35,7 @@ class Lane:
         folder: an existing folder for the files, the same for all lanes.
         durable: whether states must be on disk before a layer counts as done.
         check: called between sequences; may raise to interrupt.
-        team: the processes that share the texts.
+        dist: the processes that share the texts.
         device: where the states lie; None for the files themselves, or for memory in one of several processes.
         writer: a thread that has durable states written to the disk while the next layer is worked on, see `on_disk`;
             None for this one, which then waits for the disk.
@@ -57,13 +57,13 @@ class Lane:
         *,
         durable: bool,
         check: Callable[[], None] = lambda: None,
-        team: Team = ALONE,
+        dist: ProcessGroup = SINGLE_PROCESS,
         device: torch.device | None = None,
         writer: Executor | None = None,
     ) -> None:
         self.name, self.model, self.number = name, model, number
-        self._lengths, self._folder, self._durable, self._check, self._team = lengths, folder, durable, check, team
-        self._device, self._in_files = device, device is None and not team.several
+        self._lengths, self._folder, self._durable, self._check, self._dist = lengths, folder, durable, check, dist
+        self._device, self._in_files = device, device is None and not dist.is_distributed
         self._writer = writer
         self._flushed: dict[int, Future[None]] = {}
         self._states: dict[int, Rows] = {}
@@ -82,11 +82,11 @@ class Lane:
             QuantizeError: there is no such file; zeros would be taken for them.
         """
         path = self._folder / self._file(layer)
-        if self._team.leads and self._lengths and not path.exists():
+        if self._dist.is_main and self._lengths and not path.exists():
             raise QuantizeError(f"{path}: is gone, and with it what the next layer reads; start over with --fresh")
         if not self._in_files:
             states = self.states(layer)
-            states.share.deal(states.flat, self._whole(layer).flat if self._team.leads else None)
+            states.share.deal(states.flat, self._whole(layer).flat if self._dist.is_main else None)
 
     def _whole(self, layer: int) -> Rows:
         """The file of the states that enter a layer, with the rows of all processes."""
@@ -100,8 +100,8 @@ class Lane:
         return self._at(self._folder / name if self._in_files else None, width, dtype)
 
     def _at(self, path: Path | None, width: int, dtype: torch.dtype) -> Rows:
-        block = rows_of_block(accelerated(self.model.device))
-        return Rows(path, self._lengths, width, dtype, self._device, team=self._team, block=block)
+        block = rows_of_block(is_accelerator(self.model.device))
+        return Rows(path, self._lengths, width, dtype, self._device, dist=self._dist, block=block)
 
     def embed(self, texts: Sequence[torch.Tensor]) -> None:
         """Fill the states that enter layer 0 from token ids (T,) int64."""
@@ -134,11 +134,11 @@ class Lane:
         """Write the states that enter a layer to their file, and have them brought to the disk."""
         whole = self.left
         if not self._in_files:
-            whole = self._whole(layer) if self._team.leads else whole
-            self.left.share.collect(self.left.flat, whole.flat if self._team.leads else None)
-        if self._team.leads and self._writer is not None:
+            whole = self._whole(layer) if self._dist.is_main else whole
+            self.left.share.collect(self.left.flat, whole.flat if self._dist.is_main else None)
+        if self._dist.is_main and self._writer is not None:
             self._flushed[layer] = self._writer.submit(whole.flush)
-        elif self._team.leads:
+        elif self._dist.is_main:
             whole.flush()
 
     def on_disk(self, layer: int) -> None:
@@ -153,7 +153,7 @@ class Lane:
     def forget(self, number: int) -> None:
         """Remove the states that entered a layer, once those that left it are kept."""
         self._states.pop(number, None)
-        if self._team.leads:
+        if self._dist.is_main:
             (self._folder / self._file(number)).unlink(missing_ok=True)
 
 

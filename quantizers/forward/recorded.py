@@ -12,9 +12,9 @@ from typing import overload
 import torch
 
 from quantizers.architectures.sizes import Sizes
-from quantizers.device.crossing import ahead
-from quantizers.device.kind import accelerated
-from quantizers.team.team import Team
+from quantizers.device.devices import is_accelerator
+from quantizers.device.prefetch import prefetched
+from quantizers.distributed.process_group import ProcessGroup
 
 from .states import Rows
 
@@ -46,7 +46,7 @@ def recorded(x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> Rec
     weight = weight.float()
     usable = usable_rows(x) & usable_rows(weight)
     # To look first is quicker where looking is free; a GPU would have to be waited for.
-    if accelerated(x.device) or not bool(usable.all()):
+    if is_accelerator(x.device) or not bool(usable.all()):
         unusable = ~usable.unsqueeze(-1)
         x, weight = x.masked_fill(unusable, 0), weight.masked_fill(unusable, 0)
     return Recorded(x, chosen, weight, usable)
@@ -59,47 +59,33 @@ def usable_rows(rows: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RecordedRows:
-    """The same of all sequences: the solver reads all rows again and again, at its own pace.
-
-    So every process has all of them at hand, of those that share a machine perhaps in memory that they share as well.
+    """The same of all sequences; every process has all rows, since the solver reads them many times.
 
     Attributes:
         x, chosen, weight, usable: as in `Recorded`, but chosen is int32, and usable has one column.
-        shared: whether the processes of a machine have these rows in common.
     """
 
     x: Rows
     chosen: Rows
     weight: Rows
     usable: Rows
-    shared: bool = False
 
     def put(self, rows: slice, seen: Recorded) -> None:
         """Keep what was recorded of these rows, counted through all sequences."""
-        for place, tensor in self.places(rows, seen):
-            place.copy_(tensor)
+        for place, field in zip(self._parts(rows), fields(seen), strict=True):
+            place.copy_(getattr(seen, field.name).view_as(place))
 
-    def places(self, rows: slice, seen: Recorded) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where what was recorded of these rows, counted through all sequences, is kept, each with what goes there."""
-        found = zip(self._parts(rows), (getattr(seen, field.name) for field in fields(seen)), strict=True)
-        return [(place, tensor.view_as(place)) for place, tensor in found]
-
-    def complete(self, team: Team, rows_of: Callable[[int], tuple[int, int]]) -> None:
-        """Get the rows that the other processes have recorded, each row once to every machine or process.
+    def complete(self, dist: ProcessGroup, rows_of: Callable[[int], tuple[int, int]]) -> None:
+        """Get the rows that the other processes have recorded.
 
         Args:
             rows_of: first and last (exclusive) row that a rank has recorded, in the order of ranks.
         """
-        if not team.several:
+        if not dist.is_distributed:
             return
-        to = team.heads if self.shared else team
-        team.here.barrier()
-        for giver in range(to.count):
-            ranks = team.ranks_of(giver) if self.shared else (giver,)
-            rows = slice(rows_of(ranks[0])[0], rows_of(ranks[-1])[1])
-            for part in (self.x, self.chosen, self.weight, self.usable):
-                to.broadcast(part.flat[rows], giver)
-        team.here.barrier()
+        for src in range(dist.world_size):
+            for part in self._parts(slice(*rows_of(src))):
+                dist.broadcast(part, src)
 
     def at(self, rows: slice, device: torch.device) -> Recorded:
         """These rows on a device: views where they lie there already."""
@@ -115,7 +101,7 @@ class RecordedRows:
     def blocks(self, device: torch.device, length: int, check: Callable[[], None] = lambda: None) -> Sequence[Recorded]:
         """All rows in their order, `length` at a time, on the device.
 
-        Whoever goes through them has each until the next one is asked for: that crosses meanwhile, see `ahead`.
+        Whoever goes through them has each until the next one is asked for: that crosses meanwhile, see `prefetched`.
 
         Args:
             check: called before each.
@@ -129,22 +115,18 @@ class RecordedRows:
             rows.remove()
 
 
-def recorded_rows(
-    make: Callable[[str, int, torch.dtype], Rows], sizes: Sizes, dtype: torch.dtype, *, shared: bool = False
-) -> RecordedRows:
+def recorded_rows(make: Callable[[str, int, torch.dtype], Rows], sizes: Sizes, dtype: torch.dtype) -> RecordedRows:
     """Room for what a layer's experts are called with.
 
     Args:
         make: from a name, a width and a dtype to rows of all sequences.
         dtype: of the forward pass.
-        shared: whether what `make` makes is common to the processes of a machine.
     """
     return RecordedRows(
         make("x", sizes["hidden"], dtype),
         make("chosen", sizes["chosen"], torch.int32),
         make("weight", sizes["chosen"], torch.float32),
         make("usable", 1, torch.bool),
-        shared,
     )
 
 
@@ -170,14 +152,14 @@ class _Blocks(Sequence[Recorded]):
         return self.rows.at(self.slices[index], self.device)
 
     def __iter__(self) -> Iterator[Recorded]:
-        for part in ahead([self.rows._parts(rows) for rows in self.slices], self.device):
+        for part in prefetched([self.rows._parts(rows) for rows in self.slices], self.device):
             self.check()
             yield _recorded(part)
 
     def routing(self) -> Iterator[Recorded]:
         """The same, with x where it lies."""
         parts = [self.rows._parts(rows) for rows in self.slices]
-        for (x, *_), routed in zip(parts, ahead([part[1:] for part in parts], self.device), strict=True):
+        for (x, *_), routed in zip(parts, prefetched([part[1:] for part in parts], self.device), strict=True):
             self.check()
             yield _recorded((x, *routed))
 

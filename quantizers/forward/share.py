@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quantizers.team.team import ALONE, Team
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 
 from .batches import batches
 
@@ -23,7 +23,7 @@ class Share:
 
     Args:
         lengths: tokens of each sequence, of all of them.
-        team: who shares them.
+        dist: who shares them.
         block: rows that go through a layer together, see plan/units.py; None for rows that do not: one block of all.
 
     Attributes:
@@ -34,14 +34,14 @@ class Share:
         start: the first row that it keeps.
     """
 
-    def __init__(self, lengths: Sequence[int], team: Team = ALONE, block: int | None = None) -> None:
-        self.lengths, self.team = list(lengths), team
+    def __init__(self, lengths: Sequence[int], dist: ProcessGroup = SINGLE_PROCESS, block: int | None = None) -> None:
+        self.lengths, self.dist = list(lengths), dist
         self._block = block or max(1, sum(lengths))
         self.offsets = [0]
         for length in lengths:
             self.offsets.append(self.offsets[-1] + length)
         self.batches = batches(self.lengths, self._block)
-        self.rows = self.rows_of(team.rank)
+        self.rows = self.rows_of(dist.rank)
         self.sequences = self._touching(self.rows)
         self.start = self.offsets[self.sequences.start]
 
@@ -64,7 +64,7 @@ class Share:
 
     def rows_of(self, rank: int) -> tuple[int, int]:
         """First and last (exclusive) row that a process computes block by block."""
-        blocks = self.team.share(-(-self.total // self._block), rank)
+        blocks = self.dist.partition(-(-self.total // self._block), rank)
         return min(blocks.start * self._block, self.total), min(blocks.stop * self._block, self.total)
 
     def kept_by(self, rank: int) -> slice:
@@ -84,15 +84,15 @@ class Share:
         Args:
             flat: (rows kept, …), of which this process has computed its blocks.
         """
-        kept = self.kept_by(self.team.rank)
+        kept = self.kept_by(self.dist.rank)
         for first, last in self._borders():
             here = kept.start <= first and last <= kept.stop
-            for owner in range(self.team.count):
+            for owner in range(self.dist.world_size):
                 begin, end = self.rows_of(owner)
                 begin, end = max(begin, first), min(end, last)
                 if begin < end:
                     rows = flat[begin - self.start : end - self.start] if here else _unused(flat, end - begin)
-                    self.team.broadcast(rows, owner)
+                    self.dist.broadcast(rows, owner)
 
     def collect(self, flat: torch.Tensor, whole: torch.Tensor | None) -> None:
         """Put together in rank 0 what the processes have computed.
@@ -101,16 +101,16 @@ class Share:
             flat: (rows kept, …), of this process.
             whole: (all rows, …) on the CPU, filled here; None in the other ranks.
         """
-        for owner in range(self.team.count):
+        for owner in range(self.dist.world_size):
             first, last = self.rows_of(owner)
-            if owner == self.team.rank:
+            if owner == self.dist.rank:
                 rows = flat[first - self.start : last - self.start]
             elif whole is not None:
                 rows = whole[first:last]
             else:
                 rows = _unused(flat, last - first)
-            self.team.broadcast(rows, owner)
-            if whole is not None and owner == self.team.rank:
+            self.dist.broadcast(rows, owner)
+            if whole is not None and owner == self.dist.rank:
                 whole[first:last].copy_(rows)
 
     def deal(self, flat: torch.Tensor, whole: torch.Tensor | None) -> None:
@@ -120,18 +120,18 @@ class Share:
             flat: (rows kept, …), filled here.
             whole: (all rows, …) in rank 0; None in the others.
         """
-        kept = self.kept_by(self.team.rank)
-        for part in range(self.team.count):
+        kept = self.kept_by(self.dist.rank)
+        for part in range(self.dist.world_size):
             first, last = self.rows_of(part)
             rows = flat.new_empty(last - first, *flat.shape[1:]) if whole is None else whole[first:last]
-            self.team.broadcast(rows)
+            self.dist.broadcast(rows)
             begin, end = max(first, kept.start), min(last, kept.stop)
             if begin < end:
                 flat[begin - self.start : end - self.start].copy_(rows[begin - first : end - first])
 
     def _borders(self) -> list[tuple[int, int]]:
         """First and last (exclusive) rows of the batches that reach across a border; the same in all processes."""
-        ends = {self.rows_of(rank)[1] for rank in range(self.team.count - 1)}
+        ends = {self.rows_of(rank)[1] for rank in range(self.dist.world_size - 1)}
         spans = [(self.offsets[batch.start], self.offsets[batch.stop]) for batch in self.batches]
         return [(begin, end) for begin, end in spans if any(begin < border < end for border in ends)]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from quantizers.system.atomic import disk_errors, sync_folder
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import QuantizeError
-from quantizers.team.team import ALONE, Team
+from quantizers.system.files import disk_errors, sync_folder
 
 from .share import Share
 
@@ -30,7 +30,7 @@ class Rows(Sequence[torch.Tensor]):
         width: number of columns.
         dtype: dtype of the elements.
         device: where they lie if not in a file.
-        team: the processes that share them, of which each keeps a part; without one, this process keeps all.
+        dist: the processes that share them, of which each keeps a part; without one, this process keeps all.
         block: see `Share`.
 
     Attributes:
@@ -46,11 +46,11 @@ class Rows(Sequence[torch.Tensor]):
         dtype: torch.dtype,
         device: torch.device | None = None,
         *,
-        team: Team = ALONE,
+        dist: ProcessGroup = SINGLE_PROCESS,
         block: int | None = None,
     ) -> None:
-        self.path, self.width, self.share = path, width, Share(lengths, team, block)
-        kept = self.share.kept_by(team.rank)
+        self.path, self.width, self.share = path, width, Share(lengths, dist, block)
+        kept = self.share.kept_by(dist.rank)
         count = (kept.stop - kept.start) * width
         self._size = count * dtype.itemsize
         if path is None or not count:  # an empty file cannot be mapped

@@ -27,7 +27,6 @@ from quantizers.checkpoint.safetensors_header import TensorInfo
 from quantizers.system.errors import CheckpointError
 
 from .codes import dequantize
-from .fused import operators
 from .packing import unpack
 
 PLAIN = ("BF16", "F16", "F32")
@@ -56,30 +55,19 @@ class Form:
         step = self.block[0]
         return [parts[0][first:last], *(scale[first // step : last // step] for scale in parts[1:])]
 
-    def put(self, parts: Sequence[torch.Tensor], slot: torch.Tensor, *, kernel: bool) -> torch.Tensor:
+    def put(self, parts: Sequence[torch.Tensor], slot: torch.Tensor) -> torch.Tensor:
         """Fill a slot with the numbers of some rows, each rounded to its dtype once.
 
         Args:
             parts: of these rows, on the slot's device.
             slot: (r, C), or (c, R, C) for whole matrices one below the other, each in one piece.
-            kernel: let one do it, see forward/fused, for whole matrices; a plain weight needs none.
 
         Returns:
             Whether all of them are finite, a bool of no dimension on the device: nothing waits for it.
         """
-        if self.kind == "plain" or not kernel:
-            numbers = self.numbers(parts)
-            slot.copy_(numbers.view(slot.shape))
-            return is_finite(numbers)
-        codes, scale = parts
-        rows, columns, bits = *self.block, 0
-        if self.kind == "rows":
-            scale, columns = scale.view(-1, 1), self.shape[1]
-        elif self.kind == "packed":
-            columns, bits = self.shape[1] // scale.shape[1], codes.shape[1] * 32 // self.shape[1]
-        finite = operators.looks_at(slot)
-        operators.dequantize(codes, scale, slot, finite, rows, columns, bits)
-        return finite.all()
+        numbers = self.numbers(parts)
+        slot.copy_(numbers.view(slot.shape))
+        return is_finite(numbers)
 
     def numbers(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rows (r, C) from their parts, on the parts' device: a product in float32, or a plain weight as it is."""

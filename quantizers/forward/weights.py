@@ -5,8 +5,8 @@
     plain                                       weight
     formats of other programs                   see checkpoint/formats.py, integer_words.py
 
-compressed-tensors does the FP8 dequantization, packing.py the unpacking; a GPU does both for all experts of a unit by
-a kernel, see forward/fused. On a CPU everything becomes float32 without rounding to bfloat16 in between. FP8 bytes are
+compressed-tensors does the FP8 dequantization, packing.py the unpacking; a GPU does both for all experts of a unit
+together. On a CPU everything becomes float32 without rounding to bfloat16 in between. FP8 bytes are
 copied to a GPU as FP8 and dequantized there.
 
 A single module is read by `read_weight`, which looks at its numbers at once. A layer's modules are looked at together,
@@ -25,8 +25,7 @@ from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.formats import foreign_weight
 from quantizers.checkpoint.reader import Checkpoint, block_size
-from quantizers.device.fused import fused
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import is_accelerator
 from quantizers.system.errors import CheckpointError
 
 from .finite import Finite
@@ -35,7 +34,8 @@ from .stored_matrix import Form, dequantize_fp8, form_of, fp8_scale, is_finite, 
 # Legend: E experts, c experts of a unit, R rows, C columns, H hidden size, I width of an expert
 
 FP8 = torch.float8_e4m3fn
-UNIT = 16  # experts dequantized together on an accelerator
+UNIT = 16  # experts whose matrices an accelerator is given together
+TOGETHER = 4  # of these, as many as are dequantized together: float32 in between takes memory that is not planned for
 BAND = 2**21  # bytes in float32 of the rows that a CPU dequantizes at a time: in its cache, and in the heap
 
 
@@ -150,15 +150,17 @@ class ExpertWeights:
                     weight = read_weight(self.stored, module, self.device)
                     self._require_shape(module, matrix, tuple(weight.shape))
                     own.copy_(weight)
-            elif accelerated(self.device):
+            elif is_accelerator(self.device):
                 self._fill_together(form, modules, slot)
             else:
                 self._fill_in_bands(form, modules, slot)
 
     def _fill_together(self, form: Form, modules: list[str], slot: torch.Tensor) -> None:
-        """All matrices one below the other: one copy of each part to the device, one kernel or product."""
-        parts = [self._below(modules, part).to(self.device) for part in form.parts]
-        self._put(form, parts, slot, modules, kernel=fused(self.device))
+        """A few matrices one below the other: one copy of each part to the device, one product in float32."""
+        for first in range(0, len(modules), TOGETHER):
+            some = slice(first, first + TOGETHER)
+            parts = [self._below(modules[some], part).to(self.device) for part in form.parts]
+            self._put(form, parts, slot[some], modules[some])
 
     def _below(self, modules: list[str], part: str) -> torch.Tensor:
         tensors = [self.stored.tensor(f"{module}.{part}") for module in modules]
@@ -175,10 +177,8 @@ class ExpertWeights:
                 band = own[row : row + step]
                 self._put(form, form.band(parts, row, row + len(band)), band, [module])
 
-    def _put(
-        self, form: Form, parts: list[torch.Tensor], slot: torch.Tensor, modules: list[str], *, kernel: bool = False
-    ) -> None:
-        self._finite.add(form.put(parts, slot, kernel=kernel), partial(self._read_again, modules))
+    def _put(self, form: Form, parts: list[torch.Tensor], slot: torch.Tensor, modules: list[str]) -> None:
+        self._finite.add(form.put(parts, slot), partial(self._read_again, modules))
 
     def _read_again(self, modules: list[str]) -> None:
         for module in modules:

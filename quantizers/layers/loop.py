@@ -8,17 +8,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 import torch
 
 from quantizers.checkpoint.ahead import held_ahead
-from quantizers.checkpoint.held import layer_names
+from quantizers.checkpoint.held import Held, layer_names
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.device.allocator import release_free_memory
-from quantizers.device.kind import accelerated
-from quantizers.device.pinned import pin
+from quantizers.device.devices import is_accelerator
+from quantizers.device.malloc_tuning import release_free_memory
+from quantizers.device.prefetch import BufferPrefetch, pin
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import doing
-from quantizers.team.team import ALONE, Team
 
-from .brought import Brought
 from .step import Consumer, LayerStep, Watch, run_step
 
 
@@ -29,7 +28,7 @@ def layer_steps(
     model: LayeredModel | None = None,
     *,
     check: Callable[[], None] = lambda: None,
-    team: Team = ALONE,
+    dist: ProcessGroup = SINGLE_PROCESS,
     early: bool = False,
 ) -> Generator[LayerStep]:
     """Call the consumers layer by layer.
@@ -41,9 +40,9 @@ def layer_steps(
         consumers: called in this order at each place of a step, see `Consumer`.
         model: the source's structure and device; None if the consumers need bytes alone, on the CPU.
         check: called between layers; may raise to interrupt.
-        team: the processes that share the work.
+        dist: the processes that share the work.
         early: whether there is room on the device for the next layer's bytes, which are then copied while one is
-            worked on. (Of several processes on a machine each has read only a share of them by then.)
+            worked on.
 
     Yields:
         Each step after its consumers. Its tensors are valid until the next one is asked for. Close the iterator to
@@ -54,15 +53,21 @@ def layer_steps(
         CheckpointError: a layer cannot be read.
     """
     device = torch.device("cpu") if model is None else model.device
-    brought = Brought(device, early=early and accelerated(device) and not team.here.several)
+    early = early and is_accelerator(device)
+    prefetch = BufferPrefetch(device)
 
     def prepare(buffer: torch.Tensor) -> None:
         pin(buffer, device)
-        brought.make_room(buffer)
+        if early:
+            prefetch.allocate(buffer)
+
+    def arrived(part: Held) -> None:
+        if early and part.buffer is not None:
+            prefetch.begin(part.buffer)
 
     with contextlib.ExitStack() as stack:
-        stack.callback(brought.give_up)  # once nothing is read ahead any more
-        parts = held_ahead(source, list(tensors.values()), team, prepare, brought.begin)
+        stack.callback(prefetch.stop)  # once nothing is read ahead any more
+        parts = held_ahead(source, list(tensors.values()), dist, prepare, arrived)
         ahead = stack.enter_context(contextlib.closing(parts))
         for number in tensors:
             check()
@@ -71,7 +76,9 @@ def layer_steps(
             loaded = next(ahead)
             watch.lap("read")
             with device_memory_errors(number):
-                step = LayerStep(number, loaded, brought.take(loaded), watch)
+                there = loaded.to(device, prefetch.take() if early else None)
+                step = LayerStep(number, loaded, there, watch)
+                del there
                 run_step(step, model, consumers)
             del loaded
             yield step

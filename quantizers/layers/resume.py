@@ -9,9 +9,8 @@ from quantizers.checkpoint.ahead import passed_on, received
 from quantizers.checkpoint.held import Held, hold
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import read_header
-from quantizers.device.allocator import release_free_memory
-from quantizers.team.shown import shown
-from quantizers.team.team import Team
+from quantizers.device.malloc_tuning import release_free_memory
+from quantizers.distributed.process_group import ProcessGroup, shown
 
 from .loop import device_memory_errors
 
@@ -23,7 +22,7 @@ def resume_layers(
     follow: Callable[[int], None],
     make_again: Callable[[int], None],
     check: Callable[[], None],
-    team: Team,
+    dist: ProcessGroup,
 ) -> None:
     """Go through the first `layers` layers in their order, which an earlier call finished.
 
@@ -34,7 +33,7 @@ def resume_layers(
     """
     if not layers:
         return
-    with shown("resuming", layers, 0, check, team) as step:
+    with shown("resuming", layers, 0, check, dist) as step:
         for number in range(layers):
             with device_memory_errors(number):
                 (make_again if number in damaged else follow)(number)
@@ -42,13 +41,13 @@ def resume_layers(
             step(f"layer {number}")
 
 
-def finished_shard(source: Checkpoint, shard: Path, team: Team) -> Held:
+def finished_shard(source: Checkpoint, shard: Path, dist: ProcessGroup) -> Held:
     """The tensors of a finished shard, which rank 0 reads from its file and passes on.
 
     Args:
         source: gives name and config.
     """
-    if not team.leads:
-        return received(team)
+    if not dist.is_main:
+        return received(dist)
     tensors = read_header(shard)
-    return passed_on(hold(Checkpoint(shard.parent, source.name, source.config, tensors), tensors), team)
+    return passed_on(hold(Checkpoint(shard.parent, source.name, source.config, tensors), tensors), dist)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Generic, TypeVar
 
-from quantizers.team.team import Team
+from quantizers.distributed.process_group import ProcessGroup
 
 Digest = TypeVar("Digest")
 Audit = TypeVar("Audit")
@@ -22,7 +22,7 @@ class ShardWriter(Generic[Digest, Audit]):
     """The shards of one process, and which of the others' are on disk.
 
     Args:
-        team: the processes that take turns.
+        dist: the processes that take turns.
         executor: one thread, which held-out states are written by as well.
         background: whether the next layer is begun while a shard is on its way.
 
@@ -30,17 +30,17 @@ class ShardWriter(Generic[Digest, Audit]):
         ahead: how many shards may be on their way while the next layer is worked on.
     """
 
-    def __init__(self, team: Team, executor: Executor, *, background: bool) -> None:
-        self._team, self._executor = team, executor
-        self._writers = len(team.ranks_of(0))
+    def __init__(self, dist: ProcessGroup, executor: Executor, *, background: bool) -> None:
+        self._dist, self._executor = dist, executor
+        self._writers = dist.nodes.count(0)
         self.ahead = max(self._writers - 1, 1) if background else 0
         self._begun: list[int] = []  # layers, in their order; the same in all processes
         self._own: dict[int, tuple[Future[Digest], Future[Audit]]] = {}
-        self._known: dict[int, tuple[Digest, Audit] | None] = {}
+        self._known: dict[int, tuple[Digest, Audit]] = {}
 
     def has_turn(self, number: int) -> bool:
         """Whether this process writes the layer's shard."""
-        return number % self._writers == self._team.rank
+        return number % self._writers == self._dist.rank
 
     def skip(self, number: int) -> None:
         """Another process writes this layer's shard."""
@@ -52,10 +52,8 @@ class ShardWriter(Generic[Digest, Audit]):
         audited = self._executor.submit(audit)
         self._own[number] = self._executor.submit(store), audited
 
-    def finished(self, ahead: int | None = None) -> dict[int, tuple[Digest, Audit] | None]:
+    def finished(self, ahead: int | None = None) -> dict[int, tuple[Digest, Audit]]:
         """The layers whose shards are on disk since the last call, in their order; all processes call this.
-
-        What was written is known on the first machine; on the others it is None.
 
         Args:
             ahead: how many may still be on their way; None for `self.ahead`.
@@ -72,10 +70,8 @@ class ShardWriter(Generic[Digest, Audit]):
         own = {n: (self._own[n][0].result(), self._own[n][1].result()) for n in ready}
         for number in own:
             del self._own[number]
-        for found in self._team.here.collect(own) if self._team.node == 0 else ():
+        for found in self._dist.all_gather_object(own):
             self._known.update(found)
-        if self._team.node:  # nothing is written here
-            self._known.update(dict.fromkeys(due))
         done = {}
         while self._begun and self._begun[0] in self._known:
             number = self._begun.pop(0)

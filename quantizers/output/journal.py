@@ -34,11 +34,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantizers.system.at_once import at_once
-from quantizers.system.atomic import disk_errors, write_json
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import OutputError
-from quantizers.system.own_files import file_sha256
-from quantizers.team.team import ALONE, Team
+from quantizers.system.files import disk_errors, file_sha256, write_json
+from quantizers.system.thread_map import thread_map
 
 WORK = ".quantize"
 HELD_OUT = "held-out.json"
@@ -100,37 +99,37 @@ def refuse_second_run(output: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(output: Path, team: Team = ALONE) -> Iterator[None]:
+def locked(output: Path, dist: ProcessGroup = SINGLE_PROCESS) -> Iterator[None]:
     """Lock the output folder for this run. The kernel releases the lock of a process that dies.
 
-    Of several processes of a machine the first one takes an exclusive lock; then all hold a shared lock, so that no
-    other run gets the lock before the last of them has ended.
+    Local rank 0 of each machine takes an exclusive lock; then its processes hold a shared lock, so that no other run
+    gets the lock before the last of them has ended.
 
     Raises:
         OutputError: another process works here.
     """
-    work, here = work_folder(output, team.node), team.here
+    work, takes = work_folder(output, dist.node), dist.local_rank == 0
     with disk_errors(work):
         work.mkdir(parents=True, exist_ok=True)
         stream = (work / "lock").open("a+")
     with stream:
-        if not here.leads:
-            here.barrier()  # the first one has locked it, or has failed
+        if not takes:
+            dist.barrier()  # local rank 0 has locked it, or has failed
         try:
-            if here.leads:
+            if takes:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if here.several:
+            if dist.local_world_size > 1:
                 fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             stream.seek(0)
             owner = stream.read().strip() or "another process"
             raise OutputError(f"{output}: {owner} is working here; wait for it, or choose another --output") from None
-        if here.leads:
+        if takes:
             with disk_errors(work):
                 stream.truncate(0)
                 stream.write(f"process {os.getpid()}")
                 stream.flush()
-            here.barrier()
+            dist.barrier()
         yield
 
 
@@ -177,7 +176,7 @@ def damaged_shards(
         step: called after each.
     """
     damaged = {}
-    with contextlib.closing(at_once(partial(_damage, work / "output"), entries)) as found:
+    with contextlib.closing(thread_map(partial(_damage, work / "output"), entries)) as found:
         for place, problem in enumerate(found):
             if problem:
                 damaged[place] = problem

@@ -4,7 +4,7 @@
 the index and the tokenizer. `experts.bits_per_weight` counts only the experts: bits of packed weights and scales,
 divided by the number of weights. Both are exact bounds on the sum of the layers' costs.
 
-A scheme is possible if its groups divide the matrices, and if vLLM can serve it: no group may cross the cards
+A scheme is possible if its groups divide the matrices, and if vLLM can serve it: no group may cross the GPUs
 over which an expert is split. This module measures nothing and opens no file.
 
 Only layers with experts have a choice. "For each layer" means each of these; the others' shards are among what is the
@@ -20,14 +20,13 @@ from typing import Any
 
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import ALL, Scheme
-from quantizers.system.byte_size import gib, parse_bytes
+from quantizers.recipe.schema import ALL, Experts, Scheme
 from quantizers.system.errors import RecipeError
+from quantizers.system.formatting import gib, parse_bytes
 
 from .plan import Action, Kind, Plan, file_size, stored_as
 
-PARALLEL = (1, 2, 4, 8, 16)  # numbers of cards for which `as_dict` says whether vLLM could split an expert
+PARALLEL = (1, 2, 4, 8, 16)  # numbers of GPUs for which `as_dict` says whether vLLM could split an expert
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,8 @@ class Allocation:
         """The index of the best candidate for each layer, from each layer's losses by candidate name."""
         table = [[row[str(scheme)] for scheme in self.candidates] for row in losses]
         outside = self.outside_bytes if self.unit == "bytes" else 0
+        table = [[row[str(scheme)] for scheme in self.candidates] for row in losses]
+        outside = self.outside_bytes if self.unit == "bytes" else 0
         return cheapest_loss(self.costs, table, self.limit - outside)
 
     def as_dict(self) -> dict[str, Any]:
@@ -133,7 +134,7 @@ class Allocation:
 def candidates(sizes: Sizes, parallel: int) -> tuple[Scheme, ...]:
     """The schemes whose groups divide the inputs of an expert's matrices.
 
-    vLLM splits the inputs of down (w2) over `parallel` cards, so its groups must divide each card's part.
+    vLLM splits the inputs of down (w2) over `parallel` GPUs, so its groups must divide each GPU's part.
     """
     return tuple(
         scheme
@@ -174,7 +175,7 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
     possible = candidates(sizes, parallel)
     if not possible:
         raise RecipeError(
-            f"{where}: no group of 32, 64 or 128 divides the experts' width {sizes['width']} over {parallel} cards; "
+            f"{where}: no group of 32, 64 or 128 divides the experts' width {sizes['width']} over {parallel} GPUs; "
             "lower experts.tensor_parallel"
         )
     layers = tuple(sizes.moe_layers)

@@ -30,14 +30,13 @@ from quantizers.checkpoint.reader import (
 )
 from quantizers.checkpoint.safetensors_header import Spec, printed
 from quantizers.recipe.changes import Change
-from quantizers.recipe.locations import facts_location, set_location, source_location
-from quantizers.recipe.schema import Recipe, given_at, read_recipe
-from quantizers.system.errors import ArchitectureError, CheckpointError, InputError
-from quantizers.system.near_names import did_you_mean
-from quantizers.system.shipped import shipped_names
+from quantizers.recipe.read import facts_location, given_at, read_recipe, set_location, source_location
+from quantizers.recipe.schema import Recipe
+from quantizers.system.errors import ArchitectureError, CheckpointError, InputError, did_you_mean
+from quantizers.system.package_data import shipped_names
 
 from .allocation import Allocation, allocation
-from .making import expected_tensors, make_plan
+from .assign_actions import expected_tensors, make_plan
 from .plan import Plan
 
 
@@ -91,7 +90,7 @@ def prepare(
         source_folder: the source's folder on this machine, instead of the one that the recipe names.
         offline_facts: if the source's shards are not on this machine, plan from its config.json, from the facts
             kept for its architecture, or from the headers on the Hub.
-        hub: with `offline_facts`, prefer the headers on the Hub to the kept facts.
+        hub: with `offline_facts`, prefer the headers on the Hub to the built-in architecture spec.
         own: a file with the user's own facts, instead of the one that the recipe may name.
         changes: settings that are given instead of those in the recipe.
 
@@ -155,7 +154,7 @@ def _refuse_unknown_source(location: str, where: str) -> None:
     if "/" not in location:
         raise CheckpointError(
             f"{where}: {printed(location)} is neither a folder beside the recipe nor a Hub id "
-            "(owner/name); give --source DIR if it lies elsewhere, or correct it"
+            "(owner/name); give --source DIR if it is elsewhere, or correct it"
         )
 
 
@@ -178,7 +177,7 @@ def given_folder(folder: Path) -> str:
         CheckpointError: there is no such folder.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"--source {folder}: no such folder; give the folder in which the source lies")
+        raise CheckpointError(f"--source {folder}: no such folder; give the folder of the source model")
     return str(folder.resolve())
 
 
@@ -215,7 +214,7 @@ def _without_shards(
         return None
     kept = None if hub or own is not None else published_config(location)
     if kept is not None:
-        return kept[1], None, f"the facts kept for {location} (its files are not on this machine)"
+        return kept[1], None, f"the built-in architecture spec of {location} (its files are not on this machine)"
     if location.startswith((".", "/", "~")) or location.count("/") != 1:
         return None  # not a Hub id; `resolve` reports that
     from quantizers.checkpoint.hub_headers import read_hub

@@ -1,9 +1,9 @@
-"""Estimate the memory of each card when vLLM serves the output, from the plan alone.
+"""Estimate the memory of each GPU when vLLM serves the output, from the plan alone.
 
-    weights + KV cache + activations + runtime  <=  the card's memory * UTILISATION
+    weights + KV cache + activations + runtime  <=  the GPU's memory * UTILISATION
 
 Weights and KV cache follow from the tensors. The rest are assumptions, which are printed with every answer.
-They predict that MiniMax-M2.1 in FP8 + INT4 fits two 96 GiB cards with all 196,608 tokens, which agrees with
+They predict that MiniMax-M2.1 in FP8 + INT4 fits two 96 GiB GPUs with all 196,608 tokens, which agrees with
 a measurement (https://huggingface.co/mratsim/MiniMax-M2.1-FP8-INT4-AWQ).
 """
 
@@ -20,13 +20,13 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.fp8 import Fp8
 from quantizers.system.errors import InputError
 
-from .cards import GIB, Cards, parse_cards
+from .gpus import GIB, Gpus, parse_gpus
 from .plan import Plan
 from .tensor_parallel import MARLIN_TILE, cache_cards, module_cards, obstacles, unsaid
 
 UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver and CUDA graphs
-RUNTIME = 2 * GIB  # per card: CUDA context, kernels, NCCL buffers, fragmentation
-LARGE_CARD = 70 * GIB  # from this size vLLM prefills 8,192 tokens at a time, below it 2,048
+RUNTIME = 2 * GIB  # per GPU: CUDA context, kernels, NCCL buffers, fragmentation
+LARGE_GPU = 70 * GIB  # from this size vLLM prefills 8,192 tokens at a time, below it 2,048
 SEQUENCES = 256  # at most decoded together, each with a row of float32 logits
 KV_BLOCK = 16  # tokens per block of the KV cache
 KvType = Literal["auto", "fp8"]
@@ -52,9 +52,9 @@ class LayerBytes:
     """Weight bytes of one decoder layer, by how vLLM distributes them.
 
     Attributes:
-        experts: split over the tensor-parallel cards.
+        experts: split over the tensor-parallel GPUs.
         linears: of each kept linear module, without the layer's prefix; `module_cards` says over how many it is split.
-        others: stored whole on every card.
+        others: stored whole on every GPU.
     """
 
     experts: int
@@ -86,7 +86,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Fit:
-    """Memory of the fullest card, in bytes. `context` was asked for and `longest` fits, both in tokens."""
+    """Memory of the fullest GPU, in bytes. `context` was asked for and `longest` fits, both in tokens."""
 
     cards: str
     tensor_parallel: int
@@ -109,7 +109,7 @@ class Fit:
 
 
 def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], fp8: Fp8 | None) -> Model:
-    """Sum up the bytes of a plan's output by how vLLM distributes them over cards.
+    """Sum up the bytes of a plan's output by how vLLM distributes them over GPUs.
 
     Raises:
         InputError: the facts do not say how servers divide such a model.
@@ -145,32 +145,32 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
 
 
 def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
-    """Why vLLM cannot split this model over `parallel` cards; None if it can."""
+    """Why vLLM cannot split this model over `parallel` GPUs; None if it can."""
     return next(obstacles(parallel, model.facts, model.sizes, model.groups, model.blocks), None)
 
 
-def split(model: Model, cards: Cards, tensor_parallel: int | None) -> tuple[int, int]:
-    """Tensor and pipeline parallelism that use all cards, with as much tensor parallelism as vLLM allows.
+def split(model: Model, gpus: Gpus, tensor_parallel: int | None) -> tuple[int, int]:
+    """Tensor and pipeline parallelism that use all GPUs, with as much tensor parallelism as vLLM allows.
 
     Raises:
         InputError: the requested tensor parallelism is impossible.
     """
     if tensor_parallel is not None:
-        if tensor_parallel < 1 or cards.count % tensor_parallel:
-            factors = " or ".join(str(n) for n in range(1, cards.count + 1) if cards.count % n == 0)
+        if tensor_parallel < 1 or gpus.count % tensor_parallel:
+            factors = " or ".join(str(n) for n in range(1, gpus.count + 1) if gpus.count % n == 0)
             raise InputError(
-                f"--tp {tensor_parallel} does not divide the {cards.count} cards of {cards.name}; {factors} do"
+                f"--tp {tensor_parallel} does not divide the {gpus.count} GPUs of {gpus.name}; {factors} do"
             )
         if problem := tensor_parallel_problem(model, tensor_parallel):
             raise InputError(f"--tp {tensor_parallel}: {problem}; choose another")
-        return tensor_parallel, cards.count // tensor_parallel
-    divisors = [n for n in range(cards.count, 0, -1) if cards.count % n == 0]
+        return tensor_parallel, gpus.count // tensor_parallel
+    divisors = [n for n in range(gpus.count, 0, -1) if gpus.count % n == 0]
     best = next((n for n in divisors if tensor_parallel_problem(model, n) is None), 1)
-    return best, cards.count // best
+    return best, gpus.count // best
 
 
 def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
-    """Bytes on one card of what is cached of a token."""
+    """Bytes on one GPU of what is cached of a token."""
     assert model.facts.kv_cache is not None
     numbers = model.sizes.value(model.facts.kv_cache.numbers)
     layers = math.ceil(model.sizes["layers"] / pipeline_parallel)
@@ -178,9 +178,9 @@ def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipel
 
 
 def fit(
-    model: Model, cards: Cards, context: int | None = None, kv: KvType = "auto", tensor_parallel: int | None = None
+    model: Model, gpus: Gpus, context: int | None = None, kv: KvType = "auto", tensor_parallel: int | None = None
 ) -> Fit:
-    """Estimate the memory of the fullest card.
+    """Estimate the memory of the fullest GPU.
 
     Args:
         context: tokens of one sequence, or of several in total; None for the model's maximum.
@@ -188,19 +188,19 @@ def fit(
     Raises:
         InputError: as `split`, or the context is longer than the model's maximum.
     """
-    tensor, pipeline = split(model, cards, tensor_parallel)
+    tensor, pipeline = split(model, gpus, tensor_parallel)
     context = model.longest if context is None else context
     if context < 1 or (model.longest and context > model.longest):
         raise InputError(f"--context {context}: this model takes 1 to {model.longest:,} tokens")
     weights = _weights(model, tensor, pipeline)
-    activations = _activations(model, cards, tensor)
-    budget = int(cards.bytes * UTILISATION)
+    activations = _activations(model, gpus, tensor)
+    budget = int(gpus.bytes * UTILISATION)
     per_token = kv_bytes_per_token(model, kv, tensor, pipeline)
     room = budget - weights - activations - RUNTIME
     tokens_that_fit = max(0, room // per_token // KV_BLOCK * KV_BLOCK)
     cache = math.ceil(context / KV_BLOCK) * KV_BLOCK * per_token
     return Fit(
-        cards.name,
+        gpus.name,
         tensor,
         pipeline,
         kv,
@@ -218,15 +218,15 @@ def fit(
 
 
 def _weights(model: Model, tensor: int, pipeline: int) -> int:
-    """Weight bytes on the fullest card: equal runs of layers, the embedding in the first, the head in the last."""
+    """Weight bytes on the fullest GPU: equal runs of layers, the embedding in the first, the head in the last."""
     per_stage = math.ceil(len(model.layers) / pipeline)
     stages = [model.layers[first : first + per_stage] for first in range(0, len(model.layers), per_stage)]
-    cards = {
+    gpus = {
         name: module_cards(name, tensor, model.facts, model.sizes) for layer in model.layers for name in layer.linears
     }
     in_layers = max(
         sum(
-            layer.experts / tensor + sum(size / cards[name] for name, size in layer.linears.items()) + layer.others
+            layer.experts / tensor + sum(size / gpus[name] for name, size in layer.linears.items()) + layer.others
             for layer in stage
         )
         for stage in stages
@@ -234,11 +234,11 @@ def _weights(model: Model, tensor: int, pipeline: int) -> int:
     return math.ceil(in_layers + model.outside / tensor / (1 if pipeline == 1 else 2))
 
 
-def _activations(model: Model, cards: Cards, tensor: int) -> int:
+def _activations(model: Model, gpus: Gpus, tensor: int) -> int:
     """Bytes live at the peak of a prefill step: vLLM's two MoE workspaces, hidden states, what attention reads (all in
     16 bit), and logits.
     """
-    sizes, tokens = model.sizes, step_tokens(cards)
+    sizes, tokens = model.sizes, step_tokens(gpus)
     width, hidden = sizes["width"] // tensor, sizes["hidden"]
     experts = tokens * sizes["chosen"] * (max(2 * width, hidden) + width)
     attention = tokens * _attention_rows(model, tensor)
@@ -246,7 +246,7 @@ def _activations(model: Model, cards: Cards, tensor: int) -> int:
 
 
 def _attention_rows(model: Model, tensor: int) -> int:
-    """How many numbers a card makes of a token before attention: all rows but those of its output."""
+    """How many numbers a GPU makes of a token before attention: all rows but those of its output."""
     facts, sizes = model.facts, model.sizes
     assert facts.tensor_parallel is not None
     rows = {
@@ -258,17 +258,17 @@ def _attention_rows(model: Model, tensor: int) -> int:
     return divided // tensor + sum(rows.values()) - divided
 
 
-def step_tokens(cards: Cards) -> int:
-    """Tokens in one prefill step: vLLM's default for a card of this size."""
-    return 8192 if cards.bytes >= LARGE_CARD else 2048
+def step_tokens(gpus: Gpus) -> int:
+    """Tokens in one prefill step: vLLM's default for a GPU of this size."""
+    return 8192 if gpus.bytes >= LARGE_GPU else 2048
 
 
-def assumptions(cards: Sequence[Cards]) -> list[str]:
+def assumptions(gpus: Sequence[Gpus]) -> list[str]:
     """The assumptions behind an estimate, one line each."""
-    steps = " or ".join(f"{n:,}" for n in sorted({step_tokens(c) for c in cards}))
+    steps = " or ".join(f"{n:,}" for n in sorted({step_tokens(c) for c in gpus}))
     return [
-        f"vLLM may use {UTILISATION:.0%} of a card (--gpu-memory-utilization {UTILISATION})",
-        f"{RUNTIME / GIB:.0f} GiB a card for the CUDA context, kernels, NCCL and fragmentation",
+        f"vLLM may use {UTILISATION:.0%} of a GPU (--gpu-memory-utilization {UTILISATION})",
+        f"{RUNTIME / GIB:.0f} GiB a GPU for the CUDA context, kernels, NCCL and fragmentation",
         f"activations: {steps} tokens in a prefill step, logits of {SEQUENCES} sequences",
         "KV cache for one sequence of that context, or several that share it; no speculative decoding",
     ]
@@ -278,7 +278,7 @@ def notes(model: Model, fits: Iterable[Fit]) -> list[str]:
     """What some of these ways to divide the model need besides memory, one line each."""
     shares = {row.tensor_parallel: model.sizes["width"] // row.tensor_parallel for row in fits}
     return [
-        f"vLLM 0.33 or newer for TP {ranks}: {share} of an expert's width on a card are no multiple of {MARLIN_TILE}, "
+        f"vLLM 0.33 or newer for TP {ranks}: {share} of an expert's width on a GPU are no multiple of {MARLIN_TILE}, "
         "and older ones do not fill up Marlin's tiles"
         for ranks, share in sorted(shares.items())
         if share % MARLIN_TILE
@@ -286,15 +286,15 @@ def notes(model: Model, fits: Iterable[Fit]) -> list[str]:
 
 
 def common_fits(model: Model) -> list[Fit]:
-    """Estimates for common sets of cards, from small to large, without those that fit fewer than 8,192 tokens.
+    """Estimates for common sets of GPUs, from small to large, without those that fit fewer than 8,192 tokens.
 
     The list ends with the second set that fits the model's maximum context with a 16-bit KV cache. An FP8 KV cache
     is listed only if the maximum context does not fit in 16 bit.
     """
     rows: list[Fit] = []
-    for cards in map(parse_cards, COMMON):
+    for gpus in map(parse_gpus, COMMON):
         for kv in KV_BYTES:
-            row = fit(model, cards, kv=kv)
+            row = fit(model, gpus, kv=kv)
             if row.longest >= min(8192, model.longest):
                 rows.append(row)
             if row.fits:

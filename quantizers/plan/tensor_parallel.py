@@ -1,12 +1,12 @@
-"""How vLLM divides a model among tensor-parallel cards, and what keeps it from doing so.
+"""How vLLM divides a model among tensor-parallel GPUs, and what keeps it from doing so.
 
-    heads       a card has whole ones; those of keys and values are repeated where there are more cards
-    experts     no group of a scale may cross cards (CompressedTensorsWNA16MoEMethod)
-    FP8 blocks  cross neither cards nor the modules that are merged into one (validate_fp8_block_shape). Of merged
-                modules that lie whole on a card, the last one may end within a block. FP8 with a scale per row has no
+    heads       a GPU has whole ones; those of keys and values are repeated where there are more GPUs
+    experts     no group of a scale may cross GPUs (CompressedTensorsWNA16MoEMethod)
+    FP8 blocks  cross neither GPUs nor the modules that are merged into one (validate_fp8_block_shape). Of merged
+                modules that a GPU has in full, the last one may end within a block. FP8 with a scale per row has no
                 such rule
 
-Which kept linear modules are divided is said by the facts, in `tensor_parallel`; the others lie whole on every card.
+The architecture spec says in `tensor_parallel` which linear modules are divided; every GPU has all of the others.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.fused import FUSED
 from quantizers.architectures.sizes import Sizes
 
-MARLIN_TILE = 64  # of an expert's width on a card; up to vLLM 0.32 it had to be whole, later ones fill it up with zeros
+MARLIN_TILE = 64  # of an expert's width on a GPU; up to vLLM 0.32 it had to be whole, later ones fill it up with zeros
 Blocks = Mapping[str, tuple[int, int]]  # rows and columns of an FP8 block, by module, without the layer's prefix
 
 
 def unsaid(facts: Architecture) -> str | None:
-    """Why nothing can be said about cards: the facts do not say how servers divide such a model. None if they do."""
+    """Why nothing can be said about GPUs: the facts do not say how servers divide such a model. None if they do."""
     lacking = [key for key in ("kv_cache", "tensor_parallel") if getattr(facts, key) is None]
     if not lacking:
         return None
     return (
-        f"the facts of {facts.model_type} have no {' and no '.join(lacking)}, so what a card would hold is not known; "
+        f"the facts of {facts.model_type} have no {' and no '.join(lacking)}, so what a GPU would hold is not known; "
         "add them as in quantizers/architectures/minimax_m2.yaml"
     )
 
 
 def cache_cards(ranks: int, facts: Architecture, sizes: Sizes) -> int:
-    """Among how many of the cards a token's keys and values are divided: 1 where every card holds all of them."""
+    """The number of GPUs among which a token's keys and values are divided: 1 if every GPU has all of them."""
     assert facts.kv_cache is not None
     return min(ranks, sizes.value(facts.kv_cache.split_by)) if facts.kv_cache.split_by else 1
 
 
 def module_cards(module: str, ranks: int, facts: Architecture, sizes: Sizes) -> int:
-    """Among how many of the cards a kept linear module is divided: 1 where it lies whole on each.
+    """The number of GPUs among which an unquantized linear module is divided: 1 if each has all of it.
 
     Args:
         module: its name without the layer's prefix.
@@ -52,7 +52,7 @@ def module_cards(module: str, ranks: int, facts: Architecture, sizes: Sizes) -> 
 
 
 def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[int], blocks: Blocks) -> Iterator[str]:
-    """Every reason why a model cannot be divided among `ranks` cards.
+    """Every reason why a model cannot be divided among `ranks` GPUs.
 
     Args:
         facts: with `kv_cache` and `tensor_parallel`, see `unsaid`.
@@ -64,7 +64,7 @@ def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[in
     if heads % ranks:
         yield f"{heads} attention heads are not a multiple of {ranks}"
     if split and sizes.value(split) % ranks and ranks % sizes.value(split):
-        yield f"{sizes.value(split)} key-value heads and {ranks} cards are no multiples of each other"
+        yield f"{sizes.value(split)} key-value heads and {ranks} GPUs are no multiples of each other"
     if width % ranks:
         yield f"the experts' width {width} is not a multiple of {ranks}"
     for group in sorted(groups, reverse=True):

@@ -5,18 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantizers.architectures.families import published_models
-from quantizers.system.errors import InputError, OutputError
-from quantizers.system.near_names import did_you_mean
-from quantizers.system.shipped import shipped
+from quantizers.system.errors import InputError, OutputError, did_you_mean
+from quantizers.system.package_data import shipped
 
-from .names import shipped_recipe
-from .schema import Experts, Recipe, read_recipe
+from .read import read_recipe, shipped_recipe
+from .schema import Experts, Recipe
 
 HEADER = """# Recipes
 
 One recipe for each checkpoint that is meant to be made with them. `quantize recipes show NAME` prints one,
 `quantize recipes copy NAME` puts it beside your own files, `quantize new MODEL` writes a commented one.
-This table is kept equal to the files by a test; `python -m quantizers.cli.reference` writes it.
+A test compares this table with the files; `python -m quantizers.cli.reference` writes it.
 """
 
 
@@ -60,21 +59,9 @@ def catalogue() -> str:
     return "\n".join(lines) + "\n"
 
 
-def text_of(name: str) -> str:
-    """The text of a shipped recipe.
-
-    Args:
-        name: see `shipped_recipe`.
-
-    Raises:
-        RecipeError: no recipe has this name.
-    """
-    return shipped_recipe(name).read_text(encoding="utf-8")
-
-
 def copied(name: str) -> str:
     """A shipped recipe's text for another folder: relative paths become bare names (sets) or full paths (models)."""
-    text = text_of(name)
+    text = shipped_recipe(name).read_text(encoding="utf-8")
     for folder in ("calibration", "models"):
         text = text.replace(f"../{folder}/", "" if folder == "calibration" else f"{shipped(folder)}/")
     return text
@@ -89,8 +76,9 @@ def new_recipe(model: str) -> str:
     models = published_models()
     if not Path(model).is_dir() and model not in models:
         hint = did_you_mean(model, models)
+        known = ", ".join(models)
         raise InputError(
-            f"{model}: no facts for this model{hint}; give a checkpoint folder, or one of {', '.join(models)}"
+            f"{model}: no architecture spec for this model{hint}; give a checkpoint folder, or one of {known}"
         )
     source = str(Path(model).resolve()) if Path(model).is_dir() else model
     return f"""\
@@ -100,17 +88,17 @@ source:
   revision: main                       # a branch, tag or commit
   trust_remote_code: false             # tokenizer: may run code of its own; nothing else from the checkpoint ever does
 calibration: software-engineer         # a shipped set, or a path relative to this file
-# calibration: {{set: software-engineer, tokens: 131072}}   # so many tokens of it, drawn evenly over its categories
+# calibration: {{set: software-engineer, tokens: 131072}}   # a subsample, drawn evenly over its categories
 experts:
   bits: 4                              # 4 | 8
   group_size: 32                       # weights under one scale: 32 | 64 | 128; smaller is better and larger on disk
   # budget: 125GiB                     # instead of these two: the shards' size; both are then chosen for each layer
   engine: gram                         # gram | llmcompressor: the library's own AWQ, as a reference
-  awq: {{grid: 20, duo_scaling: true}}   # the scale search; or false; with `fold: false` norms and routers are kept
+  awq: {{grid: 20, duo_scaling: true}}   # the scale search; or false; `fold: false` leaves norms and routers unchanged
   routed_weight: 0.9                   # 0: all tokens count alike; 1: only those the router sends
   scales: mse                          # mse | minmax
   rounding: gptq                       # gptq | nearest
-verify:                                # exit code 3 when one fails; the output is finished all the same
+verify:                                # exit code 3 when one fails; the output is completed nevertheless
   coverage: {{min_routed_tokens: 1, max_uncovered: 0.01}}
   perplexity: {{data: held-out, max_increase: 0.02, max_kl: 0.05}}   # relative; nats
   # stop: {{max_hidden_error: 0.2}}      # stop after the first layer that is worse, without finishing the output

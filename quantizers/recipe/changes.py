@@ -1,8 +1,7 @@
-"""Settings that are given with a command instead of in the recipe: `--set key=value` and `--calibration SET`.
+"""Recipe keys overridden on the command line: `--set key=value` and `--calibration SET`.
 
-They change the recipe before it is checked, so what is hashed and written beside the output is the changed recipe. A
-value is YAML, as it would stand in the file; `null` takes a key out. Paths start from the current folder, as everything
-does that is typed, while those in the file start from the file's.
+They change the recipe before it is checked, so the changed recipe is hashed and written to the output. A value is YAML;
+`null` removes a key. Paths are relative to the current folder, those in the file to the file's.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantizers.system.errors import RecipeError
-from quantizers.system.near_names import did_you_mean
-from quantizers.system.schema_faults import Origin, Place, dotted
-from quantizers.system.shipped import find, shipped_names
+from quantizers.system.errors import RecipeError, did_you_mean
+from quantizers.system.package_data import find, shipped_names
+from quantizers.system.pydantic_errors import Origin, Place, dotted
 from quantizers.system.strict_yaml import Refused, dump, parse_value
 
 CALIBRATION = ("calibration",)

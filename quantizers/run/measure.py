@@ -23,22 +23,20 @@ from eval.fidelity.scoring import measured, score
 from eval.fidelity.weight_error import weight_errors
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
-from quantizers.calibration.data import CalibrationData, digest_of
-from quantizers.calibration.samples import samples
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, digest_of
 from quantizers.checkpoint.formats import readable
 from quantizers.checkpoint.held import hold, layer_names, outside_names
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.swapped import refuse_swapped
 from quantizers.device.devices import fingerprint, forward_dtype
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, shown
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import LayerStep
-from quantizers.system.atomic import write_json
 from quantizers.system.errors import CheckpointError, OutputError
-from quantizers.system.plain_json import finite
-from quantizers.team.shown import shown
-from quantizers.team.team import ALONE, Team
+from quantizers.system.files import json_finite, write_json
 
 EVALUATION = "evaluation.json"  # in `work`: the settings that a resumable evaluation was started with
 
@@ -55,7 +53,7 @@ def measure(
     resumable: bool = False,
     long: bool = True,
     trust_remote_code: bool = False,
-    team: Team = ALONE,
+    dist: ProcessGroup = SINGLE_PROCESS,
     own: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Perplexity, KL and routing of candidates against their source on a held-out set.
@@ -69,7 +67,7 @@ def measure(
         resumable: keep `work` when interrupted, and resume from what it holds.
         long: also measure the set's long texts; a set that has only long texts is measured in any case.
         trust_remote_code: whether the tokenizer may run code of its own.
-        team: the processes that share the work; each of them calls this.
+        dist: the processes that share the work; each of them calls this.
         own: a file with the user's own facts about the family.
 
     Returns:
@@ -92,27 +90,27 @@ def measure(
         other = sizes_of(facts, candidate.config, config_path)
         if candidate.config.get("model_type") != facts.model_type or (other, other.dense) != (sizes, sizes.dense):
             raise CheckpointError(f"{config_path}: is another model than {source.name}; give checkpoints of one model")
-    data = team.tell(samples(data_set, source.folder, trust_remote_code) if team.leads else None)
+    data = dist.broadcast_object(load_set(data_set, source.folder, trust_remote_code) if dist.is_main else None)
     if not long and any(not sample.long for sample in data.samples):
         short = tuple(sample for sample in data.samples if not sample.long)
         data = replace(data, samples=short, digest=digest_of(short))
     held = held_out(data, source, sizes["vocabulary"], trust_remote_code)
     parts = [hold(one, outside_names(one, facts)) for one in opened]
     models = [LayeredModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
-    if team.leads:
+    if dist.is_main:
         if not resumable:
             shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
     try:
-        if team.leads and resumable:
+        if dist.is_main and resumable:
             _same_evaluation(work, opened, data, device, weights)
-        team.barrier()
-        results = _evaluate(models, opened, held, work, check, weights=weights, resumable=resumable, team=team)
+        dist.barrier()
+        results = _evaluate(models, opened, held, work, check, weights=weights, resumable=resumable, dist=dist)
     except BaseException:
-        if team.leads and not resumable:
+        if dist.is_main and not resumable:
             shutil.rmtree(work, ignore_errors=True)
         raise
-    if not team.leads:
+    if not dist.is_main:
         return []
     shutil.rmtree(work, ignore_errors=True)
     return [held.figures(one, candidate.name) for one, candidate in zip(results, candidates, strict=True)]
@@ -150,7 +148,7 @@ def _evaluate(
     *,
     weights: bool,
     resumable: bool,
-    team: Team,
+    dist: ProcessGroup,
 ) -> list[Measured]:
     """Run all models over the texts; journaled layer by layer if `resumable`."""
     layers = models[0].sizes["layers"]
@@ -158,10 +156,10 @@ def _evaluate(
     def journal(number: int) -> Path:
         return work / f"layer-{number:05d}.json"
 
-    done = team.tell(next((n for n in range(layers) if not (resumable and journal(n).exists())), layers))
+    done = dist.broadcast_object(next((n for n in range(layers) if not (resumable and journal(n).exists())), layers))
     lengths = [len(text.tokens) for text in held.texts]
     lanes = [
-        Lane(one.name, model, number, lengths, work, durable=resumable, check=check, team=team)
+        Lane(one.name, model, number, lengths, work, durable=resumable, check=check, dist=dist)
         for number, (model, one) in enumerate(zip(models, opened, strict=True))
     ]
     for lane in lanes:
@@ -170,28 +168,28 @@ def _evaluate(
         else:
             lane.resume(done)
     candidates = [
-        _FromFiles(lane, one, weights and team.leads) for lane, one in zip(lanes[1:], opened[1:], strict=True)
+        _FromFiles(lane, one, weights and dist.is_main) for lane, one in zip(lanes[1:], opened[1:], strict=True)
     ]
-    entries = [json.loads(journal(number).read_text()) for number in range(done if team.leads else 0)]
-    comparison = Comparison(lanes[0], candidates, held.texts, team)
+    entries = [json.loads(journal(number).read_text()) for number in range(done if dist.is_main else 0)]
+    comparison = Comparison(lanes[0], candidates, held.texts, dist)
     tensors = all_tensors(models[0], opened[0], done)
-    steps = layer_steps(opened[0], tensors, [comparison], models[0], check=check, team=team)
-    with shown("evaluating", layers, done, check, team) as shown_step, contextlib.closing(steps):
+    steps = layer_steps(opened[0], tensors, [comparison], models[0], check=check, dist=dist)
+    with shown("evaluating", layers, done, check, dist) as shown_step, contextlib.closing(steps):
         for step in steps:
-            if team.leads:
+            if dist.is_main:
                 found = [
                     compared | ({"weight_error": candidate.weight_error} if weights else {})
                     for compared, candidate in zip(comparison.found, candidates, strict=True)
                 ]
                 entries.append(found)
                 if resumable:
-                    write_json(journal(step.number), finite(found))
+                    write_json(journal(step.number), json_finite(found))
             for lane in lanes:
                 lane.forget(step.number)
             shown_step(f"layer {step.number}")
-    kept = work if resumable and team.node == 0 else None  # on the other machines nobody has made the folder
-    scores = score(lanes, held.texts, partial(shown, check=check, team=team), kept, team)
-    if not team.leads:
+    kept = work if resumable and dist.node == 0 else None  # on the other machines nobody has made the folder
+    scores = score(lanes, held.texts, partial(shown, check=check, dist=dist), kept, dist)
+    if not dist.is_main:
         return []
     return [
         measured(scores[0], own, held.texts, [entry[number] for entry in entries])

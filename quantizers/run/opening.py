@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantizers.plan.job import Job
-from quantizers.system.short_path import short_path
-from quantizers.system.text_table import size
+from quantizers.system.formatting import short_path, size
 
 from .options import Options
 
@@ -33,7 +32,7 @@ def opening_line(job: Job, options: Options, model: str, counts: tuple[int, int]
     resuming = f"; resuming after layer {done} of {layers}" if done else ""
     return (
         f"{model} ({size(source)}, {routed} × {job.sizes['experts']} experts) → {short_path(options.output)} on "
-        f"{_machine(options.device, options.team.count)}; {tokens:,} calibration{texts} tokens{resuming}"
+        f"{_machine(options.device, options.dist.world_size)}; {tokens:,} calibration{texts} tokens{resuming}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from quantizers.team.team import ALONE, Team
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Options:
         states: where calibration states lie: in `memory`, in `files`, or on the device or in memory where they fit
             (`auto`).
         ignore_stop: go on after a layer whose figures are beyond the recipe's `verify.stop`.
-        team: the processes that share the run.
+        dist: the processes that share the run.
         command: what the user typed, from `quantize` on, to be named where the run is found unfinished.
     """
 
@@ -36,5 +36,5 @@ class Options:
     with_data: bool = False
     states: Literal["auto", "memory", "files"] = "auto"
     ignore_stop: bool = False
-    team: Team = ALONE
+    dist: ProcessGroup = SINGLE_PROCESS
     command: tuple[str, ...] = ()

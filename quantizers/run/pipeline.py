@@ -19,44 +19,43 @@ from eval.coverage.gates import check_floors
 from eval.fidelity.held_out import HeldOut, held_out
 from eval.fidelity.metrics import Text
 from quantizers.budget.choice import choose_schemes
-from quantizers.budget.measure import measuring_seconds, probe_bytes
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.samples import samples
-from quantizers.calibration.texts import token_tensors
+from quantizers.budget.measure import probe_bytes
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.source_files import check_hashes, source_stats
-from quantizers.device.devices import device_limit, fingerprint, forward_dtype
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator
+from quantizers.distributed.process_group import RESUME, ProcessGroup
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context, Place
 from quantizers.output.fingerprint import refuse_changes
 from quantizers.output.folder import check_room, finished_report, move_into_place, refuse_strangers
-from quantizers.output.record import describe_files, text_sha256
+from quantizers.output.manifest import text_sha256
+from quantizers.plan.device_memory import (
+    Place,
+    Residents,
+    device_memory,
+    held_out_bytes,
+    placement,
+)
 from quantizers.plan.job import Job
-from quantizers.plan.solve_memory import device_memory
-from quantizers.plan.states import held_out_bytes
 from quantizers.plan.units import work_units
-from quantizers.recipe.locations import set_location
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
-from quantizers.system.atomic import copy_file, sync_folder, write_text
+from quantizers.recipe.read import set_location
+from quantizers.solve.kernel_check import verify_kernels
 from quantizers.system.errors import InputError
+from quantizers.system.files import copy_file, sync_folder, write_text
 from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
-from quantizers.system.own_files import CARD, PAGE
-from quantizers.system.progress import peak_memory
-from quantizers.system.residents import Residents
-from quantizers.team.heart import RESUME
-from quantizers.team.team import Team
 from stitch.write.beside import write_beside
 
-from .agree import agree
-from .card import write_with_card
 from .disk import output_bytes
 from .finished import already_done
 from .opening import opening_line
 from .options import Options
-from .places import places
-from .proof import prove
 from .quantize import quantize_layers
+from .rank_consistency import agree
+from .report import run_report
+from .report_files import write_report
 from .unfinished import find_damage, refuse_other_texts
 
 METHOD = 10  # increased whenever the same settings would give different bytes
@@ -71,21 +70,22 @@ def run(job: Job, options: Options) -> dict[str, Any]:
     Raises:
         InputError: exit 2. QuantizeError: exit 1. Interrupted: 130 or 143.
     """
-    team, finished = options.team, finished_report(options.output)
+    dist, finished = options.dist, finished_report(options.output)
     if finished is not None:
-        team.tell(False)
+        dist.broadcast_object(False)
         return already_done(job, options, finished)
     # Read the sets once, before anything slow: they may be edited during the run.
     resolved = resolve_recipe(job.recipe, job.path)
     refuse_strangers(options.output)
     with interruptible(RESUME) as interrupt:
-        check = team.heed(interrupt)
+        check = dist.watch(interrupt)
         work = journal.work_folder(options.output)
         moving = (work / "moving").exists()
-        team.tell(not moving)
+        dist.broadcast_object(not moving)
         if not moving:
+            _verify_kernels(job, options)
             agree(job, options)
-        with journal.locked(options.output, team):
+        with journal.locked(options.output, dist):
             if not moving:
                 _work(job, resolved, options, work, check)
             return move_into_place(work, options.output)
@@ -98,24 +98,31 @@ def assist(job: Job, options: Options) -> None:
         InputError: this process differs from rank 0 in something that the output's bytes depend on.
         QuantizeError, Interrupted: as `run` does.
     """
-    team = options.team
+    dist = options.dist
     with interruptible(RESUME) as interrupt:
-        check = team.heed(interrupt)
-        if not team.tell():
+        check = dist.watch(interrupt)
+        if not dist.broadcast_object():
             return
+        _verify_kernels(job, options)
         agree(job, options)
-        work = journal.work_folder(options.output, team.node)
-        with journal.locked(options.output, team):
+        work = journal.work_folder(options.output, dist.node)
+        with journal.locked(options.output, dist):
             try:
                 limit, free = _memory(options)
-                team.collect((limit, free))
-                message: _Shared = team.tell()
-                context = message.context(work, options.device, check, team)
+                dist.all_gather_object((limit, free))
+                message: _Shared = dist.broadcast_object()
+                context = message.context(work, options.device, check, dist)
                 job = _with_schemes(job, None, context, options.output)
                 quantize_layers(job, None, None, context, message.texts)
             finally:
-                if team.node:
-                    journal.leave(options.output, team.node)
+                if dist.node:
+                    journal.leave(options.output, dist.node)
+
+
+def _verify_kernels(job: Job, options: Options) -> None:
+    """Compare the GPU's kernels with their eager twins, for all schemes that the run may use."""
+    schemes = job.allocation.candidates if job.allocation else job.plan.schemes
+    verify_kernels(options.device, {(scheme.bits, scheme.group_size) for scheme in schemes}, options.dist)
 
 
 @dataclass(frozen=True)
@@ -134,23 +141,23 @@ class _Shared:
     next_there: bool
     texts: Sequence[Text]
 
-    def context(self, work: Path, device: torch.device, check: Callable[[], None], team: Team) -> Context:
+    def context(self, work: Path, device: torch.device, check: Callable[[], None], dist: ProcessGroup) -> Context:
         """The same for a process."""
         residents = Residents(**self.residents)
         places = self.inputs, self.states, self.texts_there, self.next_there
-        return Context(work, device, residents, check, team, *places)
+        return Context(work, device, residents, check, dist, *places)
 
 
 def _memory(options: Options) -> tuple[int, int]:
     """Bytes that this process may use on its device, and bytes that are free in its machine's memory."""
-    limit = options.device_memory or device_limit(options.device, options.team.here.count)
+    limit = options.device_memory or device_limit(options.device, options.dist.local_world_size)
     return limit, available()
 
 
 def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Callable[[], None]) -> None:
     started = time.monotonic()
-    source, device, team = job.opened, options.device, options.team
-    if team.several and job.recipe.experts.engine != "gram":
+    source, device, dist = job.opened, options.device, options.dist
+    if dist.is_distributed and job.recipe.experts.engine != "gram":
         raise InputError(
             f"{job.path}: experts.engine: {job.recipe.experts.engine} works in one process; start quantize without "
             "torchrun, or choose gram"
@@ -163,12 +170,19 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     tokens = token_tensors(data, job.sizes["vocabulary"])
     held = load_held_out(job)  # before anything slow: a faulty set fails now
     itemsize, rows = forward_dtype(device).itemsize, sum(len(t) for t in tokens)
-    limits, frees = zip(*team.collect(_memory(options)), strict=True)
+    limits, frees = zip(*dist.all_gather_object(_memory(options)), strict=True)
     texts = held.texts if held else []
     text_rows = sum(len(text.tokens) for text in texts)
     there = (rows, text_rows) if options.states == "auto" else (0, 0)  # what may lie on the device
     memory = device_memory(
-        job.plan, job.sizes, data.lengths[-1], accelerated(device), min(limits), there[0], team.count, held_out=there[1]
+        job.plan,
+        job.sizes,
+        data.lengths[-1],
+        is_accelerator(device),
+        min(limits),
+        there[0],
+        dist.world_size,
+        held_out=there[1],
     )
     refuse_changes(work, run_fingerprint(job, data, device), options.output)
     layers = job.sizes["layers"]
@@ -185,18 +199,27 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     for folder in ("layers", "output"):
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
-    if team.several and memory.units < team.count:
+    if dist.is_distributed and memory.units < dist.world_size:
         units = f"{memory.units} unit{'s' if memory.units > 1 else ''} of {memory.unit} experts"
-        print(f"{units} for {team.count} processes: some have none to solve", file=sys.stderr)
-    inputs, states, in_files = places(job.sizes, memory, rows, itemsize, options, min(frees))
+        print(f"{units} for {dist.world_size} processes: some have none to solve", file=sys.stderr)
+    inputs, states, in_files = placement(
+        job.sizes,
+        memory,
+        rows,
+        itemsize,
+        states=options.states,
+        free=min(frees),
+        processes=dist.world_size,
+        machines=len(set(dist.nodes)),
+    )
     residents = Residents(memory.resident, memory.unit, memory.smallest)
     shared = _Shared(residents.as_dict(), inputs, states, memory.texts, memory.early, texts)
-    context = shared.context(work, device, check, team)
+    context = shared.context(work, device, check, dist)
     needed = output_bytes(job, resolved.data.values() if options.with_data else ())
     needed += held_out_bytes(job.sizes, text_rows, itemsize) + in_files
     probe = probe_bytes(job.sizes, [len(t) for t in tokens], itemsize) if job.allocation else 0
     check_room(work, needed + probe)
-    team.tell(shared)
+    dist.broadcast_object(shared)
     job = _with_schemes(job, tokens, context, options.output)
     check_room(work, needed)
     verify = job.recipe.verify
@@ -206,7 +229,9 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     add_recipe(resolved, work / "output", options.with_data)
     check()
     figures = held.figures(measured, "the output") if held and measured else None
-    write_report(job, resolved, data, figures, started, context)
+    report = run_report(job, resolved, data, figures, started, context)
+    write_report(work / "output", report, resolved.texts())
+    write_text("", work / "moving")
 
 
 def _with_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context, output: Path) -> Job:
@@ -220,7 +245,7 @@ def _with_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Cont
 
 def _samples(job: Job, name: str, tokens: int | None = None) -> CalibrationData:
     """The samples of a set that the recipe names, or `tokens` tokens of them."""
-    return samples(set_location(name, job.path), job.opened.folder, job.recipe.source.trusts_tokenizer, tokens)
+    return load_set(set_location(name, job.path), job.opened.folder, job.recipe.source.trusts_tokenizer, tokens)
 
 
 def load_held_out(job: Job) -> HeldOut | None:
@@ -246,7 +271,7 @@ def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> di
             "source_config": job.config,
             "calibration": data.digest,
             "machine": fingerprint(device),
-            "units": work_units(accelerated(device), job.sizes),
+            "units": work_units(is_accelerator(device), job.sizes),
         }
     )
 
@@ -263,36 +288,3 @@ def add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:
     if with_data:
         for name, file in resolved.data.items():
             copy_file(file, folder / name)
-
-
-def write_report(
-    job: Job,
-    resolved: Resolved,
-    data: CalibrationData,
-    figures: dict[str, Any] | None,
-    started: float,
-    context: Context,
-) -> None:
-    """Prove the assembled files, and write report.json, the page and the card.
-
-    Args:
-        figures: what the output does with the held-out texts; None without any.
-        started: `time.monotonic()` when this process began.
-    """
-    from eval.report.card_pictures import draw
-
-    from .card_facts import add_card_facts
-
-    work = context.work
-    layers = journal.done_layers(work, job.sizes["layers"])
-    report = prove(job, resolved, data, layers, figures, context)
-    earlier = sum(sum(entry["seconds"].values()) for entry in layers)
-    report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
-    if job.allocation:
-        report["seconds"]["measuring"] = measuring_seconds(work, job.sizes["layers"])
-    report["peak_memory_bytes"] = max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)])
-    add_card_facts(report, job, data)
-    folder = work / "output"
-    draw(report, folder)
-    write_with_card(folder, report | describe_files(folder, resolved.texts(), later=(CARD, PAGE)))
-    write_text("", work / "moving")

@@ -21,26 +21,25 @@ import torch
 from eval.fidelity.comparison import Comparison
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import measured, score
-from quantizers.calibration.data import CalibrationData
+from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.held import Held, hold, layer_names
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.device.allocator import use_one_arena
-from quantizers.device.devices import forward_dtype
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import forward_dtype, is_accelerator
+from quantizers.device.malloc_tuning import use_one_arena
+from quantizers.distributed.process_group import shown
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
+from quantizers.layers.context import Context
 from quantizers.layers.loop import all_tensors, device_memory_errors, layer_steps
 from quantizers.layers.resume import finished_shard, resume_layers
 from quantizers.layers.step import LayerStep, run_step
 from quantizers.layers.writer import ShardWriter
 from quantizers.output import journal
-from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.recipe.schema import Stop
-from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError, Stopped
-from quantizers.system.progress import doing, layer_line, peak_memory, progress
-from quantizers.team.shown import shown
+from quantizers.system.files import write_json
+from quantizers.system.progress import doing, forecast, layer_line, peak_memory, progress
 from stitch.audit.layer import written_from
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
@@ -95,19 +94,19 @@ def quantize_layers(
         QuantizeError: a layer's output is not finite, or disk or device memory is full.
         Stopped: a layer's figures are beyond `stop`.
     """
-    team = context.team
-    entries = journal.done_layers(context.work, job.sizes["layers"]) if team.leads else []
+    dist = context.dist
+    entries = journal.done_layers(context.work, job.sizes["layers"]) if dist.is_main else []
     for entry in entries:
         _refuse(entry, stop)
     # With limits for each layer, a run that stops after one has not worked on the next.
     lengths = tuple(len(sequence) for sequence in tokens or ())
-    start: _Start = team.tell(_Start(len(entries), tuple(damaged), lengths, 0 if stop else None))
+    start: _Start = dist.broadcast_object(_Start(len(entries), tuple(damaged), lengths, 0 if stop else None))
     use_one_arena()
     with ThreadPoolExecutor(max_workers=1) as background:
         run = _Run(job, context, start, texts, background, compensate_router=compensate_router)
         run.begin(tokens)
         run.resume(entries)
-        if not team.leads:
+        if not dist.is_main:
             _assist(run)
         else:
             assert data is not None
@@ -132,22 +131,22 @@ class _Run:
         *,
         compensate_router: bool,
     ) -> None:
-        self.job, self.context, self.start, self.texts, team = job, context, start, texts, context.team
+        self.job, self.context, self.start, self.texts, dist = job, context, start, texts, context.dist
         outside = hold(job.opened, [action.source for action in job.plan.of_layer(None)])
         self.model = LayeredModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
         self.model.head()  # only to check it: otherwise a NaN in it would be found after the last layer
         folder = context.work / "held-out"
-        if team.leads:
+        if dist.is_main:
             folder.mkdir(exist_ok=True)
         there = context.device if context.texts_there else None
-        lane = partial(Lane, durable=True, check=context.check, team=team, device=there, writer=background)
+        lane = partial(Lane, durable=True, check=context.check, dist=dist, device=there, writer=background)
         lengths = [len(text.tokens) for text in texts]
         self.lanes = [
             lane(name, self.model, number, lengths, folder)
             for number, name in enumerate((job.opened.name, "the output"))
         ]
         self.writer: ShardWriter[Any, Any] = ShardWriter(
-            team, background, background=team.several or accelerated(context.device)
+            dist, background, background=dist.is_distributed or is_accelerator(context.device)
         )
         self.quantizer = Quantizer(
             job,
@@ -158,7 +157,7 @@ class _Run:
             writer=self.writer,
             compensate_router=compensate_router,
         )
-        self.comparison = Comparison(self.lanes[0], [self.quantizer], texts, team)
+        self.comparison = Comparison(self.lanes[0], [self.quantizer], texts, dist)
 
     def begin(self, tokens: Sequence[torch.Tensor] | None) -> None:
         """Embed the texts, those of the calibration set if they are needed, and write the passthrough shards.
@@ -176,10 +175,10 @@ class _Run:
                 lane.resume(done)
                 lane.forget(done - 1)  # which a kill may have left
         if done < job.sizes["layers"] or self.start.damaged:
-            self.quantizer.calibration.embed(tokens)
+            self.quantizer.embed(tokens)
         outside = self.model.checkpoint
         assert isinstance(outside, Held)
-        if self.context.team.leads:
+        if self.context.dist.is_main:
             write_passthrough(job, outside, self.context)
         self.model.checkpoint = outside.only([job.facts.final_norm, job.facts.head])
 
@@ -191,20 +190,20 @@ class _Run:
             start.done if start.done < job.sizes["layers"] else max(start.damaged, default=-1) + 1,
             start.damaged,
             follow=lambda number: self.quantizer.follow(
-                number, finished_shard(job.opened, output / job.plan.shard_file(number), context.team)
+                number, finished_shard(job.opened, output / job.plan.shard_file(number), context.dist)
             ),
             make_again=partial(self._make_again, entries),
             check=context.check,
-            team=context.team,
+            dist=context.dist,
         )
 
     def _make_again(self, entries: Sequence[dict[str, Any]], number: int) -> None:
-        source, team = self.job.opened, self.context.team
+        source, dist = self.job.opened, self.context.dist
         loaded = hold(source, layer_names(source, self.job.facts, number))
         step = LayerStep(number, loaded, loaded.to(self.model.device))
-        run_step(step, self.model, [Comparison(self.lanes[0], [self.quantizer], (), team)])
+        run_step(step, self.model, [Comparison(self.lanes[0], [self.quantizer], (), dist)])
         (shard,) = self.writer.finished(ahead=0).values()
-        if team.leads:
+        if dist.is_main:
             made = self.quantizer.entry(step) | of_shard(shard)
             for key, what in (("source", "the source's tensors have"), ("digest", "it gets")):
                 if made[key] != entries[number][key]:
@@ -213,7 +212,7 @@ class _Run:
                         "time; start over with --fresh"
                     )
             print(f"layer {number}: its shard was made again, with the bytes that it had", file=sys.stderr)
-        team.barrier()
+        dist.barrier()
 
     def steps(self) -> Any:
         """The loop over the layers that are left; to be closed."""
@@ -225,15 +224,15 @@ class _Run:
                 [self.comparison],
                 self.model,
                 check=context.check,
-                team=context.team,
+                dist=context.dist,
                 early=context.next_there,
             )
         )
 
-    def written(self, step: LayerStep | None) -> dict[int, Written | None]:
+    def written(self, step: LayerStep | None) -> dict[int, Written]:
         """The shards that are on disk since the last call; after the last step, with None, all the rest."""
         if step is None:
-            self.quantizer.calibration.remove()
+            self.quantizer.remove()
             return self.writer.finished(ahead=0)
         with device_memory_errors(step.number):  # of the audit, which ran beside the step
             doing("audit")
@@ -255,17 +254,18 @@ class _Run:
         """Score the texts, and put all figures together; None without texts, and of no use in other processes."""
         if not self.texts:
             return None
-        stage = partial(shown, check=self.context.check, team=self.context.team)
-        source, output = score(self.lanes, self.texts, stage, team=self.context.team)
+        stage = partial(shown, check=self.context.check, dist=self.context.dist)
+        source, output = score(self.lanes, self.texts, stage, dist=self.context.dist)
         return measured(source, output, self.texts, compared)
 
 
 def _with_journal(run: _Run, data: CalibrationData, entries: list[dict[str, Any]], stop: Stop | None) -> None:
     """Rank 0's loop: each layer that is done gets its journal entry, which is added to `entries`."""
     work, begun = run.context.work, dict[int, dict[str, Any]]()  # begun: layers whose shards are not on disk yet
+    say_forecast = forecast(run.job.sizes["layers"])
     with progress("quantizing", run.job.sizes["layers"], len(entries), "layer", trusted=1) as shown_step:
 
-        def journaled(shards: dict[int, Written | None]) -> None:
+        def journaled(shards: dict[int, Written]) -> None:
             for number, shard in shards.items():
                 entry = begun.pop(number) | of_shard(shard)
                 run.on_disk(number)
@@ -274,6 +274,7 @@ def _with_journal(run: _Run, data: CalibrationData, entries: list[dict[str, Any]
                 entries.append(entry)
                 run.forget(number)
                 shown_step(_note(entry))
+                say_forecast(entry)
                 _refuse(entry, stop)
 
         with run.steps() as steps:

@@ -22,21 +22,25 @@ from typing import Any
 
 import torch
 
-from quantizers.calibration.data import CalibrationData
+from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.held import Held, held_tensors
-from quantizers.device.crossing import Crossing
-from quantizers.device.pinned import Turns
-from quantizers.forward.lane import Lane
+from quantizers.device.devices import is_accelerator
+from quantizers.device.prefetch import PinnedBuffers, pin
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.forward.halves import attend, finish, observe
+from quantizers.forward.lane import Lane, embed
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import route_counts
+from quantizers.forward.recorded import recorded_rows, route_counts
+from quantizers.forward.states import Rows
 from quantizers.forward.weights import ExpertWeights
-from quantizers.layers.calibration_states import CalibrationStates
+from quantizers.layers.context import Context
 from quantizers.layers.step import LayerStep
 from quantizers.layers.writer import ShardWriter
-from quantizers.output.context import Context
+from quantizers.plan.device_memory import Place
 from quantizers.plan.job import Job
-from quantizers.solve.layer import solve_layer
-from quantizers.solve.solved import Solved
+from quantizers.plan.units import rows_of_block
+from quantizers.solve.result import LayerResult
+from quantizers.solve.solver import solve_layer
 from quantizers.system.progress import doing
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
 from stitch.write.digests import ShardDigest
@@ -58,7 +62,8 @@ class Quantizer:
         compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
 
     Attributes:
-        calibration: the calibration states.
+        states: the calibration states between the layers.
+        recorded: what the experts of the last layer were called with.
     """
 
     keeps_attention = True
@@ -76,23 +81,42 @@ class Quantizer:
     ) -> None:
         self.job, self.model, self.lane, self.context = job, model, lane, context
         self.writer, self._compensate_router = writer, compensate_router
-        self.calibration = CalibrationStates(model, context, lengths)
-        self._packed = Turns(model.device)  # a process has two shards on their way at most
+        block = rows_of_block(is_accelerator(model.device))
+
+        def rows(place: Place, name: str, width: int, dtype: torch.dtype, dist: ProcessGroup = SINGLE_PROCESS) -> Rows:
+            own = "" if context.dist.is_main else f"-{context.dist.rank}"
+            path = context.work / f"{name}{own}.bin" if place == "files" else None
+            device = model.device if place == "device" else None
+            made = Rows(path, lengths, width, dtype, device, dist=dist, block=block)
+            if place == "memory":
+                pin(made.flat, model.device)
+            return made
+
+        self.states = rows(context.states, "states", job.sizes["hidden"], model.dtype, context.dist)
+        self.recorded = recorded_rows(partial(rows, context.inputs), job.sizes, model.dtype)
+        self._packed = PinnedBuffers(model.device)  # a process has two shards on their way at most
         self._made: Held | None = None
         self._solved: dict[str, Any] = {}
+
+    def embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
+        """Fill the states that enter layer 0 from token ids (T,) int64, which rank 0 alone gives."""
+        lengths = self.states.share.lengths
+        together = torch.cat(list(tokens)) if tokens else torch.empty(sum(lengths), dtype=torch.int64)
+        self.context.dist.broadcast(together)
+        embed(self.model, torch.split(together, lengths), self.states)
 
     def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
         """Observe and solve the layer, and begin to write it. A layer without experts is only written."""
         job, model, context, number = self.job, self.model, self.context, step.number
         doing("attention")
         if number in job.sizes.dense:
-            self.calibration.attend(layer)
+            attend(model, layer, self.states, self.states, context.check)
             self._begin_writing(step, None)
             return
         settings = job.plan.settings(number)
         library = settings.engine == "llmcompressor"
-        entering = [states.clone() for states in self.calibration.states] if library else []
-        self.calibration.observe(layer)
+        entering = [states.clone() for states in self.states] if library else []
+        observe(model, layer, self.states, self.recorded, context.check)
         step.watch.lap("observe")
         weights = ExpertWeights(step.there, job.facts, job.sizes, number, model.device, model.dtype)
         with model.layer(number, step.there) if library else contextlib.nullcontext(layer) as whole:
@@ -100,21 +124,21 @@ class Quantizer:
                 model,
                 whole,
                 step.there.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None,
-                self.calibration.recorded,
+                self.recorded,
                 settings,
                 weights=weights.unit,
                 residents=context.residents,
                 entering=entering,
                 check=context.check,
                 compensate_router=self._compensate_router,
-                team=context.team,
+                dist=context.dist,
             )
         weights.require_finite()
         del entering
         step.watch.lap("solve")
         self._begin_writing(step, solved)
 
-    def _begin_writing(self, step: LayerStep, solved: Solved | None) -> None:
+    def _begin_writing(self, step: LayerStep, solved: LayerResult | None) -> None:
         """Pack a layer, and let it be written; `solved` is None for a layer without experts."""
         job, context, number = self.job, self.context, step.number
         doing("packing")
@@ -124,7 +148,7 @@ class Quantizer:
             step.source,
             solved,
             near=step.there,
-            room=self._packed.room,
+            buffers=self._packed,
             written=self.writer.has_turn(number),
         )
         self._made = held_tensors(step.source, tensors.device, context.work / "output" / job.plan.shard_file(number))
@@ -150,7 +174,7 @@ class Quantizer:
         hashes, carried = kept_hashes(self.job.plan, number, source), self.job.plan.carried(number)
         self.writer.begin(
             number,
-            partial(audit_shard, self.job, number, step.there, made, tensors.crossing, self.context.device),
+            partial(audit_shard, self.job, number, step.there, made, self.context.device),
             partial(write_shard, host, path, hashes, carried),
         )
 
@@ -162,15 +186,18 @@ class Quantizer:
             self._made = None
             step.watch.lap("materialise")
             doing("calibration pass")
-            self.calibration.finish(step.number, layer)
+            self._finish(step.number, layer)
             step.watch.lap("propagate")
             yield layer
+
+    def _finish(self, number: int, layer: torch.nn.Module) -> None:
+        finish(self.model, layer, self.states, f"layer {number}", self.context.check)
 
     def follow(self, number: int, stored: Held) -> None:
         """Take the calibration states through a layer that is finished."""
         with self.model.layer(number, stored) as layer:
-            self.calibration.attend(layer)
-            self.calibration.finish(number, layer)
+            attend(self.model, layer, self.states, self.states, self.context.check)
+            self._finish(number, layer)
 
     def entry(self, step: LayerStep) -> dict[str, Any]:
         """The journal's entry of a layer after its step, as far as it is known before its shard is on disk."""
@@ -192,39 +219,33 @@ class Quantizer:
             return []
         names = sorted({sample.category for sample in data.samples})
         counts = torch.zeros(len(names), self.job.sizes["experts"], dtype=torch.int64)
-        recorded = self.calibration.recorded
-        chosen = recorded.chosen.flat.cpu()
+        chosen = self.recorded.chosen.flat.cpu()
         for i, sample in enumerate(data.samples):
-            own = chosen[recorded.sequence(i)].long()
+            own = chosen[self.recorded.sequence(i)].long()
             counts[names.index(sample.category)] += route_counts(own, counts.shape[1])
         rows: list[list[int]] = counts.tolist()
         return rows
 
+    def remove(self) -> None:
+        """Remove the files of the states, if there are any."""
+        self.states.remove()
+        self.recorded.remove()
 
-def audit_shard(
-    job: Job, number: int, source: Held, made: Held, crossing: Crossing, device: torch.device
-) -> LayerAudit:
-    """Compare what is going to be in a layer's file with the source, while it is copied to the host.
 
-    Args:
-        crossing: that copy; it has ended when this returns or raises, since the file is written next.
-    """
+def audit_shard(job: Job, number: int, source: Held, made: Held, device: torch.device) -> LayerAudit:
+    """Compare what is going to be in a layer's file with the source."""
     audit = written_from(job.plan.of_layer(number))
-    try:
-        audit_layer(number, job.facts, job.sizes, source, made, device=device, audit=audit)
-    finally:
-        crossing.finish()
+    audit_layer(number, job.facts, job.sizes, source, made, device=device, audit=audit)
     return audit
 
 
-def of_shard(written: Written | None) -> dict[str, Any]:
-    """What the journal's entry says of a layer's shard once that is on disk, on the first machine."""
-    assert written is not None
+def of_shard(written: Written) -> dict[str, Any]:
+    """What the journal's entry says of a layer's shard once that is on disk."""
     digest, audit = written
     return {"digest": digest, "audit": audit.as_dict(), "closeness": _closeness(audit.by_expert)}
 
 
-def _for_the_journal(solved: Solved | None) -> dict[str, Any]:
+def _for_the_journal(solved: LayerResult | None) -> dict[str, Any]:
     if solved is None:
         return {"error": {}, "fallbacks": [], "leaning": None}
     return {

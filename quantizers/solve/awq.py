@@ -11,17 +11,18 @@ are llm-compressor's "duo scaling" grid.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
-from quantizers.device.fused import fused
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import is_accelerator
+from quantizers.distributed.process_group import ProcessGroup
 from quantizers.forward.codes import code_range, grouped
+from quantizers.recipe.schema import Awq, Experts
 
-from .fused import operators
-from .parts import column_parts, in_groups
-from .rounding import minmax_steps
+from .input_hessian import ExpertBatch, InputHessian
+from .rounding import column_parts, in_groups, minmax_steps
 from .symmetric import row_losses
 
 SEARCH_ROWS, LARGEST_STEP = 2048, 8  # rows of all experts that are read for the norm's scale; see `row_step`
@@ -95,14 +96,14 @@ def scale_losses(weight: torch.Tensor, gram: torch.Tensor, scales: torch.Tensor,
         (P, E) float32; infinity where a loss is not finite.
     """
     table = []
-    for errors in tried_errors(weight, scales, group, bits):
+    for errors in _tried_errors(weight, scales, group, bits):
         experts, _, points, rows = errors.shape
         table.append(row_losses(errors.flatten(2).mT, gram).view(experts, points, rows).sum(-1))
     losses = torch.cat(table, 1).T
     return torch.where(torch.isfinite(losses), losses, torch.full_like(losses, torch.inf))
 
 
-def tried_errors(weight: torch.Tensor, scales: torch.Tensor, group: int, bits: int) -> Iterator[torch.Tensor]:
+def _tried_errors(weight: torch.Tensor, scales: torch.Tensor, group: int, bits: int) -> Iterator[torch.Tensor]:
     """Q(W s) / s − W of all candidates, a few at a time, (E, C, n, R); each valid until the next is asked for.
 
     Args:
@@ -110,17 +111,16 @@ def tried_errors(weight: torch.Tensor, scales: torch.Tensor, group: int, bits: i
     """
     weight = weight.mT.contiguous()
     experts, columns, rows = weight.shape
-    together = TOGETHER if accelerated(weight.device) else 1
+    together = TOGETHER if is_accelerator(weight.device) else 1
     room = weight.new_empty(min(together, len(scales)) * weight.numel())
-    try_all = operators.tried_errors if fused(weight.device) else _tried_errors
     for some in torch.split(scales, together):
         errors = room[: len(some) * weight.numel()].view(experts, columns, len(some), rows)
-        try_all(weight, some, errors, group, bits)
+        _fill_errors(weight, some, errors, group, bits)
         yield errors
 
 
-def _tried_errors(weight: torch.Tensor, scales: torch.Tensor, errors: torch.Tensor, group: int, bits: int) -> None:
-    """Fill `errors` (E, C, P, R) by the rule of solve/fused; arguments are those of `operators.tried_errors`."""
+def _fill_errors(weight: torch.Tensor, scales: torch.Tensor, errors: torch.Tensor, group: int, bits: int) -> None:
+    """Fill `errors` (E, C, P, R) with Q(W s) / s − W of weight (E, C, R) and scales (P, B, C)."""
     for s, lost in zip(scales.unsqueeze(-1), errors.unbind(2), strict=True):  # (B, C, 1) and (E, C, R)
         for experts, columns in column_parts(weight, group):
             own, part = s[experts if len(s) > 1 else slice(None), columns], weight[experts, columns]
@@ -156,7 +156,7 @@ def fold_norm(norm: torch.Tensor, s: torch.Tensor, offset: int = 0) -> tuple[tor
 
 
 def divided_first(bits: int) -> bool:
-    """Whether w3's rows are divided by s before they are rounded, or their stored scales after; see gram_engine.py."""
+    """Whether w3's rows are divided by s before they are rounded, or their stored scales after; see solver.py."""
     return bits == 8
 
 
@@ -179,3 +179,54 @@ def divided(scale: torch.Tensor, codes: torch.Tensor, s: torch.Tensor) -> torch.
 def fold_gram(gram: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     """The Gram matrix of x / s from that of x: G / (s sᵀ). gram (E, C, C), s (E, C) or (1, C)."""
     return gram / (s.unsqueeze(-1) * s.unsqueeze(-2))
+
+
+# The scale that is folded into the norm: one for all of its readers, searched over all experts.
+#
+# Legend: E experts, c experts of a unit, H hidden, P grid points.
+
+Rows = Callable[[ExpertBatch], torch.Tensor]
+
+
+def norm_scale(
+    gate_up: Callable[[ExpertBatch], torch.Tensor],
+    inputs: InputHessian,
+    settings: Experts,
+    units: Sequence[ExpertBatch],
+    experts: int,
+    *,
+    within_memory: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
+    dist: ProcessGroup,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The scale (H,) that the norm, the router and every w1 and w3 share, before the norm is rounded.
+
+    Args:
+        gate_up: gives w1 above w3 of a unit, (c, 2I, H).
+        units: this process's.
+        experts: E.
+        within_memory: calls a function again where memory was full, see `HessianCache`.
+
+    Returns:
+        The scale; and the objective before and after, two numbers on the device.
+    """
+    assert isinstance(settings.awq, Awq)
+    group, bits, device = settings.group_size, settings.bits, inputs.gram.device
+
+    def means(unit: ExpertBatch) -> torch.Tensor:
+        return weight_means(gate_up(unit).float(), group)
+
+    def losses(points: torch.Tensor, unit: ExpertBatch) -> torch.Tensor:
+        rows = gate_up(unit)
+        step = row_step(experts * rows.shape[1], SEARCH_ROWS)
+        return scale_losses(rows[:, ::step].float(), inputs.gram.unsqueeze(0), points, group, bits).T * step  # (c, P)
+
+    def of_all(rows: Rows) -> torch.Tensor:
+        parts = [within_memory(partial(rows, unit)) for unit in units]
+        return dist.all_gather({"rows": torch.cat(parts)} if parts else {}, device)["rows"]
+
+    mean = of_all(means).mean(0, keepdim=True)
+    grid = grid_scales(inputs.mean.unsqueeze(0), mean, settings.awq.grid, settings.awq.duo_scaling)
+    total = of_all(partial(losses, grid)).double().sum(0)  # (P,), added in the order in which they are solved
+    best = total.argmin().view(1)
+    before, after = total[0], total.index_select(0, best)[0]
+    return grid.index_select(0, best)[0, 0], {"norm_search_before": before, "norm_search_after": after}

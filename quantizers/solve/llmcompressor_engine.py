@@ -16,14 +16,20 @@ Three things are not the library's, all on purpose:
 - `BasicPipeline` of 0.14 turns fake quantization on again before AWQ starts its search, which then measures
   weights that are quantized twice, at first by scales not yet set. So the events are sent here, in the order
   of the library's `SequentialPipeline` (what `oneshot` uses) and with quantization off as there.
+
+The only file that replaces code of another project while it runs (`quiet_library`), since llm-compressor 0.14 has no
+option for it: tqdm's bars would be mixed with our progress, and its cache pins memory even without an accelerator,
+which torch refuses.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -33,11 +39,71 @@ from quantizers.architectures.matrices import MATRICES, PROJECTIONS, Matrix
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import QuantizeError
 
-from .quiet_library import quiet_library
-from .solved import Solved
+from .result import LayerResult
 
 if TYPE_CHECKING:
-    pass
+    from loguru import Message
+
+
+# Warnings about what is meant here: a layer has no embeddings and no lm_head, a router has no scheme, and the
+# device is the caller's choice.
+EXPECTED_WARNINGS = (
+    "Attempted to disable lm_head",
+    "Cannot check embeddings",
+    "No accelerator available",
+    "Unable to find quantization scheme for targeted layer",
+)
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """No progress bars, no pinned memory without an accelerator, and no log but warnings, which go to Python's
+    `logging`; afterwards all is as it was.
+
+    llm-compressor logs through loguru; importing it removes whatever sinks there are and adds one on standard
+    output. loguru has no public way to set its sinks aside, hence `_core`.
+    """
+    import torch
+    from loguru import logger
+    from tqdm import tqdm
+
+    shown = tqdm.__init__
+
+    def hidden(bar: Any, *args: Any, **options: Any) -> None:
+        shown(bar, *args, **options | {"disable": True})
+
+    core: Any = logger._core  # type: ignore[attr-defined]  # hidden from types, see above
+    with core.lock:
+        sinks = core.handlers, core.min_level
+        core.handlers, core.min_level = {}, float("inf")
+    try:
+        with redirect_stdout(StringIO()):
+            import llmcompressor  # noqa: F401  # its sink is added now, and removed by the next line
+        logger.remove()
+        logger.add(_forward, level="WARNING", format="{message}")
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(tqdm, "__init__", hidden))
+            if not torch.accelerator.is_available():
+                from llmcompressor.pipelines.cache import IntermediatesCache
+
+                stack.enter_context(patch.object(IntermediatesCache, "pin_memory", _leave_unpinned))
+            yield
+    finally:
+        logger.remove()
+        with core.lock:
+            core.handlers, core.min_level = sinks
+
+
+def _leave_unpinned(*_arguments: Any, **_named: Any) -> None:
+    """Replaces `IntermediatesCache.pin_memory`."""
+
+
+def _forward(message: Message) -> None:
+    """A loguru sink: one record to the standard logger of the module that wrote it."""
+    record = message.record
+    if not record["message"].startswith(EXPECTED_WARNINGS):
+        logging.getLogger(record["name"]).log(record["level"].no, "%s", record["message"])
+
 
 # E experts, H hidden, I expert width, g group size, T tokens of a sequence
 
@@ -53,7 +119,7 @@ def solve_with_llmcompressor(
     experts: str,
     compensate_router: bool = True,
     norm_dtype: torch.dtype = torch.bfloat16,
-) -> Solved:
+) -> LayerResult:
     """Smooth and quantize one layer's routed experts as llm-compressor does.
 
     The layer is used up: its fused experts are replaced by three nn.Linear each, and weights are changed in
@@ -136,7 +202,7 @@ def solve_with_llmcompressor(
         folded = _weight(layer.get_submodule(norm)).to(norm_dtype)  # (H,)
         smooth = torch.where(folded == 0, 1.0, source_norm / folded.float())
     codes, scales = _codes(linear, args)
-    return Solved(
+    return LayerResult(
         norm=folded,
         smooth=smooth,
         router=source_router * smooth if folding and compensate_router else None,
@@ -194,7 +260,6 @@ def _calibrate(model: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
     """
     from llmcompressor.core import LifecycleCallbacks
     from llmcompressor.modeling.moe.context import moe_calibration_context
-    from llmcompressor.pipelines.cache import IntermediatesCache
     from llmcompressor.utils.helpers import DisableQuantization, eval_context
 
     seen = [0] * linear.num_experts
@@ -204,9 +269,6 @@ def _calibrate(model: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
 
     with ExitStack() as stack:
         stack.enter_context(moe_calibration_context())
-        if not torch.accelerator.is_available():  # 0.14 pins without asking, and torch raises
-            stack.enter_context(patch.object(IntermediatesCache, "pin_memory", _leave_unpinned))
-
         LifecycleCallbacks.calibration_start()
         stack.enter_context(eval_context(model))
         stack.enter_context(DisableQuantization(model))  # until the search is over, too
@@ -225,10 +287,6 @@ def _calibrate(model: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
         LifecycleCallbacks.sequential_epoch_end(list(model.modules()))
         LifecycleCallbacks.calibration_end()
     return seen
-
-
-def _leave_unpinned(cache: Any, batch_index: int, input_names: list[str] | None = None) -> None:
-    """Stands in for `IntermediatesCache.pin_memory` where there is no accelerator to pin for."""
 
 
 def _report(

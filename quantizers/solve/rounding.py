@@ -8,21 +8,22 @@ against a finer scale would be a different weight there.
 GPTQ: Frantar et al., https://arxiv.org/abs/2210.17323. Columns in the order of falling diagonal:
 its "act-order", here with the groups' scales fixed beforehand, so that no g_idx is needed.
 
-The inner loops, `_round_block` and `_mse_steps`, keep the rule of solve/fused, whose kernels take their place on a GPU
-and give the same bits.
+The inner loops, `round_block` and `mse_steps`, keep the rule of solve/kernels: a kernel there takes their place on a
+GPU, and gives the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from quantizers.device.fused import fused
+from quantizers.device.devices import is_accelerator
+from quantizers.device.triton_support import use_kernel
 from quantizers.forward.codes import code_range, grouped
 
-from .fused import operators
-from .inverse_factor import inverse_factor
-from .parts import column_parts, in_groups
-from .sum_in_order import sum_in_order
+from .kernels import launch
+from .symmetric import ordered_sum
 
 DAMPING = 0.01  # of Gram matrices, as a share of their mean diagonal
 MSE_COUNT, MSE_FIRST, MSE_LESS = 20, 1.05, 0.02
@@ -49,7 +50,8 @@ def minmax_steps(by_group: torch.Tensor, bits: int) -> torch.Tensor:
     """As `minmax_scales`, (…, n, R) bfloat16, of a matrix that lies transposed: (…, n, g, R) float32."""
     low, high = code_range(bits)
     largest = torch.maximum(by_group.amax(-2), by_group.amin(-2).neg_())
-    scale = largest.div_((high - low) / 2).bfloat16()
+    # Not by a number of Python: torch would multiply by its reciprocal on a GPU.
+    scale = largest.div_(torch.full_like(largest[..., :1], (high - low) / 2)).bfloat16()
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
@@ -78,8 +80,8 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
         (E, R, n) bfloat16; min-max where nothing is smaller, as where the importance is all zero.
     """
     experts, rows, columns = weight.shape
-    if fused(weight.device):
-        steps: torch.Tensor = operators.mse_scales(
+    if use_kernel("mse_scales", weight.device):
+        steps = launch.mse_scales(
             weight.mT.contiguous(), importance.contiguous(), group, bits, MSE_COUNT, MSE_FIRST, MSE_LESS
         )
         return steps.mT.contiguous()
@@ -87,11 +89,11 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
     for some, part in column_parts(weight.mT, group):
         by_group = in_groups(weight.mT[some, part].contiguous(), group)
         column = grouped(importance[some, part], group).unsqueeze(-1)  # (e, n, g, 1)
-        chosen[some, part.start // group : part.stop // group] = _mse_steps(by_group, column, bits)
+        chosen[some, part.start // group : part.stop // group] = mse_steps(by_group, column, bits)
     return chosen.mT.contiguous()
 
 
-def _mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int) -> torch.Tensor:
+def mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int) -> torch.Tensor:
     """Scales (e, n, R) bfloat16 of a part (e, n, g, R), whose columns count as much as `column` (e, n, g, 1) says."""
     chosen = minmax_steps(by_group, bits)
     base, error = chosen.float(), torch.empty_like(by_group)
@@ -99,7 +101,7 @@ def _mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int) -> torch
     def loss_of(scale: torch.Tensor) -> torch.Tensor:
         step = scale.float().unsqueeze(2)
         torch.div(by_group, step, out=error).round_().clamp_(*code_range(bits)).mul_(step).sub_(by_group)
-        return sum_in_order(error.square_().mul_(column))
+        return ordered_sum(error.square_().mul_(column))
 
     best = loss_of(chosen)
     for factor in MSE_FACTORS:
@@ -127,7 +129,7 @@ def gptq(
     bits: int,
     damping: float = DAMPING,
     *,
-    careful: bool = True,
+    exact: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round column by column, each column's error spread over those not yet rounded.
 
@@ -136,15 +138,15 @@ def gptq(
         gram: (E, C, C) float32: Σ x xᵀ of what multiplies the columns.
         scale: (E, R, n) bfloat16, fixed beforehand.
         damping: share of the mean diagonal added to the diagonal.
-        careful: see `inverse_factor`.
+        exact: see `cholesky_inverse`.
 
     Returns:
-        Codes (E, R, C) int8, and the damping used (E,), see `inverse_factor`.
+        Codes (E, R, C) int8, and the damping used (E,), see `cholesky_inverse`.
         Where that is infinite the codes are those of `nearest`.
     """
     experts, rows, columns = weight.shape
     order = gram.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
-    factor, used = inverse_factor(_in_order(_in_order(gram, order).mT, order), damping, careful=careful)
+    factor, used = cholesky_inverse(_in_order(_in_order(gram, order).mT, order), damping, exact=exact)
     # An error's share in each later column.
     factor.div_(factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone())
     # Transposed, (E, C, R): a column then lies in one piece, and so do all later ones.
@@ -152,7 +154,7 @@ def gptq(
     steps, group_of = scale.mT.contiguous(), (order // (columns // scale.shape[-1])).int()
     codes = torch.empty_like(work, dtype=torch.int8)
     errors = torch.empty(experts, min(PANEL, columns), rows, dtype=work.dtype, device=work.device)
-    round_block = operators.gptq_block if fused(work.device) else _round_block
+    round_one = launch.gptq_block if use_kernel("gptq_block", work.device) else round_block
     for first in range(0, columns, PANEL):
         last = min(first + PANEL, columns)
         if first:
@@ -162,7 +164,7 @@ def gptq(
             own, left = slice(start, end), errors[:, start - first : end - first]
             if start > first:
                 work[:, own].baddbmm_(factor[:, first:start, own].mT, errors[:, : start - first], alpha=-1)
-            round_block(work[:, own], factor[:, own, own], steps, group_of[:, own], left, codes[:, own], bits)
+            round_one(work[:, own], factor[:, own, own], steps, group_of[:, own], left, codes[:, own], bits)
         # These columns are done with: their errors, which later ones need, take their place.
         work[:, first:last] = errors[:, : last - first]
     # Taken by the inverse order. To scatter by the order gives the same, but where algorithms must be deterministic,
@@ -170,7 +172,7 @@ def gptq(
     return _in_order(codes, order.argsort(dim=-1)).mT, used
 
 
-def _round_block(
+def round_block(
     work: torch.Tensor,
     factor: torch.Tensor,
     scale: torch.Tensor,
@@ -181,7 +183,7 @@ def _round_block(
 ) -> None:
     """Round the columns of a block, each column's error spread over those after it in the block.
 
-    Arguments are those of `operators.gptq_block`; `work` is changed.
+    Arguments are those of `launch.gptq_block`; `work` is changed.
     """
     steps, rounded, shares = _in_order(scale, group_of.long()).float(), *(torch.empty_like(work) for _ in range(2))
     columns = (tensor.unbind(1) for tensor in (work, steps, rounded, errors))
@@ -197,3 +199,80 @@ def _in_order(matrices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """The rows of (E, M, N) in another order for each expert, (E, m, N) contiguous; order (E, m) int64."""
     # The index is a view of `order`, and takes no memory.
     return matrices.gather(1, order.unsqueeze(-1).expand(-1, -1, matrices.shape[-1]))
+
+
+# A CPU does all passes on a part of a batch of matrices before it takes the next: a part stays in the cache, and its
+# temporaries in the heap, where a pass over a whole matrix would go through main memory. Matrices are transposed,
+# (E, C, R): a column is contiguous, and what is the same for a column or a group is broadcast along long rows.
+
+PART = 2**19  # numbers: 2 MiB of float32
+
+
+def column_parts(columns_first: torch.Tensor, group: int) -> Iterator[tuple[slice, slice]]:
+    """Experts and columns of each part of (E, C, R): whole groups of columns of one expert, or whole experts.
+
+    Which columns belong together follows from C, R and the group alone, not from E. On an accelerator everything is
+    one part.
+    """
+    experts, columns, rows = columns_first.shape
+    if is_accelerator(columns_first.device):
+        yield slice(0, experts), slice(0, columns)
+        return
+    width = min(columns, max(1, PART // (group * rows)) * group)
+    together = max(1, PART // (rows * columns)) if width == columns else 1
+    for expert in range(0, experts, together):
+        for column in range(0, columns, width):
+            yield slice(expert, min(expert + together, experts)), slice(column, min(column + width, columns))
+
+
+def in_groups(part: torch.Tensor, group: int) -> torch.Tensor:
+    """View (e, C, R) as (e, n, g, R)."""
+    return part.view(part.shape[0], -1, group, part.shape[2])
+
+
+# GPTQ spreads errors by the Cholesky factor of the inverse Hessian, found here without inverting it first.
+
+ATTEMPTS = 4  # dampings tried, each ten times the one before
+
+
+def cholesky_inverse(gram: torch.Tensor, damping: float, *, exact: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = gram + d I.
+
+    With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H
+    with rows and columns reversed. One factorization and one triangular solve, where inverting H
+    first and factoring the inverse would need three.
+
+    Args:
+        gram: (E, C, C) float32, symmetric, positive semi-definite.
+        damping: share of the mean diagonal that is added to the diagonal.
+        exact: raise the damping where it is too small. That looks at a number, for which an accelerator stops;
+            without it only the first damping is tried.
+
+    Returns:
+        U (E, C, C) and the damping used (E,): ten times as much, again and again, for an expert
+        whose H is not positive definite; infinity where nothing helped, and U is the identity.
+    """
+    work = gram.flip(-1, -2)
+    diagonal = work.diagonal(dim1=-2, dim2=-1)
+    before = diagonal.clone()  # (E, C)
+    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)  # (E,)
+    used = torch.full_like(mean, damping)
+    for _ in range(ATTEMPTS if exact else 1):
+        torch.add(before, (used * mean).unsqueeze(-1), out=diagonal)
+        lower, info = torch.linalg.cholesky_ex(work)
+        failed = (info != 0) | ~torch.isfinite(mean) | (mean <= 0)
+        if exact and not bool(failed.any()):
+            break
+        used = torch.where(failed, used * 10, used)
+    used.masked_fill_(failed, torch.inf)
+    _set_identity(lower, failed)
+    _set_identity(work, torch.ones_like(failed))
+    # The solver wants columns in one piece, and so it gets them: as it overwrites the identity, nothing is copied.
+    torch.linalg.solve_triangular(lower, work.mT, upper=False, out=work.mT)
+    return work.mT.flip(-1, -2), used
+
+
+def _set_identity(matrices: torch.Tensor, where: torch.Tensor) -> None:
+    """Make those of (E, C, C) the identity where (E,) says so."""
+    matrices.masked_fill_(where[:, None, None], 0)
+    matrices.diagonal(dim1=-2, dim2=-1).masked_fill_(where.unsqueeze(-1), 1)

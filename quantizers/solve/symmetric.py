@@ -13,11 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quantizers.device.fused import fused
-from quantizers.device.kind import accelerated
-
-from .fused import operators
-from .sum_in_order import sum_in_order
+from quantizers.device.devices import is_accelerator
 
 SMALLEST = 128  # columns: below that a matmul wastes more than it saves
 BLOCKS = 8
@@ -31,7 +27,7 @@ def blocks(columns: int) -> Iterator[tuple[int, int]]:
 
 def gram(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """aᵀ b with float32 accumulation and result, for (T, M) and (T, N) of one dtype."""
-    if a.dtype != torch.float32 and accelerated(a.device):
+    if a.dtype != torch.float32 and is_accelerator(a.device):
         return torch.mm(a.mT, b, out_dtype=torch.float32)
     return a.float().mT @ b.float()
 
@@ -45,7 +41,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """
     if a.dtype == torch.float32:
         total.baddbmm_(a.mT, b)
-    elif accelerated(a.device):  # with the sum as `self` and as `out`, it is added to where it lies
+    elif is_accelerator(a.device):  # with the sum as `self` and as `out`, it is added to where it lies
         torch.baddbmm(total, a.mT, b, torch.float32, out=total)
     else:
         total.baddbmm_(a.float().mT, b.float())
@@ -58,7 +54,7 @@ def add_gram(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total: (E, C, C) float32, or (C, C).
         a, b: (E, T, C) of one dtype, or (T, C), such as w · x and x with a weight w for each token.
     """
-    if not accelerated(a.device):
+    if not is_accelerator(a.device):
         a, b = a.float(), b.float()
     if total.dim() == 2:
         total, a, b = total.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0)
@@ -89,7 +85,7 @@ def row_losses(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
         gram: (E, C, C), or (1, C, C) where all share it; symmetric.
 
     Returns:
-        (E, R) in delta's dtype, added as sum_in_order.py says.
+        (E, R) in delta's dtype, added as symmetric.py says.
     """
     columns = delta.mT if delta.stride(-2) == 1 else delta.mT.contiguous()  # (E, C, R)
     gram = gram.expand(len(columns), -1, -1)
@@ -100,7 +96,31 @@ def row_losses(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
         torch.bmm(gram[:, start:end, start:end], own, out=made)
         if end < columns.shape[1]:
             made.baddbmm_(gram[:, start:end, end:], after, alpha=2)
-    if fused(delta.device) and delta.dtype == torch.float32:
-        summed: torch.Tensor = operators.summed_products(product, columns)
-        return summed
-    return sum_in_order(product.mul_(columns))
+    return ordered_sum(product.mul_(columns))
+
+
+# A sum whose order is written down, so that every device and every kernel gives the same bits.
+
+LANES = 8  # terms that are added side by side
+
+
+def ordered_sum(terms: torch.Tensor) -> torch.Tensor:
+    """The sum over the last dimension but one: in 8 lanes, each from left to right, then neighbouring lanes in pairs.
+
+    Args:
+        terms: (…, g, R) float32; with g not divisible by 8 there are 4, 2 or 1 lanes. Overwritten.
+
+    Returns:
+        (…, R).
+    """
+    count = terms.shape[-2]
+    lanes = min(LANES, count & -count)
+    by_lane = terms.view(*terms.shape[:-2], -1, lanes, terms.shape[-1])
+    total = by_lane[..., 0, :, :]
+    for more in by_lane.unbind(-3)[1:]:
+        total += more
+    while total.shape[-2] > 2:
+        even = total[..., ::2, :]
+        even += total[..., 1::2, :]
+        total = even
+    return total.sum(-2)  # of two at most, which has only one order

@@ -17,8 +17,8 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.device.fetch import fetched
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import is_accelerator
+from quantizers.device.prefetch import to_host
 from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, reader_state, router_state
 from quantizers.forward.weights import ExpertWeights, read_weight
 from quantizers.plan.plan import KEPT, Action
@@ -113,7 +113,7 @@ def audit_layer(
     before, after = (checkpoint.tensor(norm_name).to(device) for checkpoint in (source, candidate))
     broken = ~torch.isfinite(after.float()).all()
     zeros = ((before == 0) != (after == 0)).any() if before.shape == after.shape else broken
-    seen = fetched({"broken": broken, "zeros": zeros})
+    seen = to_host({"broken": broken, "zeros": zeros})
     if before.shape != after.shape or seen["broken"]:
         audit.differences.append(f"{norm_name}: is not finite, or of another shape than the source's")
         return
@@ -189,7 +189,7 @@ def _broken() -> Iterator[None]:
 
 def _in_units(old: ExpertWeights, new: ExpertWeights, smooth: torch.Tensor) -> dict[int, torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
-    unit = unit_of_experts(accelerated(smooth.device), old.hidden, old.width)
+    unit = unit_of_experts(is_accelerator(smooth.device), old.hidden, old.width)
     for first, last in units_of(old.experts, unit):
         # The last unit's weights live until these are there, so that a CPU's memory is used again, not returned.
         with _broken():

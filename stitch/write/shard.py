@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -13,21 +13,19 @@ from safetensors.torch import save_file
 
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.tensor_bytes import torch_dtype
-from quantizers.device.crossing import ARRIVED, Crossing, beside
-from quantizers.device.kind import accelerated
+from quantizers.device.devices import is_accelerator
+from quantizers.device.prefetch import PinnedBuffers
 from quantizers.forward.packing import pack
 from quantizers.plan.plan import KEPT, METADATA, Action, Plan
-from quantizers.solve.solved import Solved
-from quantizers.system.atomic import disk_errors, sync_folder
+from quantizers.solve.result import LayerResult
 from quantizers.system.errors import CheckpointError, QuantizeError
+from quantizers.system.files import disk_errors, sync_folder
 
 from .digests import ShardDigest, joined_digests, read_back, split
-from .one_buffer import Shape, arrays_in, buffer_for
 
 PACKED_AT_A_TIME = 16  # experts, on an accelerator: few launches, and temporaries that are small beside the result
 PIECE = 2**18  # numbers looked at together: what is made of them stays in a CPU's cache
 
-Room = Callable[[int], torch.Tensor]
 Key = tuple[str, str]  # a matrix and which of its arrays, or a tensor's name and nothing
 
 
@@ -38,34 +36,30 @@ class LayerTensors(NamedTuple):
         host: for the file, on the CPU, contiguous.
         device: for whoever computes with them, where the layer was solved; on a CPU the same memory. The shapes of
             packed weights are on the CPU in both, since they are read as numbers, and so is what was made there.
-        crossing: of what was made on the device: to be finished before `host` is read, and `device` kept until then.
     """
 
     host: dict[str, torch.Tensor]
     device: dict[str, torch.Tensor]
-    crossing: Crossing = ARRIVED
 
 
 def layer_tensors(
     plan: Plan,
     layer: int | None,
     source: Checkpoint,
-    solved: Solved | None,
+    solved: LayerResult | None,
     *,
     near: Checkpoint | None = None,
-    room: Room | None = None,
+    buffers: PinnedBuffers | None = None,
     written: bool = True,
 ) -> LayerTensors:
     """Every tensor of one output shard.
-
-    Whatever was made on a device comes to the host in one copy, beside the device's work.
 
     Args:
         layer: a decoder layer, or None for the tensors outside the layers.
         source: on the CPU.
         solved: needed if the plan quantizes, folds or compensates in this layer.
         near: the source's tensors where the layer was solved, if they lie there too.
-        room: gives memory on the host of so many bytes, uint8, for that copy; None for new memory.
+        buffers: where what was made on a device is copied to on the host; None for new memory.
         written: False if nobody writes the shard here: then what was made on a device stays there alone.
     """
     kept: dict[str, str] = {}
@@ -86,12 +80,10 @@ def layer_tensors(
     if solved is not None:
         assert layer is not None
         bits = plan.schemes[layer].bits if quantized else 0
-        there, buffer, rooms = _in_one_place(small, solved if quantized else None, bits)
-        places = [(made.device, there)]
+        arrays = _arrays(small, solved if quantized else None, bits)
+        places = [(made.device, arrays)]
         if written:
-            on_host, crossing = _on_host(buffer, room)
-            made = made._replace(crossing=crossing)
-            places.append((made.host, there | arrays_in(on_host, rooms)))
+            places.append((made.host, _on_host(arrays, buffers)))
         for found, values in places:
             for action in quantized:
                 assert action.matrix is not None
@@ -104,7 +96,7 @@ def layer_tensors(
     return made
 
 
-def _folded(action: Action, source: Checkpoint, solved: Solved) -> torch.Tensor:
+def _folded(action: Action, source: Checkpoint, solved: LayerResult) -> torch.Tensor:
     """The norm or the router that replaces the source's."""
     if action.kind == "fold":
         assert solved.norm is not None
@@ -114,41 +106,24 @@ def _folded(action: Action, source: Checkpoint, solved: Solved) -> torch.Tensor:
     return router.to(torch_dtype(action.outputs[action.source].dtype))
 
 
-def _in_one_place(
-    small: Mapping[str, torch.Tensor], solved: Solved | None, bits: int
-) -> tuple[dict[Key, torch.Tensor], torch.Tensor, dict[Key, Shape]]:
-    """The packed codes of each matrix, its scales and the small tensors.
-
-    Returns:
-        All of them where they were made; the memory, uint8, of those that were made on a device or packed here; and the
-        shapes of these.
-    """
-    values: dict[Key, torch.Tensor] = {(name, ""): tensor.contiguous() for name, tensor in small.items()}
-    codes = {} if solved is None else dict(solved.codes)
-    if solved is not None:
-        values |= {(matrix, "scale"): scale.contiguous() for matrix, scale in solved.scales.items()}
-    where = next((matrix.device for matrix in codes.values()), torch.device("cpu"))
-    rooms: dict[Key, Shape] = {
-        (matrix, "packed"): ((*own.shape[:-1], own.shape[-1] * bits // 32), torch.int32)
-        for matrix, own in codes.items()
-    }
-    rooms |= {key: (tuple(value.shape), value.dtype) for key, value in values.items() if accelerated(value.device)}
-    buffer = buffer_for(rooms, where)
-    there = values | arrays_in(buffer, rooms)
-    for key in rooms.keys() & values.keys():
-        there[key].copy_(values[key])
-    step = PACKED_AT_A_TIME if accelerated(where) else 1  # on a CPU temporaries that fit in its cache are quicker
-    for matrix, own in codes.items():
-        for first in range(0, len(own), step):
-            there[matrix, "packed"][first : first + step] = pack(own[first : first + step], bits)
-    return there, buffer, rooms
+def _arrays(small: Mapping[str, torch.Tensor], solved: LayerResult | None, bits: int) -> dict[Key, torch.Tensor]:
+    """The packed codes of each matrix, its scales and the small tensors, where they were made."""
+    arrays: dict[Key, torch.Tensor] = {(name, ""): tensor.contiguous() for name, tensor in small.items()}
+    if solved is None:
+        return arrays
+    arrays |= {(matrix, "scale"): scale.contiguous() for matrix, scale in solved.scales.items()}
+    for matrix, codes in solved.codes.items():
+        shape = (*codes.shape[:-1], codes.shape[-1] * bits // 32)
+        packed = arrays[matrix, "packed"] = torch.empty(shape, dtype=torch.int32, device=codes.device)
+        # On a CPU temporaries that fit in its cache are quicker.
+        step = PACKED_AT_A_TIME if is_accelerator(codes.device) else 1
+        for first in range(0, len(codes), step):
+            packed[first : first + step] = pack(codes[first : first + step], bits)
+    return arrays
 
 
-def _on_host(buffer: torch.Tensor, room: Room | None) -> tuple[torch.Tensor, Crossing]:
-    if room is None or not accelerated(buffer.device):
-        return buffer.cpu(), ARRIVED
-    there = room(len(buffer))
-    return there, beside([(there, buffer)], buffer.device)
+def _on_host(arrays: Mapping[Key, torch.Tensor], buffers: PinnedBuffers | None) -> dict[Key, torch.Tensor]:
+    return {key: tensor.cpu() for key, tensor in arrays.items()} if buffers is None else buffers.copied(arrays)
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], where: str, carried: Collection[str] = ()) -> None:

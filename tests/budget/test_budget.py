@@ -22,17 +22,17 @@ from eval.consumers.check import STORED
 from eval.report.schemes import choice_lines
 from quantizers.budget import choice, measure
 from quantizers.budget.measure import scheme_errors
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
 from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import recorded as seen_by
 from quantizers.forward.weights import layer_weights, read_weight
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.plan import file_size
-from quantizers.recipe.scheme import ALL, Scheme
+from quantizers.recipe.schema import ALL, Scheme
 from quantizers.run import pipeline
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
@@ -110,19 +110,20 @@ def test_errors_are_those_of_an_experts_outputs() -> None:
         assert torch.allclose(coarsest[1], rounded(down[expert], minmax_scales(down[expert], 32, 4), 4), atol=1e-6)
 
 
-def test_scales_keep_what_an_outlier_channel_needs() -> None:
-    """One input is ten times as large: its columns keep their precision, so the error falls."""
+def test_columns_are_scaled_by_their_inputs() -> None:
+    """By the root of the mean magnitude: of the whole layer's inputs for w1 and w3, of the expert's own for w2."""
     torch.manual_seed(0)
-    gate_up, down = torch.randn(1, 64, 64), torch.randn(1, 64, 32)
-    x = torch.randn(50, 64)
+    gate_up, down, x = torch.randn(2, 64, 64), torch.randn(2, 64, 32), torch.randn(50, 64)
     x[:, 5] *= 10
-    recorded = seen_by(x, torch.zeros(50, 1, dtype=torch.int64), torch.ones(50, 1))
-    with_scales, without = (
-        scheme_errors(recorded, (gate_up, down), 0, [Scheme(4, 32)], torch.nn.functional.silu, smooth=(on, on))[0]
-        for on in (True, False)
-    )
-    for matrix in ("gate", "up"):
-        assert with_scales[Scheme(4, 32)][matrix] < 0.8 * without[Scheme(4, 32)][matrix]
+    chosen = torch.randint(2, (50, 1))
+    silu = torch.nn.functional.silu
+    recorded = seen_by(x, chosen, torch.ones(50, 1))
+    _, (both, w2) = scheme_errors(recorded, (gate_up, down), 1, [Scheme(4, 32)], silu, smooth=(True, True))
+    own = x[chosen[:, 0] == 1]
+    inner = silu(own @ gate_up[1, :32].T) * (own @ gate_up[1, 32:].T)
+    for stored, weight, inputs in ((both, gate_up[1], x), (w2, down[1], inner)):
+        s = inputs.abs().mean(0).sqrt()
+        assert torch.allclose(stored, rounded(weight * s, minmax_scales(weight * s, 32, 4), 4) / s, atol=1e-5)
 
 
 def test_smaller_groups_make_the_error_smaller_and_more_bits_even_smaller(done: Any) -> None:
@@ -153,7 +154,7 @@ def test_the_probe_is_the_whole_model_with_the_first_layer_rounded(
     monkeypatch.setattr(measure, "MEASURED_EXPERTS", count)
     monkeypatch.setattr(measure, "PROBE_LENGTH", 100)
     source, factor = job.opened, (16 / count) ** 0.5
-    data = load_samples(tmp_path / "calibration.yaml", str(source.folder))
+    data = load_set(tmp_path / "calibration.yaml", str(source.folder))
     tokens = [torch.from_numpy(sample.tokens).long() for sample in data.samples][:4]
     entries = measure.measure_schemes(job, tokens, Context(tmp_path, CPU, 5))
     assert entries is not None
@@ -317,7 +318,7 @@ def test_a_cut_while_measuring_measures_again(done: Any, tmp_path: Path) -> None
 
 
 def tokens_of(job: Job) -> list[Tensor]:
-    data = load_samples(job.path.parent / "calibration.yaml", str(job.opened.folder))
+    data = load_set(job.path.parent / "calibration.yaml", str(job.opened.folder))
     return [torch.from_numpy(sample.tokens).long() for sample in data.samples]
 
 
@@ -355,7 +356,7 @@ def test_plan_shows_candidates_before_and_the_choice_after(
     code, out, _ = plan(job.path)
     assert code == 0
     assert "budget 4.375 bits per expert weight; possible are 4.25 to 8.5 bits per weight" in out
-    assert "the run measures and then chooses" in out
+    assert "the run measures, then chooses" in out
     code, out, _ = plan(job.path, "--output", folder)
     assert code == 0
     assert report["schemes"]["chosen"] in out

@@ -11,16 +11,16 @@ import pytest
 import torch
 import yaml
 from launched import quantize
+from rank_threads import together
 from runs import assert_same
-from team_threads import together
 from tiny import write_recipe
 
 from quantizers.budget import measure
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
+from quantizers.distributed.process_group import ProcessGroup
+from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.context import Context
 from quantizers.plan.job import prepare
-from quantizers.team.team import Team
 
 CPU = torch.device("cpu")
 FAMILY = "glm4_moe"  # its first layer has no experts
@@ -41,7 +41,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_figures_of_one_process(recipe: Path, tmp_path: Path) -> None:
     """Four processes on two machines, and three on one."""
     job = prepare(str(recipe))
-    data = load_samples(recipe.parent / "calibration.yaml", str(job.opened.folder))
+    data = load_set(recipe.parent / "calibration.yaml", str(job.opened.folder))
     tokens = [torch.from_numpy(sample.tokens).long() for sample in data.samples]
 
     def timeless(entries: Any) -> Any:
@@ -55,9 +55,9 @@ def test_figures_of_one_process(recipe: Path, tmp_path: Path) -> None:
         for folder in folders:
             folder.mkdir()
 
-        def work(team: Team, folders: list[Path] = folders) -> Any:
-            context = Context(folders[team.node], CPU, 5, team.heed(lambda: None), team)
-            return measure.measure_schemes(job, tokens if team.leads else None, context)
+        def work(dist: ProcessGroup, folders: list[Path] = folders) -> Any:
+            context = Context(folders[dist.node], CPU, 5, dist.watch(lambda: None), dist)
+            return measure.measure_schemes(job, tokens if dist.is_main else None, context)
 
         got, *others = together(count, work, nodes=nodes)
         assert timeless(got) == timeless(wanted)

@@ -15,6 +15,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees what another one has cached."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

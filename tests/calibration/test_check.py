@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from commands import quantize
+from commands import Command
+from rich.console import Console, RenderableType
+from sets import rows_set
 
-from quantizers.calibration.data import Sample
-from quantizers.calibration.report.truncation import cut_share, truncation_warnings
-from quantizers.system.shipped import shipped
+from quantizers.calibration.check import SetReport, check_set, cut_share, find_duplicates, truncation_warnings
+from quantizers.calibration.language_id import CODES, identify
+from quantizers.calibration.samples import Sample
+from quantizers.calibration.set import read_set
+from quantizers.calibration.view import render, render_samples, show_samples
+from quantizers.system.package_data import shipped
 
+SETS = shipped("calibration")
 RECIPE = "tiny-minimax-m2-fp8-int4"
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
-
-def write_set(folder: Path, rows: list[tuple[str, str]], **head: Any) -> Path:
-    """A set of (category, text); its length is in bytes, which are the test tokenizer's tokens."""
-    lines = [json.dumps({"category": category, "text": text}) for category, text in rows]
-    (folder / "a.jsonl").write_text("\n".join(lines))
-    shape = {"dataset": "a.jsonl", "columns": ["text"], "shape": "text", "samples": "all"}
-    source = shape | {"category": {"column": "category"}}
-    path = folder / "set.yaml"
-    path.write_text(json.dumps({"name": "mine", "sequence_length": 100, "sources": [source]} | head))
-    return path
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def sample(category: str, kept: int, cut: int = 0) -> Sample:
     return Sample(np.zeros(kept, dtype=np.int32), category, "a.jsonl", truncated=cut)
 
 
-def words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *given: object) -> tuple[int, str]:
-    code = quantize(monkeypatch, "calibration", *given)
-    return code, " ".join(capsys.readouterr().out.split())
+def words(command: Command, *given: object) -> tuple[int, str]:
+    code = command("calibration", *given)
+    return code, " ".join(command.out.split())
 
 
 def test_a_quarter_of_the_tokens_may_be_cut() -> None:
@@ -62,92 +58,80 @@ def test_a_category_that_loses_much_is_named() -> None:
     )
 
 
-def test_a_warning_is_no_finding(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_set(tmp_path, [("x", "a" * 300), ("y", "short")])
-    code, said = words(monkeypatch, capsys, path, "--tokenizer", tokenizer)
+def test_a_warning_is_no_finding(tmp_path: Path, tokenizer: str, command: Command) -> None:
+    path = rows_set(tmp_path, [("x", "a" * 300), ("y", "short")], name="a")
+    code, said = words(command, path, "--tokenizer", tokenizer)
     assert code == 0
     assert said.startswith("mine: nothing contradicts the set, but 1 warning warning: 66% of the set's tokens are cut")
-    assert words(monkeypatch, capsys, "check", path, "--tokenizer", tokenizer) == (0, said)
-    path = write_set(tmp_path, [("x", "a text of its own")])
-    assert words(monkeypatch, capsys, path)[1].startswith("mine: fine: nothing contradicts the set mine (")
+    assert words(command, "check", path, "--tokenizer", tokenizer) == (0, said)
+    path = rows_set(tmp_path, [("x", "a text of its own")], name="a")
+    assert words(command, path)[1].startswith("mine: fine: nothing contradicts the set mine (")
 
 
-def test_the_verdict_counts_what_is_wrong(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verdict_counts_what_is_wrong(tmp_path: Path, tokenizer: str, command: Command) -> None:
     rows = [("x", "one two three four five six seven")] * 8 + [("y", "b" * 900)]
-    path = write_set(tmp_path, rows, languages={"programming": ["C", "D"]})
-    code, said = words(monkeypatch, capsys, path, "--tokenizer", tokenizer)
+    path = rows_set(tmp_path, rows, languages={"programming": ["C", "D"]}, name="a")
+    code, said = words(command, path, "--tokenizer", tokenizer)
     assert code == 3
     assert said.startswith(
         "mine: contradicts what the set claims: 2 languages without a text, 28 pairs of equal texts; and 1 warning "
         "no sample shows C, D (programming) a.jsonl:2 repeats a.jsonl:1"
     )
     assert "and 9 more; --json lists all of them" in said
-    assert quantize(monkeypatch, "calibration", path, "--json", "--tokenizer", tokenizer) == 3
-    report = json.loads(capsys.readouterr().out)
+    assert command("calibration", path, "--json", "--tokenizer", tokenizer) == 3
+    report = json.loads(command.out)
     assert (len(report["findings"]), len(report["warnings"]), report["ok"]) == (29, 1, False)
     assert said.startswith(f"mine: {report['verdict']}")
 
 
-def test_it_says_whose_tokenizer_counted(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_whose_tokenizer_counted(tmp_path: Path, tokenizer: str, command: Command) -> None:
     """The one that is named; else the recipe's; else the tiny model's, which is said to make more tokens."""
     tiny = shipped("models") / "tiny-minimax-m2"
-    path = write_set(tmp_path, [("x", "a text of its own")])
-    assert f"the tokenizer of {tiny}; a large model's makes fewer" in words(monkeypatch, capsys, path)[1]
-    text = words(monkeypatch, capsys, path, "--recipe", RECIPE)[1]
+    path = rows_set(tmp_path, [("x", "a text of its own")], name="a")
+    assert f"the tokenizer of {tiny}; a large model's makes fewer" in words(command, path)[1]
+    text = words(command, path, "--recipe", RECIPE)[1]
     assert f"the tokenizer of {tiny}, the recipe's source" in text
-    named = words(monkeypatch, capsys, path, "--tokenizer", tokenizer, "--recipe", RECIPE)[1]
+    named = words(command, path, "--tokenizer", tokenizer, "--recipe", RECIPE)[1]
     assert "1 sample, 17 tokens; none cut digest " in named
     assert f"the tokenizer of {tokenizer} compared with" in named
 
 
-def test_a_recipe_brings_its_set_and_its_held_out_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, said = words(monkeypatch, capsys, "check", "--recipe", RECIPE)
+def test_a_recipe_brings_its_set_and_its_held_out_set(tmp_path: Path, command: Command) -> None:
+    code, said = words(command, "check", "--recipe", RECIPE)
     assert code == 0
     assert said.startswith("embedded: nothing contradicts the set, but 1 warning warning: 72% of the set's tokens")
     assert said.endswith("held-out.yaml")
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    shared = write_set(folder, [("x", "a text of its own")])
+    shared = rows_set(folder, [("x", "a text of its own")], name="a")
     text = (shipped("recipes") / f"{RECIPE}.yaml").read_text().replace("../calibration/held-out.yaml", str(shared))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text.replace("../models", str(shipped("models"))).replace("../calibration", "x"))
-    mine = write_set(tmp_path, [("x", "a text of its own")])
-    assert words(monkeypatch, capsys, mine, "--recipe", recipe)[0] == 3
+    mine = rows_set(tmp_path, [("x", "a text of its own")], name="a")
+    assert words(command, mine, "--recipe", recipe)[0] == 3
 
 
-def test_shown_samples_can_be_chosen(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shown_samples_can_be_chosen(tmp_path: Path, tokenizer: str, command: Command) -> None:
     rows = [(category, f"{category} {n}") for n in range(6) for category in ("code/rust", "code/c", "math")]
-    path = write_set(tmp_path, rows)
+    path = rows_set(tmp_path, rows, name="a")
     (tmp_path / "b.jsonl").write_text(json.dumps({"category": "code", "text": "another"}))
     body = json.loads(path.read_text())
     path.write_text(json.dumps(body | {"sources": [*body["sources"], body["sources"][0] | {"dataset": "b.jsonl"}]}))
 
     def shown(*given: object) -> list[dict[str, Any]]:
-        assert quantize(monkeypatch, "calibration", path, "--json", "--tokenizer", tokenizer, *given) == 0
-        return list(json.loads(capsys.readouterr().out)["samples"])
+        assert command("calibration", path, "--json", "--tokenizer", tokenizer, *given) == 0
+        return list(json.loads(command.out)["samples"])
 
     assert [row["text"] for row in shown("--show", 9, "--category", "math")] == [f"math {n}" for n in range(6)]
     assert [row["position"] for row in shown("--show", 3, "--category", "code/c")] == [1, 7, 13]
     assert len(shown("--show", 99, "--category", "code")) == 6 + 6 + 1
     assert [row["text"] for row in shown("--show", 9, "--source", "b.json")] == ["another"]
     assert len(shown("--show", 99, "--source", "a.jsonl", "--category", "code")) == 12
-    assert quantize(monkeypatch, "calibration", path, "--category", "code") == 2
-    assert "add --show N" in capsys.readouterr().err
+    assert command("calibration", path, "--category", "code") == 2
+    assert "add --show N" in command.err
     words = ("calibration", path, "--show", 1, "--category", "cod", "--source", "a.jsonl", "--tokenizer", tokenizer)
-    assert quantize(monkeypatch, *words) == 2
-    assert "mine: no sample of source a.jsonl and cod; it has code, math, from a.jsonl, b.jsonl" in (
-        capsys.readouterr().err
-    )
+    assert command(*words) == 2
+    assert "mine: no sample of source a.jsonl and cod; it has code, math, from a.jsonl, b.jsonl" in (command.err)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +143,154 @@ def test_shown_samples_can_be_chosen(
         (("copy", "nothing", "x"), "nothing: no such set; `quantize calibration list` lists them"),
     ],
 )
-def test_wrong_words(
-    given: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert quantize(monkeypatch, "calibration", *given) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_words(given: tuple[str, ...], message: str, command: Command) -> None:
+    assert command("calibration", *given) == 2
+    assert message in command.err
+
+
+LISTS = {"programming": ["C", "D"], "spoken": ["Hindi", "German"]}
+
+
+@pytest.fixture(scope="module")
+def embedded(tokenizer: str) -> SetReport:
+    return check_set(SETS / "embedded.yaml", tokenizer)
+
+
+def shown(renderable: RenderableType) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()
+
+
+def checked_set(folder: Path, rows: list[tuple[str, str]], name: str = "set") -> Path:
+    return rows_set(folder, rows, name, sequence_length=40, languages=LISTS)
+
+
+def test_the_embedded_set_holds_what_it_claims(embedded: SetReport) -> None:
+    assert embedded.findings == ()
+    assert embedded.ok
+    assert embedded.missing == {"programming": [], "spoken": []}
+    assert (len(embedded.languages["programming"]), len(embedded.languages["spoken"])) == (60, 12)
+    assert min(embedded.languages["programming"].values()) >= 3
+    assert min(embedded.languages["spoken"].values()) >= 4
+    assert embedded.held_out == str(SETS / "held-out.yaml")
+    assert (embedded.duplicates, embedded.shared, embedded.mismatches) == ((), (), ())
+    assert embedded.identified == 48
+    fields = {row.category for row in embedded.categories if "/" not in row.category}
+    assert len(fields) == 16
+    text = shown(render(embedded))
+    assert "programming languages, 60 of 60" in text
+    assert "language identification confirms 48 of 48 spoken texts" in text
+    assert "nothing contradicts the set" in text
+    assert embedded.summary["digest"] in text
+    data = json.loads(json.dumps(embedded.as_json()))
+    assert data["summary"]["samples"] == sum(row["samples"] for row in data["categories"]) == 299
+    assert data["summary"]["tokens"] == sum(row["tokens"] for row in data["categories"])
+    assert {"tool-use", "logs", "math", "science", "medicine", "finance", "fiction", "advice"} <= fields
+
+
+def test_the_held_out_set_has_every_category(embedded: SetReport, tokenizer: str) -> None:
+    held_out = check_set(SETS / "held-out.yaml", tokenizer)
+    assert held_out.ok
+    assert held_out.held_out is None
+    assert held_out.identified == 12
+    short = {row.category for row in held_out.categories if not row.category.startswith("long/")}
+    assert short == {row.category for row in embedded.categories}
+    text = shown(render(held_out))
+    assert " cut at 256 or 8,192, which lost " in text
+    assert "of these 8 long ones, " in text
+
+
+def test_the_embedded_texts_are_long_enough() -> None:
+    for source in read_set(SETS / "embedded.yaml").sources[:2]:
+        for line in (SETS / source.dataset).read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if row["category"].startswith("code/"):
+                assert row["answer"].count("\n") >= 31, row["prompt"]  # 30 and the fence
+            elif row["category"] not in ("spoken/chinese", "spoken/japanese"):
+                assert len(row["answer"].split()) >= 150, row["prompt"]
+            else:
+                assert len(row["answer"]) >= 400, row["prompt"]
+
+
+def test_faults_are_found_and_named(tmp_path: Path, tokenizer: str) -> None:
+    long = "one two three four five six seven eight nine ten eleven twelve"
+    german = "Der Zug fährt heute leider nicht, weil auf der Strecke seit dem Morgen gebaut wird."
+    rows = [("code/c", long), ("x", long.upper() + "!"), ("x", long + " thirteen"), ("spoken/hindi", german)]
+    path = checked_set(tmp_path, rows)
+    checked_set(tmp_path, [("x", german + " Bitte nehmen Sie den Bus.")], "other")
+    report = check_set(path, tokenizer, tmp_path / "other.yaml")
+    assert not report.ok
+    assert report.missing == {"programming": ["D"], "spoken": ["German"]}
+    places = [f"set.jsonl:{number}" for number in (1, 2, 3, 4)]
+    assert [(twins.first, twins.second, twins.similarity) for twins in report.duplicates] == [
+        (places[0], places[1], 1.0),
+        (places[0], places[2], 0.889),
+        (places[1], places[2], 0.889),
+    ]
+    assert [(m.place, m.claimed, m.identified) for m in report.mismatches] == [(places[3], "Hindi", "German")]
+    assert [(twins.first, twins.second) for twins in report.shared] == [(places[3], "other.jsonl:1")]
+    text = shown(render(report))
+    assert "no sample shows D (programming)" in text
+    assert "reads like German" in text
+    assert f"{places[1]} repeats {places[0]} (similarity 1.0)" in text
+
+
+def test_held_out_is_looked_for_beside_the_set(tmp_path: Path, tokenizer: str) -> None:
+    path = checked_set(tmp_path, [("code/c", "a text of its own")])
+    assert check_set(path, tokenizer).held_out is None
+    checked_set(tmp_path, [("code/c", "a text of its own")], "held-out")
+    assert len(check_set(path, tokenizer).shared) == 1
+
+
+def test_a_required_language_is_a_finding_here_and_not_an_error(tmp_path: Path, tokenizer: str) -> None:
+    path = checked_set(tmp_path, [("code/c", "a text of its own")])
+    path.write_text(path.read_text().replace('["Hindi", "German"]', '["Hindi"], "required": true'))
+    assert check_set(path, tokenizer).findings == (
+        "no sample shows D (programming)",
+        "no sample shows Hindi (spoken)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "similarity"),
+    [
+        ("the same words", "The  same, WORDS.", 1.0),
+        ("short", "other", None),
+        ("一二三四五六七八九十", "一二三四五六七八九十。", 1.0),
+        ("一二三四五六七八九十", "一二三四五六七八九百", 5 / 7),
+        ("a b c d e f g h i j", "a b c d e f g h i j a b c d e f g h i j", 6 / 10),
+        ("", "", None),
+        ("a a a a a a", "a a a a a a a", 0.999),
+    ],
+)
+def test_similarity(first: str, second: str, similarity: float | None) -> None:
+    found = find_duplicates([first, "something in between", second])
+    assert [pair for *pair, _ in found] == ([] if similarity is None else [[0, 2]])
+    if similarity is not None:
+        assert found[0][2] == pytest.approx(similarity)
+
+
+def test_every_spoken_language_of_the_sets_can_be_identified() -> None:
+    assert set(read_set(SETS / "software-engineer.yaml").languages.spoken) <= set(CODES)
+    assert identify("This is plainly an English sentence about the weather.") == "English"
+
+
+def test_dropped_rows_are_shown(tmp_path: Path, tokenizer: str) -> None:
+    path = checked_set(tmp_path, [("code/c", "some text"), ("x", "")])
+    path.write_text(path.read_text().replace('"samples": "all"', '"samples": 1'))
+    seeds = [path.read_text().replace('"sources":', f'"seed": {seed}, "sources":') for seed in range(8)]
+    texts = []
+    for seeded in seeds:
+        path.write_text(seeded)
+        texts.append(shown(render(check_set(path, tokenizer))))
+    assert any("dropped 1 of set.jsonl: an empty text (first " in text for text in texts)
+
+
+def test_samples_are_shown_as_the_model_reads_them(tokenizer: str) -> None:
+    samples = show_samples(SETS / "embedded.yaml", 3, tokenizer)
+    assert [sample.position for sample in samples] == [0, 99, 199]
+    text = shown(render_samples(samples))
+    assert "0: code/zephyr" in text
+    assert "[turn]user" in text
+    assert len(show_samples(SETS / "held-out.yaml", 1000, tokenizer)) == 88 + 8

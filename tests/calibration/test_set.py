@@ -11,7 +11,7 @@ import pytest
 
 from quantizers.calibration.set import fill, placeholders, read_set, slug
 from quantizers.system.errors import CalibrationError
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
 SOURCE = "  - {dataset: a.jsonl, columns: [text], shape: text, samples: 1, category: math}\n"
@@ -23,7 +23,7 @@ def write(folder: Path, sources: str, head: str = "") -> Path:
     return path
 
 
-def test_software_engineer_has_the_published_counts() -> None:
+def test_the_hub_sets_have_the_published_counts() -> None:
     calibration = read_set(SETS / "software-engineer.yaml")
     assert len(calibration.sources) == 50
     assert sum(source.samples for source in calibration.sources if source.samples != "all") == 590
@@ -31,12 +31,8 @@ def test_software_engineer_has_the_published_counts() -> None:
     by_shape = Counter(source.shape for source in calibration.sources)
     assert by_shape == {"chat": 14, "sharegpt": 14, "prompt-answer": 11, "text": 10, "code-contests": 1}
     assert sum(source.streaming for source in calibration.sources) == 23
-
-
-def test_creative_writing_has_the_published_counts() -> None:
-    calibration = read_set(SETS / "creative-writing.yaml")
-    assert len(calibration.sources) == 43
-    assert sum(source.samples for source in calibration.sources if source.samples != "all") == 411
+    creative = read_set(SETS / "creative-writing.yaml").sources
+    assert (len(creative), sum(source.samples for source in creative if source.samples != "all")) == (43, 411)
 
 
 @pytest.mark.parametrize("name", ["software-engineer", "creative-writing", "embedded", "held-out"])
@@ -65,13 +61,13 @@ def test_a_source_s_length_must_be_a_whole_number_from_two(length: str, tmp_path
 
 def test_slots_count_over_the_whole_set() -> None:
     calibration = read_set(SETS / "software-engineer.yaml")
-    dealing = {
+    assigning = {
         source.dataset: first
         for source, first in zip(calibration.sources, calibration.first_slots(), strict=True)
-        if source.deals
+        if source.assigns
     }
-    assert dealing["diversoailab/humaneval-rust"] == {"programming": 0, "spoken": 32}
-    assert dealing["MathArena/project_euler"] == {"programming": 100, "spoken": 32}
+    assert assigning["diversoailab/humaneval-rust"] == {"programming": 0, "spoken": 32}
+    assert assigning["MathArena/project_euler"] == {"programming": 100, "spoken": 32}
 
 
 @pytest.mark.parametrize(
@@ -129,12 +125,12 @@ def test_a_wrong_set_is_refused_in_one_line(tmp_path: Path, sources: str, line: 
     assert "\n" not in str(failure.value)
 
 
-def test_languages_must_be_distinct_and_dealing_needs_a_number(tmp_path: Path) -> None:
+def test_languages_must_be_distinct_and_assigning_needs_a_number(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="c and C are one language; keep one"):
         read_set(write(tmp_path, SOURCE, "languages: {programming: [C, c]}\n"))
-    dealing = SOURCE.replace("samples: 1", "samples: all").replace("math}", '"spoken/{spoken_language}"}')
+    assigning = SOURCE.replace("samples: 1", "samples: all").replace("math}", '"spoken/{spoken_language}"}')
     with pytest.raises(CalibrationError, match="needs a number of samples, not all"):
-        read_set(write(tmp_path, dealing, "languages: {spoken: [Hindi]}\n"))
+        read_set(write(tmp_path, assigning, "languages: {spoken: [Hindi]}\n"))
 
 
 def test_a_set_is_read_without_heavy_imports() -> None:

@@ -125,7 +125,7 @@ def test_fresh_without_a_terminal_names_yes(
     code, _, line = said(*words)
     assert (code, line) == (
         2,
-        "quantize: --fresh: discard the run in cut? Nobody can be asked without a terminal; add --yes",
+        "quantize: --fresh: discard the run in cut? There is no terminal to confirm on; pass --yes",
     )
     assert journal.unfinished(unfinished)
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))  # an answer through a pipe is one

@@ -16,7 +16,7 @@ import torch
 from commands import quantize
 from conftest import REPOSITORY, Finished
 
-from quantizers.device import fused
+from quantizers.device import triton_support
 
 
 def test_the_version_says_what_the_program_runs_on(
@@ -27,7 +27,7 @@ def test_the_version_says_what_the_program_runs_on(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(fused, "why_not", lambda card: "a reason" if card.index else "")
+    monkeypatch.setattr(triton_support, "why_not", lambda card: "a reason" if card.index else "")
     triton = SimpleNamespace(__version__="3.7.1")
     monkeypatch.setitem(sys.modules, "triton", triton)
     assert quantize(monkeypatch, "--version") == 0

@@ -17,21 +17,18 @@ from one_layer import GROUP, make_layer, sliced
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.fidelity.scoring import score_text
-from quantizers.budget.branches import Branches
-from quantizers.budget.divergence import divergences
-from quantizers.budget.output_errors import scheme_errors
+from quantizers.budget.measure import scheme_errors
 from quantizers.cli import main as cli
-from quantizers.device import devices, fused
+from quantizers.device import devices, triton_support
 from quantizers.device.determinism import ALLOCATOR, LT_WORKSPACE, UNDOING, WORKSPACE, ordered
 from quantizers.device.gpu_settings import SETTINGS, settings_in_force
 from quantizers.forward.recorded import Recorded, usable_rows
 from quantizers.forward.recorded import recorded as seen_by
-from quantizers.recipe.schema import Awq, Experts
-from quantizers.recipe.scheme import Scheme
-from quantizers.solve.gram_engine import solve
-from quantizers.solve.token_weights import squared_weights, survey
+from quantizers.plan.device_memory import Residents
+from quantizers.recipe.schema import Awq, Experts, Scheme
+from quantizers.solve.routing_weights import squared_weights, survey
+from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError, QuantizeError
-from quantizers.system.residents import Residents
 
 MEMORY: Any = torch.utils.deterministic  # a module to which torch adds a property, unseen by type checkers
 
@@ -125,7 +122,6 @@ def test_choosing_the_cpu_sets_nothing(gpu: None, monkeypatch: pytest.MonkeyPatc
     assert settings_in_force() == before
     assert not {WORKSPACE, *ALLOCATOR} & os.environ.keys()
     assert devices.fingerprint(torch.device("cpu")) == {
-        "factorization": "library",
         "device": "cpu",
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -189,10 +185,9 @@ def test_the_fingerprint_of_a_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
         return versions[name]
 
     monkeypatch.setattr("importlib.metadata.version", version)
-    monkeypatch.setattr(fused, "why_not", lambda _: "a reason")
+    monkeypatch.setattr(triton_support, "why_not", lambda _: "a reason")
     devices.choose_device("cuda")
     assert devices.fingerprint(torch.device("cuda")) == SETTLED | {
-        "factorization": "library",
         "device": "a GPU", "multiprocessors": 132, "compute_capability": "9.0",
         "cuda": "13.0", "cublas": "13.1", "cusolver": None, "cublas_workspace": ":4096:8", "cublaslt_workspace": None,
         "torch": torch.__version__, "transformers": "5.17", "kernels": "torch (a reason)",
@@ -412,21 +407,15 @@ def test_a_layer_is_solved_without_operations_that_have_no_order(rounding: Any, 
             norm=layer.norm, router=layer.router, activation=silu, settings=settings, unit=2,
             residents=Residents(2, 2, 0),
         )  # fmt: skip
-        scheme_errors(
-            seen, gate_up, down,
-            norm=layer.norm, activation=silu, settings=settings, schemes=[Scheme(4, GROUP)], experts=3, unit=2,
-            compared=seen[:1],
-        )  # fmt: skip
+        scheme_errors(seen[0], (gate_up, down), 1, [Scheme(4, GROUP)], silu, smooth=(True, True))
     assert {"scatter_add", "cumsum", "sum", "bmm"} <= watch.seen, "the watch saw the work"
 
 
 def test_figures_without_operations_that_have_no_order() -> None:
-    """Perplexity and KL of the evaluation, and of the lanes that a budget is measured by."""
+    """Perplexity and KL, of the evaluation and of the probe that a budget is measured by."""
     generator = torch.Generator().manual_seed(0)
     states, head = (torch.randn(n, 16, generator=generator).bfloat16() for n in (40, 50))
     model: Any = SimpleNamespace(device=states.device, final=lambda rows: rows, head=lambda: head)
-    probes = [states, states, states + 1, states]
     with InOrder(0) as watch:
         score_text([(model, head), (model, head)], torch.arange(40), [states, states + 1])
-        assert divergences(model, probes, Branches([40]), 1)[0]["all"] > 0
     assert {"_log_softmax", "gather", "mm"} <= watch.seen, "the watch saw the work"

@@ -23,10 +23,10 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.device import devices
 from quantizers.device.devices import use_threads
+from quantizers.distributed.process_group import ProcessGroup
 from quantizers.output.fingerprint import begun_with
 from quantizers.run import quantize as quantizing
 from quantizers.system.errors import OutputError
-from quantizers.team.team import Team
 
 
 @pytest.fixture
@@ -63,13 +63,13 @@ def test_another_number_of_processes_keeps_the_threads(
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     torch.set_num_threads(int(given or 2))
-    team = Team()
-    team.count = processes
+    dist = ProcessGroup()
+    dist.world_size = processes
     if isinstance(wanted, str):
         with pytest.raises(OutputError, match=wanted):
-            use_threads(sizes, begun_with, team)
+            use_threads(sizes, begun_with, dist)
         return
-    use_threads(sizes, begun_with, team)
+    use_threads(sizes, begun_with, dist)
     assert torch.get_num_threads() == wanted
 
 

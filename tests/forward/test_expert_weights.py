@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,11 +15,10 @@ from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.held import hold
 from quantizers.checkpoint.reader import Checkpoint, open_folder
-from quantizers.device.fused import INTERPRETER
 from quantizers.forward import weights
 from quantizers.forward.fitting import load_layer
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.stored_matrix import Form, is_finite
+from quantizers.forward.stored_matrix import is_finite
 from quantizers.forward.weights import ExpertWeights, layer_weights, read_weight
 from quantizers.system.errors import ArchitectureError, CheckpointError
 
@@ -102,19 +100,9 @@ def experts_of(checkpoint: Checkpoint, device: torch.device = CPU, dtype: torch.
 
 @pytest.fixture(params=["in bands", "together"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of filling: a CPU's, some rows at a time, and an accelerator's, taken here on the CPU.
-
-    Matrices with scales are then filled by the kernel if Triton's interpreter was asked for, and only then.
-    """
+    """Both ways of filling: a CPU's, some rows at a time, and an accelerator's, taken here on the CPU."""
     monkeypatch.setattr(weights, "BAND", 4 * HIDDEN * 40)
-    monkeypatch.setattr(weights, "accelerated", lambda _: request.param == "together")
-    real = Form.put
-
-    def put(form: Form, parts: Any, slot: torch.Tensor, *, kernel: bool) -> torch.Tensor:
-        assert kernel == (request.param == "together" and os.environ.get(INTERPRETER) == "1")
-        return real(form, parts, slot, kernel=kernel)
-
-    monkeypatch.setattr(Form, "put", put)
+    monkeypatch.setattr(weights, "is_accelerator", lambda _: request.param == "together")
     return str(request.param)
 
 
@@ -161,20 +149,17 @@ def test_blocks_of_any_size(block: tuple[int, int], way: str, tmp_path: Path) ->
         assert torch.equal(down[expert], w2)
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-def test_a_unit_is_one_call_for_each_matrix(kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_is_one_call_for_each_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And on an accelerator nothing waits: a look at a number would fail on the meta device."""
     from quantizers.forward import stored_matrix
 
-    where, name = (stored_matrix.operators, "dequantize") if kernels else (stored_matrix, "dequantize_fp8")
-    calls, real = list[tuple[int, ...]](), getattr(where, name)
+    calls, real = list[tuple[int, ...]](), stored_matrix.dequantize_fp8
 
     def counted(weight: torch.Tensor, *rest: Any) -> torch.Tensor:
         calls.append(tuple(weight.shape))
         return real(weight, *rest)
 
-    monkeypatch.setattr(where, name, counted)
-    monkeypatch.setattr(weights, "fused", lambda _: kernels)
+    monkeypatch.setattr(stored_matrix, "dequantize_fp8", counted)
     checkpoint = stored(tmp_path, "FP8 in blocks")
     for source in (checkpoint, hold(checkpoint, checkpoint.tensors).to(META)):
         calls.clear()

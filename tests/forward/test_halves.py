@@ -19,7 +19,7 @@ from quantizers.forward.states import Rows
 from quantizers.system.errors import QuantizeError
 
 LENGTHS = [5, 1, 12, 7, 3, 4, 2, 2, 2]
-ALONE = 4  # the first go through attention alone, then two together with padding, and three that are as long
+SINGLE_PROCESS = 4  # the first go through attention alone, then two together with padding, and three that are as long
 BLOCK = 8  # rows: every block but the first holds parts of two sequences or more
 
 
@@ -65,7 +65,7 @@ def test_blocks_of_rows_give_what_each_sequence_gives_alone(
     assert [len(lengths) for _, lengths in after.batches()] == [1, 1, 1, 1, 2, 3]
     finish(model, layer, after, "here", chosen=chosen)
     for i, (expected, choices) in enumerate(zip(wanted, experts, strict=True)):
-        closeness = 1e-5 if i < ALONE else 1e-4  # attention of a batch has other roundings
+        closeness = 1e-5 if i < SINGLE_PROCESS else 1e-4  # attention of a batch has other roundings
         assert torch.allclose(after[i], expected, rtol=closeness, atol=closeness)
         assert torch.equal(chosen[i].long().sort(-1).values, choices.sort(-1).values)
 
@@ -79,11 +79,11 @@ def test_observing_leaves_the_residual_and_what_the_experts_are_given(
     recorded = recorded_rows(lambda _, width, dtype: rows(width, dtype), model.sizes, model.dtype)
     observe(model, layer, states, recorded)
     for i, expected in enumerate(residual):
-        if i < ALONE:
+        if i < SINGLE_PROCESS:
             assert torch.equal(states[i], expected)
         assert torch.allclose(states[i], expected, atol=1e-5)
         seen = model.route(layer, expected)
-        assert torch.allclose(recorded.x[i], seen.x, atol=1e-6 if i < ALONE else 1e-5)
+        assert torch.allclose(recorded.x[i], seen.x, atol=1e-6 if i < SINGLE_PROCESS else 1e-5)
         assert torch.equal(recorded.chosen[i].long(), seen.chosen)
         assert torch.allclose(recorded.weight[i], seen.weight, atol=1e-6)
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from team_threads import together
+from rank_threads import together
 
+from quantizers.distributed.process_group import ProcessGroup
 from quantizers.forward.recorded import Recorded, recorded_rows
 from quantizers.forward.share import Share
 from quantizers.forward.states import Rows
-from quantizers.team.team import Team
 
 BLOCK = 8
 # Sequences within a block, across some, and across the shares of three processes; the last ones in batches of two.
@@ -20,10 +20,10 @@ LENGTH = st.integers(1, 40)
 
 
 def shares(lengths: list[int], count: int) -> list[Share]:
-    teams = [Team() for _ in range(count)]
-    for rank, team in enumerate(teams):
-        team.rank, team.count = rank, count
-    return [Share(lengths, team, BLOCK) for team in teams]
+    teams = [ProcessGroup() for _ in range(count)]
+    for rank, dist in enumerate(teams):
+        dist.rank, dist.world_size = rank, count
+    return [Share(lengths, dist, BLOCK) for dist in teams]
 
 
 @settings(deadline=None, max_examples=200)
@@ -36,7 +36,7 @@ def test_every_row_is_computed_once_in_the_blocks_of_one_process(lengths: list[i
     assert [i for one in parts for i in one.owned] == list(range(len(lengths)))
     assert [batch for one in parts for batch in one.owned_batches] == alone.batches
     for one in parts:
-        kept = one.kept_by(one.team.rank)
+        kept = one.kept_by(one.dist.rank)
         assert kept.start == one.start == alone.offsets[one.sequences.start]
         assert kept.stop == alone.offsets[one.sequences.stop]
         first, last = one.rows
@@ -50,8 +50,8 @@ def test_rows_at_the_borders_are_passed_on(count: int) -> None:
     """Afterwards every process has all rows of the sequences that it keeps, as whoever computed them has them."""
     whole = torch.arange(3.0 * sum(LENGTHS)).view(-1, 3)
 
-    def work(team: Team) -> None:
-        rows = Rows(None, LENGTHS, 3, torch.float32, team=team, block=BLOCK)
+    def work(dist: ProcessGroup) -> None:
+        rows = Rows(None, LENGTHS, 3, torch.float32, dist=dist, block=BLOCK)
         rows.flat.fill_(-1)
         for block in rows.blocks():
             first = rows.share.start
@@ -69,49 +69,37 @@ def test_rows_at_the_borders_are_passed_on(count: int) -> None:
 def test_rank_0_collects_and_deals_all_rows(count: int) -> None:
     whole = torch.arange(2.0 * sum(LENGTHS)).view(-1, 2)
 
-    def work(team: Team) -> None:
-        share = Share(LENGTHS, team, BLOCK)
-        own = torch.full((share.kept_by(team.rank).stop - share.start, 2), -1.0)
-        share.deal(own, whole if team.leads else None)
-        assert torch.equal(own, whole[share.kept_by(team.rank)])
-        back = torch.zeros_like(whole) if team.leads else None
+    def work(dist: ProcessGroup) -> None:
+        share = Share(LENGTHS, dist, BLOCK)
+        own = torch.full((share.kept_by(dist.rank).stop - share.start, 2), -1.0)
+        share.deal(own, whole if dist.is_main else None)
+        assert torch.equal(own, whole[share.kept_by(dist.rank)])
+        back = torch.zeros_like(whole) if dist.is_main else None
         share.collect(own, back)
         assert back is None or torch.equal(back, whole)
 
     assert together(count, work) == count * [None]
 
 
-@pytest.mark.parametrize(("nodes", "shared"), [(1, False), (2, False), (1, True), (2, True), (4, True)])
-def test_everybody_gets_what_the_experts_are_called_with(nodes: int, shared: bool) -> None:
-    """Each process has all rows, or each machine one copy; of each kind the bytes that were recorded."""
+def test_every_process_gets_what_the_experts_are_called_with() -> None:
     sizes = {"hidden": 5, "chosen": 2}
     total = sum(LENGTHS)
     x = torch.randn(total, 5, generator=torch.Generator().manual_seed(1)).bfloat16()
-    chosen, weight = (
-        torch.arange(2 * total).view(-1, 2),
-        torch.rand(total, 2, generator=torch.Generator().manual_seed(2)),
-    )
+    chosen = torch.arange(2 * total).view(-1, 2)
+    weight = torch.rand(total, 2, generator=torch.Generator().manual_seed(2))
     usable = torch.arange(total) % 3 > 0
-    copies: dict[tuple[int, str], Rows] = {}
 
-    def work(team: Team) -> None:
-        def make(name: str, width: int, dtype: torch.dtype) -> Rows:
-            key = (team.node if shared else team.rank, name)
-            if not shared or team.here.leads:
-                copies[key] = Rows(None, LENGTHS, width, dtype)
-            team.barrier()
-            return copies[key]
-
-        recorded = recorded_rows(make, sizes, torch.bfloat16, shared=shared)  # type: ignore[arg-type]
-        share = Share(LENGTHS, team, BLOCK)
+    def work(dist: ProcessGroup) -> None:
+        recorded = recorded_rows(lambda _, *row: Rows(None, LENGTHS, *row), sizes, torch.bfloat16)  # type: ignore[arg-type]
+        share = Share(LENGTHS, dist, BLOCK)
         for block in share.blocks():
             rows = slice(share.start + block.start, share.start + block.stop)
             recorded.put(rows, Recorded(x[rows], chosen[rows], weight[rows], usable[rows]))
-        recorded.complete(share.team, share.rows_of)
+        recorded.complete(dist, share.rows_of)
         found = recorded.at(slice(None), torch.device("cpu"))
         assert torch.equal(found.x, x)
         assert torch.equal(found.chosen, chosen.int())
         assert torch.equal(found.weight, weight)
         assert torch.equal(found.usable, usable)
 
-    assert together(4, work, nodes) == 4 * [None]
+    assert together(4, work) == 4 * [None]

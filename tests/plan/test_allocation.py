@@ -14,10 +14,9 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.plan.allocation import Allocation, allocation, candidates, cheapest_loss
-from quantizers.plan.making import expected_tensors, make_plan
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.plan import Plan, file_size
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import ALL, Scheme, counted
+from quantizers.recipe.schema import ALL, Experts, Scheme, counted
 from quantizers.system.errors import RecipeError
 
 BLOCK = (128, 128)
@@ -143,7 +142,7 @@ def test_what_is_too_small_is_refused_with_what_would_do() -> None:
     of(4.25)
     with pytest.raises(RecipeError, match=r"^r.yaml:6: experts.bits_per_weight: 4.2 is less .* give 4.25 or more$"):
         of(4.2)
-    with pytest.raises(RecipeError, match=r"no group of 32, 64 or 128 divides .* 64 over 4 cards; lower experts.tens"):
+    with pytest.raises(RecipeError, match=r"no group of 32, 64 or 128 divides .* 64 over 4 GPUs; lower experts.tens"):
         of("1GB", parallel=4)
 
 

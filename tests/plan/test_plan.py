@@ -21,10 +21,10 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.cli import main as cli
-from quantizers.plan.making import expected_tensors, make_plan
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.plan import METADATA, Plan, file_size, index_json
-from quantizers.recipe.locations import source_location
-from quantizers.recipe.schema import Experts, read_recipe
+from quantizers.recipe.read import read_recipe, source_location
+from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 
 BLOCK = (128, 128)
@@ -190,7 +190,7 @@ def test_the_shipped_plan_works_without_network(
     assert ended.value.code == 0
     assert all(line.startswith("counting: ") for line in err.splitlines()), err  # its progress
     numbers = json.loads(out)
-    assert numbers["basis"].startswith("the facts kept for MiniMaxAI/MiniMax-M2.1 ")
+    assert numbers["basis"].startswith("the built-in architecture spec of MiniMaxAI/MiniMax-M2.1 ")
     matrices = 62 * 256 * 3
     assert numbers["quantized_matrices"] == matrices == 47_616
     assert numbers["kept_attention_tensors"] == 62 * 10
@@ -385,6 +385,6 @@ def test_what_is_special_about_a_model_is_said_in_the_plan() -> None:
 
     assert unserved({"servers": ["sglang", "vllm"]}) == []
     (line,) = unserved({"servers": []})
-    assert "no release of vLLM" in line
+    assert "no known release of vLLM" in line
     assert dense_words({"dense_layers": []}) == ""
     assert dense_words({"dense_layers": [0, 1]}) == "2 of them without experts, the others with "

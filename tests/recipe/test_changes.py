@@ -9,20 +9,20 @@ from typing import Any, get_args
 import pytest
 import torch
 import yaml
-from commands import quantize
+from commands import Command, quantize
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import change, cut_in_layer, hashes
 from tiny import write_job
 
-from quantizers.cost import estimate
 from quantizers.plan.job import prepare
 from quantizers.recipe.changes import changed, changes_of
 from quantizers.recipe.portable import settings_hash
-from quantizers.recipe.schema import Recipe, read_recipe
+from quantizers.recipe.read import read_recipe
+from quantizers.recipe.schema import Recipe
 from quantizers.run.options import Options
-from quantizers.system.schema_faults import Origin
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
+from quantizers.system.pydantic_errors import Origin
 from quantizers.system.strict_yaml import dump
 
 TINY = "tiny-minimax-m2-fp8-int4"
@@ -193,15 +193,11 @@ def test_paths_start_from_the_current_folder(recipe: Path, tmp_path: Path, monke
     ],
 )  # fmt: skip
 def test_what_is_refused(
-    words: list[str],
-    said: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert quantize(monkeypatch, "plan", TINY, *words) == 2
-    shown = capsys.readouterr()
+    assert command("plan", TINY, *words) == 2
+    shown = command
     assert shown.out == ""
     lines = shown.err.splitlines()
     assert len(lines) == len(said)
@@ -245,13 +241,13 @@ def test_a_run_writes_the_changed_recipe_and_refuses_another_one(
 
 
 def test_coverage_takes_them_too(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("coverage", recipe, "--no-picture", "--device", "cpu", "--json")
     options = ("--calibration", "job/held-out.yaml", "--set", "calibration.tokens=77")
-    assert quantize(monkeypatch, *words, *options, "--set", "verify.coverage.min_routed_tokens=10000") == 3
-    found = json.loads(capsys.readouterr().out)
+    assert command(*words, *options, "--set", "verify.coverage.min_routed_tokens=10000") == 3
+    found = json.loads(command.out)
     assert (found["set"], sum(found["tokens"].values()), found["min_routed_tokens"]) == ("held-out", 77, 10000)
     for more, said in (
         (("coverage", recipe, "--data", "embedded", *options), "--data and --compare name the sets; leave"),
@@ -261,16 +257,14 @@ def test_coverage_takes_them_too(
         ),
         (("coverage", recipe, "--min-routed-tokens", "5"), "change it with --set verify.coverage.min_routed_tokens=N"),
     ):
-        assert quantize(monkeypatch, *more) == 2
-        assert said in capsys.readouterr().err
+        assert command(*more) == 2
+        assert said in command.err
 
 
-def test_a_plan_follows_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(estimate, "_counted", lambda *_: {})  # not the work
-
+def test_a_plan_follows_them(command: Command) -> None:
     def needs(*words: str) -> dict[str, Any]:
-        assert quantize(monkeypatch, "plan", TINY, "--json", *words) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert command("plan", TINY, "--json", *words) == 0
+        found: dict[str, Any] = json.loads(command.out)
         return found
 
     assert needs("--set", "calibration.tokens=1000")["needs"]["tokens"] == 1000

@@ -14,7 +14,7 @@ import tiny
 import torch
 import yaml
 from calibration_tokenizer import write_tokenizer
-from commands import quantize
+from commands import Command, quantize
 from runs import cut_in_layer
 
 from quantizers.architectures.architecture import Architecture
@@ -24,7 +24,8 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.plan.job import prepare
 from quantizers.recipe.portable import resolve_recipe, settings_hash
-from quantizers.recipe.schema import Recipe, read_recipe
+from quantizers.recipe.read import read_recipe
+from quantizers.recipe.schema import Recipe
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.run.verification import verify_folder
@@ -111,12 +112,10 @@ def test_wrong_facts_are_one_line(text: str, said: str, job: Path, refused: Call
     assert said in refused("plan", job)
 
 
-def test_facts_in_which_much_is_missing_are_told_all_at_once(
-    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_facts_in_which_much_is_missing_are_told_all_at_once(job: Path, command: Command) -> None:
     (job.parent / "mine.yaml").write_text("model_type: mine\n")
-    assert quantize(monkeypatch, "plan", job) == 2
-    said = capsys.readouterr().err.splitlines()
+    assert command("plan", job) == 2
+    said = command.err.splitlines()
     absent = [key for key, field in Architecture.model_fields.items() if field.is_required() and key != "model_type"]
     assert said == [f"quantize: {job.parent / 'mine.yaml'}:1: {key}: missing; add it" for key in absent]
 
@@ -187,25 +186,23 @@ def test_the_hash_covers_what_the_facts_say_and_not_where_or_how(job: Path) -> N
 # What is made with them.
 
 
-def test_an_output_carries_its_facts_and_is_read_with_them(
-    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_carries_its_facts_and_is_read_with_them(made: Path, command: Command) -> None:
     output, source, data = made / "output", made / "model", made / "held-out.yaml"
     report = json.loads((output / "report.json").read_text())
     assert report["settings"]["recipe"]["source"]["facts"] == "facts.yaml"
     assert {"facts.yaml"} <= set(report["files"]) & set(report["sha256"])
     assert [gate["name"] for gate in report["gates"] if gate["passed"]] == ["audit", "consumers"]
-    assert quantize(monkeypatch, "verify", output, "--source", source) == 0
-    assert "\nread with the facts that it carries, facts.yaml\n" in (said := capsys.readouterr().out)
+    assert command("verify", output, "--source", source) == 0
+    assert "\nread with the facts that it carries, facts.yaml\n" in (said := command.out)
     assert "no differences" in said
-    assert quantize(monkeypatch, "eval", source, output, "--data", data, "--no-picture", "--json") == 0
-    evaluated = capsys.readouterr()
+    assert command("eval", source, output, "--data", data, "--no-picture", "--json") == 0
+    evaluated = command
     assert json.loads(evaluated.out)["candidates"][0]["kl"]["mean"] == pytest.approx(report["kl"]["mean"], rel=1e-3)
     assert f"facts: {output / 'facts.yaml'}\n" in evaluated.err
     words = ("coverage", "--model", source, "--facts", output / "facts.yaml", "--data", data, "--no-picture", "--json")
-    assert quantize(monkeypatch, *words) == 0
-    assert quantize(monkeypatch, "publish", output, "--repo", "a/b", "--source", source, "--dry-run") == 0
-    assert "facts.yaml" in capsys.readouterr().out
+    assert command(*words) == 0
+    assert command("publish", output, "--repo", "a/b", "--source", source, "--dry-run") == 0
+    assert "facts.yaml" in command.out
 
 
 def test_the_published_recipe_makes_the_same_plan(made: Path) -> None:
@@ -225,22 +222,17 @@ def test_the_published_recipe_makes_the_same_plan(made: Path) -> None:
     ],
 )
 def test_facts_that_are_gone_or_changed_are_a_difference(
-    change: Callable[[Path], object],
-    said: str,
-    made: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path], object], said: str, made: Path, tmp_path: Path, command: Command
 ) -> None:
     shutil.copytree(made / "output", tmp_path / "copy")
     change(tmp_path / "copy" / "facts.yaml")
-    assert quantize(monkeypatch, "verify", tmp_path / "copy", "--source", made / "model") == 3
-    out = capsys.readouterr().out
+    assert command("verify", tmp_path / "copy", "--source", made / "model") == 3
+    out = command.out
     assert said in out
     assert "1 difference:" in out
     words = ("verify", tmp_path / "copy", "--source", made / "model", "--facts", made / "mine.yaml")
-    assert quantize(monkeypatch, *words) == 3
-    assert said in capsys.readouterr().out
+    assert command(*words) == 3
+    assert said in command.out
 
 
 def test_facts_beside_an_output_that_was_made_without_are_not_read(made: Path, tmp_path: Path) -> None:
@@ -264,12 +256,10 @@ def test_a_run_goes_on_with_its_own_facts_alone(job: Path) -> None:
     assert run(prepare(str(job)), Options(output, CPU))["gates"][0]["passed"]
 
 
-def test_a_stitched_output_carries_them_too(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stitched_output_carries_them_too(made: Path, tmp_path: Path, command: Command) -> None:
     words = ("stitch", "--source", made / "model", "--experts", made / "output", "--output", tmp_path / "mixed")
-    assert quantize(monkeypatch, *words) == 2
-    assert quantize(monkeypatch, *words, "--repair-router", "--facts", made / "mine.yaml") == 0
+    assert command(*words) == 2
+    assert command(*words, "--repair-router", "--facts", made / "mine.yaml") == 0
     assert (tmp_path / "mixed" / "facts.yaml").read_text() == (made / "output" / "facts.yaml").read_text()
-    assert quantize(monkeypatch, "verify", tmp_path / "mixed", "--source", made / "model") == 0
-    assert "no differences" in capsys.readouterr().out
+    assert command("verify", tmp_path / "mixed", "--source", made / "model") == 0
+    assert "no differences" in command.out

@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from commands import quantize
+from commands import Command
 from conftest import REPOSITORY
 from runs import change, cut_at, hashes, private_job
 from safetensors.torch import load_file, save_file
 from tiny import write_job
 
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.calibration.set import read_set
 from quantizers.plan.job import prepare
 from quantizers.recipe.portable import resolve_recipe, source_name
-from quantizers.recipe.schema import read_recipe
+from quantizers.recipe.read import read_recipe
 from quantizers.run import pipeline, verification
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.system.errors import CalibrationError, InputError, OutputError
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 CPU = torch.device("cpu")
 
@@ -82,8 +82,8 @@ def test_shipped_sets_travel_without_their_data(tmp_path: Path, tiny_model: Path
     for name, text in resolve_recipe(recipe, path).texts().items():
         (tmp_path / name).write_text(text)
     assert not list(tmp_path.glob("*.jsonl"))
-    here = load_samples(tmp_path / "held-out.yaml", str(tiny_model))
-    there = load_samples(shipped("calibration") / "held-out.yaml", str(tiny_model))
+    here = load_set(tmp_path / "held-out.yaml", str(tiny_model))
+    there = load_set(shipped("calibration") / "held-out.yaml", str(tiny_model))
     assert (here.digest, here.name) == (there.digest, there.name)
 
 
@@ -98,14 +98,14 @@ def test_a_local_file_under_another_name_gives_the_same_samples_in_order(tmp_pat
         (tmp_path / "copy" / name).write_text(text)
     for name, file in resolved.data.items():
         shutil.copy(file, tmp_path / "copy" / name)
-    here = load_samples(tmp_path / "copy" / "calibration.yaml", str(tiny_model))
-    there = load_samples(tmp_path / "recipes" / "calibration.yaml", str(tiny_model))
+    here = load_set(tmp_path / "copy" / "calibration.yaml", str(tiny_model))
+    there = load_set(tmp_path / "recipes" / "calibration.yaml", str(tiny_model))
     assert here.digest == there.digest
     text = (tmp_path / "copy" / "calibration.yaml").read_text()
     assert text.count("order:") == 1
     other = re.sub(r"order: '?\w+'?", "order: other", text)
     (tmp_path / "copy" / "calibration.yaml").write_text(other)
-    assert load_samples(tmp_path / "copy" / "calibration.yaml", str(tiny_model)).digest != there.digest
+    assert load_set(tmp_path / "copy" / "calibration.yaml", str(tiny_model)).digest != there.digest
 
 
 def test_a_place_is_published_by_the_file_that_it_is_in(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_data_that_is_no_longer_asked_for_does_not_stay(tmp_path: Path) -> None:
     """Begun with --with-data, cut in the proof, and gone on without."""
     recipe = write_job(tmp_path / "job", layers=2)
     output = tmp_path / "output"
-    cut_at(pipeline, "prove", prepare(str(recipe)), Options(output, CPU, with_data=True))
+    cut_at(pipeline, "run_report", prepare(str(recipe)), Options(output, CPU, with_data=True))
     assert len(list((output / ".quantize" / "output").glob("data-*"))) == 2
     report = run(prepare(str(recipe)), Options(output, CPU))
     assert not [name for name in report["files"] if name.startswith("data-")]
@@ -160,7 +160,7 @@ def test_sources_are_called_by_id_or_folder(model: str, name: str, tmp_path: Pat
 
 
 def test_the_recipe_says_what_and_source_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """`--source` of run, plan, coverage and verify; without it, verify finds what report.json names or says so."""
     recipe = write_job(tmp_path / "job", layers=2)
@@ -168,31 +168,29 @@ def test_the_recipe_says_what_and_source_says_where(
     change(recipe, lambda body: body["source"].update(model="somebody/somewhere"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert quantize(monkeypatch, "plan", recipe, "--source", model, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["basis"] == f"the headers of {model}"
-    assert quantize(monkeypatch, "coverage", recipe, "--source", model, "--no-picture", "--json") == 0
-    capsys.readouterr()
-    assert quantize(monkeypatch, "run", recipe, "--source", "job/model", "--device", "cpu") == 0
-    said = capsys.readouterr()
+    assert command("plan", recipe, "--source", model, "--json") == 0
+    assert json.loads(command.out)["basis"] == f"the headers of {model}"
+    assert command("coverage", recipe, "--source", model, "--no-picture", "--json") == 0
+    assert command("run", recipe, "--source", "job/model", "--device", "cpu") == 0
+    said = command
     assert said.err.splitlines()[0] == "output: out/recipe (another with --output)"
     assert "output    out/recipe\n" in said.out
     assert "quantize verify out/recipe --source job/model" in said.out
     output = tmp_path / "out" / "recipe"
     assert yaml.safe_load((output / "README.md").read_text().split("---\n")[1])["base_model"] == "somebody/somewhere"
-    assert quantize(monkeypatch, "verify", output, "--source", "job/model") == 0
-    capsys.readouterr()
-    assert quantize(monkeypatch, "verify", output) == 2  # a Hub id, and there is no network
-    assert "somebody/somewhere" in capsys.readouterr().err
-    assert quantize(monkeypatch, "run", recipe, "--source", "nowhere") == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "quantize: --source nowhere: no such folder; give the folder in which the source lies"
+    assert command("verify", output, "--source", "job/model") == 0
+    assert command("verify", output) == 2  # a Hub id, and there is no network
+    assert "somebody/somewhere" in command.err
+    assert command("run", recipe, "--source", "nowhere") == 2
+    assert command.err.splitlines()[-1] == (
+        "quantize: --source nowhere: no such folder; give the folder of the source model"
     )
-    assert quantize(monkeypatch, "coverage", "--model", model, "--data", "embedded", "--source", model) == 2
-    assert "give a recipe and no --model with it" in capsys.readouterr().err
+    assert command("coverage", "--model", model, "--data", "embedded", "--source", model) == 2
+    assert "give a recipe and no --model with it" in command.err
 
 
 def test_verify_knows_a_shipped_source_and_asks_for_any_other_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     source_of = verification.source_of
     (tmp_path / "report.json").write_text('{"source": {"model": "tiny-minimax-m2", "revision": "main"}}')
@@ -211,5 +209,5 @@ def test_verify_knows_a_shipped_source_and_asks_for_any_other_folder(
             source_of(tmp_path, given, revision)
     assert asked == [("a/b", "v2"), ("c/d", "v2"), ("c/d", "v3")]
     (tmp_path / "report.json").unlink()
-    assert quantize(monkeypatch, "verify", tmp_path) == 2
-    assert "has no report.json that names its source; say where that is with --source" in capsys.readouterr().err
+    assert command("verify", tmp_path) == 2
+    assert "has no report.json that names its source; say where that is with --source" in command.err

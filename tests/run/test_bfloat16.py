@@ -13,16 +13,16 @@ from one_layer import GROUP, make_layer, sliced
 
 from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.recorded import Recorded, recorded
+from quantizers.plan.device_memory import Residents
 from quantizers.plan.job import prepare
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.run import measure, pipeline, quantize
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
-from quantizers.solve.expert_sums import width_sums
-from quantizers.solve.gram_engine import solve
-from quantizers.solve.input_sums import sweep
-from quantizers.solve.token_weights import survey
-from quantizers.system.residents import Residents
+from quantizers.solve.down_hessian import collect_down_hessian
+from quantizers.solve.input_hessian import sweep
+from quantizers.solve.routing_weights import survey
+from quantizers.solve.solver import solve
 
 silu = torch.nn.functional.silu
 BFLOAT16 = torch.bfloat16
@@ -50,7 +50,7 @@ def test_sums_of_bfloat16_inputs_are_float32_sums() -> None:
     length = (x.square().sum(0)).sqrt()
     assert sums.gram.dtype == torch.float32
     assert ((sums.gram.double() - x.mT @ x).abs() <= 1e-6 * length[:, None] * length).all()
-    got = width_sums(half, found, layer.gate_up.bfloat16(), activation=silu, unit=(0, 5))
+    got = collect_down_hessian(half, found, layer.gate_up.bfloat16(), activation=silu, unit=(0, 5))
     assert got.gram.dtype == torch.float32
     gate, up = (x @ layer.gate_up.double().mT).chunk(2, dim=-1)
     h = silu(gate) * up

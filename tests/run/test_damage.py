@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 
 from quantizers.checkpoint.reader import open_folder, side_files
 from quantizers.checkpoint.safetensors_header import read_header
-from quantizers.output.record import seal_of, write_record
+from quantizers.output.manifest import seal_of, write_record
 from quantizers.plan.job import prepare
 from quantizers.run import pipeline
-from quantizers.run.card import read_front_matter
+from quantizers.run.manifest_check import check_manifest
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
-from quantizers.run.record_check import check_record
+from quantizers.run.report_files import read_front_matter
 from quantizers.system.errors import QuantizeError
 
 CPU = torch.device("cpu")
@@ -34,6 +34,7 @@ NORMS = [f"model.layers.{n}.input_layernorm.weight" for n in (0, 1)]
 PACKED = "model.layers.1.block_sparse_moe.experts.3.w2.weight_packed"
 DAMAGED = f"{PACKED}: changed since the run wrote it"
 Damage = Callable[[Path], object]
+pytestmark = pytest.mark.altered_report
 
 
 def damage_bytes(file: Path) -> None:
@@ -178,6 +179,10 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
             'README.md: front matter: library_name is "other", the run wrote "transformers"',
         ],
     ),
+    "a figure that the Hub shows": (
+        front(lambda values: values["model-index"][0]["results"][0]["metrics"][1].update(value="0.0001")),
+        ["README.md: front matter: kl_divergence 0.0"],
+    ),
     "a tag of the card less": (
         front(lambda values: values["tags"].remove("int4")),
         ["README.md: front matter: tags is"],
@@ -289,13 +294,13 @@ def test_words_of_the_card_and_more_tags_are_no_damage(
 def test_a_card_with_other_line_ends_is_an_edited_one(copied: Path) -> None:
     card = copied / "README.md"
     card.write_bytes(card.read_bytes().replace(b"\n", b"\r\n"))
-    found = check_record(copied)
+    found = check_manifest(copied)
     assert (found.differences, found.notes) == ((), ("README.md: was edited since the run wrote it",))
 
 
 def test_another_tools_report_is_not_accused(copied: Path) -> None:
     (copied / "report.json").write_text('{"a": 1}')
-    found = check_record(copied)
+    found = check_manifest(copied)
     assert found.differences == ()
     assert "not written by this program" in found.notes[0]
 

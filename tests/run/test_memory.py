@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 
 from quantizers.checkpoint import ahead
 from quantizers.plan import units
+from quantizers.plan.device_memory import calibration_bytes
 from quantizers.plan.job import prepare
-from quantizers.plan.states import calibration_bytes
 from quantizers.run import pipeline, quantize
 from quantizers.run.options import Options
 from quantizers.system.errors import QuantizeError
@@ -42,7 +42,7 @@ CHILD = """
 import gc, json, resource, sys
 from pathlib import Path
 import torch
-from quantizers.device import allocator
+from quantizers.device import malloc_tuning
 from quantizers.plan.job import prepare
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
@@ -56,7 +56,7 @@ cpu = torch.device("cpu")
 run(prepare(first), Options(Path(output + "-first"), cpu))
 job = prepare(recipe)
 gc.collect()
-allocator.release_free_memory()  # or what the first run left free would be counted as used before
+malloc_tuning.release_free_memory()  # or what the first run left free would be counted as used before
 before, limit = status("VmRSS"), status("VmData") + int(allowed)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from here

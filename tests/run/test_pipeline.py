@@ -51,7 +51,7 @@ def test_every_file_may_be_read_by_whom_the_umask_allows(finished: Finished, tmp
 
 
 def test_sizes_are_as_planned_to_the_byte(finished: Finished) -> None:
-    from quantizers.plan.summary import summary
+    from quantizers.plan.plan import summary
 
     job = prepare(str(finished.recipe))
     planned = summary(job.plan, job.sizes)
@@ -100,7 +100,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path, dict[str
         pytest.param(quantize, "write_json", 2, marks=pytest.mark.slow),
         (quantize, "score", 0),
         pytest.param(pipeline, "assemble", 0, marks=pytest.mark.slow),
-        pytest.param(pipeline, "prove", 0, marks=pytest.mark.slow),
+        pytest.param(pipeline, "run_report", 0, marks=pytest.mark.slow),
         (pipeline, "move_into_place", 0),
     ],
 )

@@ -64,7 +64,7 @@ def test_the_finished_folder_gives_the_same_bytes_again(
     assert quantize(monkeypatch, "run", "tiny-INT4/recipe.yaml") == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         "quantize: tiny-INT4/recipe.yaml:2: source.model: model is neither a folder beside the recipe nor a Hub id "
-        "(owner/name); give --source DIR if it lies elsewhere, or correct it"
+        "(owner/name); give --source DIR if it is elsewhere, or correct it"
     )
     if not with_data:
         data_of(folder, SHIPPED).unlink()
@@ -104,7 +104,8 @@ def test_the_finished_folder_itself_is_never_the_place_of_its_second_run(
     monkeypatch.chdir(folder)
     assert quantize(monkeypatch, "run", "recipe.yaml", "--source", source) == 2
     assert capsys.readouterr().err == (
-        "quantize: recipe.yaml: lies in this finished checkpoint; give --output a folder outside of it\n"
+        "quantize: recipe.yaml: the current folder is inside this finished checkpoint; give --output a folder outside "
+        "of it\n"
     )
     assert hashes(folder) == before
 

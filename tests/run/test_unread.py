@@ -16,10 +16,10 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.plan.assign_actions import expected_tensors, make_plan
+from quantizers.plan.device_memory import device_memory
 from quantizers.plan.job import prepare
-from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.plan import Plan
-from quantizers.plan.solve_memory import device_memory
 from quantizers.recipe.schema import Experts
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
@@ -103,7 +103,10 @@ def test_what_is_no_expression_is_refused_with_the_facts(tmp_path: Path) -> None
 )
 def test_a_tensor_that_is_read_or_written_otherwise_is_refused(name: str) -> None:
     """Of a layer that the facts alone do not know; and the name that an FP8 scale gets in the output."""
-    with pytest.raises(ArchitectureError, match=rf"^here: {name} is called unread by the facts of minimax_m2"):
+    with pytest.raises(
+        ArchitectureError,
+        match=rf"^here: {name} matches both a known tensor and `unread` in the architecture spec of minimax_m2",
+    ):
         planned(with_unread(name.replace(".", r"\.")), TENSORS)
 
 

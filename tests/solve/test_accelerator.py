@@ -11,11 +11,11 @@ import torch
 from on_meta import META, Operation, Trace, looks_answered, tensors
 
 from quantizers.forward.recorded import Recorded
+from quantizers.plan.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve import gram_engine
-from quantizers.solve.gram_engine import solve
-from quantizers.solve.solved import Solved
-from quantizers.system.residents import Residents
+from quantizers.solve import solver
+from quantizers.solve.result import LayerResult
+from quantizers.solve.solver import solve
 
 EXPERTS, CHOSEN, HIDDEN, WIDTH, UNIT = 6, 2, 32, 32, 2  # three units
 ROWS = [48, 48, 20]
@@ -58,7 +58,7 @@ def traced(resident: int, *full_at: int, **options: Any) -> tuple[Counter[Operat
     """What reaches the output, how many operations there were, and the looks at numbers."""
     settings = Experts(**({"group_size": 32, "awq": Awq(grid=3)} | options))
     with looks_answered(EXPERTS, CHOSEN, ROWS) as looks, Full(*full_at) as trace:
-        solved: Solved = solve(
+        solved: LayerResult = solve(
             blocks(), weights,
             norm=torch.ones(HIDDEN, dtype=torch.bfloat16, device=META),
             router=torch.empty(EXPERTS, HIDDEN, device=META),
@@ -107,13 +107,13 @@ def test_the_trace_sees_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_factorization_that_failed_is_done_again_with_care(monkeypatch: pytest.MonkeyPatch) -> None:
     """One look finds it; that unit alone is solved again, and looked at."""
     done: list[tuple[tuple[int, int], bool]] = []
-    real = gram_engine._solve_unit
+    real = solver._solve_batch
 
-    def noted(*arguments: Any, careful: bool) -> Any:
-        done.append((arguments[-1][0], careful))
-        return real(*arguments, careful=False)
+    def noted(*arguments: Any, exact: bool) -> Any:
+        done.append((arguments[-1][0], exact))
+        return real(*arguments, exact=False)
 
-    monkeypatch.setattr(gram_engine, "_solve_unit", noted)
-    monkeypatch.setattr(gram_engine, "_in_doubt", lambda _, units: [units[1]])
+    monkeypatch.setattr(solver, "_solve_batch", noted)
+    monkeypatch.setattr(solver, "_in_doubt", lambda _, units: [units[1]])
     traced(3, **QUICK)
     assert done == [((0, 2), False), ((2, 4), False), ((4, 6), False), ((2, 4), True)]

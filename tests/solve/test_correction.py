@@ -8,11 +8,11 @@ from torch.nn.functional import silu
 
 from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import Recorded, recorded
-from quantizers.solve import expert_sums
-from quantizers.solve.correction import corrected
-from quantizers.solve.expert_sums import WidthSums, width_sums
+from quantizers.solve import down_hessian
+from quantizers.solve.down_hessian import DownHessian, collect_down_hessian
+from quantizers.solve.expert_batch import corrected
 from quantizers.solve.rounding import minmax_scales, nearest
-from quantizers.solve.token_weights import survey
+from quantizers.solve.routing_weights import survey
 
 EXPERTS, HIDDEN, WIDTH = 3, 64, 32
 Case = tuple[list[Recorded], torch.Tensor, torch.Tensor]
@@ -35,9 +35,9 @@ def case(seed: int, lengths: tuple[int, ...] = (30, 60)) -> Case:
     return sequences, source, dequantize(nearest(source, scale, 4), scale)
 
 
-def sums_of(sequences: list[Recorded], source: torch.Tensor, served: torch.Tensor, share: float) -> WidthSums:
+def sums_of(sequences: list[Recorded], source: torch.Tensor, served: torch.Tensor, share: float) -> DownHessian:
     found = survey(sequences, EXPERTS, share, HIDDEN)
-    return width_sums(sequences, found, served, activation=silu, unit=(0, EXPERTS), source=source)
+    return collect_down_hessian(sequences, found, served, activation=silu, unit=(0, EXPERTS), source=source)
 
 
 def slow(
@@ -83,7 +83,8 @@ def test_one_unit_or_several_is_the_same() -> None:
     assert whole.changes is not None
     for e in range(EXPERTS):
         part = slice(e, e + 1)
-        one = width_sums(sequences, found, served[part], activation=silu, unit=(e, e + 1), source=source[part])
+        unit = e, e + 1
+        one = collect_down_hessian(sequences, found, served[part], activation=silu, unit=unit, source=source[part])
         assert one.changes is not None
         assert torch.equal(one.gram[0], whole.gram[e])
         assert torch.equal(one.changes[0], whole.changes[e])
@@ -91,7 +92,7 @@ def test_one_unit_or_several_is_the_same() -> None:
 
 def test_of_many_tokens_every_nth_block_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mean stands for all: the sums of the blocks that were read, with their own total weight."""
-    monkeypatch.setattr(expert_sums, "ROUTED_PER_COLUMN", 1)
+    monkeypatch.setattr(down_hessian, "ROUTED_PER_COLUMN", 1)
     sequences, source, served = case(5, (40, 44, 48, 52))  # 122 routed tokens an expert, 32 are enough: every third
     sums = sums_of(sequences, source, served, 0.9)
     assert sums.changes is not None

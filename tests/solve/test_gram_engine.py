@@ -12,20 +12,20 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import Recorded
 from quantizers.forward.recorded import recorded as seen
+from quantizers.plan.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve import expert_unit
+from quantizers.solve import expert_batch
 from quantizers.solve.awq import grid_scales, weight_means
-from quantizers.solve.correction import corrected
-from quantizers.solve.gram_engine import solve
-from quantizers.solve.refine import refine
+from quantizers.solve.coordinate_descent import refine
+from quantizers.solve.expert_batch import corrected
+from quantizers.solve.result import LayerResult, Leaning
 from quantizers.solve.rounding import damped, gptq, mse_scales
-from quantizers.solve.solved import Leaning, Solved
-from quantizers.system.residents import Residents
+from quantizers.solve.solver import solve
 
 UNIT = 8
 
 
-def solve_layer(layer: Layer, *, unit: int = UNIT, resident: int = 8, **options: Any) -> Solved:
+def solve_layer(layer: Layer, *, unit: int = UNIT, resident: int = 8, **options: Any) -> LayerResult:
     settings = Experts(**({"group_size": GROUP, "awq": Awq(grid=8)} | options))
     return solve(
         layer.recorded(),
@@ -39,7 +39,7 @@ def solve_layer(layer: Layer, *, unit: int = UNIT, resident: int = 8, **options:
     )
 
 
-def weights(solved: Solved) -> tuple[torch.Tensor, torch.Tensor]:
+def weights(solved: LayerResult) -> tuple[torch.Tensor, torch.Tensor]:
     """Fused gate_up (E, 2I, H) and down (E, H, I) as a reader of the file sees them."""
     gate, up, down = (dequantize(solved.codes[m], solved.scales[m]) for m in MATRICES)
     return torch.cat([gate, up], dim=1), down
@@ -317,16 +317,16 @@ def test_the_scale_to_w2_costs_w3_nothing_with_8_bits(
     Stored scales that are divided by s and rounded to bfloat16 a second time cost 4 to 33 % here.
     """
     found: list[torch.Tensor] = []
-    real = expert_unit._width_scale
+    real = expert_batch._width_scale
     lost = {}
     for scaled in (False, True):
 
-        def search(*arguments: Any, careful: bool, scaled: bool = scaled) -> Any:
+        def search(*arguments: Any, scaled: bool = scaled) -> Any:
             s, *rest = real(*arguments)
             found.append(s if scaled else torch.ones_like(s))
             return (found[-1], *rest)
 
-        monkeypatch.setattr(expert_unit, "_width_scale", search)
+        monkeypatch.setattr(expert_batch, "_width_scale", search)
         inputs, own = 0.0, 0.0
         for seed in (13, 14):
             layer = make_layer(seed, experts=8, tokens=200, hidden=256, width=128)
@@ -352,13 +352,13 @@ def test_with_8_bits_a_part_of_a_large_set_is_searched_and_all_of_it_solved_from
     """Every second batch of a set with 32 tokens for each column of w2; the sums that w2 is rounded by are of all."""
     layer = make_layer(15, tokens=17 * WIDTH)
     layer.normed = [n[: 8 * WIDTH] for n in (layer.normed * 2)[:4]]  # four blocks
-    seen, real = list[int](), expert_unit._width_scale
+    seen, real = list[int](), expert_batch._width_scale
 
-    def search(down: torch.Tensor, sums: Any, settings: Experts, careful: bool) -> Any:
+    def search(down: torch.Tensor, sums: Any, settings: Experts) -> Any:
         seen.extend(sums.seen.tolist())
         return real(down, sums, settings)
 
-    monkeypatch.setattr(expert_unit, "_width_scale", search)
+    monkeypatch.setattr(expert_batch, "_width_scale", search)
     solved = solve_layer(layer, bits=8)
     assert seen == [2 * 8 * WIDTH] * EXPERTS
     assert solved.error["expert_tokens"] == 4 * 8 * WIDTH
@@ -558,7 +558,7 @@ def test_rounding_reads_the_inputs_as_they_are_after_folding(routed_weight: floa
         served = silu(read @ found[:WIDTH].mT) * (read @ found[WIDTH:].mT)
         account("gate_up", found - source, source, read, each)
 
-        # Solved for what the rounded w1 and w3 give it, on the tokens that are routed here.
+        # LayerResult for what the rounded w1 and w3 give it, on the tokens that are routed here.
         h = silu(x @ layer.gate_up[expert, :WIDTH].mT) * (x @ layer.gate_up[expert, WIDTH:].mT)
         changes = ((h.double() - served) * routed[:, None]).mT @ served
         gram = ((served * each[:, None]).mT @ served).float()

@@ -1,4 +1,4 @@
-"""GPTQ's factor, both ways, against inverses in float64; and matrices that have none."""
+"""GPTQ's factor against inverses in float64; and matrices that have none."""
 
 from __future__ import annotations
 
@@ -6,28 +6,16 @@ import pytest
 import torch
 from grams import broken_grams, correlated_gram
 
-from quantizers.device import factor as switch
-from quantizers.solve import inverse_factor as module
-from quantizers.solve.inverse_factor import inverse_factor
-from quantizers.system.errors import InputError
-
-
-@pytest.fixture(params=switch.CHOICES)
-def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With small blocks and strips, so that there are several of both."""
-    monkeypatch.setenv(switch.VARIABLE, request.param)
-    monkeypatch.setattr(module, "BLOCK", 32)
-    monkeypatch.setattr(module, "STRIP", 64)
-    return str(request.param)
+from quantizers.solve.rounding import cholesky_inverse
 
 
 @pytest.mark.on_device
 @pytest.mark.parametrize("columns", [1, 32, 160, 170])
 @pytest.mark.parametrize("tokens", [20, 500])
-def test_inverse_factor_against_float64(columns: int, tokens: int, by: str, device: torch.device) -> None:
+def test_inverse_factor_against_float64(columns: int, tokens: int, device: torch.device) -> None:
     """Oracle: inverse(H) in float64, H with 1 % of the mean diagonal added; singular Gram matrices included."""
     gram = correlated_gram(6, 2, max(columns, 5), tokens)[:, :columns, :columns]
-    factor, used = (found.cpu() for found in inverse_factor(gram.to(device), 0.01))
+    factor, used = (found.cpu() for found in cholesky_inverse(gram.to(device), 0.01))
     assert used.tolist() == pytest.approx([0.01, 0.01])
     assert torch.equal(factor, factor.triu())
     assert (factor.diagonal(dim1=-2, dim2=-1) > 0).all()
@@ -43,7 +31,7 @@ def test_inverse_factor_against_float64(columns: int, tokens: int, by: str, devi
 
 
 @pytest.mark.parametrize(("lowest", "expected"), [(-0.001, 0.01), (-0.05, 0.1), (-0.5, 1.0), (-5.0, 10.0)])
-def test_damping_is_raised_tenfold_until_the_matrix_is_positive(lowest: float, expected: float, by: str) -> None:
+def test_damping_is_raised_tenfold_until_the_matrix_is_positive(lowest: float, expected: float) -> None:
     """A matrix with one negative eigenvalue of known size; the healthy expert beside it keeps its damping."""
     size = 16
     basis = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(7)))[0]
@@ -51,7 +39,7 @@ def test_damping_is_raised_tenfold_until_the_matrix_is_positive(lowest: float, e
     values = torch.full((size,), (size - lowest) / (size - 1))
     values[0] = lowest
     gram = torch.stack([basis @ torch.diag(values) @ basis.mT, torch.eye(size)])
-    factor, used = inverse_factor(gram, 0.01)
+    factor, used = cholesky_inverse(gram, 0.01)
     assert used.tolist() == pytest.approx([expected, 0.01])
     damped = gram[0].double() + expected * torch.eye(size, dtype=torch.float64)
     torch.testing.assert_close(
@@ -59,32 +47,10 @@ def test_damping_is_raised_tenfold_until_the_matrix_is_positive(lowest: float, e
     )
 
 
-@pytest.mark.parametrize("careful", [True, False])
-def test_the_healthy_keep_theirs_beside_those_that_have_none(careful: bool, by: str) -> None:
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_healthy_keep_theirs_beside_those_that_have_none(exact: bool) -> None:
     grams = broken_grams(70)
-    factor, used = inverse_factor(grams, 0.01, careful=careful)
+    factor, used = cholesky_inverse(grams, 0.01, exact=exact)
     assert used.isinf().tolist() == [True] * 5 + [False]
     assert torch.equal(factor[:5], torch.eye(70).expand(5, -1, -1))
-    torch.testing.assert_close(factor[5:], inverse_factor(grams[5:], 0.01)[0])
-
-
-def test_the_ways_agree_far_better_than_gptq_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each against float64: by products the error is no larger."""
-    gram = correlated_gram(3, 2, 600, 2000)
-    exact, _ = inverse_factor(gram.double(), 0.01)
-    errors = {}
-    for way in switch.CHOICES:
-        monkeypatch.setenv(switch.VARIABLE, way)
-        found, _ = inverse_factor(gram, 0.01)
-        errors[way] = float((found - exact).norm() / exact.norm())
-    assert errors["blocks"] < 2 * errors["library"] < 1e-4
-
-
-def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(switch.VARIABLE, raising=False)
-    assert (switch.factorization(), switch.in_blocks()) == ("library", False)
-    monkeypatch.setenv(switch.VARIABLE, "blocks")
-    assert switch.in_blocks()
-    monkeypatch.setenv(switch.VARIABLE, "fast")
-    with pytest.raises(InputError, match="QUANTIZE_FACTOR=fast: is not known; give one of library, blocks, or unset"):
-        switch.factorization()
+    torch.testing.assert_close(factor[5:], cholesky_inverse(grams[5:], 0.01)[0])

@@ -1,4 +1,4 @@
-"""This program's kernels: the same bits as torch's operations, the bytes that are counted, code for every card."""
+"""The Triton kernels: the bits of torch's operations, what happens to one that is wrong, and code for every GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,134 +23,68 @@ import yaml
 from calibration_tokenizer import write_tokenizer
 from conftest import REPOSITORY
 
-from quantizers.device import fused as device_fused
-from quantizers.device.fused import OPTIONS, WIDER
-from quantizers.forward.fused import operators as stored
-from quantizers.forward.recorded import LARGEST
+from quantizers.device import triton_support
+from quantizers.device.triton_support import OPTIONS
 from quantizers.solve import rounding
-from quantizers.solve.fused.operators import STRIP, SUMS, TOKENS, WEIGHED, rows_of_program
-from quantizers.solve.rounding import mse_scales
+from quantizers.solve.kernel_check import KERNELS, differences, verify_kernels
+from quantizers.solve.kernels.launch import STRIP, SUMS, rows_of_program
 
-LAUNCHES = (
-    "gptq_block", "refine_group", "tried_errors", "summed_products", "token_roots", "gate_rows", "weigh_rows",
-    "dequantize", "mse_scales",
-)  # fmt: skip
 INTERPRETED = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+PROGRAM = str(REPOSITORY / "tests" / "interpreted_kernels.py")
 
 
-def interpreted(*arguments: str) -> Any:
-    program = [sys.executable, str(REPOSITORY / "tests" / "interpreted_kernels.py"), *arguments]
+def test_kernels_have_the_bits_of_torch_s_operations() -> None:
+    """In Triton's interpreter; float32 errors and changes too, not codes and scales alone."""
+    program = [sys.executable, PROGRAM, "compare"]
     done = subprocess.run(program, env=INTERPRETED, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.parametrize("kernel", [*LAUNCHES[:-1], pytest.param("mse_scales", marks=pytest.mark.slow)])
-def test_a_kernel_leaves_the_bits_that_torch_s_operations_leave(kernel: str) -> None:
-    """In Triton's interpreter, over 16 shapes each; float32 errors and changes too, not codes and scales alone."""
-    found = interpreted("bits", kernel)
-    assert len(found) == 16
-    assert {shape: differing for shape, differing in found.items() if differing} == {}
-
-
-def test_a_kernel_moves_the_bytes_that_are_counted() -> None:
-    """Every address that a load or a store touches in the interpreter, once."""
-    for name, found in interpreted("bytes").items():
-        assert found["read"] == found["read, counted"], name
-        assert found["written"] == found["written, counted"], name
-
-
-POINTERS = {
-    "group_of": "*i32", "chosen_experts": "*i32", "experts": "*i64",
-    **dict.fromkeys(("codes", "unusable", "good", "finite"), "*i8"),
-    **dict.fromkeys(("scale", "chosen", "gate", "up", "rows", "root"), "*bf16"),
-    **dict.fromkeys(("work", "factor", "errors", "block", "near", "image", "change"), "*fp32"),
-    **dict.fromkeys(("weight", "importance", "magnitude", "first", "second", "sums"), "*fp32"),
-    **dict.fromkeys(("of_routed", "of_any"), "*fp32"),
-}  # fmt: skip
-STORED = {"codes": "*u8", "ROWS": stored.ROWS, "COLUMNS": stored.COLUMNS}
-COMPILED = [
-    ("dequantize", STORED | {"BITS": 0, "ROUNDED": True, "slot": "*bf16", "scale": "*fp32"}, 0),
-    *(("dequantize", STORED | {"BITS": bits, "ROUNDED": False, "slot": "*fp32"}, 0) for bits in (4, 8)),
-    ("gptq_block", {"W": rounding.BLOCK, "factor_row": 1}, rounding.BLOCK),
-    *(("refine_group", {"G": group}, group) for group in (32, 64, 128)),
-    *(("tried_errors", {"G": group, "P": 4}, 8) for group in (32, 128)),
-    ("summed_products", {}, 8),
-    ("token_roots", {"K": 8, "TOKENS": TOKENS}, 0),
-    ("gate_rows", {"LARGEST": LARGEST, "STRIP": STRIP, "TOKENS": TOKENS}, 0),
-    ("weigh_rows", {"STRIP": WEIGHED, "SUMS": SUMS}, 0),
-    *(("mse_scales", {"G": group, "COUNT": 20, "FIRST": 1.05, "LESS": 0.02}, 8) for group in (32, 64, 128)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "sizes", "columns"), COMPILED)
-def test_a_kernel_compiles_for_every_card(
-    kernel: str, sizes: dict[str, Any], columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a GPU, for A100, H100, RTX 40 and RTX 50: nothing is spilled, nothing fused, and no sum is atomic.
-
-    A division has fused instructions of its own in machine code, so it is in the code before that, PTX, that none may
-    be: there a product and a sum that each say how they are rounded are left alone. Sizes and steps in memory are
-    multiples of 16, as a model's are; Triton then compiles for that.
-    """
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from quantizers.forward.fused.kernels import dequantize
-    from quantizers.solve.fused import kernels
-
-    function = getattr(kernels, kernel, dequantize)
-    pointers = POINTERS | {name: size for name, size in sizes.items() if isinstance(size, str)}
-    sizes = {name: size for name, size in sizes.items() if name not in pointers}
-    constants, options = sizes, OPTIONS | WIDER
-    if columns:
-        rounding_s = {"LOW": -8, "HIGH": 7, "ROWS": rows_of_program(columns)}
-        constants, options = {n: v for n, v in (sizes | rounding_s).items() if n in function.arg_names}, OPTIONS
-    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in function.arg_names}
-    places = {(function.arg_names.index(name),): value for name, value in constants.items()}
-    even = {(place,): [["tt.divisibility", 16]] for place in range(len(function.arg_names)) if (place,) not in places}
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    for card in (80, 90, 89, 120):
-        source = ASTSource(fn=function, signature=signature, constexprs=places, attrs=even)
-        made = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
-        (tmp_path / "cubin").write_bytes(made.asm["cubin"])
-        command = [tools / "cuobjdump", "-res-usage", tmp_path / "cubin"]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
-        print(
-            f"{kernel} {sizes} sm_{card}: {registers} registers, {stack} bytes of stack, {made.metadata.shared} shared"
-        )
-        assert stack == 0
-        assert registers <= 192
-        assert not re.findall(r"\b(?:fma|atom|red)\.", made.asm["ptx"])
-        assert re.findall(r"\bmul(?:\.rn)?\.f32", made.asm["ptx"])
+    assert json.loads(done.stdout) == {kernel: [[], [], []] for kernel in KERNELS}
 
 
 @pytest.mark.on_device
-def test_a_gpu_gives_the_bits_that_a_cpu_gives(device: torch.device) -> None:
-    """By its kernels; the products between them are left out, which are a library's."""
-    if not device_fused.fused(device):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_gpu_s_kernels_have_the_bits_of_its_eager_operations(kernel: str, device: torch.device) -> None:
+    if not triton_support.can_launch(device):
         pytest.skip("no GPU that kernels are launched on")
-    generator = torch.Generator().manual_seed(0)
     for bits, group in product((4, 8), (32, 64, 128)):
-        weight, importance = (torch.randn(shape, generator=generator) for shape in ((3, 200, 256), (3, 256)))
-        there = mse_scales(weight.to(device), importance.square().to(device), group, bits).cpu()
-        assert torch.equal(there, mse_scales(weight, importance.square(), group, bits))
+        assert differences(kernel, device, (3, 200, group, bits)) == []
 
 
-def quantized(folder: Path, environment: dict[str, str]) -> dict[str, bytes]:
-    program = [sys.executable, "-m", "quantizers", "run", str(folder / "recipe.yaml"), "--output", str(folder / "out")]
-    subprocess.run([*program, "--device", "cpu"], env=environment, check=True, capture_output=True)
-    made = {path.name: path.read_bytes() for path in (folder / "out").glob("*.safetensors")}
-    shutil.rmtree(folder / "out")
-    return made
+@pytest.fixture
+def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels, before and after the test, as if they could be launched here."""
+    monkeypatch.setattr(triton_support, "_disabled", set())
+    monkeypatch.setenv(triton_support.INTERPRETER, "1")
+
+
+@pytest.mark.usefixtures("enabled")
+@pytest.mark.parametrize("leads", [True, False])
+def test_what_one_process_refuses_all_do_without(
+    leads: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu, other = torch.device("cpu"), {"gptq_block": "", "weigh_rows": "differs from torch's operations in rows"}
+    dist: Any = SimpleNamespace(is_main=leads, all_gather_object=lambda own: [own, other])
+    monkeypatch.delenv(triton_support.INTERPRETER)
+    verify_kernels(cpu, {(4, 32)}, dist)
+    monkeypatch.setenv(triton_support.INTERPRETER, "1")
+    assert [name for name in KERNELS if not triton_support.use_kernel(name, cpu)] == ["weigh_rows"]
+    said = "kernel weigh_rows differs from torch's operations in rows; torch's own operations do its work in this run\n"
+    assert capsys.readouterr().err == (said if leads else "")
+
+
+def quantized(folder: Path, name: str, program: list[str], environment: dict[str, str]) -> tuple[dict[str, bytes], str]:
+    """The shards of a run by a program, and what it printed on standard error."""
+    arguments = ["run", str(folder / "recipe.yaml"), "--output", str(folder / name), "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, *program, *arguments], env=environment, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return {path.name: path.read_bytes() for path in (folder / name).glob("*.safetensors")}, done.stderr
 
 
 @pytest.mark.slow
-def test_a_run_with_interpreted_kernels_writes_the_same_shards(tmp_path: Path) -> None:
+def test_interpreted_and_wrong_kernels_write_the_same_shards(tmp_path: Path) -> None:
+    """Kernels that are wrong, or cannot be launched, are found at the start, and replaced by torch's operations."""
     config = tiny.config(
         num_hidden_layers=1, num_local_experts=4, hidden_size=128, intermediate_size=64, vocab_size=320
     )
@@ -162,28 +96,71 @@ def test_a_run_with_interpreted_kernels_writes_the_same_shards(tmp_path: Path) -
         yaml.safe_dump({"name": "kernels", "sequence_length": 192, "seed": 1, "sources": [source]})
     )
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"source": {"model": "model"}, "calibration": "set.yaml"}))
-    plain = quantized(tmp_path, os.environ | {"OMP_NUM_THREADS": "1"})
-    assert quantized(tmp_path, INTERPRETED) == plain
+    plain, _ = quantized(tmp_path, "plain", ["-m", "quantizers"], os.environ | {"OMP_NUM_THREADS": "1"})
     assert len(plain) == 2
+    shards, said = quantized(tmp_path, "interpreted", ["-m", "quantizers"], INTERPRETED)
+    assert shards == plain
+    assert "kernel " not in said
+    shards, said = quantized(tmp_path, "wrong", [PROGRAM, "wrong"], INTERPRETED)
+    assert shards == plain
+    assert [line.partition(";")[0] for line in said.splitlines() if line.startswith("kernel ")] == [
+        "kernel gptq_block differs from torch's operations in errors and codes",
+        "kernel refine_group cannot be launched (ptxas failed)",
+        "kernel mse_scales differs from torch's operations in scales",
+    ]
+
+
+POINTERS = {
+    "group_of": "*i32", "codes": "*i8",
+    **dict.fromkeys(("scale", "chosen", "rows", "root"), "*bf16"),
+    **dict.fromkeys(("work", "factor", "errors", "block", "near", "image", "change"), "*fp32"),
+    **dict.fromkeys(("weight", "importance", "magnitude"), "*fp32"),
+}  # fmt: skip
+COMPILED = [
+    ("gptq_block", {"W": rounding.BLOCK, "factor_row": 1}, rounding.BLOCK),
+    *(("refine_group", {"G": group}, group) for group in (32, 64, 128)),
+    ("weigh_rows", {"STRIP": STRIP, "SUMS": SUMS}, 0),
+    *(("mse_scales", {"G": group, "COUNT": 20, "FIRST": 1.05, "LESS": 0.02}, 8) for group in (32, 128)),
+]
 
 
 @pytest.mark.slow
-def test_stored_matrices_of_every_form_become_numbers_by_the_kernel() -> None:
-    """tests/forward/test_expert_weights.py again, in the interpreter, which warns of 0 times infinity."""
-    of_forms = REPOSITORY / "tests" / "forward" / "test_expert_weights.py"
-    program = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-n",
-        "0",
-        "-o",
-        "filterwarnings=ignore",
-        "-k",
-        "numbers or blocks or named",
-    ]
-    done = subprocess.run([*program, str(of_forms)], env=INTERPRETED, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+@pytest.mark.parametrize(("kernel", "sizes", "columns"), COMPILED)
+def test_a_kernel_compiles_for_every_card(
+    kernel: str, sizes: dict[str, Any], columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU, for A100 and H100: no spilled registers, fused multiply-adds of its own, or atomics.
+
+    A division has fused instructions of its own in machine code, so it is in the code before that, PTX, that none may
+    be. Sizes and steps in memory are multiples of 16, as a model's are; Triton then compiles for that.
+    """
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from quantizers.solve.kernels import triton_code
+
+    function = getattr(triton_code, kernel)
+    constants, options = sizes, OPTIONS | {"num_warps": 4}
+    if columns:
+        rounding_s = {"LOW": -8, "HIGH": 7, "ROWS": rows_of_program(columns)}
+        constants, options = {n: v for n, v in (sizes | rounding_s).items() if n in function.arg_names}, OPTIONS
+    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in function.arg_names}
+    places = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    even = {(place,): [["tt.divisibility", 16]] for place in range(len(function.arg_names)) if (place,) not in places}
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    for card in (80, 90):
+        source = ASTSource(fn=function, signature=signature, constexprs=places, attrs=even)
+        made = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+        (tmp_path / "cubin").write_bytes(made.asm["cubin"])
+        command = [tools / "cuobjdump", "-res-usage", tmp_path / "cubin"]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
+        assert stack == 0
+        assert registers <= 192
+        assert not re.findall(r"\b(?:fma|atom|red)\.", made.asm["ptx"])
+        assert re.findall(r"\bmul(?:\.rn)?\.f32", made.asm["ptx"])
 
 
 def test_one_thread_launches_at_a_time_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +172,7 @@ def test_one_thread_launches_at_a_time_on_the_device_of_its_tensors(monkeypatch:
             return self.launch
 
         def launch(self, name: str, **options: int) -> None:
-            events.append(f"begin {name} {options}")
+            events.append(f"begin {name} {options['ROWS']}")
             time.sleep(0.01)
             events.append("end")
 
@@ -206,27 +183,26 @@ def test_one_thread_launches_at_a_time_on_the_device_of_its_tensors(monkeypatch:
         yield
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    launch = device_fused.launched(Kernel(), (1, 2), there, ROWS=8)
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(launch, "abcd"))
-    assert sorted(events[1::3]) == [f"begin {name} {{'ROWS': 8}}" for name in "abcd"]
+        list(threads.map(lambda name: triton_support.launch(Kernel(), (1, 2), there, name, ROWS=8), "abcd"))
+    assert sorted(events[1::3]) == [f"begin {name} 8" for name in "abcd"]
     assert (events[::3], events[2::3]) == (["its device"] * 4, ["end"] * 4)
 
 
 def test_where_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.delenv(device_fused.INTERPRETER, raising=False)
-    assert (device_fused.fused(cpu), device_fused.fused(torch.device("meta"))) == (False, True)
-    monkeypatch.setenv(device_fused.INTERPRETER, "1")
-    assert device_fused.fused(cpu)
-    monkeypatch.setattr(device_fused, "find_spec", lambda _: None)
-    assert not device_fused.fused(cpu)
+    monkeypatch.delenv(triton_support.INTERPRETER, raising=False)
+    assert (triton_support.can_launch(cpu), triton_support.can_launch(torch.device("meta"))) == (False, False)
+    monkeypatch.setenv(triton_support.INTERPRETER, "1")
+    assert triton_support.can_launch(cpu)
+    monkeypatch.setattr(triton_support, "find_spec", lambda _: None)
+    assert not triton_support.can_launch(cpu)
 
 
 @pytest.mark.parametrize(
     ("hip", "capability", "found", "reason"),
     [
-        ("7.0", (9, 4), object(), "not tried on AMD's cards"),
+        ("7.0", (9, 4), object(), "not tried on AMD's GPUs"),
         (None, (7, 5), object(), "compute capability below 8.0"),
         (None, (9, 0), None, "Triton is not installed"),
     ],
@@ -236,17 +212,17 @@ def test_why_no_kernels_are_launched(
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(device_fused, "find_spec", lambda _: found)
-    monkeypatch.setattr(device_fused, "why_not", device_fused.why_not.__wrapped__)
+    monkeypatch.setattr(triton_support, "find_spec", lambda _: found)
+    monkeypatch.setattr(triton_support, "why_not", triton_support.why_not.__wrapped__)
     card = torch.device("cuda:0")
-    assert device_fused.why_not(card) == reason
-    assert device_fused.kernels(card) == f"torch ({reason})"
-    assert not device_fused.fused(card)
+    assert triton_support.why_not(card) == reason
+    assert triton_support.kernels(card) == f"torch ({reason})"
+    assert not triton_support.can_launch(card)
 
 
 def test_without_a_compiler_or_a_driver_torch_s_operations_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, where there is no GPU, Triton itself says why it cannot launch."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    reason = device_fused.why_not.__wrapped__(torch.device("cuda:0"))
+    reason = triton_support.why_not.__wrapped__(torch.device("cuda:0"))
     assert re.fullmatch(r"Triton cannot launch: .+", reason)
     assert "\n" not in reason

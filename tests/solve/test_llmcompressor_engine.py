@@ -18,7 +18,7 @@ from transformers.masking_utils import create_causal_mask
 from quantizers.architectures.matrices import MATRICES
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.llmcompressor_engine import solve_with_llmcompressor
-from quantizers.solve.solved import Solved
+from quantizers.solve.result import LayerResult
 from quantizers.system.errors import QuantizeError
 
 EXPERTS, HIDDEN, WIDTH = 4, 64, 32
@@ -84,7 +84,7 @@ def inputs_of(model: Any, index: int = 0) -> list[dict[str, Any]]:
     return inputs
 
 
-def solve(model: Any = None, *, awq: Any = None, bits: Any = 4, **options: Any) -> Solved:
+def solve(model: Any = None, *, awq: Any = None, bits: Any = 4, **options: Any) -> LayerResult:
     """The last layer of `model`, a new tiny one if None; AWQ with a grid of 8 if `awq` is None."""
     model = tiny_model() if model is None else model
     layers = model.model.layers
@@ -93,7 +93,7 @@ def solve(model: Any = None, *, awq: Any = None, bits: Any = 4, **options: Any) 
     return solve_with_llmcompressor(layers[-1], inputs, settings, **PATHS, **options)
 
 
-def weights_of(solved: Solved, matrix: Any) -> torch.Tensor:
+def weights_of(solved: LayerResult, matrix: Any) -> torch.Tensor:
     scales = solved.scales[matrix].float().repeat_interleave(GROUP, dim=-1)
     return solved.codes[matrix].float() * scales
 
@@ -426,7 +426,7 @@ import sys
 from loguru import logger
 logger.remove()
 logger.add(sys.stderr, format="mine: {message}")
-from quantizers.solve.quiet_library import quiet_library
+from quantizers.solve.llmcompressor_engine import quiet_library
 with quiet_library():
     assert "llmcompressor" in sys.modules
     logger.info("dropped")

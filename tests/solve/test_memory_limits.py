@@ -10,12 +10,12 @@ import torch
 from one_layer import GROUP, Layer, assert_same, make_layer, silu, sums_held
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quantizers.plan.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve import gram_engine, held_sums
-from quantizers.solve.gram_engine import solve
-from quantizers.solve.solved import Solved
+from quantizers.solve import input_hessian, solver
+from quantizers.solve.result import LayerResult
+from quantizers.solve.solver import solve
 from quantizers.system.errors import QuantizeError
-from quantizers.system.residents import Residents
 
 EXPERTS, UNIT = 7, 2  # four units, the last of one expert
 
@@ -25,7 +25,7 @@ def layer() -> Layer:
     return make_layer(1, experts=EXPERTS)
 
 
-def solved_with(layer: Layer, residents: Residents, **options: Any) -> Solved:
+def solved_with(layer: Layer, residents: Residents, **options: Any) -> LayerResult:
     settings = Experts(group_size=GROUP, awq=Awq(grid=4), **options)
     return solve(
         layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, activation=silu, settings=settings,
@@ -33,20 +33,20 @@ def solved_with(layer: Layer, residents: Residents, **options: Any) -> Solved:
     )  # fmt: skip
 
 
-def same(got: Solved, wanted: Solved) -> None:
+def same(got: LayerResult, wanted: LayerResult) -> None:
     assert_same(got, wanted)
     assert got.error == wanted.error
     assert got.fallbacks == wanted.fallbacks
 
 
 @pytest.fixture(scope="module")
-def wanted(layer: Layer) -> Solved:
+def wanted(layer: Layer) -> LayerResult:
     return solved_with(layer, Residents.all_of(EXPERTS))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 99])
 def test_how_many_sums_are_held_decides_no_bit(
-    layer: Layer, wanted: Solved, count: int, monkeypatch: pytest.MonkeyPatch
+    layer: Layer, wanted: LayerResult, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And each sweep gathers as many as the others, one more at most."""
     held = sums_held(monkeypatch)
@@ -71,7 +71,7 @@ class Full(TorchDispatchMode):
 @pytest.fixture(scope="module")
 def places(layer: Layer) -> dict[str, tuple[int, int]]:
     """The numbers of the first and last operation of a sweep, of the norm's search, and of the units."""
-    named = ("sweep", held_sums, "sweep"), ("search", gram_engine, "norm_scale"), ("units", gram_engine, "_solve_units")
+    named = ("sweep", input_hessian, "sweep"), ("search", solver, "norm_scale"), ("units", solver, "_solve_batches")
     found: dict[str, tuple[int, int]] = {}
     with Full() as counter, pytest.MonkeyPatch.context() as patched:
         for name, module, function in named:
@@ -92,7 +92,7 @@ def places(layer: Layer) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("share", [0.02, 0.37, 0.7, 0.98])
 def test_a_full_device_in_the_middle_changes_no_bit(
     layer: Layer,
-    wanted: Solved,
+    wanted: LayerResult,
     places: dict[str, tuple[int, int]],
     where: str,
     share: float,
@@ -107,13 +107,13 @@ def test_a_full_device_in_the_middle_changes_no_bit(
     assert residents.count == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        "the device's memory was full: from now on the sums of 2 units of 2 experts are held at a time; the bytes stay "
-        "the same"
+        "the device's memory was full: from now on the Hessians of 2 expert batches of 2 experts are kept at a time; "
+        "the output stays the same"
     )
 
 
 def test_full_again_and_again(
-    layer: Layer, wanted: Solved, places: dict[str, tuple[int, int]], capsys: pytest.CaptureFixture[str]
+    layer: Layer, wanted: LayerResult, places: dict[str, tuple[int, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From four to two to one; at one it is the end, with what is needed and what to do."""
     begins, _ = places["units"]
@@ -124,7 +124,7 @@ def test_full_again_and_again(
     assert len(capsys.readouterr().err.splitlines()) == 2
     with (
         pytest.raises(
-            QuantizeError, match=r"full with the sums of one unit of 2 experts at a time, for which 3\.0 GiB"
+            QuantizeError, match=r"full with the Hessians of one batch of 2 experts at a time, for which 3\.0 GiB"
         ),
         Full(begins + 50),
     ):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizers.forward.codes import code_range, dequantize
-from quantizers.solve.refine import refine
+from quantizers.solve.coordinate_descent import refine
 from quantizers.solve.rounding import damped, gptq, mse_scales, nearest
 
 

@@ -10,12 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quantizers.solve import parts
+from quantizers.solve import rounding
 from quantizers.solve.awq import scale_losses, weight_means
-from quantizers.solve.correction import corrected
-from quantizers.solve.inverse_factor import inverse_factor
-from quantizers.solve.refine import refine
-from quantizers.solve.rounding import damped, gptq, minmax_scales, mse_scales, nearest
+from quantizers.solve.coordinate_descent import refine
+from quantizers.solve.expert_batch import corrected
+from quantizers.solve.rounding import cholesky_inverse, damped, gptq, minmax_scales, mse_scales, nearest
 
 EXPERTS, ROWS, COLUMNS, GROUP = 2, 48, 320, 32
 WIDE = (torch.int64, torch.float64)
@@ -72,16 +71,16 @@ def test_the_watch_sees_a_wide_array_and_lets_a_view_pass() -> None:
 @pytest.mark.parametrize("part", [ROWS - 1, 3 * GROUP * ROWS, ROWS * COLUMNS, 10 * ROWS * COLUMNS])
 def test_parts_of_a_matrix_give_what_the_whole_gives(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One group at a time, three groups, one expert, all experts. Oracle: the formulas written out in float64."""
-    monkeypatch.setattr(parts, "PART", part)
+    monkeypatch.setattr(rounding, "PART", part)
     weight, gram = case(2)
     seen = torch.zeros(EXPERTS, COLUMNS)
-    for experts, columns in parts.column_parts(weight.mT, GROUP):
+    for experts, columns in rounding.column_parts(weight.mT, GROUP):
         seen[experts, columns] += 1
     assert bool((seen == 1).all())
     importance = gram.diagonal(dim1=-2, dim2=-1)
-    monkeypatch.setattr(parts, "PART", 2**30)
+    monkeypatch.setattr(rounding, "PART", 2**30)
     whole = mse_scales(weight, importance, GROUP, 4)
-    monkeypatch.setattr(parts, "PART", part)
+    monkeypatch.setattr(rounding, "PART", part)
     assert torch.equal(mse_scales(weight, importance, GROUP, 4), whole)
     magnitude = weight.double().unflatten(-1, (-1, GROUP)).abs()
     means = (magnitude / (magnitude.amax(-1, keepdim=True) + 1e-6)).flatten(-2).mean(-2)
@@ -115,8 +114,8 @@ def test_without_a_look_only_the_first_damping_is_tried() -> None:
     weight, gram = weight.repeat(2, 1, 1), gram.repeat(2, 1, 1)
     gram[1] -= 0.05 * gram[1].diagonal().mean() * torch.eye(COLUMNS) + gram[1].diag().diag() * 0.5  # a larger one helps
     gram[3] = float("nan")  # nothing helps
-    factor, used = inverse_factor(gram, 0.01)
-    quick, tried = inverse_factor(gram, 0.01, careful=False)
+    factor, used = cholesky_inverse(gram, 0.01)
+    quick, tried = cholesky_inverse(gram, 0.01, exact=False)
     assert used[[0, 2]].tolist() == pytest.approx([0.01, 0.01])
     assert 0.01 < float(used[1]) < float("inf")
     assert torch.isinf(tried[[1, 3]]).all()
@@ -124,7 +123,7 @@ def test_without_a_look_only_the_first_damping_is_tried() -> None:
     assert torch.equal(quick[[0, 2]], factor[[0, 2]])
     assert all(torch.equal(matrix, torch.eye(COLUMNS)) for matrix in (quick[1], quick[3], factor[3]))
     scale = minmax_scales(weight, GROUP, 4)
-    (codes, _), (plain, marked) = (gptq(weight, gram, scale, 4, careful=careful) for careful in (True, False))
+    (codes, _), (plain, marked) = (gptq(weight, gram, scale, 4, exact=exact) for exact in (True, False))
     assert torch.equal(plain[[0, 2]], codes[[0, 2]])
     assert torch.equal(plain[[1, 3]], nearest(weight, scale, 4)[[1, 3]])
     assert torch.isinf(marked[[1, 3]]).all()
@@ -136,7 +135,7 @@ def test_without_a_look_an_accelerator_is_never_waited_for() -> None:
     weight = torch.empty(EXPERTS, ROWS, columns, device="meta")
     gram = torch.empty(EXPERTS, columns, columns, device="meta")
     scale = mse_scales(weight, gram[:, 0], GROUP, 4)
-    codes, used = gptq(weight, gram, scale, 4, careful=False)
+    codes, used = gptq(weight, gram, scale, 4, exact=False)
     finer, _ = refine(weight, damped(gram, used), codes, scale, 4, sweeps=2)
     losses = scale_losses(weight, gram, torch.empty(3, EXPERTS, columns, device="meta"), GROUP, 4)
     moved = corrected(weight, gram, gram, 0.01)

@@ -19,11 +19,11 @@ from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import Recorded, route_counts
 from quantizers.forward.recorded import recorded as seen_by
 from quantizers.plan.units import ALIGNED, by_load, units_of
-from quantizers.solve import token_weights
-from quantizers.solve.expert_sums import width_sums
-from quantizers.solve.input_sums import InputSums, blended_gram, sweep
+from quantizers.solve import routing_weights
+from quantizers.solve.down_hessian import collect_down_hessian
+from quantizers.solve.input_hessian import InputHessian, blended_hessian, sweep
+from quantizers.solve.routing_weights import Blend, Survey, survey, token_roots
 from quantizers.solve.symmetric import gram
-from quantizers.solve.token_weights import Blend, Survey, survey, token_roots
 
 FEW = settings(max_examples=15, deadline=None, database=None, derandomize=True)
 EXPERTS, HIDDEN, WIDTH = 4, 128, 64
@@ -79,9 +79,9 @@ def down_inputs(observed: Observed, x: torch.Tensor, expert: int) -> torch.Tenso
 
 @dataclass(frozen=True)
 class Sums:
-    """`input_grams` and `width_sums` of all experts."""
+    """`input_grams` and `collect_down_hessian` of all experts."""
 
-    input_gram: torch.Tensor
+    input_hessian: torch.Tensor
     width_gram: torch.Tensor
     width_mean: torch.Tensor
     seen: torch.Tensor
@@ -104,14 +104,14 @@ def all_sums(
     assert inputs is not None
     parts = []
     for unit in units:
-        grams = blended_gram(routed[unit], inputs.gram, found.blended, unit)
-        sums = width_sums(recorded, found, gate_up[slice(*unit)], activation=silu, unit=unit)
+        grams = blended_hessian(routed[unit], inputs.gram, found.blended, unit)
+        sums = collect_down_hessian(recorded, found, gate_up[slice(*unit)], activation=silu, unit=unit)
         assert sums.changes is None
         parts.append((grams, sums.gram, sums.mean, sums.seen, sums.dropped))
     return Sums(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def inputs_of(recorded: Sequence[Recorded]) -> tuple[InputSums, Survey]:
+def inputs_of(recorded: Sequence[Recorded]) -> tuple[InputHessian, Survey]:
     """The sums of x alone."""
     found = survey(recorded, EXPERTS, 0.0, HIDDEN)
     inputs, routed = sweep(recorded, found, [], HIDDEN, with_all=True)
@@ -224,7 +224,7 @@ def test_all_token_sums_are_those_of_hooks_on_transformers_experts(observed: Obs
         h = down_inputs(observed, x, expert).double()
         assert_grams_close(sums.width_gram[expert], h.mT @ h / len(x))
         torch.testing.assert_close(sums.width_mean[expert].double(), h.abs().mean(0), rtol=1e-6, atol=0)
-        assert_grams_close(sums.input_gram[expert], x.double().mT @ x.double() / len(x))
+        assert_grams_close(sums.input_hessian[expert], x.double().mT @ x.double() / len(x))
 
 
 @pytest.mark.parametrize(("routed_weight", "full_share_at"), [(0.9, HIDDEN), (0.9, 10), (1.0, 1), (0.3, 1000)])
@@ -238,7 +238,7 @@ def test_blended_sums_are_the_definition_token_by_token(
         of_x, of_h, mean = slow_sums(
             observed.recorded, lambda x, e: down_inputs(observed, x, e), expert, routed_weight, full_share_at
         )
-        assert_grams_close(sums.input_gram[expert], of_x, 2e-6)
+        assert_grams_close(sums.input_hessian[expert], of_x, 2e-6)
         assert_grams_close(sums.width_gram[expert], of_h, 2e-6)
         torch.testing.assert_close(sums.width_mean[expert].double(), mean, rtol=2e-6, atol=0)
 
@@ -249,7 +249,7 @@ def test_any_number_of_experts_at_a_time_gives_the_same_sums(observed: Observed,
     wanted = all_sums(observed.recorded, observed.gate_up, routed_weight=routed_weight, full_share_at=40)
     for chunk in (1, 2, 3):
         got = all_sums(observed.recorded, observed.gate_up, routed_weight=routed_weight, full_share_at=40, chunk=chunk)
-        assert_grams_close(got.input_gram, wanted.input_gram.double(), 3e-7)
+        assert_grams_close(got.input_hessian, wanted.input_hessian.double(), 3e-7)
         assert_grams_close(got.width_gram, wanted.width_gram.double(), 3e-7)
         torch.testing.assert_close(got.width_mean, wanted.width_mean, rtol=1e-6, atol=0)
         assert torch.equal(got.seen, wanted.seen)
@@ -313,7 +313,7 @@ def test_blended_sums_for_any_shape(
 
     for expert in range(experts):
         of_x, of_h, mean = slow_sums(recorded, read, expert, a, full_share_at)
-        torch.testing.assert_close(sums.input_gram[expert].double(), of_x, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(sums.input_hessian[expert].double(), of_x, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(sums.width_gram[expert].double(), of_h, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(sums.width_mean[expert].double(), mean, rtol=1e-5, atol=1e-6)
 
@@ -349,7 +349,7 @@ def test_an_expert_without_routed_tokens_is_solved_from_all_tokens() -> None:
     sums = all_sums(recorded, gate_up, routed_weight=0.9, full_share_at=4)
     plain = all_sums(recorded, gate_up, routed_weight=0.0, full_share_at=4)
     for expert in (1, 3):
-        assert torch.equal(sums.input_gram[expert], plain.input_gram[expert])
+        assert torch.equal(sums.input_hessian[expert], plain.input_hessian[expert])
         assert torch.equal(sums.width_gram[expert], plain.width_gram[expert])
         assert torch.equal(sums.width_mean[expert], plain.width_mean[expert])
     assert not torch.equal(sums.width_gram[0], plain.width_gram[0])
@@ -372,7 +372,7 @@ def test_rows_of_h_that_are_not_finite_are_left_out_and_counted(observed: Observ
     assert sums.dropped.tolist() == [0, 0, bad, 0]
     assert sums.seen.tolist() == [sum(LENGTHS), sum(LENGTHS), sum(LENGTHS) - bad, sum(LENGTHS)]
     clean = all_sums(recorded, observed.gate_up, routed_weight=0.0, full_share_at=HIDDEN)
-    for name in ("input_gram", "width_gram", "width_mean"):
+    for name in ("input_hessian", "width_gram", "width_mean"):
         ours, wanted = getattr(sums, name), getattr(clean, name)
         assert torch.isfinite(ours).all()
         assert torch.equal(ours[[0, 1, 3]], wanted[[0, 1, 3]])
@@ -394,7 +394,7 @@ def test_left_out_input_rows_leave_the_blended_input_sums_a_weighted_mean(observ
     recorded = [seen_by(x, s.chosen, s.weight) for x, s in zip(constant, observed.recorded, strict=True)]
     for routed_weight in (0.0, 0.9):
         sums = all_sums(recorded, observed.gate_up, routed_weight=routed_weight, full_share_at=1)
-        torch.testing.assert_close(sums.input_gram, torch.ones_like(sums.input_gram), rtol=1e-5, atol=0)
+        torch.testing.assert_close(sums.input_hessian, torch.ones_like(sums.input_hessian), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("by_load", [None, 2])
@@ -404,7 +404,7 @@ def test_routed_rows_are_the_routed_tokens_in_order_and_padding_weighs_nothing(
     unit: tuple[int, int], together: int, by_load: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: nonzero() of the choices whose weight is not zero. The last expert gets no token at all."""
-    monkeypatch.setattr(token_weights, "ROUTED_ROWS", together)
+    monkeypatch.setattr(routing_weights, "ROUTED_ROWS", together)
     recorded = random_routing(5, 5, 2, [31], 4)[0]
     x = recorded.x.clone()
     x[7] = torch.inf

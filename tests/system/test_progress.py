@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,7 @@ from sets import write_set
 from eval.fidelity import scoring
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward import lane
-from quantizers.plan.job import prepare
 from quantizers.run.measure import measure
-from quantizers.run.options import Options
-from quantizers.run.pipeline import run
 from quantizers.system import progress as shown
 from quantizers.system.errors import Interrupted
 
@@ -187,26 +182,12 @@ def test_a_terminal_shows_the_phase_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert [fields["note"] for fields in drawn if "note" in fields] == ["last: 12 s"]
 
 
-def test_a_run_says_its_phases_in_their_order(finished: Finished, tmp_path: Path) -> None:
-    """Each layer from reading to audit; sums and rounding are said by the engine itself, unit by unit."""
-    said: list[str] = []
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shown, "_shows_phases", watch(said))
-        run(prepare(str(finished.recipe)), Options(tmp_path / "output", torch.device("cpu")))
-    assert list(dict.fromkeys(said)) == [
-        "reading", "held-out texts", "attention", "sums", "search", "dequantize", "rounding", "forced pass",
-        "changes", "packing", "calibration pass", "comparing", "audit",
-    ]  # fmt: skip
-    assert said.count("reading") == said.count("audit") == 4
-
-
-def watch(said: list[str]) -> Any:
-    @contextlib.contextmanager
-    def shows(_: Any) -> Iterator[None]:
-        shown._watching.append(said.append)
-        try:
-            yield
-        finally:
-            shown._watching.pop()
-
-    return shows
+def test_the_first_layer_with_experts_says_how_long_the_others_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once: 60 s a layer, and 61 layers after the second one; nothing after the last layer."""
+    say = shown.forecast(63)
+    say({"layer": 0, "routed": [], "seconds": {"read": 1.0}})  # without experts
+    say({"layer": 1, "routed": [[5, 3]], "seconds": {"read": 20.0, "solve": 40.0}})
+    say({"layer": 2, "routed": [[5, 3]], "seconds": {"read": 1.0}})
+    assert capsys.readouterr().err == "forecast from layer 1: about 1 h 01 min for 61 more layers\n"
+    shown.forecast(2)({"layer": 1, "routed": [[5, 3]], "seconds": {"read": 1.0}})
+    assert capsys.readouterr().err == ""

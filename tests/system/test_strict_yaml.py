@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import quantize
+from commands import Command
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
 from quantizers.system.errors import CalibrationError, InputError, RecipeError
-from quantizers.system.schema_faults import dotted
+from quantizers.system.pydantic_errors import dotted
 from quantizers.system.strict_yaml import dump, load, parse
 
 PROPERTY = settings(
@@ -241,13 +241,11 @@ def test_every_mistake_has_a_line_of_its_own(file: Path) -> None:
     ]
 
 
-def test_a_command_prints_every_mistake_behind_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_prints_every_mistake_behind_its_name(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("source: {model: a/b}\ncalibration: embedded\nexperts:\n  bits: 3\n  group_siz: 64\n")
-    assert quantize(monkeypatch, "plan", path, "--json") == 2
-    said = capsys.readouterr()
+    assert command("plan", path, "--json") == 2
+    said = command
     assert said.out == ""
     assert said.err.splitlines() == [
         f"quantize: {path}:4: experts.bits: should be 4 or 8, not 3",

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from eval.report.schemes import candidate_lines, choice_lines, layers_table
-from quantizers.system.byte_size import gib
+from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
-from quantizers.system.text_table import plain, size
-
-from .ranks import several_lines
 
 
 def plan_table(numbers: dict[str, Any]) -> str:
@@ -22,7 +19,7 @@ def plan_table(numbers: dict[str, Any]) -> str:
         [
             f"planned from {numbers['basis']}",
             "",
-            plain(("tensors (* = a number)", "action", "number", "before", "after"), rows),
+            text_table(("tensors (* = a number)", "action", "number", "before", "after"), rows),
             "",
             f"{numbers['layers']} layers, {dense_words(numbers)}{numbers['experts_per_layer']} experts each: "
             f"{numbers['quantized_matrices']:,} expert matrices quantized, "
@@ -36,7 +33,6 @@ def plan_table(numbers: dict[str, Any]) -> str:
             "",
             *(scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
             *needs_lines(numbers["needs"]),
-            *several_lines(numbers),
             *([memory_line(numbers)] if "device_memory" in numbers else []),
         ]
     )
@@ -54,14 +50,16 @@ def mtp_lines(numbers: dict[str, Any]) -> list[str]:
         return []
     layers = numbers["mtp"]["layers"]
     which = f"layer{'s' if layers[1:] else ''} {', '.join(map(str, layers))}"
-    return [f"{which}, to predict further tokens (MTP), kept whole, experts too: {size(numbers['mtp']['bytes'])}"]
+    return [
+        f"{which}, for multi-token prediction (MTP), passed through with their experts: {size(numbers['mtp']['bytes'])}"
+    ]
 
 
 def unserved(numbers: dict[str, Any]) -> list[str]:
     """A line about a family that vLLM does not know."""
     if "vllm" in numbers["servers"]:
         return []
-    return ["no release of vLLM that is known here has a model of this family; transformers can load the output"]
+    return ["no known release of vLLM supports this family; transformers can load the output"]
 
 
 def unsaid_lines(numbers: dict[str, Any]) -> list[str]:
@@ -74,49 +72,84 @@ def scheme_lines(schemes: dict[str, Any]) -> list[str]:
     if "layers" in schemes:
         return [*candidate_lines(schemes), "", *choice_lines(schemes), "", layers_table(schemes), ""]
     assumed = f"the sizes above are those of {schemes['planned']} in every layer"
-    return [*candidate_lines(schemes), f"the run measures and then chooses for each layer; until then {assumed}", ""]
+    return [*candidate_lines(schemes), f"the run measures, then chooses for each layer; until then {assumed}", ""]
 
 
 def needs_lines(needs: dict[str, Any]) -> list[str]:
-    """Disk, memory and time that a run needs, with the assumptions."""
+    """Disk, memory and estimated time of a run, with the assumptions."""
     rows = []
     for device in ("CPU", "GPU"):
         states = "?" if needs["states"] is None else size(needs["states"][device])
         least, most = needs["memory"][device]
-        memory, time = f"{size(least)} to {size(most)}", "?"
-        if needs["seconds"] is not None and device in needs["seconds"]:
-            time = _time(needs["seconds"][device])
-        name = device
-        if device == "GPU" and needs["card"] is not None:
-            name, memory = f"GPU ({needs['card']})", f"{memory}; counted {size(needs['counted_peak'])}"
-        rows.append((name, size(needs["output"]), states, memory, time))
+        rows.append((device, size(needs["output"]), states, f"{size(least)} to {size(most)}"))
     tokens = "calibration set of unknown size" if needs["tokens"] is None else f"{needs['tokens']:,} tokens at most"
     if needs["held_out"] != 0:
-        tokens += f" and {'a' if needs['held_out'] is None else format(needs['held_out'], ',')} held-out ones"
+        number = "an unknown number of" if needs["held_out"] is None else f"{needs['held_out']:,}"
+        tokens += f" and {number} evaluation tokens"
     return [
         f"a run with its {tokens} needs about",
-        plain(("on a", "disk for the output", "hidden states", "memory of the device", "time, counted"), rows),
-        f"and {size(needs['host'])} of host memory beside it, {size(needs['source'])} of source on the disk or in the "
-        "Hub's cache. Hidden states lie in host memory where they fit, else on the disk. Assumed:",
+        text_table(("on a", "disk for the output", "activations", "memory of the device"), rows),
+        f"and {size(needs['host'])} of host memory, {size(needs['source'])} of source on the disk or in the Hub's "
+        "cache. Activations are kept in host memory if they fit, else on disk.",
+        "",
+        *time_lines(needs),
+        "assumed:",
         *(f"  {line}" for line in needs["assumptions"]),
     ]
 
 
-def _time(seconds: dict[str, float]) -> str:
-    """The whole time, and that of the layers and of the proof."""
-    if seconds["all"] < 60:
-        return "under a minute"
-    return f"{duration(seconds['all'])}: layers {duration(seconds['layers'])}, proof {duration(seconds['proof'])}"
+def time_lines(needs: dict[str, Any]) -> list[str]:
+    """The estimated time on each device, by one process and by several if they were asked for."""
+    if needs["seconds"] is None:
+        return ["time: unknown before the sets are read, and for experts.engine: llmcompressor"]
+    several, header = needs["several"] or {}, ["on", "time, estimated", "layers", "verification"]
+    rows = [
+        [name, *(_about(seconds[part]) for part in ("all", "layers", "verification"))]
+        + ([_about(several[name]["all"]) if name in several else ""] if several else [])
+        for name, seconds in needs["seconds"].items()
+    ]
+    return [text_table([*header, *([f"by {needs['processes']} processes"] if several else [])], rows)]
+
+
+def measured_table(result: dict[str, Any]) -> str:
+    """What `quantize plan --measure` prints: the phases of a layer, and the time of the run that follows."""
+    rows = [(row["phase"], f"{row['seconds']:.2f}", row["grows_with"], f"{row['run']:.2f}") for row in result["phases"]]
+    sizes, dense = result["sizes"], result["dense_layers"]
+    evaluated = f" and {result['held_out']:,} evaluation tokens" if result["held_out"] else ""
+    others = f" and {dense} without at {_seconds(result['dense_layer'])}" if dense else ""
+    return "\n".join(
+        [
+            f"measured on {result['machine']['device']}, {result['machine']['threads']} threads: one layer of random "
+            f"weights, {sizes['experts']} of {result['run_experts']} experts of {sizes['hidden']} x {sizes['width']}, "
+            f"{result['tokens']:,} of {result['run_tokens']:,} calibration tokens{evaluated}",
+            "",
+            text_table(("phase", "seconds", "grows with", "in a layer of the run"), rows),
+            "",
+            f"peak memory {size(result['peak_memory_bytes'])}",
+            f"the whole run: {duration(result['run'])}, extrapolated: {result['layers']} layers with experts at "
+            f"{_seconds(result['layer'])} each{others}",
+            "each phase is multiplied by the ratio of what it grows with; reading overlaps with computing; logits and "
+            "the last reading of the output are not included",
+        ]
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return duration(seconds) if seconds >= 60 else f"{seconds:.2f} s"
+
+
+def _about(seconds: float) -> str:
+    return "under a minute" if seconds < 60 else duration(seconds)
 
 
 def memory_line(numbers: dict[str, Any]) -> str:
-    """What a run on a GPU holds there with --device-memory, and the memory that takes."""
+    """What a run on a GPU keeps there with --device-memory, and the memory that takes."""
     memory = numbers["device_memory"]
-    held = {(False, False): "", (True, False): ", the inputs of the experts", (True, True): ", all hidden states"}
+    held = {(False, False): "", (True, False): ", the inputs of the experts", (True, True): ", all activations"}
     return (
         f"--device-memory: {gib(memory['peak'])} at most: a layer {gib(memory['layer'])} as it is stored, "
-        f"{gib(memory['forward'])} as it is computed{held[memory['inputs'], memory['states']]}, the sums of "
-        f"{memory['resident']} of {memory['units']} units of {memory['unit']} experts (read in {memory['sweeps']} "
+        f"{gib(memory['forward'])} as it is computed{held[memory['inputs'], memory['states']]}, the Hessians of "
+        f"{memory['resident']} of {memory['units']} batches of {memory['unit']} experts (read in {memory['sweeps']} "
         f"sweep{'s' if memory['sweeps'] > 1 else ''}), and {gib(memory['one_unit'])} for solving one"
     )
 
@@ -129,7 +162,7 @@ def tensors_table(numbers: dict[str, Any]) -> str:
             f"{_short(name, row['source'])} {dtype} {shape}" for name, (dtype, shape) in row["outputs"].items()
         )
         rows.append((row["source"], f"{row['dtype']} {row['shape']}", row["action"], outputs))
-    return f"planned from {numbers['basis']}\n\n" + plain(("tensor", "as it is", "action", "what is written"), rows)
+    return f"planned from {numbers['basis']}\n\n" + text_table(("tensor", "source", "action", "output"), rows)
 
 
 def _short(name: str, source: str) -> str:
@@ -138,7 +171,7 @@ def _short(name: str, source: str) -> str:
 
 
 def fit_table(result: dict[str, Any]) -> str:
-    """One row for each set of cards."""
+    """One row for each set of GPUs."""
     rows = [
         (
             row["cards"],
@@ -150,16 +183,16 @@ def fit_table(result: dict[str, Any]) -> str:
         )
         for row in result["fits"]
     ]
-    header = ("cards", "split", "usable", "weights", "KV cache", "activations", "runtime", "left", "longest", "")
+    header = ("GPUs", "split", "usable", "weights", "KV cache", "activations", "runtime", "left", "longest", "")
     first = result["fits"][0]
     return "\n".join(
         [
             f"planned from {result['basis']}",
             "",
-            f"memory of the fullest card at {first['context']:,} tokens, KV cache in "
+            f"memory of the fullest GPU at {first['context']:,} tokens, KV cache in "
             f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token "
-            f"{'over all cards' if result['kv_divided'] else 'on every card'}); longest: the context that fits",
-            plain(header, rows),
+            f"{'over all GPUs' if result['kv_divided'] else 'on every GPU'}); longest: the context that fits",
+            text_table(header, rows),
             *unserved(result),
             *result["notes"],
             "",
@@ -172,10 +205,10 @@ def fit_table(result: dict[str, Any]) -> str:
 
 
 def _fit_line(row: dict[str, Any], limit: int) -> str:
-    """Under the table, for each set of cards: the longest context, or what would make it fit."""
+    """Under the table, for each set of GPUs: the longest context, or what would make it fit."""
     if row["fits"]:
         end = ", the model's longest" if row["longest"] == limit else ""
         return f"{row['cards']} fits with up to {row['longest']:,} tokens of context{end}"
     if not row["to_fit"]:
-        return f"{row['cards']}: no shorter context, no fewer bits and no number of such cards would make it fit"
+        return f"{row['cards']}: neither a shorter context, nor fewer bits, nor more such GPUs would make it fit"
     return f"{row['cards']}, to fit: {'; or '.join(remedy['say'] for remedy in row['to_fit'])}"

@@ -1,0 +1,153 @@
+"""The whole route with llm-compressor, with the steps that its users take today, for comparison.
+
+FP8 source ─► BF16 copy on disk ─► loaded ─► `oneshot` ─► saved ─► stitched with the source's FP8 attention.
+
+The router is in the AWQ mapping (without it the result is a different, worse model). The copy is loaded as
+float32, because matmuls on a CPU are faster in float32 than in bfloat16.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.rotary import rotary_factor
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.fp8 import ROWS, stored_form
+from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder
+from quantizers.recipe.schema import Awq, Experts
+from quantizers.solve.llmcompressor_engine import quiet_library
+from quantizers.system.errors import InputError
+
+STEPS = ("convert to BF16", "load", "oneshot", "save", "stitch")
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+@quiet_library()
+def library_route(
+    source: Checkpoint,
+    facts: Architecture,
+    tokens: Sequence[torch.Tensor],
+    experts: Experts,
+    work: Path,
+    *,
+    own: Path | None = None,
+) -> dict[str, Any]:
+    """Take the whole route.
+
+    Args:
+        tokens: token ids, one sequence (T,) int64 per batch.
+        experts: `bits`, `group_size` and `awq` are used.
+        work: an empty folder; the output of each step stays there, the stitched checkpoint in `stitched`.
+        own: the file that `facts` was read from, if it is the user's own.
+
+    Returns:
+        seconds by step, bytes written by step, and the folder of the result.
+    """
+    from quantizers.run.stitched import stitch
+
+    folders = {name: work / name for name in ("bf16", "saved", "stitched")}
+    seconds: dict[str, float] = {}
+    started = time.perf_counter()
+
+    def lap(step: str) -> None:
+        nonlocal started
+        now = time.perf_counter()
+        seconds[step], started = now - started, now
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's use of torch and transformers warns
+        _convert(source, folders["bf16"])
+        lap(STEPS[0])
+        model = _load(folders["bf16"], facts)
+        lap(STEPS[1])
+        _oneshot(model, tokens, experts)
+        lap(STEPS[2])
+        model.save_pretrained(folders["saved"], save_compressed=True)
+        lap(STEPS[3])
+        stitch(
+            source,
+            open_folder(folders["saved"]),
+            folders["stitched"],
+            torch.device("cpu"),
+            repair_router=True,
+            own=own,
+        )
+        lap(STEPS[4])
+    return {
+        "seconds": seconds,
+        "bytes": {name: folder_bytes(folder) for name, folder in folders.items()},
+        "folder": folders["stitched"],
+    }
+
+
+def _convert(source: Checkpoint, folder: Path) -> None:
+    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
+
+    class Dequantizer(FP8BlockDequantizer):  # type: ignore[misc]  # untyped
+        """Makes weights contiguous: for one that is not a multiple of the block, compressed-tensors 0.19 returns a
+        view, which it then cannot save.
+        """
+
+        def process(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: tensor.contiguous() for name, tensor in super().process(tensors).items()}
+
+    if stored_form(source.tensors, block_size(source)) == ROWS:
+        raise InputError(
+            f"{source.folder}: FP8 with a scale per row is not converted here; give a model with a scale per block"
+        )
+    modules = sorted(
+        {name.removesuffix(".weight_scale_inv") for name in source.tensors if name.endswith(".weight_scale_inv")}
+    )
+    converter = Dequantizer(targets=modules, weight_block_size=block_size(source), dtype=torch.bfloat16)
+    convert_checkpoint(source.folder, folder, converter)
+
+
+def _load(folder: Path, facts: Architecture) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    stored = open_folder(folder).config
+    factor = rotary_factor(facts, stored, sizes_of(facts, stored, str(folder)))
+    if factor is not None:  # transformers 5.17 does not read it from config.json
+        config.rope_parameters["partial_rotary_factor"] = factor
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+
+
+def _oneshot(model: Any, tokens: Sequence[torch.Tensor], experts: Experts) -> None:
+    from llmcompressor import oneshot
+    from llmcompressor.core import create_session
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+    from torch.utils.data import DataLoader
+
+    assert isinstance(experts.awq, Awq)
+    weights = {"num_bits": experts.bits, "type": "int", "symmetric": True, "strategy": "group"}
+    scheme = {"targets": ["re:.*experts.*_proj$"], "weights": weights | {"group_size": experts.group_size}}
+    modifiers = [
+        AWQModifier(
+            mappings=[
+                AWQMapping(
+                    "re:.*post_attention_layernorm$",
+                    ["re:.*mlp.gate$", "re:.*experts.*gate_proj$", "re:.*experts.*up_proj$"],
+                ),
+                AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
+            ],
+            n_grid=experts.awq.grid,
+            duo_scaling=experts.awq.duo_scaling,
+        ),
+        QuantizationModifier(config_groups={"experts": scheme}),
+    ]
+    rows: Any = [{"input_ids": sequence} for sequence in tokens]
+    with create_session():
+        oneshot(model=model, processor=object(), dataset=DataLoader(rows, batch_size=1), recipe=modifiers)

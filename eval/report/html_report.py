@@ -1,0 +1,72 @@
+"""report.html: report.json as one self-contained page; see templates/report.html.jinja."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+from eval.fidelity.tables import by_part, past_the_model, shown_categories
+from quantizers.system.formatting import number, size
+
+from .rendering import base_name, render
+from .schemes import choice_lines, expert_bits, layer_rows, under_routed_line
+from .serve_commands import NAMELESS, knows_vllm, repository, vllm_command
+from .summary import summary
+
+
+def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:
+    """The whole page.
+
+    Args:
+        report: the contents of report.json, from a run or a stitch, of this or an older version; sections without data
+            are left out.
+        drawn: of `plots.draw`, made from the same report.
+    """
+    about = report.get("serving")
+    place = "." if repository(report) == NAMELESS else repository(report)
+    schemes, layers = report.get("schemes"), report.get("layers", [])
+    return render(
+        "report.html.jinja",
+        r=report,
+        name=base_name(report["source"]["model"]),
+        tiles=_tiles(report),
+        summary=summary(report),
+        failed=any(not gate["passed"] for gate in report.get("gates", ())),
+        plots={name: f"data:image/png;base64,{base64.b64encode(raw).decode()}" for name, raw in drawn.items()},
+        fidelity=_fidelity(report) if "kl" in report else [],
+        past_the_model=past_the_model(report),
+        under_routed="" if "stitched" in report else under_routed_line(report),
+        fallbacks=[f"layer {layer['layer']}: {line}" for layer in layers for line in layer.get("fallbacks", ())],
+        choice=choice_lines(schemes) if schemes else [],
+        scheme_table=layer_rows(schemes) if schemes else None,
+        command=vllm_command(about, place) if about and knows_vllm(about) else None,
+        command_here=place == ".",
+    )
+
+
+def _tiles(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """The figures at the head of the page, each with what it is."""
+    tiles = []
+    if "kl" in report:
+        tiles = [
+            (number(report["kl"]["mean"], ".4f"), "mean KL, nats per token"),
+            (number(report["perplexity"]["increase"], "+.2%"), "perplexity"),
+            (number(report["top1"], ".1%"), "same most likely token"),
+        ]
+    if "plan" in report:
+        before, after = report["plan"]["source_bytes"], report["plan"]["output_bytes"]
+        tiles.append((size(after), f"{after / before:.0%} of the source's {size(before)}"))
+        tiles.append((" and ".join(f"INT{n}" for n in expert_bits(report)), "experts"))
+    gates = report.get("gates", ())
+    passed = sum(gate["passed"] for gate in gates)
+    return tiles + ([(f"{passed} of {len(gates)}", "gates passed")] if gates else [])
+
+
+def _fidelity(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Name and figures of each row of the table of fidelity."""
+    return [
+        (name, row)
+        for label, part in by_part(report).items()
+        for name, row in [(label, part), *shown_categories(part).items()]
+    ]

@@ -1,0 +1,140 @@
+"""The process group of a run. This file has the group of one process; torch_group.py has that of several.
+
+Work is split into expert batches, sequences and chunks of rows that do not depend on the number of processes. Every
+matmul keeps its shape, and sums over sequences or experts are added in their order by each process that needs them.
+Processes exchange only what one of them has computed, and reduce nothing on the way. That is why the bytes of the
+output are those of one process.
+
+All processes call the same methods in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from quantizers.system.progress import Step, checked, progress
+
+if TYPE_CHECKING:
+    import torch
+
+Made = TypeVar("Made")
+RESUME = "give the same command again to resume"
+
+
+class ProcessGroup:
+    """The group of a single process: every method returns at once.
+
+    Attributes:
+        rank: of this process, 0 to world_size - 1. Ranks are numbered machine by machine.
+        world_size: number of processes.
+        local_rank: of this process on its machine; the index of its GPU.
+        nodes: of each rank the number of its machine, from 0.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    nodes: Sequence[int] = (0,)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which asks the user, and reads and writes the journal."""
+        return self.rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.world_size > 1
+
+    @property
+    def node(self) -> int:
+        """Number of this process's machine, 0 for that of rank 0."""
+        return self.nodes[self.rank]
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of processes on this machine."""
+        return self.nodes.count(self.node)
+
+    @property
+    def name(self) -> str:
+        """Rank and host name, for messages."""
+        return "this process"
+
+    def partition(self, items: int, rank: int | None = None) -> range:
+        """The consecutive ones of `items` items that a rank works on.
+
+        Args:
+            rank: None for this process.
+        """
+        number = self.rank if rank is None else rank
+        return range(items * number // self.world_size, items * (number + 1) // self.world_size)
+
+    def connect(self, device: torch.device) -> None:
+        """Set the device through which tensors are exchanged: NCCL for a GPU, gloo for the CPU."""
+
+    def watch(self, interrupt: Callable[[], None]) -> Callable[[], None]:
+        """Call `interrupt`, which may raise, while waiting for other processes. Returns it."""
+        return interrupt
+
+    def barrier(self) -> None:
+        """Wait until all processes have called this."""
+
+    def in_turn(self, make: Callable[[], Made]) -> Made:
+        """`make()`, by rank 0 first, then by local rank 0 of each machine, then by the others: for what is cached."""
+        return make()
+
+    def broadcast_object(self, value: Any = None) -> Any:
+        """The picklable object that rank 0 calls this with."""
+        return value
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The objects that the processes call this with, in the order of ranks."""
+        return [value]
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        """Overwrite a contiguous tensor of any device with that of rank `src`, which has the same shape and dtype."""
+
+    def all_gather(self, parts: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+        """The rows of all processes, concatenated in the order of ranks.
+
+        Args:
+            parts: this process's rows (N, …) by name; a missing name stands for no rows.
+            device: of the result.
+
+        Returns:
+            The same in every process, with every name that any process has.
+        """
+        return dict(parts)
+
+    def shutdown(self) -> None:
+        """Leave the group after the last exchange; the other processes may still be at work."""
+
+    def final_message(self, message: str, code: int) -> tuple[str | None, int]:
+        """What a failing process prints, and its exit code: of several processes only the first failure is printed.
+
+        Args:
+            message, code: of this process's own failure.
+
+        Returns:
+            The message, None where another process prints one; and the exit code of the first failure.
+        """
+        return message, code
+
+
+SINGLE_PROCESS = ProcessGroup()
+
+
+@contextlib.contextmanager
+def shown(
+    title: str, total: int, done: int, check: Callable[[], None], dist: ProcessGroup, *, unit: str = ""
+) -> Iterator[Step]:
+    """Progress on rank 0, none on the others; `check` runs before each step and may interrupt.
+
+    Args:
+        title, total, done, unit: see `progress`.
+    """
+    with progress(title, total, done, unit) if dist.is_main else contextlib.nullcontext(lambda _: None) as step:
+        yield checked(step, check)

@@ -1,0 +1,246 @@
+"""The process group of several processes, through torch.distributed.
+
+Every collective is waited for in Python, so that a signal ends the wait, and so does the failure of another process: a
+process that fails writes why into the launcher's store; that of a process that was killed is seen by its connections
+(gloo), by the launcher, which then terminates the others of its machine, or at the latest by a timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore
+
+from quantizers.system.errors import InputError, PeerFailed, QuantizeError
+
+from .process_group import RESUME, Made, ProcessGroup
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup as TorchProcessGroup
+    from torch.distributed import Store, Work
+
+CPU = torch.device("cpu")
+START_TIMEOUT = timedelta(minutes=10)  # from the first process to the last: a cold disk takes minutes to import torch
+TIMEOUT = timedelta(days=1)  # of a collective: rank 0 may download a model, and a CPU may take hours for a layer
+GPU_TIMEOUT = timedelta(hours=1)  # the same once all have a GPU, which takes seconds for a layer
+CHUNK = 2**28  # bytes of one broadcast
+LONGEST_PAUSE = 0.05  # seconds between two looks at a collective
+LOOK = 0.5  # seconds between two looks at the store
+SIGTERM_CODE = 128 + signal.SIGTERM
+
+
+def init_process_group(rank: int, world_size: int, local_rank: int) -> DistributedGroup:
+    """Join the processes that a launcher started, of which this is one; see launch.py.
+
+    Raises:
+        InputError: ranks are not numbered machine by machine.
+        QuantizeError: a process did not start.
+    """
+    import torch.distributed as torch_distributed
+    from torch.distributed.rendezvous import rendezvous
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported here, in one line
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # or NCCL's watchdog aborts with pages of text
+    found, _, _ = next(rendezvous("env://"))
+    # torchrun --max-restarts keeps its store, with what an attempt before this one wrote.
+    store = PrefixStore(f"quantize/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
+    places = exchange_places(store, rank, world_size, (socket.gethostname(), local_rank))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and torch_distributed.is_nccl_available() else "gloo"
+    torch_distributed.init_process_group(
+        backend, store=PrefixStore("torch", store), rank=rank, world_size=world_size, timeout=TIMEOUT
+    )
+    world = torch_distributed.group.WORLD
+    assert world is not None
+    return DistributedGroup(world, store, rank, places)
+
+
+def exchange_places(store: Store, rank: int, world_size: int, own: tuple[str, int]) -> list[tuple[str, int]]:
+    """Host name and local rank of every process, in the order of ranks, once all have started.
+
+    Args:
+        store: shared by all processes.
+        own: of this process.
+
+    Raises:
+        QuantizeError: one did not start within START_TIMEOUT.
+    """
+    store.set(f"place/{rank}", json.dumps(own))
+    keys = [f"place/{other}" for other in range(world_size)]
+    try:
+        store.wait(keys, START_TIMEOUT)
+    except RuntimeError:
+        raise QuantizeError(
+            f"rank {rank}: not all of the {world_size} processes started within {START_TIMEOUT}; {RESUME}"
+        ) from None
+    return [tuple(json.loads(store.get(key))) for key in keys]
+
+
+class DistributedGroup(ProcessGroup):
+    """The group of several processes.
+
+    Args:
+        group: of torch; it exchanges tensors of the CPU, and those of GPUs if there are any.
+        store: shared by these processes alone.
+        rank: of this process.
+        places: host name and local rank of every process, in the order of ranks.
+    """
+
+    def __init__(self, group: TorchProcessGroup, store: Store, rank: int, places: Sequence[tuple[str, int]]) -> None:
+        self.rank, self.world_size, self.local_rank = rank, len(places), places[rank][1]
+        self.nodes = node_numbers([local_rank for _, local_rank in places])
+        self._group, self._store, self._host = group, store, places[rank][0]
+        self._device, self._timeout = CPU, TIMEOUT
+        self._interrupt: Callable[[], None] = lambda: None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} of {self.world_size} on {self._host}"
+
+    def connect(self, device: torch.device) -> None:
+        kind, *_ = self.all_gather_object(device.type)
+        if device.type != kind:
+            raise InputError(
+                f"{self.name} has the device {device}, but rank 0 is on {kind}; give all processes the same "
+                f"--device, and each machine a GPU for each of its processes"
+            )
+        if device.type != "cpu":
+            self._device, self._timeout = device, GPU_TIMEOUT
+
+    def watch(self, interrupt: Callable[[], None]) -> Callable[[], None]:
+        self._interrupt = interrupt
+        return interrupt
+
+    def barrier(self) -> None:
+        self._wait(self._group.allreduce, torch.zeros(1))
+
+    def in_turn(self, make: Callable[[], Made]) -> Made:
+        before = 0 if self.is_main else 1 if self.local_rank == 0 else 2
+        for _ in range(before):
+            self.barrier()
+        made = make()
+        for _ in range(before, 2):
+            self.barrier()
+        return made
+
+    def broadcast_object(self, value: Any = None) -> Any:
+        return self._broadcast_object(value, 0)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [self._broadcast_object(value, src) for src in range(self.world_size)]
+
+    def _broadcast_object(self, value: Any, src: int) -> Any:
+        pickled = pickle.dumps(value) if self.rank == src else b""
+        size = torch.tensor([len(pickled)])
+        self._broadcast(size, src)
+        raw = torch.frombuffer(bytearray(pickled or int(size)), dtype=torch.uint8)
+        self._broadcast(raw, src)
+        return value if self.rank == src else pickle.loads(raw.numpy().tobytes())
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        assert tensor.is_contiguous(), "the received bytes would be written to a copy"
+        if not tensor.numel():
+            return
+        for part in torch.split(tensor.detach().flatten().view(torch.uint8), CHUNK):
+            sent = part.to(self._device)
+            self._broadcast(sent, src)
+            if self.rank != src and sent is not part:
+                part.copy_(sent)
+
+    def all_gather(self, parts: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+        shapes = self.all_gather_object({name: (tuple(part.shape), part.dtype) for name, part in parts.items()})
+        whole: dict[str, torch.Tensor] = {}
+        for name in dict.fromkeys(name for shape in shapes for name in shape):
+            counts = [shape[name][0][0] if name in shape else 0 for shape in shapes]
+            (_, *width), dtype = next(shape[name] for shape in shapes if name in shape)
+            whole[name] = torch.empty(sum(counts), *width, dtype=dtype, device=device)
+            for src, rows in enumerate(torch.split(whole[name], counts)):
+                if src == self.rank and len(rows):
+                    rows.copy_(parts[name])
+                self.broadcast(rows, src)
+        return whole
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        options = BroadcastOptions()
+        options.rootRank = src
+        self._wait(self._group.broadcast, [tensor], options)
+
+    def _wait(self, collective: Callable[..., Work], *arguments: Any) -> None:
+        """Begin a collective, and wait for it.
+
+        Raises:
+            PeerFailed: another process has failed, and said why.
+            QuantizeError: the connection to another process is lost, or the timeout is over.
+        """
+        started = looked = time.monotonic()
+        pause = 0.0001
+        try:
+            work = collective(*arguments)
+            while not work.is_completed():
+                self._interrupt()
+                now = time.monotonic()
+                if now - looked > LOOK:
+                    looked = now
+                    self._raise_peer_failure()
+                if now - started > self._timeout.total_seconds():
+                    raise TimeoutError(f"no answer for {self._timeout}")
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            work.wait()  # raises the failure of gloo; lets a GPU's next kernels wait for NCCL
+        except (RuntimeError, TimeoutError) as failure:
+            lines = str(failure).strip().splitlines() or [type(failure).__name__]
+            reason = re.sub(r"^\[.*?\] ", "", lines[0])  # without gloo's file and line
+            raise QuantizeError(
+                f"{self.name}: another process is lost ({reason}); the launcher's report says which; {RESUME}"
+            ) from None
+
+    def _raise_peer_failure(self) -> None:
+        if self._store.check(["failure"]):
+            raise PeerFailed(json.loads(self._store.get("failure"))["code"])
+
+    def shutdown(self) -> None:
+        import torch.distributed as torch_distributed
+
+        if torch_distributed.is_initialized():
+            torch_distributed.destroy_process_group()
+
+    def final_message(self, message: str, code: int) -> tuple[str | None, int]:
+        if code == SIGTERM_CODE:
+            message = (
+                f"{self.name}: stopped by SIGTERM, which a launcher sends when another process has failed (its report "
+                f"says which); {RESUME}"
+            )
+        own = json.dumps({"rank": self.rank, "code": code, "message": message})
+        try:
+            first = json.loads(self._store.compare_set("failure", "", own))
+        except RuntimeError:  # the store is lost with the launcher of rank 0
+            return message if self.local_rank == 0 else None, code
+        rank = first["rank"]
+        prints = rank == self.rank or (self.nodes[rank] != self.node and self.local_rank == 0)
+        return first["message"] if prints else None, first["code"]
+
+
+def node_numbers(local_ranks: Sequence[int]) -> list[int]:
+    """The machine of each rank, from the local ranks.
+
+    Raises:
+        InputError: ranks are not numbered machine by machine.
+    """
+    nodes: list[int] = []
+    for rank, local_rank in enumerate(local_ranks):
+        if local_rank and (rank == 0 or local_rank != local_ranks[rank - 1] + 1):
+            raise InputError(
+                f"rank {rank} has local rank {local_rank}, which does not follow that of the rank before it; number "
+                "ranks machine by machine, as torchrun and accelerate launch do"
+            )
+        nodes.append((nodes[-1] if nodes else -1) + (local_rank == 0))
+    return nodes

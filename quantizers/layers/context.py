@@ -1,0 +1,42 @@
+"""Context of a run: its work folder, device, process group and the places of its activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.plan.device_memory import Place, Residents
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Context:
+    """Nothing in it decides what a recipe means.
+
+    Attributes:
+        work: see `journal.work_folder`. That of the first machine holds the run; of other machines it holds files
+            that nobody reads again once the processes have ended.
+        device: where layers are computed.
+        residents: expert batches whose Hessians are kept at a time.
+        check: called between steps; may raise to interrupt.
+        dist: which process this is, of how many.
+        inputs: where the captured MoE inputs are kept.
+        states: where the calibration activations between layers are kept.
+        texts_there: whether the held-out activations are kept on the device, or only in their files.
+        next_there: whether the next layer's bytes are prefetched to the device.
+    """
+
+    work: Path
+    device: torch.device
+    residents: Residents
+    check: Callable[[], None] = lambda: None
+    dist: ProcessGroup = SINGLE_PROCESS
+    inputs: Place = "memory"
+    states: Place = "memory"
+    texts_there: bool = False
+    next_there: bool = False

@@ -1,0 +1,196 @@
+"""One unit of experts: from the sums of their inputs to codes and scales.
+
+w1 and w3 are rounded first. What the rounded ones then give w2 is what w2's sums are gathered from; w2 is corrected
+for the difference (expert_batch.py), a scale s per expert between w3 and w2 is searched, and w2 is rounded.
+
+With 8 bits s comes first. Found afterwards, it would divide w3's stored group scales, which bfloat16 then rounds a
+second time. That is far below the codes' error at 4 bits, but 4 to 39 % of it at 8. So s is searched from what the
+source's w1 and w3 give w2 (the rounded ones differ by half a percent), on a part of large sets, and w3 / s is rounded
+as it is stored. Median KL of INT8 in groups of 32, calibrated on each fifth of the tiny model's set: 4.22e-6 this way;
+4.58e-6 with s found afterwards; 4.38e-6 afterwards with s rounded to powers of two, whose division is exact, but then
+the search leaves w2 12 to 25 % more error. (Setting w3's codes again after the division repairs only half of the harm,
+because the group scales were fitted to the codes.)
+
+Legend: c experts of the unit, H hidden, I expert width, R rows, C columns, P grid points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quantizers.architectures.matrices import Matrix
+from quantizers.device.timing import phase
+from quantizers.forward.codes import dequantize
+from quantizers.recipe.schema import Awq, Experts
+
+from .awq import divided, divided_first, grid_scales, row_step, scale_losses, weight_means
+from .coordinate_descent import refine
+from .down_hessian import DownHessian
+from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest
+from .symmetric import quadratic_loss
+
+# At least so many rows of a matrix are read to choose w2's scale, and for the errors of the report.
+SEARCH_ROWS, REPORTED_ROWS = 768, 512
+SWEEPS = 2  # of coordinate_descent.py after GPTQ; a third would lower the loss by less than 1 %
+
+
+@dataclass
+class SolvedBatch:
+    """The solved experts of one unit, or all of them: codes and scales as in `LayerResult`, and numbers about them.
+
+    Attributes:
+        damping: per group of matrices that share a factorization, (c,), see `rounding.gptq`.
+        totals: of each expert (c,), losses (`…_lost`) and what they are relative to (`…_whole`), the w2
+            search's objective before and after, rows `seen` and `dropped`, see `DownHessian`,
+            and groups that are all zero (`…_zero`).
+    """
+
+    codes: dict[Matrix, torch.Tensor]
+    scales: dict[Matrix, torch.Tensor]
+    damping: dict[str, torch.Tensor]
+    totals: dict[str, torch.Tensor]
+
+
+def solve_batch(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    input_hessian: torch.Tensor,
+    of_source: Callable[[], DownHessian],
+    of_rounded: Callable[[torch.Tensor, bool], DownHessian],
+    settings: Experts,
+    *,
+    exact: bool = True,
+) -> SolvedBatch:
+    """Scale and round the experts of one unit.
+
+    Args:
+        gate_up, down: (c, 2I, H) and (c, H, I) in float32; gate_up multiplied by the norm's scale. Changed.
+        input_hessian: (c, H, H) float32, of what that reads.
+        of_source: gives the sums of w2's inputs as the source's w1 and w3 produce them.
+        of_rounded: from rounded w1 and w3 (c, 2I, H) to the sums of w2's inputs, with `changes` if asked for.
+        exact: whether a factorization that fails is noticed and tried again, see `rounding.gptq`.
+    """
+    # What w2's columns are multiplied by, w3's rows are divided by: s (c, I).
+    rows, searched = None, dict[str, torch.Tensor]()
+    s = torch.ones_like(down[:, 0])
+    early = bool(settings.awq) and divided_first(settings.bits)
+    if early:
+        s, searched = _width_scale(down, of_source(), settings)
+        rows = torch.cat([torch.ones_like(s), s], 1).unsqueeze(-1)
+        gate_up.div_(rows)
+    # gate and up read the same inputs, so they share one factorization.
+    with phase("rounding"):
+        codes, scales, first_damping, totals = _round(gate_up, input_hessian, settings, "gate_up", rows, exact=exact)
+    rounded = dequantize(codes, scales)
+    sums = of_rounded(rounded if rows is None else rounded.mul_(rows), settings.rounding == "gptq")
+    del rounded
+    if sums.changes is not None:
+        with phase("rounding"):
+            down = corrected(down, sums.gram, sums.changes, DAMPING)
+    gate_codes, up_codes = codes.chunk(2, dim=1)
+    gate_scales, up_scales = scales.chunk(2, dim=1)
+    if settings.awq and not early:
+        s, searched = _width_scale(down, sums, settings)
+        # w3's codes stay as they are. (Its scales are rounded to bfloat16 once more, by far less than the codes were.)
+        up_scales = divided(up_scales, up_codes, s)
+    width_gram = sums.gram
+    if settings.awq:
+        down.mul_(s.unsqueeze(1))
+        width_gram.div_(s.unsqueeze(-1) * s.unsqueeze(-2))  # see awq.fold_gram
+    with phase("rounding"):
+        down_codes, down_scales, damping, lost = _round(down, width_gram, settings, "down", exact=exact)
+    return SolvedBatch(
+        {"gate": gate_codes, "up": up_codes, "down": down_codes},
+        {"gate": gate_scales, "up": up_scales, "down": down_scales},
+        first_damping | damping,
+        totals | searched | lost | {"seen": sums.seen, "dropped": sums.dropped},
+    )
+
+
+def _width_scale(
+    down: torch.Tensor, sums: DownHessian, settings: Experts
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A scale (c, I) for each expert between w3 and w2, and its objective (c,) before and after."""
+    assert isinstance(settings.awq, Awq)
+    with phase("search"):
+        means = weight_means(down, settings.group_size)
+        grid = grid_scales(sums.mean, means, settings.awq.grid, settings.awq.duo_scaling)
+        step = row_step(down.shape[1], SEARCH_ROWS)
+        losses = scale_losses(down[:, ::step], sums.gram, grid, settings.group_size, settings.bits) * step  # (P, c)
+        best = losses.argmin(0)
+        chosen = grid[best, torch.arange(len(best), device=best.device)]
+        after = losses.gather(0, best.unsqueeze(0))[0].double()
+        return chosen, {"down_search_before": losses[0].double(), "down_search_after": after}
+
+
+def _round(
+    weight: torch.Tensor,
+    gram: torch.Tensor,
+    settings: Experts,
+    name: str,
+    rows: torch.Tensor | None = None,
+    *,
+    exact: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Gram matrix (c, C, C).
+
+    Args:
+        rows: (c, R, 1), what the rows were divided by; losses are those of the rows as they were.
+
+    Returns:
+        Codes, scales, and under `name` what `SolvedBatch` keeps as damping and as totals.
+    """
+    damping: dict[str, torch.Tensor] = {}
+    weight = weight.mT.contiguous().mT  # whatever follows takes its columns one by one: transposed once
+    if settings.scales == "mse":
+        scale = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), settings.group_size, settings.bits)
+    else:
+        scale = minmax_scales(weight, settings.group_size, settings.bits)
+    if settings.rounding == "gptq":
+        codes, used = gptq(weight, gram, scale, settings.bits, DAMPING, exact=exact)
+        damping[name] = used
+        solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
+        refined = refine(weight, damped(gram, used), codes, scale, settings.bits, sweeps=SWEEPS)
+        codes, scale = torch.where(solvable, refined[0], codes), torch.where(solvable, refined[1], scale)
+    else:
+        codes = nearest(weight, scale, settings.bits)
+    step = row_step(weight.shape[1], REPORTED_ROWS)
+    whole = weight[:, ::step]
+    lost = dequantize(codes[:, ::step], scale[:, ::step]).sub_(whole)
+    if rows is not None:
+        lost, whole = lost.mul_(rows[:, ::step]), whole * rows[:, ::step]
+    totals = {
+        f"{name}_lost": quadratic_loss(lost, gram).double() * step,
+        f"{name}_whole": quadratic_loss(whole, gram).double() * step,
+    }
+    return codes, scale, damping, totals
+
+
+# w2 adjusted to the inputs that it will really get: those of the rounded w1 and w3.
+#
+# Rounding w1 and w3 changes w2's input from h + d, which the source's w1 and w3 would give, to h. The matrix
+# that comes closest to w2 (h + d) when it reads h instead is a ridge regression towards w2,
+#
+#     w2* = w2 + w2 (Σ d hᵀ) (Σ h hᵀ + λ I)⁻¹,
+#
+# and it is w2* that is then rounded. Tokens are weighted as in all sums, but Σ d hᵀ runs only over those that the
+# router sends to the expert: only their error reaches the model's output.
+
+
+def corrected(down: torch.Tensor, gram: torch.Tensor, changes: torch.Tensor, damping: float) -> torch.Tensor:
+    """w2* (c, H, I) float32, see the module's docstring; w2 where there is no solution.
+
+    Args:
+        down: (c, H, I) float32, w2.
+        gram: Σ h hᵀ (c, I, I) float32.
+        changes: Σ d hᵀ (c, I, I) float32, see `down_hessian.DownHessian`.
+        damping: λ, as a share of the Gram matrix's mean diagonal.
+    """
+    share = torch.full_like(gram[:, 0, 0], damping)
+    lower, info = torch.linalg.cholesky_ex(damped(gram, share))
+    step = torch.cholesky_solve((down @ changes).mT, lower).mT
+    solved = (info == 0) & torch.isfinite(torch.linalg.vector_norm(step, torch.inf, dim=(-2, -1)))
+    return step.masked_fill_(~solved[:, None, None], 0).add_(down)

@@ -1,0 +1,174 @@
+"""Verification of the Triton kernels at the start of a run: each must give its eager twin's bits on a small input.
+
+Legend: E experts, R rows, C columns of a block or a group.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantizers.device.triton_support import can_launch, disable_kernel, first_line
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.forward.codes import grouped
+
+from .coordinate_descent import refine_group
+from .down_hessian import weigh_rows
+from .kernels import launch
+from .rounding import BLOCK, MSE_COUNT, MSE_FIRST, MSE_LESS, in_groups, mse_steps, round_block
+
+Arguments = list[Any]
+
+
+def verify_kernels(
+    device: torch.device, schemes: Collection[tuple[int, int]], dist: ProcessGroup = SINGLE_PROCESS
+) -> None:
+    """Disable each kernel that cannot be launched on a device, or differs from its eager twin there.
+
+    All processes call this, and use the same kernels afterwards: what one of them refuses, all do without. Rank 0
+    prints a line for each kernel that is disabled.
+
+    Args:
+        schemes: bits and group sizes of the run, for which kernels are compiled.
+    """
+    own = {kernel: problem_of(kernel, device, schemes) for kernel in KERNELS} if can_launch(device) else {}
+    found: dict[str, str] = {}
+    for problems in dist.all_gather_object(own):
+        found = {kernel: problem for kernel, problem in problems.items() if problem} | found
+    for kernel, problem in found.items():
+        disable_kernel(kernel)
+        if dist.is_main:
+            print(f"kernel {kernel} {problem}; torch's own operations do its work in this run", file=sys.stderr)
+
+
+def problem_of(kernel: str, device: torch.device, schemes: Collection[tuple[int, int]]) -> str:
+    """What is wrong with a kernel on a device; empty if nothing is."""
+    for bits, group in sorted(set(schemes)):
+        try:
+            differing = differences(kernel, device, (2, 40, group, bits))
+        except Exception as failure:  # Triton's, its compiler's, the driver's, or torch's for want of memory
+            return f"cannot be launched ({first_line(failure)})"
+        if differing:
+            return f"differs from torch's operations in {' and '.join(differing)}"
+    return ""
+
+
+def differences(kernel: str, device: torch.device, shape: tuple[int, int, int, int]) -> list[str]:
+    """The results of a kernel that do not have its eager twin's bits.
+
+    Args:
+        shape: E, R, C and bits.
+    """
+    case = KERNELS[kernel]
+    given, wanted = case.arguments(device, *shape), case.arguments(device, *shape)
+    chosen = getattr(launch, kernel)(*given), case.twin(*wanted)
+    pairs = {name: (given[place], wanted[place]) for name, place in case.results.items()} or {"scales": chosen}
+    differing = [name for name, pair in pairs.items() if not same_bits(*pair)]
+    if case.sums is not None and not torch.allclose(given[case.sums].sum(-1), wanted[case.sums].sum(-1), rtol=1e-4):
+        differing.append("sums")
+    return differing
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits, signs of zero included; any NaN is as good as another."""
+    known = ~second.isnan()
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}[first.element_size()]
+    return torch.equal(~first.isnan(), known) and torch.equal(first.view(whole)[known], second.view(whole)[known])
+
+
+@dataclass(frozen=True)
+class _Case:
+    """How a kernel is compared with its twin.
+
+    Attributes:
+        arguments: from device, E, R, C and bits to what both are given; the same numbers every time.
+        twin: the same in torch's operations.
+        results: which arguments hold the results that must have the same bits; empty if both return one.
+        sums: the argument that is added up in another order by the twin.
+    """
+
+    arguments: Callable[..., Arguments]
+    twin: Callable[..., Any]
+    results: dict[str, int]
+    sums: int | None = None
+
+
+def _drawn(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device)
+
+
+def _codes(device: torch.device, bits: int, *shape: int) -> torch.Tensor:
+    limit, generator = 2 ** (bits - 1), torch.Generator().manual_seed(2)
+    return torch.randint(-limit, limit, shape, generator=generator, dtype=torch.int8).to(device)
+
+
+def _scales(device: torch.device, *shape: int) -> torch.Tensor:
+    return (_drawn(device, *shape).abs() / 4 + 0.05).bfloat16()
+
+
+def _within(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    """The tensor as a view of a larger one: what a kernel gets is part of a matrix."""
+    larger = tensor.new_zeros(tensor.shape[0], tensor.shape[1] + columns, *tensor.shape[2:])
+    larger[:, columns:] = tensor
+    return larger[:, columns:]
+
+
+def _gptq_block(device: torch.device, experts: int, rows: int, _: int, bits: int) -> Arguments:
+    groups = 3
+    factor = _within(_drawn(device, experts, BLOCK, BLOCK).triu() / 4, 5)
+    order = torch.arange(experts * BLOCK, dtype=torch.int32, device=device).view(experts, BLOCK) * 7 % groups
+    errors = torch.zeros(experts, BLOCK, rows, device=device)
+    work = _drawn(device, experts, BLOCK, rows)
+    work[:, 1::5] = -0.0
+    scales = _scales(device, experts, groups, rows)
+    return [
+        _within(work, 7), factor, scales, _within(order, 2), _within(errors, 3),
+        _within(errors.to(torch.int8), 4), bits,
+    ]  # fmt: skip
+
+
+def _refine_group(device: torch.device, experts: int, rows: int, columns: int, bits: int) -> Arguments:
+    x = _drawn(device, experts, 3 * columns, columns)
+    block, codes = x.mT @ x / columns, _codes(device, bits, experts, columns, rows)
+    codes[:, ::4] = 0
+    return [
+        block, _scales(device, experts, 3, rows)[:, 1], _within(_drawn(device, experts, columns, rows) * 3, 3),
+        _within(block @ codes.float(), 2), _within(codes, 5), _within(torch.zeros_like(codes).float(), 1), bits,
+    ]  # fmt: skip
+
+
+def _mse_scales(device: torch.device, experts: int, rows: int, columns: int, bits: int) -> Arguments:
+    weight = _drawn(device, experts, 2 * columns, rows)
+    weight[0, :columns, 0] = 0
+    importance = _drawn(device, experts, 2 * columns).square()
+    return [weight, importance, columns, bits, MSE_COUNT, MSE_FIRST, MSE_LESS]
+
+
+def _mse_twin(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int, *_: Any) -> torch.Tensor:
+    return mse_steps(in_groups(weight, group), grouped(importance, group).unsqueeze(-1), bits)
+
+
+def _weigh_rows(device: torch.device, experts: int, rows: int, columns: int, _: int) -> Arguments:
+    """Of so many rows (tokens), some of which count nothing and one of which is not a number there."""
+    h, root = _drawn(device, experts, columns, rows).bfloat16(), _drawn(device, experts, rows).abs().bfloat16()
+    root[:, ::3] = 0
+    h[0, 1, 0] = torch.nan
+    h[0, 2] = -0.0
+    return [_within(h, columns), root, torch.zeros(experts, columns, launch.SUMS, device=device)]
+
+
+def _weigh_twin(h: torch.Tensor, root: torch.Tensor, magnitude: torch.Tensor) -> None:
+    weigh_rows(h, root)
+    magnitude[..., 0] += (h.abs() * root.unsqueeze(1)).sum(-1, dtype=torch.float32)
+
+
+KERNELS = {
+    "gptq_block": _Case(_gptq_block, round_block, {"errors": 4, "codes": 5}),
+    "refine_group": _Case(_refine_group, refine_group, {"scales": 1, "codes": 4, "changes": 5}),
+    "mse_scales": _Case(_mse_scales, _mse_twin, {}),
+    "weigh_rows": _Case(_weigh_rows, _weigh_twin, {"rows": 0}, sums=2),
+}

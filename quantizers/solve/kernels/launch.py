@@ -1,0 +1,139 @@
+"""Functions that launch the Triton kernels. Every tensor may be a view, as long as rows are contiguous.
+
+Legend: E experts, C columns, W columns of a block, R rows, g group size, n = C / g groups; c experts of a batch,
+I expert width, T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quantizers.device import triton_support
+from quantizers.forward.codes import code_range
+from quantizers.solve.symmetric import LANES
+
+ROWS, WIDE = 32, 64  # rows of a program, and columns from which on there are fewer, for want of registers
+INTERPRETED = 1024  # rows of a program in Triton's interpreter, where every operation takes as long
+STRIP, SUMS = 16, 128  # of a program that weighs rows: columns, and tokens of theirs that are added apart
+
+
+def rows_of_program(columns: int) -> int:
+    """Rows of a program on a GPU that has so many columns in registers."""
+    return ROWS if columns <= WIDE else ROWS * WIDE // columns
+
+
+def _launch(
+    kernel: str, on: torch.Tensor, more: tuple[int, ...], columns: int, *arguments: Any, **options: Any
+) -> None:
+    """Launch a kernel: a program for some rows of each expert of `on` (E, …, R), and `more` in the grid's other axes.
+
+    How many rows decides no bit, and is not searched for: the same programs are launched every time.
+    """
+    from . import triton_code
+
+    rows = rows_of_program(columns) if on.is_cuda else INTERPRETED
+    grid = (on.shape[0], -(-on.shape[-1] // rows), *more)
+    triton_support.launch(getattr(triton_code, kernel), grid, on, *arguments, ROWS=rows, **options)
+
+
+def gptq_block(
+    work: torch.Tensor,
+    factor: torch.Tensor,
+    scale: torch.Tensor,
+    group_of: torch.Tensor,
+    errors: torch.Tensor,
+    codes: torch.Tensor,
+    bits: int,
+) -> None:
+    """Round the columns of a block one by one, each less its share of the errors before it.
+
+    Args:
+        work: (E, W, R) float32, what is left of the columns.
+        factor: (E, W, W) float32, an error's (row) share in each later column.
+        scale: (E, n, R) bfloat16, of all groups.
+        group_of: (E, W) int32, the group of each column.
+        errors: (E, W, R) float32, filled.
+        codes: (E, W, R) int8, filled.
+    """
+    low, high = code_range(bits)
+    _launch(
+        "gptq_block", work, (), work.shape[1],
+        work, factor, scale, group_of, errors, codes,
+        work.shape[2], work.stride(0), factor.stride(0), factor.stride(1), factor.stride(2), scale.stride(0),
+        group_of.stride(0), errors.stride(0), codes.stride(0),
+        W=work.shape[1], LOW=low, HIGH=high,
+    )  # fmt: skip
+
+
+def refine_group(
+    block: torch.Tensor,
+    scale: torch.Tensor,
+    near: torch.Tensor,
+    image: torch.Tensor,
+    codes: torch.Tensor,
+    change: torch.Tensor,
+    bits: int,
+) -> None:
+    """Set a group's scale, and then its codes one by one, each to the best given all others.
+
+    Args:
+        block: (E, g, g) float32, the group's own part of the Gram matrix G.
+        scale: (E, R) bfloat16, set.
+        near: (E, g, R) float32, the group's columns of Pᵀ, see coordinate_descent.py. Worthless afterwards.
+        image: (E, g, R) float32, block @ codes. Worthless afterwards.
+        codes: (E, g, R) int8, set.
+        change: (E, g, R) float32, filled: Ŵᵀ before less Ŵᵀ after.
+    """
+    low, high = code_range(bits)
+    _launch(
+        "refine_group", codes, (), codes.shape[1],
+        block, scale, near, image, codes, change,
+        codes.shape[2], block.stride(0), block.stride(1), scale.stride(0), near.stride(0), image.stride(0),
+        codes.stride(0), change.stride(0),
+        G=codes.shape[1], LOW=low, HIGH=high,
+    )  # fmt: skip
+
+
+def mse_scales(
+    weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int, count: int, first: float, less: float
+) -> torch.Tensor:
+    """The best of each group's min-max scale and some multiples of it.
+
+    Args:
+        weight: (E, C, R) float32, transposed.
+        importance: (E, C) float32, what a squared error in each column counts.
+        count, first, less: the multiples are `first`, `first - less`, …, so many.
+
+    Returns:
+        (E, n, R) bfloat16.
+    """
+    low, high = code_range(bits)
+    experts, columns, rows = weight.shape
+    chosen = torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
+    _launch(
+        "mse_scales", weight, (weight.shape[1] // group,), LANES,
+        weight, importance, chosen,
+        weight.shape[2], weight.stride(0), importance.stride(0), chosen.stride(0),
+        G=group, COUNT=count, FIRST=first, LESS=less, LOW=low, HIGH=high,
+    )  # fmt: skip
+    return chosen
+
+
+def weigh_rows(rows: torch.Tensor, root: torch.Tensor, magnitude: torch.Tensor) -> None:
+    """rows *= root, rounded to bfloat16, zero where root is; and magnitude += |rows| · root.
+
+    Args:
+        rows: (c, I, T) bfloat16, each expert's in one piece.
+        root: (c, T) bfloat16, not negative.
+        magnitude: (c, I, SUMS) float32: each is the sum of every SUMS-th token's, from left to right.
+    """
+    from . import triton_code
+
+    experts, width, tokens = rows.shape
+    triton_support.launch(
+        triton_code.weigh_rows, (experts, -(-width // STRIP)), rows,
+        rows, root, magnitude, width, tokens, rows.stride(0), root.stride(0), magnitude.stride(0),
+        STRIP=STRIP, SUMS=SUMS, num_warps=4,
+    )  # fmt: skip

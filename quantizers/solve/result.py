@@ -1,0 +1,56 @@
+"""What an engine hands to the stitch: one layer's routed experts, quantized, and what they imply."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quantizers.architectures.matrices import Matrix
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Leaning:
+    """How far the experts of a layer lean on tokens that the router did not send them, see routing_weights.py.
+
+    Attributes:
+        full_share_at: n0, the routed tokens from which on an expert's own count for the recipe's full share.
+        experts: how many got fewer.
+        smallest_share: of them all.
+    """
+
+    full_share_at: int
+    experts: int
+    smallest_share: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """One solved layer. E experts, H hidden, I expert width, g group size.
+
+    Attributes:
+        norm: (H,) in the source's dtype: the folded norm. Where nothing was folded, the source's own, or None.
+        smooth: (H,) float32: what the norm was divided by, exactly norm / norm' of the stored values;
+            ones where nothing was folded.
+        router: (E, H) float32: the router weight times `smooth`; None where nothing was folded.
+        codes: int8, gate and up (E, I, H), down (E, H, I), each in [-2^(bits-1), 2^(bits-1) - 1].
+        scales: bfloat16, (E, rows, columns / g); weight = code * scale.
+        error: numbers about the search and the rounding, for report.json.
+        fallbacks: one line for each expert that did not get the method asked for, and why.
+        leaning: None where all tokens count alike.
+    """
+
+    norm: torch.Tensor | None
+    smooth: torch.Tensor
+    router: torch.Tensor | None
+    codes: dict[Matrix, torch.Tensor]
+    scales: dict[Matrix, torch.Tensor]
+    error: dict[str, float] = field(default_factory=dict)
+    fallbacks: list[str] = field(default_factory=list)
+    leaning: Leaning | None = None

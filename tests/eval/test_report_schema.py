@@ -1,0 +1,89 @@
+"""report.json has a schema: what a run writes validates, and so does what other commands print with --json.
+
+The reports that other tests make are checked by a fixture in conftest.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from commands import quantize
+from conftest import REPOSITORY, Finished
+from pydantic import ValidationError
+
+from eval.report.schema import JSON_REPORTS, CoverageReport, EvalReport, Part, VerifyReport, checked
+from quantizers.system.schema_docs import part_tables
+
+
+def validate(report: dict[str, Any]) -> None:
+    """By the JSON schema in docs/, as somebody without this program would."""
+    text = (REPOSITORY / "docs" / "schemas" / "report.schema.json").read_text(encoding="utf-8")
+    jsonschema.Draft202012Validator(json.loads(text)).validate(report)
+
+
+def test_a_finished_report_validates_and_comes_back_as_it_was(finished: Finished) -> None:
+    report = json.loads((finished.folder / "report.json").read_text(encoding="utf-8"))
+    validate(report)
+    assert checked(report).as_dict() == report
+    assert checked(report).seal == report["seal"]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("kl", "mean"), "0.1"),
+        (("kl", "mode"), 0.1),
+        (("layers", 0, "layer"), None),
+        (("gates", 0, "passed"), 1),
+        (("coverage", "per_layer", 0, "routed_tokens"), [1.5]),
+        (("audit",), None),
+    ],
+)
+def test_what_does_not_belong_is_refused_by_both(place: tuple[Any, ...], value: Any, finished: Finished) -> None:
+    report = copy.deepcopy(finished.report)
+    *parents, last = place
+    inner: Any = report
+    for step in parents:
+        inner = inner[step]
+    inner[last] = value
+    with pytest.raises(ValidationError):
+        checked(report)
+    with pytest.raises(jsonschema.ValidationError):
+        validate(report)
+
+
+def test_every_key_has_a_description() -> None:
+    rows = [line for line in part_tables(JSON_REPORTS).splitlines() if line.startswith("| `")]
+    assert len(rows) > 200
+    assert not [row for row in rows if row.endswith("|  |")]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (EvalReport, ("eval", "SOURCE", "OUTPUT", "OUTPUT", "--data", "HELD_OUT", "--no-picture")),
+        (VerifyReport, ("verify", "OUTPUT", "--source", "SOURCE")),
+        (CoverageReport, ("coverage", "RECIPE", "--no-picture")),
+    ],
+)
+def test_what_a_command_prints_has_its_schema(
+    model: type[Part],
+    words: tuple[str, ...],
+    finished: Finished,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {
+        "SOURCE": finished.source,
+        "OUTPUT": finished.folder,
+        "HELD_OUT": finished.held_out,
+        "RECIPE": finished.recipe,
+    }
+    command = [str(places.get(word, word)) for word in words]
+    assert quantize(monkeypatch, *command, "--device", "cpu", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert model.model_validate(printed).as_dict() == printed
