@@ -136,15 +136,20 @@ def compare(
         ‖h_candidate − h_source‖ / ‖h_source‖ of the states that leave the layer; and `long` with the same of the long
         texts, if they are reported separately (see `metrics.parts`).
     """
-    found = to_host({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.share.owned_batches})
-    own = {int(first) + i: OfText(*row) for first, rows in found.items() for i, row in enumerate(rows.tolist())}
-    all_of_them = {i: one for part in dist.all_gather_object(own) for i, one in part.items()}
+    all_of_them = by_text(source, candidate, routed=routed, dist=dist)
 
     def choices(part: Sequence[int]) -> int:
         return sum(source.chosen.share.lengths[i] for i in part) * source.chosen.width if routed else 0
 
     compared = [_together([all_of_them[i] for i in part], choices(part)) for part in parts(texts) if part]
     return compared[0] | ({"long": compared[1]} if len(compared) > 1 else {})
+
+
+def by_text(source: Lane, candidate: Lane, *, routed: bool, dist: ProcessGroup = SINGLE_PROCESS) -> dict[int, OfText]:
+    """How each text compares after the layer that both lanes have just passed through, by its number."""
+    found = to_host({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.share.owned_batches})
+    own = {int(first) + i: OfText(*row) for first, rows in found.items() for i, row in enumerate(rows.tolist())}
+    return {i: one for part in dist.all_gather_object(own) for i, one in part.items()}
 
 
 def _of_batch(source: Lane, candidate: Lane, batch: range, routed: bool) -> torch.Tensor:

@@ -47,17 +47,11 @@ def choice_lines(schemes: dict[str, Any]) -> list[str]:
     worst, least = kl.index(max(kl)), kl.index(min(kl))
     parts = ", ".join(f"{NAMES[matrix]} {share:.0%}" for matrix, share in sorted(shares.items(), key=lambda p: -p[1]))
     above = "; the budget is above the largest possible" if schemes["above_the_largest"] else ""
-    halved = [str(row["layer"]) for row in schemes["layers"] if row.get("at_half")]
-    halved_line = (
-        f"KL did not grow with the square of the perturbation in {len(halved)} of {len(kl)} layers "
-        f"({', '.join(halved)}), which were measured with half of it"
-    )
     return [
         f"{schemes['chosen']}: {size(schemes['output_bytes'])} of shards, {schemes['bits_per_weight']:.4g} bits per "
         f"weight, within {limit_text(schemes)}{above}",
         f"predicted KL of a layer as {coarsest}: most {kl[worst]:.2g} (layer {numbers[worst]}), least {kl[least]:.2g} "
         f"(layer {numbers[least]}), first {kl[0]:.2g}; of it {parts}",
-        *([halved_line] if halved else []),
     ]
 
 

@@ -60,10 +60,7 @@ def describe_choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
             "bits": scheme.bits,
             "group_size": scheme.group_size,
             "bytes": row[index],
-            **{
-                key: entry[key]
-                for key in ("kl", "disturbance", "growth", "at_half", "loss", "error", "by_matrix", "experts")
-            },
+            **{key: entry[key] for key in ("kl", "disturbance", "loss", "error", "by_matrix", "experts")},
         }
         for scheme, index, entry, row in zip(schemes, picked, entries, allocation.shard_bytes, strict=True)
     ]
@@ -80,7 +77,7 @@ def describe_choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
 
 
 def matrix_shares(entries: Entries, scheme: str) -> dict[str, float]:
-    """Each matrix's share of the loss under one scheme when it alone is rounded, layers weighted by their KL."""
+    """Each matrix's share of the loss under one scheme when it alone is rounded, in all layers."""
     totals = dict.fromkeys(MATRICES, 0.0)
     for entry in entries:
         error = entry["error"][scheme]
@@ -117,7 +114,7 @@ def read_choice(job: Job, output: Path) -> dict[str, Any] | None:
     from quantizers.output.folder import finished_report
     from quantizers.recipe.portable import settings_hash
 
-    from .measurements import read_measurements
+    from .measure import read_measurements
 
     assert job.allocation is not None
     report = finished_report(output)

@@ -1,75 +1,79 @@
-"""The pass before the run of a recipe with a budget: what each candidate scheme would cost each layer.
+"""Measures, before a run with a budget, what each candidate scheme would cost each layer: a consumer of the loop.
 
-It walks through the layers once, on the source's own states. For every layer it measures the error of the experts'
-output under each candidate (output_errors.py), and once what such an error does to the model: some tokens *branch
-off*. They pass through this layer as the coarsest candidate would leave it, then through all later layers unchanged,
-and at the end their KL is measured against the same tokens of the source. Both error and KL grow with the square of
-a small disturbance, so
+Some of the calibration tokens, the *probe's*, go through the source's layers. At every layer with experts some of
+these are rounded to nearest under each candidate, and the error of what they give the tokens that the router sent to
+them is measured, relative to the states that leave the layer:
 
-    loss of a scheme in a layer  =  KL of the layer's branch  *  error of the scheme / disturbance of the branch
+    error = Σ_e Σ_t r² ‖f̂_e(x_t) − f_e(x_t)‖² / Σ_t ‖y_t‖²        (r: routing weight, y: states leaving the layer)
 
-in nats per token, where disturbance is ‖branch − source‖² / ‖source‖² of the states that leave the layer. This
-accounts for the later layers, which the error alone cannot. Where only some experts are measured, their errors are
-enlarged so that they disturb as much as all experts would. In bfloat16 branches also differ by the rounding of their
-own states, so the source's tokens are run in the same shapes, and errors are enlarged once more.
+Errors of different experts on one token are taken as independent. Instead of the run's scale search every column is
+scaled by the root of its inputs' mean magnitude, which AWQ's grid has in its middle (Lin et al., arXiv 2306.00978,
+section 3.2), and GPTQ is taken to make all candidates' errors smaller alike.
 
-Is the disturbance small enough for this? Every fourth sequence of a branch is run a second time, disturbed half as
-much: a quarter of the disturbance should leave a quarter of the KL. Where KL per disturbance differs between the two
-by more than TOLERANCE, the layer's loss is taken from the half. Branches cost time in proportion to the square of the
-number of layers; this check makes them a quarter longer. (After the last layer's router, KL follows the square within
-1 %. Before it, tokens that switch experts make KL grow with the first power, however small the disturbance: the half
-then has up to twice the KL per disturbance, and so would the half of that. On the tiny model it is 1.0 to 2.1 times,
-which is within the tolerance; where KL saturates it tends to 4 times.)
+How much an error matters for the model's output depends on the layers after it, which is measured once: the probe's
+tokens also pass through the first layer with experts as the coarsest candidate would leave it, and then through all
+later layers unchanged. What is left of this disturbance after each layer, and the KL at the end, give
 
-    schemes/00003.json        layer 3 is measured, or passed if it has no experts
-    schemes/states-00004.bin  states entering layer 4, with the branches of layers 0 to 3, see branches.py
-    schemes/kl.json           KL of every branch; written last
+    loss of a scheme in a layer  =  KL of the probe  *  error of the scheme / disturbance after the layer
 
-All states pass through a layer without experts, and none branches off there. Several processes deal out sequences,
-probes and units of experts, and pass on what they have computed once a layer: every figure is that of one process, and
-so is rank 0's file of the states. So whoever goes on with an interrupted measurement may be another number of them.
+in nats per token, where disturbance is ‖probe − source‖² / ‖source‖² of the states that leave the layer: an error is
+taken to grow, or fade, on its way to the output as the probe's does from there on, and KL to grow with its square.
+Only some experts are disturbed, so their errors are enlarged to disturb as much as all would; in bfloat16 they are
+enlarged once more, since the states' own rounding disturbs too.
+
+    schemes/00003.json   what was measured in layer 3
+    schemes/kl.json      the disturbance after each layer and the probe's KL; written last
+
+Legend: E experts, H hidden, I expert width, T tokens.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import math
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from eval.fidelity.comparison import by_text
+from eval.fidelity.metrics import Text
+from eval.fidelity.scoring import score
 from quantizers.architectures.matrices import MATRICES
-from quantizers.checkpoint.ahead import held_ahead
-from quantizers.checkpoint.held import Held, hold, layer_names
-from quantizers.device.devices import forward_dtype, is_accelerator
-from quantizers.device.malloc_tuning import release_free_memory, use_one_arena
+from quantizers.architectures.sizes import Sizes
+from quantizers.checkpoint.held import hold
+from quantizers.device.devices import forward_dtype
+from quantizers.device.malloc_tuning import use_one_arena
 from quantizers.distributed.process_group import shown
-from quantizers.forward.lane import embed
+from quantizers.forward.codes import dequantize
+from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import recorded_rows
-from quantizers.forward.states import Rows
+from quantizers.forward.recorded import Recorded
 from quantizers.layers.context import Context
+from quantizers.layers.loop import all_tensors, layer_steps
+from quantizers.layers.step import Consumer, LayerStep, Need
 from quantizers.plan.job import Job
-from quantizers.plan.units import rows_of_block, unit_of_experts
+from quantizers.recipe.schema import Scheme
+from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import write_json
-from quantizers.system.progress import Step
 
-from .branches import Branches, pass_on
-from .divergence import divergences
-from .measurements import FOLDER, entry_file, read_measurements
-from .output_errors import ALL_THREE, SchemeErrors, scheme_errors
-
+FOLDER = "schemes"
+PROBE_TOKENS, PROBE_LENGTH = 8192, 512  # tokens of the probe, and of one of its texts, at most
 MEASURED_EXPERTS = 32  # of each layer, at most; their errors are scaled up to all
-BFLOAT16_FACTOR = 2  # errors are enlarged by this in branches that are computed in bfloat16
+BFLOAT16_FACTOR = 2  # errors are enlarged by this in a probe that is computed in bfloat16
+ALL_THREE = "all"
+Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context) -> list[dict[str, Any]] | None:
-    """Measure all layers, or those that are left. All processes of a run call this.
+    """Measure all layers unless that has been done. All processes of a run call this, and share the probe's tokens.
 
     Args:
         tokens: the calibration samples (T,) int64; None in all ranks except 0.
@@ -80,226 +84,230 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
     Raises:
         QuantizeError: states or logits are not finite, or there is no room for them.
     """
-    layers, work, dist = job.sizes["layers"], context.work, context.dist
+    work, dist, layers = context.work, context.dist, job.sizes["layers"]
     found = read_measurements(work, job.sizes.moe_layers) if dist.is_main else None
     if dist.broadcast_object(found is not None):
-        if dist.is_main:
-            _remove(work)  # a walk may have been interrupted just after it wrote its last file
         return found
     use_one_arena()
-    dist.in_turn(partial((work / FOLDER).mkdir, exist_ok=True))
-    source, facts = job.opened, job.facts
-    outside = hold(source, (facts.embedding, facts.final_norm, facts.head))
-    model = LayeredModel(outside, facts, job.sizes, context.device, forward_dtype(context.device))
-    done = dist.broadcast_object(next((n for n in range(layers) if not entry_file(work, n).exists()), layers))
-    walk = _Walk(job, model, tokens, context, done)
-    ahead = held_ahead(source, [layer_names(source, facts, number) for number in range(done, layers)], dist)
-    showing = shown("measuring", layers, done, context.check, dist, unit="layer")
-    with showing as step, contextlib.closing(ahead):
-        for number in range(done, layers):
-            context.check()
-            measured = walk.layer if number not in job.sizes.dense else walk.dense_layer
-            measured(number, next(ahead), step)
-    kl = divergences(model, walk.states, walk.layout, len(job.sizes.moe_layers), context.check, dist)
-    if dist.is_main:
-        write_json(work / FOLDER / "kl.json", kl)
-    dist.barrier()  # all have read the states
+    files = work / FOLDER / "probe"
     if dist.local_rank == 0:
-        _remove(work)
-    return read_measurements(work, job.sizes.moe_layers) if dist.is_main else None
+        shutil.rmtree(files, ignore_errors=True)  # of an interrupted measurement
+    dist.in_turn(partial(files.mkdir, parents=True, exist_ok=True))
+    probes = probes_of([len(sequence) for sequence in tokens or ()])
+    texts = dist.broadcast_object(
+        [Text(tokens[i][:length], "probe", 1) for i, length in probes.items()] if tokens else None
+    )
+    outside = hold(job.opened, (job.facts.embedding, job.facts.final_norm, job.facts.head))
+    model = LayeredModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
+    measurement = SchemeMeasurement(job, model, context, texts)
+    tensors, check, started = all_tensors(model, job.opened), context.check, time.monotonic()
+    steps = layer_steps(job.opened, tensors, [measurement], model, check=check, dist=dist, early=context.next_there)
+    with shown("measuring", layers, 0, check, dist, unit="layer") as step, closing(steps):
+        for one in steps:
+            seconds, started = time.monotonic() - started, time.monotonic()
+            if dist.is_main:
+                write_json(_entry_file(work, one.number), measurement.entry | {"seconds": seconds})
+            step(f"{seconds:.1f} s")
+    _, (_, kl, _) = score(measurement.lanes, texts, partial(shown, check=check, dist=dist), dist=dist)
+    if not math.isfinite(float(kl.mean())):
+        raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
+    if dist.local_rank == 0:
+        shutil.rmtree(files)
+    if not dist.is_main:
+        return None
+    write_json(work / FOLDER / "kl.json", {"kl": float(kl.mean()), "disturbance": measurement.disturbance})
+    return read_measurements(work, job.sizes.moe_layers)
 
 
-class _Walk:
-    """The states of the source and of all branches, from layer to layer."""
+class SchemeMeasurement(Consumer):
+    """The probe's texts, as they are in the source and disturbed.
 
-    def __init__(
-        self, job: Job, model: LayeredModel, tokens: Sequence[torch.Tensor] | None, context: Context, done: int
-    ) -> None:
-        assert job.allocation is not None
-        dist = context.dist
-        self.job, self.model, self.work, self.dist, self.check = job, model, context.work, dist, context.check
-        self.schemes = job.allocation.candidates
-        self.layout = Branches(dist.broadcast_object([len(sequence) for sequence in tokens or ()]))
-        self.sequences, self.probes = (
-            dist.partition(len(items)) for items in (self.layout.lengths, self.layout.probes)
-        )
-        if dist.is_main and done and not self._file(done).exists():
-            raise QuantizeError(
-                f"{self._file(done)}: is gone, and with it what the next layer reads; start over with --fresh"
-            )
-        if not dist.is_main:  # a kill may have left some
-            for path in (self.work / FOLDER).glob(f"*-{dist.rank}.bin"):
-                path.unlink()
-        self.states = self._rows(done)
-        if done:
-            dist.broadcast(self.states.flat)
+    Attributes:
+        lanes: both, as `score` takes them.
+        entry: what was measured in the layer that was passed last.
+        disturbance: after each layer with experts.
+    """
+
+    needs: Need = "experts"
+
+    def __init__(self, job: Job, model: LayeredModel, context: Context, texts: Sequence[Text]) -> None:
+        self.job, self.model, self.context = job, model, context
+        lane = partial(Lane, durable=False, check=context.check, dist=context.dist)
+        folder, lengths = context.work / FOLDER / "probe", [len(text.tokens) for text in texts]
+        self.lanes = [lane(name, model, n, lengths, folder) for n, name in enumerate((job.opened.name, "the probe"))]
+        for one in self.lanes:
+            one.embed([text.tokens for text in texts])
+        self.entry: dict[str, Any] = {}
+        self.disturbance: list[float] = []
+
+    def source_layer(self, step: LayerStep, layer: torch.nn.Module) -> None:
+        """Measure a layer, and take the texts through it."""
+        number, (source, probe) = step.number, self.lanes
+        disturbed = any(self.disturbance)
+        source.attend(number, layer)
+        if disturbed:
+            probe.attend(number, layer)
         else:
-            self._embed(tokens)
+            probe.attend_as(source, number)
+        self.entry = {"layer": number}
+        if number in self.job.sizes.dense:
+            source.finish(number, layer)
+            probe.finish(number, layer)
+        else:
+            self._measure(number, layer, disturbed)
+        for lane in self.lanes:
+            lane.forget(number)
 
-        def rows(name: str, width: int, dtype: torch.dtype) -> Rows:
-            return Rows(self._path(name), self.layout.lengths, width, dtype)
-
-        self.recorded = recorded_rows(rows, job.sizes, model.dtype)
-
-    def _embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
-        """Fill the states that enter layer 0."""
-        layout = self.layout
-        together = torch.cat(list(tokens)) if tokens else torch.empty(sum(layout.lengths), dtype=torch.int64)
-        self.dist.broadcast(together)
-        texts = torch.split(together, list(layout.lengths))
-        probes = [texts[i][:length] for i, length in zip(layout.probes, layout.probe_lengths, strict=True)]
-        embed(self.model, [*texts, *probes], self.states)
-
-    def _file(self, layer: int) -> Path:
-        return self._path(f"states-{layer:05d}")
-
-    def _path(self, name: str) -> Path:
-        """A file of this process alone."""
-        return self.work / FOLDER / (f"{name}.bin" if self.dist.is_main else f"{name}-{self.dist.rank}.bin")
-
-    def _branches(self, layer: int) -> int:
-        """How many branches enter a layer."""
-        return sum(number < layer for number in self.job.sizes.moe_layers)
-
-    def _rows(self, layer: int) -> Rows:
-        """States entering a layer."""
-        lengths = self.layout.all_lengths(self._branches(layer))
-        return Rows(self._file(layer), lengths, self.job.sizes["hidden"], self.model.dtype)
-
-    def _own(self, layer: int) -> list[int]:
-        """The states entering a layer that this process takes through it."""
-        runs = self.layout.runs(self.sequences, self.probes, self._branches(layer))
-        return [place for run in runs for place in run]
-
-    def dense_layer(self, number: int, source: Held, step: Step) -> None:
-        """Take the source and all branches through a layer without experts.
-
-        Args:
-            source: the layer's tensors.
-        """
-        started, following = time.monotonic(), self._rows(number + 1)
-        with self.model.layer(number, source) as layer:
-            for i in self._own(number):
-                following[i] = self.model.run(layer, self.states[i])[0]
-                self.check()
-        seconds = self._go_on(number, following, {"layer": number}, started)
-        step(f"{seconds:.1f} s, no experts")
-
-    def _go_on(self, number: int, following: Rows, entry: dict[str, Any], started: float) -> float:
-        """Write what was found in a layer, once the states that leave it are on disk; the seconds since `started`."""
-        pass_on(following, self.layout, self._branches(number + 1), self.dist)
-        seconds = time.monotonic() - started
-        if self.dist.is_main:
-            following.flush()
-            seconds = time.monotonic() - started
-            write_json(entry_file(self.work, number), entry | {"seconds": seconds})
-        self.states.remove()
-        self.states = following
-        release_free_memory()
-        return seconds
-
-    def layer(self, number: int, source: Held, step: Step) -> None:
-        """Measure a layer, take the source and all branches through it, and start its own branch.
-
-        Args:
-            source: the layer's tensors.
-        """
-        started, model, sizes = time.monotonic(), self.model, self.job.sizes
-        following, own, compared = self._rows(number + 1), self._own(number), set(self.layout.probes)
-        with model.layer(number, source) as layer:
-            for i in own:
-                residual = model.attend(layer, self.states[i])
-                following[i] = residual
-                if i < len(self.layout.lengths):
-                    self.recorded.put(self.recorded.sequence(i), model.route(layer, residual))
-                self.check()
-            self.recorded.complete(self.dist, self._rows_of)
-            experts: Any = layer.get_submodule(self.job.facts.modules.experts)
-            found = self._errors(number, experts, source)
-            power = dict[int, float]()
-            for i in own:
-                output = model.finish(layer, following[i])[0]
-                if i in compared:
-                    power[i] = float(output.float().square().sum(dtype=torch.float64))
-                following[i] = output
-                self.check()
-            disturbance = self._branch_off(number, layer, experts, found, following)
-        size = sum(value for part in self.dist.all_gather_object(power) for value in part.values())
-        if not math.isfinite(size):
-            raise QuantizeError(f"layer {number}: its output is not finite in the source itself; nothing to measure by")
-        count = len(found.coarsest[0])
-        share = count / sizes["experts"] * size
-        errors = {str(s): {name: value / share for name, value in row.items()} for s, row in found.lost.items()}
-        entry = {
-            "layer": number,
+    def _measure(self, number: int, layer: torch.nn.Module, disturbed: bool) -> None:
+        (source, probe), model, dist = self.lanes, self.model, self.context.dist
+        assert self.job.allocation is not None
+        experts: Any = layer.get_submodule(self.job.facts.modules.experts)
+        weights = (experts.gate_up_proj.data, experts.down_proj.data)
+        count = min(MEASURED_EXPERTS, len(weights[0]))
+        recorded = self._recorded(layer)
+        schemes, awq = self.job.allocation.candidates, bool(self.job.recipe.experts.awq)
+        own = []
+        for expert in dist.partition(count):
+            smooth = (awq and self.job.plan.folds, awq)
+            own.append(scheme_errors(recorded, weights, expert, schemes, experts.act_fn, smooth=smooth))
+            self.context.check()
+        lost = [
+            one for part in dist.all_gather_object([one for one, _ in own]) for one in part
+        ]  # in the order of experts
+        stored = {str(n): torch.stack([both[n] for _, both in own]) for n in range(2)} if own else {}
+        coarsest = dist.all_gather(stored, model.device)
+        source.finish(number, layer)
+        if not disturbed:
+            factor = math.sqrt(len(weights[0]) / count) * (BFLOAT16_FACTOR if model.dtype == torch.bfloat16 else 1)
+            for n, weight in enumerate(weights):
+                weight[:count] = weight[:count].lerp(coarsest[str(n)].to(weight.dtype), factor)
+        probe.finish(number, layer)
+        compared = by_text(source, probe, routed=False, dist=dist)
+        moved, size = (math.fsum(getattr(one, key) for one in compared.values()) for key in ("difference", "size"))
+        self.disturbance.append(moved / size)
+        share = size * count / len(weights[0])
+        errors = {
+            str(s): {name: math.fsum(one[s][name] for one in lost) / share for name in (ALL_THREE, *MATRICES)}
+            for s in schemes
+        }
+        self.entry |= {
             "experts": count,
-            "disturbance": disturbance["all"],
-            "halved": {part: disturbance[part] for part in ("some", "half")},
             "error": {scheme: row[ALL_THREE] for scheme, row in errors.items()},
             "by_matrix": {scheme: {m: row[m] for m in MATRICES} for scheme, row in errors.items()},
         }
-        del found
-        seconds = self._go_on(number, following, entry, started)
-        step(f"{seconds:.1f} s, error {next(iter(errors.values()))[ALL_THREE] ** 0.5:.4f}")
 
-    def _rows_of(self, rank: int) -> tuple[int, int]:
-        """First and last (exclusive) row of the calibration sequences that a process takes through the layers."""
-        sequences, offsets = self.dist.partition(len(self.layout.lengths), rank), self.recorded.x.share.offsets
-        return offsets[sequences.start], offsets[sequences.stop]
-
-    def _errors(self, number: int, experts: Any, source: Held) -> SchemeErrors:
-        """What each candidate would do to a layer, of which everything is recorded."""
-        job, model, recorded = self.job, self.model, self.recorded
-        norm = source.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None
-        sizes, accelerator = job.sizes, is_accelerator(model.device)
-        return scheme_errors(
-            recorded.blocks(model.device, rows_of_block(accelerator), self.check),
-            experts.gate_up_proj.data,
-            experts.down_proj.data,
-            norm=None if norm is None else norm.to(model.device),
-            offset=job.facts.norm.offset,
-            activation=experts.act_fn,
-            settings=job.recipe.experts,
-            schemes=self.schemes,
-            experts=min(MEASURED_EXPERTS, sizes["experts"]),
-            unit=unit_of_experts(accelerator, sizes["hidden"], sizes["width"]),
-            compared=[recorded.at(recorded.sequence(i), model.device) for i in self.layout.probes],
-            dist=self.dist,
-        )
-
-    def _branch_off(
-        self, number: int, layer: torch.nn.Module, experts: Any, found: SchemeErrors, following: Rows
-    ) -> dict[str, float]:
-        """Start a layer's branch; its disturbance, see `Branches.parts`. Changes the layer's experts."""
-        model, layout, count = self.model, self.layout, len(found.coarsest[0])
-        enlarged = math.sqrt(self.job.sizes["experts"] / count) * (
-            BFLOAT16_FACTOR if model.dtype == torch.bfloat16 else 1
-        )
-        exact = [w.data[:count].clone() for w in (experts.gate_up_proj, experts.down_proj)]
-        halves = {layout.number_of_half(k): k for k in self.probes if k in layout.halved}
-        moved, size, branch = dict[int, float](), dict[int, float](), self._branches(number) + 1
-        for factor, sequences in ((enlarged, {k: k for k in self.probes}), (enlarged / 2, halves)):
-            self._disturb(experts, exact, found.coarsest, factor)
-            for n, k in sequences.items():
-                output = model.run(layer, self.states[layout.place(0, k)])[0]
-                following[layout.place(branch, n)] = output
-                plain = following[layout.place(0, k)].to(output.device).float()
-                moved[n] = float((output.float() - plain).square().sum(dtype=torch.float64))
-                size[n] = float(plain.square().sum(dtype=torch.float64))
-                self.check()
-        for others_moved, others_size in self.dist.all_gather_object((moved, size)):
-            moved |= others_moved
-            size |= others_size
-        return layout.parts(moved, size)
-
-    @staticmethod
-    def _disturb(experts: Any, exact: Sequence[torch.Tensor], coarsest: Sequence[torch.Tensor], factor: float) -> None:
-        """Give the first experts their own weights plus the coarsest scheme's errors times `factor`."""
-        for weight, own, stored in zip((experts.gate_up_proj, experts.down_proj), exact, coarsest, strict=True):
-            weight.data[: len(own)] = own.lerp(stored.to(own.device), factor)
+    def _recorded(self, layer: torch.nn.Module) -> Recorded:
+        """What the layer's experts are called with: the rows of all processes."""
+        source, dist = self.lanes[0], self.context.dist
+        blocks = [self.model.route(layer, source.left.flat[rows]) for rows in source.left.blocks()]
+        names = [field.name for field in fields(Recorded)]
+        own = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names} if blocks else {}
+        return Recorded(**dist.all_gather(own, self.model.device))
 
 
-def _remove(work: Path) -> None:
-    """Delete the files that only a walk needs."""
-    for path in (work / FOLDER).glob("*.bin"):
-        path.unlink()
+def scheme_errors(
+    recorded: Recorded,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    expert: int,
+    schemes: Sequence[Scheme],
+    activation: Activation,
+    *,
+    smooth: tuple[bool, bool],
+) -> tuple[dict[Scheme, dict[str, float]], tuple[torch.Tensor, torch.Tensor]]:
+    """What each scheme does to the outputs of one expert.
+
+    Args:
+        recorded: what the MoE block saw, in all rows.
+        weights: gate_up (E, 2I, H) and down (E, H, I), in the dtype of the forward pass.
+        smooth: whether the inputs of gate and up, and those of down, are scaled before rounding.
+
+    Returns:
+        Σ r² ‖error‖² by scheme, and by which matrix alone was rounded (or all of them); and gate_up (2I, H) and down
+        (H, I) as the first scheme leaves them.
+    """
+    gate, up = weights[0][expert].float().chunk(2)
+    source = {"gate": gate, "up": up, "down": weights[1][expert].float()}
+    chosen = recorded.chosen == expert
+    rows = chosen.any(-1).nonzero()[:, 0]
+    share = (recorded.weight * chosen).sum(-1)[rows].double().square()
+    x = recorded.x[rows].float()
+    inner, wanted = _forward(x, source, activation)
+    outer_scale, inner_scale = (
+        _scale(of) if wished else None for of, wished in zip((recorded.x, inner), smooth, strict=True)
+    )
+    scales = {"gate": outer_scale, "up": outer_scale, "down": inner_scale}
+    lost = {}
+    for scheme in schemes:
+        stored = {matrix: _rounded(weight, scheme, scales[matrix]) for matrix, weight in source.items()}
+        if scheme == schemes[0]:
+            coarsest = torch.cat([stored["gate"], stored["up"]]), stored["down"]
+        variants = {ALL_THREE: stored} | {matrix: source | {matrix: stored[matrix]} for matrix in MATRICES}
+        lost[scheme] = {
+            name: float(((_forward(x, variant, activation)[1] - wanted).double().square().sum(-1) * share).nansum())
+            for name, variant in variants.items()
+        }
+    return lost, coarsest
+
+
+def _scale(inputs: torch.Tensor) -> torch.Tensor:
+    """The root of the inputs' mean magnitudes (C,), by which columns are multiplied before they are rounded."""
+    return inputs.float().abs().mean(0).nan_to_num(1.0).clamp(min=1e-4).sqrt()
+
+
+def _rounded(weight: torch.Tensor, scheme: Scheme, smooth: torch.Tensor | None) -> torch.Tensor:
+    """A matrix (R, C) scaled by (C,), rounded to nearest and scaled back."""
+    smooth = torch.ones_like(weight[0]) if smooth is None else smooth
+    scale = minmax_scales(weight * smooth, scheme.group_size, scheme.bits)
+    return dequantize(nearest(weight * smooth, scale, scheme.bits), scale) / smooth
+
+
+def _forward(
+    x: torch.Tensor, weights: dict[str, torch.Tensor], activation: Activation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What down reads (T, I), and the expert's output (T, H), from (T, H)."""
+    inner = activation(x @ weights["gate"].T) * (x @ weights["up"].T)
+    return inner, inner @ weights["down"].T
+
+
+def probes_of(lengths: Sequence[int]) -> dict[int, int]:
+    """The sequences whose beginnings make up the probe, with their tokens: evenly spread, about PROBE_TOKENS in all."""
+    total = sum(min(length, PROBE_LENGTH) for length in lengths)
+    chosen = range(0, len(lengths), max(1, round(total / PROBE_TOKENS)))
+    return {i: min(lengths[i], PROBE_LENGTH) for i in chosen if lengths[i] > 1}
+
+
+def probe_bytes(sizes: Sizes, lengths: Sequence[int], itemsize: int) -> int:
+    """Bytes of the files of a measurement: both lanes' states that enter and leave a layer, and their choices."""
+    return 4 * sum(probes_of(lengths).values()) * (sizes["hidden"] * itemsize + sizes["chosen"] * 4)
+
+
+def read_measurements(work: Path, layers: Sequence[int]) -> list[dict[str, Any]] | None:
+    """The finished measurements, one entry for each of these layers; None while they are not complete.
+
+    Args:
+        layers: the numbers of all layers with experts.
+
+    Each has `layer`, `seconds`, `experts`, `kl` of the probe and its `disturbance` after this layer, and by a scheme's
+    name `error`, `by_matrix` (all three are squares, relative to the states) and `loss`.
+    """
+    try:
+        probe = json.loads((work / FOLDER / "kl.json").read_text())
+        kl = max(float(probe["kl"]), 0.0)
+        entries = []
+        for number, disturbance in zip(layers, probe["disturbance"], strict=True):
+            entry = json.loads(_entry_file(work, number).read_text())
+            # A layer that rounding does not change, for example one of zeros, loses nothing under any scheme.
+            loss = {s: kl * error / disturbance if disturbance else 0.0 for s, error in entry["error"].items()}
+            entries.append(entry | {"kl": kl, "disturbance": disturbance, "loss": loss})
+        return entries
+    except (OSError, ValueError, TypeError, KeyError):  # nothing there, or written by an older version
+        return None
+
+
+def measuring_seconds(work: Path, layers: int) -> float:
+    """Seconds that the finished measurement took in all layers, of which some may have no experts."""
+    return float(sum(json.loads(_entry_file(work, number).read_text())["seconds"] for number in range(layers)))
+
+
+def _entry_file(work: Path, layer: int) -> Path:
+    return work / FOLDER / f"{layer:05d}.json"

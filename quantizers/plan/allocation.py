@@ -104,11 +104,9 @@ class Allocation:
         """The index of the best candidate for each layer, from each layer's losses by candidate name."""
         table = [[row[str(scheme)] for scheme in self.candidates] for row in losses]
         outside = self.outside_bytes if self.unit == "bytes" else 0
-        from .knapsack import choose  # which needs numpy
-
-        chosen = choose(self.costs, table, self.limit - outside)
-        assert chosen is not None, "limits below the smallest are refused when the plan is made"
-        return chosen
+        table = [[row[str(scheme)] for scheme in self.candidates] for row in losses]
+        outside = self.outside_bytes if self.unit == "bytes" else 0
+        return cheapest_loss(self.costs, table, self.limit - outside)
 
     def as_dict(self) -> dict[str, Any]:
         """For `quantize plan` and report.json: the candidates with their sizes, and the limit."""
@@ -202,3 +200,33 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
         )
         raise RecipeError(f"{where}: {wanted}")
     return result
+
+
+def cheapest_loss(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], limit: int) -> list[int]:
+    """One option for each layer with a small sum of losses, greedily: the upgrade that gains most per cost comes next.
+
+    Taken one after the other, upgrades of falling worth are the optimum of the Lagrangian relaxation at each budget
+    that they just fill; in between it is at most one upgrade away from the optimum. What then is left of the limit goes
+    to the best upgrade that still fits.
+
+    Args:
+        costs: for each layer the cost of each option, integers >= 0, in ascending order; the first fit together.
+        losses: for each layer the loss of each option, finite, >= 0.
+        limit: bound on the sum of the chosen costs.
+    """
+    chosen, left = [0] * len(costs), limit - sum(row[0] for row in costs)
+
+    def cost(layer: int, option: int) -> int:
+        return costs[layer][option] - costs[layer][chosen[layer]]
+
+    def gain(layer: int, option: int) -> float:
+        return losses[layer][chosen[layer]] - losses[layer][option]
+
+    while True:
+        options = [(layer, option) for layer, row in enumerate(costs) for option in range(chosen[layer] + 1, len(row))]
+        upgrades = [one for one in options if cost(*one) <= left and gain(*one) > 0]
+        if not upgrades:
+            return chosen
+        layer, option = max(upgrades, key=lambda one: gain(*one) / max(cost(*one), 1))
+        left -= cost(layer, option)
+        chosen[layer] = option

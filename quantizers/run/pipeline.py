@@ -18,8 +18,8 @@ import torch
 from eval.coverage.gates import check_floors
 from eval.fidelity.held_out import HeldOut, held_out
 from eval.fidelity.metrics import Text
-from quantizers.budget.branches import Branches
 from quantizers.budget.choice import choose_schemes
+from quantizers.budget.measure import probe_bytes
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.source_files import check_hashes, source_stats
@@ -33,8 +33,6 @@ from quantizers.output.manifest import text_sha256
 from quantizers.plan.device_memory import (
     Place,
     Residents,
-    between_bytes,
-    calibration_bytes,
     device_memory,
     held_out_bytes,
     placement,
@@ -219,12 +217,8 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     context = shared.context(work, device, check, dist)
     needed = output_bytes(job, resolved.data.values() if options.with_data else ())
     needed += held_out_bytes(job.sizes, text_rows, itemsize) + in_files
-    if job.allocation:
-        walked = sum(Branches([len(t) for t in tokens]).all_lengths(len(job.sizes.moe_layers)))
-        walk = calibration_bytes(job.sizes, walked, itemsize) + between_bytes(job.sizes, walked, itemsize)
-        check_room(work, needed + walk)
-    else:
-        check_room(work, needed)
+    probe = probe_bytes(job.sizes, [len(t) for t in tokens], itemsize) if job.allocation else 0
+    check_room(work, needed + probe)
     dist.broadcast_object(shared)
     job = _with_schemes(job, tokens, context, options.output)
     check_room(work, needed)

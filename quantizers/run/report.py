@@ -17,7 +17,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import Options, ServerName
 from quantizers.architectures.sizes import Sizes
 from quantizers.budget.choice import describe_choice
-from quantizers.budget.measurements import measuring_seconds, read_measurements
+from quantizers.budget.measure import measuring_seconds, read_measurements
 from quantizers.calibration.render import own_class
 from quantizers.calibration.samples import by_category, by_language, language_counts
 from quantizers.calibration.set import read_set

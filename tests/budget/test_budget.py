@@ -6,24 +6,22 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import families
 import pytest
 import torch
 import yaml
-from one_layer import make_layer, solving_order
-from runs import cut_in_layer
+from runs import cut_at, cut_in_layer
 from torch import Tensor
 
 from eval.report.schemes import choice_lines
 from eval.serving.check import STORED
-from quantizers.architectures.matrices import MATRICES
-from quantizers.budget import branches, choice, measure, measurements, output_errors
-from quantizers.budget.output_errors import scheme_errors
+from quantizers.budget import choice, measure
+from quantizers.budget.measure import scheme_errors
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
@@ -32,15 +30,13 @@ from quantizers.forward.recorded import recorded as seen_by
 from quantizers.forward.weights import layer_weights, read_weight
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.plan.device_memory import Residents
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.plan import file_size
-from quantizers.recipe.schema import ALL, Awq, Experts, Scheme
+from quantizers.recipe.schema import ALL, Scheme
 from quantizers.run import pipeline
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.run.stitched import stitch
-from quantizers.solve import expert_batch, solver
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import OutputError, QuantizeError
 from stitch.audit.checkpoint import verify
@@ -48,14 +44,6 @@ from stitch.audit.checkpoint import verify
 CPU = torch.device("cpu")
 MEAN_BITS = 4.375  # half of the layers in groups of 32, half of 64: what the tiny model's width allows
 GATE, UP, DOWN = "w1", "w3", "w2"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_lanes() -> Iterator[None]:
-    """Some 600 tokens go on from each layer instead of all: here runs are compared with each other."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(branches, "BRANCH_TOKENS", 600)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -92,208 +80,119 @@ def rounded(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
 # What is measured -----------------------------------------------------------------------------------
 
 
-def test_errors_are_those_of_the_experts_outputs() -> None:
-    """Against one token and one expert at a time, without any scale search."""
+def test_errors_are_those_of_an_experts_outputs() -> None:
+    """Against one token at a time, without scales; the chosen rounding is the coarsest scheme's."""
     torch.manual_seed(0)
     experts, hidden, width = 4, 64, 32
     gate_up, down = torch.randn(experts, 2 * width, hidden), torch.randn(experts, hidden, width)
-    recorded = []
-    for tokens in (7, 5):
-        chosen = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)])
-        recorded.append(seen_by(torch.randn(tokens, hidden), chosen, torch.rand(tokens, 2)))
-    plain = Experts(awq=False, scales="minmax", routed_weight=0.5)
+    chosen = torch.stack([torch.randperm(experts)[:2] for _ in range(12)])
+    recorded = seen_by(torch.randn(12, hidden), chosen, torch.rand(12, 2))
     schemes = [Scheme(4, 32), Scheme(8, 32)]
 
     def output(x: Tensor, gate: Tensor, up: Tensor, w2: Tensor) -> Tensor:
         return w2 @ (torch.nn.functional.silu(gate @ x) * (up @ x))
 
-    for compared in ([0, 1], [1]):
-        found = scheme_errors(
-            recorded, gate_up, down, norm=torch.ones(hidden), activation=torch.nn.functional.silu, settings=plain,
-            schemes=schemes, experts=3, unit=2, compared=[recorded[i] for i in compared],
-        )  # fmt: skip
+    for expert in range(experts):
+        found, coarsest = scheme_errors(
+            recorded, (gate_up, down), expert, schemes, torch.nn.functional.silu, smooth=(False, False)
+        )
+        source = [gate_up[expert, :width], gate_up[expert, width:], down[expert]]
         for scheme in schemes:
             expected = dict.fromkeys(("all", "gate", "up", "down"), 0.0)
-            for i in compared:
-                for x, chosen, weight in zip(recorded[i].x, recorded[i].chosen, recorded[i].weight, strict=True):
-                    for expert, r in zip(chosen.tolist(), weight.tolist(), strict=True):
-                        if expert == 3:
-                            continue  # not among the measured ones
-                        source = [gate_up[expert, :width], gate_up[expert, width:], down[expert]]
-                        stored = [rounded(w, minmax_scales(w, 32, scheme.bits), scheme.bits) for w in source]
-                        for name, which in (("all", (0, 1, 2)), ("gate", (0,)), ("up", (1,)), ("down", (2,))):
-                            used = [stored[m] if m in which else source[m] for m in range(3)]
-                            difference = output(x, *used) - output(x, *source)
-                            expected[name] += r**2 * float(difference.square().sum())
-            assert found.lost[scheme] == pytest.approx(expected, rel=1e-4)
-        assert found.coarsest[0].shape == (3, 2 * width, hidden)
-        assert torch.allclose(found.coarsest[1][2], rounded(down[2], minmax_scales(down[2], 32, 4), 4), atol=1e-6)
+            stored = [rounded(w, minmax_scales(w, 32, scheme.bits), scheme.bits) for w in source]
+            for x, picked, weight in zip(recorded.x, recorded.chosen, recorded.weight, strict=True):
+                for r in weight[picked == expert].tolist():
+                    for name, which in (("all", (0, 1, 2)), ("gate", (0,)), ("up", (1,)), ("down", (2,))):
+                        used = [stored[m] if m in which else source[m] for m in range(3)]
+                        difference = output(x, *used) - output(x, *source)
+                        expected[name] += r**2 * float(difference.square().sum())
+            assert found[scheme] == pytest.approx(expected, rel=1e-4)
+        assert torch.allclose(coarsest[1], rounded(down[expert], minmax_scales(down[expert], 32, 4), 4), atol=1e-6)
 
 
-@pytest.mark.parametrize("scales", ["minmax", "mse"])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_predicted_from_is_what_the_run_stores(
-    bits: Literal[4, 8], scales: Literal["minmax", "mse"], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rounded to nearest, bit for bit: the scale that the rounded norm leaves, w3 divided before or after its codes.
-
-    By design w2's sums are the source's; so its mse scales differ, and with 4 bits s, which is handed on here.
-    """
-    layer = make_layer(3)
-    order = torch.tensor(solving_order(layer, unit=8))
-    settings = Experts(group_size=32, bits=bits, awq=Awq(grid=8), scales=scales, rounding="nearest")
-    of_s = list[Tensor]()
-    real, search = output_errors.divided, expert_batch._width_scale
-
-    def predicted(scale: Tensor, codes: Tensor, s: Tensor) -> Tensor:
-        of_s.append(s)
-        return real(scale, codes, s)
-
-    def found(down: Tensor, sums: Any, settings: Experts) -> tuple[Tensor, dict[str, Tensor]]:
-        s, totals = search(down, sums, settings)
-        of_s.append(s[order.argsort()])
-        return of_s[0][order], totals
-
-    monkeypatch.setattr(output_errors, "divided", predicted)
-    monkeypatch.setattr(expert_batch, "_width_scale", found)
-    common: Any = {"norm": layer.norm, "activation": torch.nn.functional.silu, "settings": settings, "unit": 8}
-    seen = layer.recorded()
-    guess = scheme_errors(
-        seen, layer.gate_up, layer.down, schemes=[Scheme(bits, 32)], experts=5, compared=seen[:1], **common
-    )
-    solved = solver.solve(seen, layer.weights(), router=layer.router, residents=Residents.all_of(5), **common)
-    assert bool((solved.smooth != 1).any())
-    s = of_s[0]
-    assert bool((s != 1).any())
-    gate, up, down = (dequantize(solved.codes[matrix], solved.scales[matrix]) for matrix in MATRICES)
-    guessed_gate, guessed_up = guess.coarsest[0].chunk(2, dim=1)
-    assert torch.equal(guessed_gate, gate / solved.smooth)
-    assert torch.equal(guessed_up, up * s.unsqueeze(-1) / solved.smooth)
-    if scales == "minmax":
-        assert torch.equal(guess.coarsest[1], down / s.unsqueeze(1))
+def test_columns_are_scaled_by_their_inputs() -> None:
+    """By the root of the mean magnitude: of the whole layer's inputs for w1 and w3, of the expert's own for w2."""
+    torch.manual_seed(0)
+    gate_up, down, x = torch.randn(2, 64, 64), torch.randn(2, 64, 32), torch.randn(50, 64)
+    x[:, 5] *= 10
+    chosen = torch.randint(2, (50, 1))
+    silu = torch.nn.functional.silu
+    recorded = seen_by(x, chosen, torch.ones(50, 1))
+    _, (both, w2) = scheme_errors(recorded, (gate_up, down), 1, [Scheme(4, 32)], silu, smooth=(True, True))
+    own = x[chosen[:, 0] == 1]
+    inner = silu(own @ gate_up[1, :32].T) * (own @ gate_up[1, 32:].T)
+    for stored, weight, inputs in ((both, gate_up[1], x), (w2, down[1], inner)):
+        s = inputs.abs().mean(0).sqrt()
+        assert torch.allclose(stored, rounded(weight * s, minmax_scales(weight * s, 32, 4), 4) / s, atol=1e-5)
 
 
-def test_a_search_makes_the_error_smaller_and_more_bits_even_smaller(done: Any) -> None:
+def test_smaller_groups_make_the_error_smaller_and_more_bits_even_smaller(done: Any) -> None:
     job, _, report = done
     assert job.allocation.candidates == tuple(s for s in ALL if s.group_size <= 64)
     for row in report["schemes"]["layers"]:
         errors = [row["error"][str(scheme)] for scheme in job.allocation.candidates]
         assert errors == sorted(errors, reverse=True)
-        assert errors[0] > 100 * errors[-1]
+        assert errors[0] > 50 * errors[-1]
         for scheme in ("INT4 group 64", "INT4 group 32"):
             parts = row["by_matrix"][scheme]
             assert sum(parts.values()) == pytest.approx(row["error"][scheme], rel=0.1)  # nearly independent
 
 
-@pytest.mark.parametrize(("count", "boost"), [(16, 1), (4, 1), (16, 100)])
-def test_a_lanes_kl_is_that_of_the_whole_model_with_this_layer_rounded(
+@pytest.mark.parametrize("count", [16, 4])
+def test_the_probe_is_the_whole_model_with_the_first_layer_rounded(
     count: int,
-    boost: int,
     tmp_path: Path,
     budgeted: Callable[..., Path],
     whole_model: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """transformers' whole model as the oracle, without scale search; one layer rounded to nearest in groups of 64.
+    """transformers' whole model as the oracle: KL at its end, and what is left of the disturbance after each layer.
 
-    Where only 4 of 16 experts are measured, theirs are the only errors, twice as large. A hundred times as large they
-    leave nothing of a layer: KL levels off, and the layer's loss is that of half of them.
+    Where only 4 of 16 experts are measured, theirs are the only errors, twice as large.
     """
     job = prepare(str(budgeted(tmp_path, bits_per_weight=4.5, awq=False, scales="minmax")))
     monkeypatch.setattr(measure, "MEASURED_EXPERTS", count)
-    disturb = measure._Walk._disturb
-
-    def enlarged(experts: Any, exact: Any, coarsest: Any, times: float) -> None:
-        disturb(experts, exact, coarsest, boost * times)
-
-    monkeypatch.setattr(measure._Walk, "_disturb", staticmethod(enlarged))
-    factor = boost * (16 / count) ** 0.5
-    source = job.source
-    assert source is not None
+    monkeypatch.setattr(measure, "PROBE_LENGTH", 100)
+    source, factor = job.opened, (16 / count) ** 0.5
     data = load_set(tmp_path / "calibration.yaml", str(source.folder))
-    tokens = [torch.from_numpy(sample.tokens).long() for sample in data.samples][:6]
-    monkeypatch.setattr(branches, "BRANCH_TOKENS", 300)
-    monkeypatch.setattr(branches, "BRANCH_LENGTH", 100)
-    monkeypatch.setattr(branches, "HALF_EVERY", 2)
-    layout = branches.Branches([len(t) for t in tokens])
-    probes = layout.probes
-    assert 3 <= len(probes) < 6
-    remove, sizes = measure._remove, dict[str, int]()
-
-    def weigh(work: Path) -> None:
-        sizes.update((path.name, path.stat().st_size) for path in (work / "schemes").glob("states-*"))
-        remove(work)
-
-    monkeypatch.setattr(measure, "_remove", weigh)
+    tokens = [torch.from_numpy(sample.tokens).long() for sample in data.samples][:4]
     entries = measure.measure_schemes(job, tokens, Context(tmp_path, CPU, 5))
     assert entries is not None
-    rows = sum(layout.lengths) + sum(layout.probe_lengths) + 4 * sum(layout.probe_lengths + layout.probe_lengths[::2])
-    assert sizes == {"states-00004.bin": 4 * 128 * rows}
     modules = [name.removesuffix(".weight") for name, info in source.tensors.items() if name.endswith(".weight")]
     weights = {f"{m}.weight": read_weight(source, m, CPU) for m in modules}
     weights |= {n: source.tensor(n) for n in source.tensors if n.endswith("correction_bias")}
-    exact = whole_model(source.config, weights)
-
-    def logs_and_states(model: Any, layer: int, i: int) -> tuple[Tensor, Tensor]:
-        leaving: list[Tensor] = []
-        hook = model.model.layers[layer].register_forward_hook(lambda _, __, out: leaving.append(out))
-        log = torch.log_softmax(model(tokens[i][None, :100]).logits[0], -1)
-        hook.remove()
-        return log, leaving[0]
-
-    def kl_and_disturbance(layer: int, times: float, which: list[int]) -> tuple[float, float]:
-        part = f"model.layers.{layer}.block_sparse_moe.experts."
-        coarse = dict(weights)
-        for name in (f"{part}{expert}.{matrix}.weight" for expert in range(count) for matrix in ("w1", "w2", "w3")):
+    coarse = dict(weights)
+    for expert in range(count):
+        for matrix in ("w1", "w2", "w3"):
+            name = f"model.layers.0.block_sparse_moe.experts.{expert}.{matrix}.weight"
             w = weights[name]
-            coarse[name] = w + times * (rounded(w, minmax_scales(w, 64, 4), 4) - w)
-        other, total, rows, moved, size = whole_model(source.config, coarse), 0.0, 0, 0.0, 0.0
-        for i in which:
-            (p, y), (q, disturbed) = (logs_and_states(model, layer, i) for model in (exact, other))
-            total, rows = total + float((p.exp() * (p - q)).sum()), rows + len(p)
-            moved, size = moved + float((disturbed - y).square().sum()), size + float(y.square().sum())
-        return total / rows, moved / size
+            coarse[name] = w + factor * (rounded(w, minmax_scales(w, 64, 4), 4) - w)
 
-    for layer in (1, 3):
-        entry = entries[layer]
-        kl, disturbance = kl_and_disturbance(layer, factor, probes)
-        assert entry["kl"] == pytest.approx(kl, rel=1e-3)
-        assert entry["disturbance"] == pytest.approx(disturbance, rel=1e-3)
-        (some, of_some), (half, of_half) = (kl_and_disturbance(layer, factor / n, probes[::2]) for n in (1, 2))
-        assert entry["growth"] == pytest.approx(some / of_some / (half / of_half), rel=1e-2)
-        assert entry["at_half"] == (boost > 1)
-        assert 1 / 2.5 <= entry["growth"] <= 2.5 or boost > 1
-        rate = half / of_half if boost > 1 else kl / disturbance
-        for scheme in ("INT4 group 64", "INT8 group 32"):
-            assert entry["loss"][scheme] == pytest.approx(rate * entry["error"][scheme], rel=1e-2)
+    def passed(model: Any, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        leaving: list[Tensor] = []
+        hooks = [one.register_forward_hook(lambda _, __, out: leaving.append(out)) for one in model.model.layers]
+        log = torch.log_softmax(model(ids[None, :100]).logits[0], -1)
+        for hook in hooks:
+            hook.remove()
+        return log, leaving
+
+    models = [whole_model(source.config, one) for one in (weights, coarse)]
+    kl, moved, size = list[Tensor](), [0.0] * 4, [0.0] * 4
+    for ids in tokens:
+        (p, exact), (q, disturbed) = (passed(model, ids) for model in models)
+        kl.append((p.exp() * (p - q)).sum(-1)[:-1])
+        for layer, (a, b) in enumerate(zip(exact, disturbed, strict=True)):
+            moved[layer] += float((a - b).square().sum())
+            size[layer] += float(a.square().sum())
+    for layer, entry in enumerate(entries):
+        assert entry["kl"] == pytest.approx(float(torch.cat(kl).mean()), rel=1e-3)
+        assert entry["disturbance"] == pytest.approx(moved[layer] / size[layer], rel=1e-3)
+        for scheme, error in entry["error"].items():
+            assert entry["loss"][scheme] == pytest.approx(entry["kl"] * error / entry["disturbance"])
     assert sorted(path.name for path in (tmp_path / "schemes").iterdir()) == [
         *(f"{n:05d}.json" for n in range(4)),
         "kl.json",
     ]
-
-
-def test_a_square_needs_no_half_and_what_levels_off_does() -> None:
-    """The rule alone: KL = disturbance, its root (tokens that change their expert), and nothing more than before."""
-    entry = {"layer": 0, "disturbance": 0.5, "error": {"a": 0.25}, "halved": {"some": 0.4, "half": 0.1}}
-    for kl, growth, at_half, loss in (
-        ({"all": 1.0, "some": 0.8, "half": 0.2}, 1.0, False, 0.5),
-        ({"all": 1.0, "some": 0.4, "half": 0.2}, 0.5, False, 0.5),
-        ({"all": 1.0, "some": 0.2, "half": 0.2}, 0.25, True, 0.5),
-        ({"all": 1.0, "some": 0.8, "half": 0.05}, 4.0, True, 0.125),
-        ({"all": 0.0, "some": 0.0, "half": 0.0}, None, False, 0.0),
-        ({"all": 1.0, "some": 0.8, "half": -1e-9}, None, False, 0.5),
-    ):
-        found = measurements._with_loss(entry, kl)
-        assert (found["growth"], found["at_half"]) == (growth and pytest.approx(growth), at_half)
-        assert found["loss"]["a"] == pytest.approx(loss)
-    layers = [{"layer": n, "loss": {"a": 1.0}, "at_half": n in (1, 3)} for n in range(4)]
-    shown = choice_lines(
-        {"layers": layers, "by_matrix": {}, "coarsest": "a", "above_the_largest": False, "chosen": "a"}
-        | {"output_bytes": 1, "bits_per_weight": 4, "unit": "bytes", "limit": 1}
-    )
-    assert shown[-1].startswith(
-        "KL did not grow with the square of the perturbation in 2 of 4 layers (1, 3), which were"
-    )
 
 
 # What is chosen and written -------------------------------------------------------------------------
@@ -407,35 +306,20 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize(
-    ("name", "calls"),
-    [
-        pytest.param("scheme_errors", 2, marks=pytest.mark.slow),  # in the middle of a layer
-        pytest.param("scheme_errors", 0, marks=pytest.mark.slow),
-        pytest.param("write_json", 1, marks=pytest.mark.slow),  # before a layer's entry
-        pytest.param("write_json", 4, marks=pytest.mark.slow),  # before the last one of all
-    ],
-)
-def test_a_cut_while_measuring_costs_a_layer_at_most(name: str, calls: int, done: Any, tmp_path: Path) -> None:
+def test_a_cut_while_measuring_measures_again(done: Any, tmp_path: Path) -> None:
     job, folder, _ = done
-    options, count, real = Options(tmp_path / "output", CPU), [0, 0], getattr(measure, name)
+    options = Options(tmp_path / "output", CPU)
+    cut_at(measure, "by_text", job, options, 2)
+    work = journal.work_folder(options.output)
+    assert not journal.layer_file(work, 0).exists()
+    measure.measure_schemes(job, tokens_of(job), Context(work, CPU, 5))
+    shown = choice.read_choice(job, options.output)
+    assert json.loads(json.dumps(shown)) == json.loads((folder / "report.json").read_text())["schemes"]
 
-    def counted(*arguments: Any, **named: Any) -> Any:
-        count[1] += 1
-        if count[1] == calls + 1 and not count[0]:
-            count[0] = 1
-            raise QuantizeError("cut here")
-        return real(*arguments, **named)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(measure, name, counted)
-        with pytest.raises(QuantizeError, match="cut here"):
-            run(job, options)
-        assert not journal.layer_file(journal.work_folder(options.output), 0).exists()
-        report = run(job, options)
-    assert count[1] <= (5 if name == "write_json" else 4) + 1
-    assert hashes(options.output) == hashes(folder)
-    assert report["schemes"] == json.loads((folder / "report.json").read_text())["schemes"]
+def tokens_of(job: Job) -> list[Tensor]:
+    data = load_set(job.path.parent / "calibration.yaml", str(job.opened.folder))
+    return [torch.from_numpy(sample.tokens).long() for sample in data.samples]
 
 
 def test_another_budget_or_choice_is_refused(done: Any, tmp_path: Path, budgeted: Callable[..., Path]) -> None:
@@ -526,8 +410,7 @@ def test_a_budget_where_some_layers_have_no_experts(
     assert report["seconds"]["measuring"] == sum(entry["seconds"] for entry in entries)
     shards = [path.stat().st_size for path in (tmp_path / "output").glob("*.safetensors")]
     assert schemes["output_bytes"] == sum(shards)
-    # Every branch passes through the layers after its own, of which one has no experts. KL is what their sum foretells.
-    assert 0.3 < schemes["predicted_kl"] / report["kl"]["mean"] < 3
+    assert 0.3 < schemes["predicted_kl"] / report["kl"]["mean"] < 10
     named = re.findall(r"\(layer (\d+)\)", "\n".join(choice_lines(schemes)))
     assert len(named) == 2
     assert {int(number) for number in named} <= set(with_experts)

@@ -15,14 +15,12 @@ from rank_threads import together
 from runs import assert_same
 from tiny import write_recipe
 
-from quantizers.budget import branches, measure
-from quantizers.budget.branches import Branches
+from quantizers.budget import measure
 from quantizers.calibration.load_set import load_set
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.plan.job import prepare
-from quantizers.system.errors import QuantizeError
 
 CPU = torch.device("cpu")
 FAMILY = "glm4_moe"  # its first layer has no experts
@@ -40,87 +38,32 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def one_of(rank: int, count: int) -> ProcessGroup:
-    """A rank that is not connected to the others."""
-    dist = ProcessGroup()
-    dist.rank, dist.world_size = rank, count
-    return dist
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_everything_is_dealt_once_and_with_its_probe(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(branches, "BRANCH_LENGTH", 20)
-    monkeypatch.setattr(branches, "BRANCH_TOKENS", 100)
-    layout = Branches([30, 10, 25, 7, 40, 12, 33, 21, 5, 60, 13])
-    whole, halves = len(layout.probes), len(layout.halved)
-    assert (whole, halves) == (6, 2)
-    lengths, owners = layout.all_lengths(3), dict[int, int]()
-    for rank in range(count):
-        dist = one_of(rank, count)
-        sequences, probes = (dist.partition(len(items)) for items in (layout.lengths, layout.probes))
-        for run in layout.runs(sequences, probes, 3):
-            for place in run:
-                assert owners.setdefault(place, rank) == rank
-        for branch in range(4):
-            for k in probes:
-                numbers = [k] if branch == 0 or k not in layout.halved else [k, layout.number_of_half(k)]
-                for place in (layout.place(branch, number) for number in numbers):
-                    assert owners[place] == rank
-                    assert lengths[place] == min(20, layout.lengths[layout.probes[k]])
-    assert sorted(owners) == list(range(len(lengths)))
-    assert len(lengths) == 11 + whole + 3 * (whole + halves)
-
-
-def test_figures_and_states_of_one_process(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four processes on two machines, cut off in the last layer; then three on one machine go on."""
-    monkeypatch.setattr(branches, "BRANCH_TOKENS", 600)
+def test_figures_of_one_process(recipe: Path, tmp_path: Path) -> None:
+    """Four processes on two machines, and three on one."""
     job = prepare(str(recipe))
     data = load_set(recipe.parent / "calibration.yaml", str(job.opened.folder))
     tokens = [torch.from_numpy(sample.tokens).long() for sample in data.samples]
-    kept, remove = dict[Path, bytes](), measure._remove
-
-    def keep(work: Path) -> None:
-        kept.update((path, path.read_bytes()) for path in (work / "schemes").glob("states-*"))
-        remove(work)
-
-    monkeypatch.setattr(measure, "_remove", keep)
 
     def timeless(entries: Any) -> Any:
         return [{key: value for key, value in entry.items() if key != "seconds"} for entry in entries]
 
-    alone, first, second = (tmp_path / name for name in ("alone", "first", "second"))
-    for folder in (alone, first, second):
-        folder.mkdir()
+    alone = tmp_path / "alone"
+    alone.mkdir()
     wanted = measure.measure_schemes(job, tokens, Context(alone, CPU, 5))
+    for count, nodes in ((4, 2), (3, 1)):
+        folders = [tmp_path / f"{count}-{node}" for node in range(nodes)]
+        for folder in folders:
+            folder.mkdir()
 
-    def work(dist: ProcessGroup) -> Any:
-        context = Context((first, second)[dist.node], CPU, 5, dist.watch(lambda: None), dist)
-        return measure.measure_schemes(job, tokens if dist.is_main else None, context)
+        def work(dist: ProcessGroup, folders: list[Path] = folders) -> Any:
+            context = Context(folders[dist.node], CPU, 5, dist.watch(lambda: None), dist)
+            return measure.measure_schemes(job, tokens if dist.is_main else None, context)
 
-    real, layers = measure.scheme_errors, [0] * 4
-
-    def cut(*arguments: Any, **named: Any) -> Any:
-        layers[named["dist"].rank] += 1
-        if named["dist"].rank == 2 and layers[2] == 2:
-            raise QuantizeError("cut here")
-        return real(*arguments, **named)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(measure, "scheme_errors", cut)
-        found = together(4, work, nodes=2)
-    assert str(found[2]) == "cut here"
-    assert all(isinstance(failure, Exception) for failure in found)
-    assert (first / "schemes" / "00001.json").exists()
-    assert not (first / "schemes" / "00002.json").exists()
-    assert not list((second / "schemes").glob("*.json"))
-    got, *others = together(3, work)
-    assert others == [None, None]
-    assert timeless(got) == timeless(wanted)
-    (states,) = (path for path in kept if path.is_relative_to(alone))
-    assert kept[states] == kept[first / states.relative_to(alone)]
-    again = together(4, work, nodes=2)  # what is measured is not measured again
-    assert timeless(again[0]) == timeless(wanted)
-    assert again[1:] == [None] * 3
+        got, *others = together(count, work, nodes=nodes)
+        assert timeless(got) == timeless(wanted)
+        assert others == [None] * (count - 1)
+        again = together(count, work, nodes=nodes)  # what is measured is not measured again
+        assert again[0] == got
 
 
 @pytest.mark.slow

@@ -17,9 +17,7 @@ from one_layer import GROUP, make_layer, sliced
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.fidelity.scoring import score_text
-from quantizers.budget.branches import Branches
-from quantizers.budget.divergence import divergences
-from quantizers.budget.output_errors import scheme_errors
+from quantizers.budget.measure import scheme_errors
 from quantizers.cli import main as cli
 from quantizers.device import devices, triton_support
 from quantizers.device.determinism import ALLOCATOR, LT_WORKSPACE, UNDOING, WORKSPACE, ordered
@@ -409,21 +407,15 @@ def test_a_layer_is_solved_without_operations_that_have_no_order(rounding: Any, 
             norm=layer.norm, router=layer.router, activation=silu, settings=settings, unit=2,
             residents=Residents(2, 2, 0),
         )  # fmt: skip
-        scheme_errors(
-            seen, gate_up, down,
-            norm=layer.norm, activation=silu, settings=settings, schemes=[Scheme(4, GROUP)], experts=3, unit=2,
-            compared=seen[:1],
-        )  # fmt: skip
+        scheme_errors(seen[0], (gate_up, down), 1, [Scheme(4, GROUP)], silu, smooth=(True, True))
     assert {"scatter_add", "cumsum", "sum", "bmm"} <= watch.seen, "the watch saw the work"
 
 
 def test_figures_without_operations_that_have_no_order() -> None:
-    """Perplexity and KL of the evaluation, and of the lanes that a budget is measured by."""
+    """Perplexity and KL, of the evaluation and of the probe that a budget is measured by."""
     generator = torch.Generator().manual_seed(0)
     states, head = (torch.randn(n, 16, generator=generator).bfloat16() for n in (40, 50))
     model: Any = SimpleNamespace(device=states.device, final=lambda rows: rows, head=lambda: head)
-    probes = [states, states, states + 1, states]
     with InOrder(0) as watch:
         score_text([(model, head), (model, head)], torch.arange(40), [states, states + 1])
-        assert divergences(model, probes, Branches([40]), 1)[0]["all"] > 0
     assert {"_log_softmax", "gather", "mm"} <= watch.seen, "the watch saw the work"

@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.fidelity import scoring
 from eval.fidelity.scoring import score_text
-from quantizers.budget.branches import Branches
-from quantizers.budget.divergence import divergences
 from quantizers.solve import symmetric
 
 POSITIONS, HIDDEN, WORDS = 300, 256, 2000
@@ -76,18 +74,6 @@ def test_kl_of_the_evaluation_in_bfloat16(source: Model, candidate: Model) -> No
     assert found[1, 0] == pytest.approx(-log.gather(1, tokens[1:, None])[:, 0].numpy(), abs=1e-4)
     assert not found[2, 1].any()
     assert found[2, 2].all()
-
-
-def test_kl_of_the_lanes_in_bfloat16(source: Model, candidate: Model) -> None:
-    """What a budget is measured by: a lane with the candidate's states, and one with the source's own."""
-    model: Any = SimpleNamespace(head=lambda: source[1], final=lambda rows: rows)  # no more than the sum needs
-    same = source[0].clone()
-    states = [source[0], source[0], candidate[0], same, same, candidate[0]]
-    first, second = divergences(model, states, Branches([POSITIONS]), 2)
-    wanted = float(kl(source, candidate, exact).mean())
-    print(f"KL {first['all']:.6f}, in float64 {wanted:.6f}")
-    assert first == pytest.approx({"all": wanted, "some": wanted, "half": 0.0}, rel=0.01)
-    assert second == {"all": 0.0, "some": 0.0, "half": first["all"]}
 
 
 @dataclass

@@ -1,12 +1,10 @@
-"""The knapsack against trying everything; what a budget leaves to choose from."""
+"""The choice against trying everything; what a budget leaves to choose from."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 
-import numpy as np
 import pytest
 import tiny
 from hypothesis import given, settings
@@ -15,9 +13,8 @@ from hypothesis import strategies as st
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.plan.allocation import Allocation, allocation, candidates
+from quantizers.plan.allocation import Allocation, allocation, candidates, cheapest_loss
 from quantizers.plan.assign_actions import expected_tensors, make_plan
-from quantizers.plan.knapsack import choose
 from quantizers.plan.plan import Plan, file_size
 from quantizers.recipe.schema import ALL, Experts, Scheme, counted
 from quantizers.system.errors import RecipeError
@@ -39,50 +36,25 @@ def by_trying(costs: list[list[int]], losses: list[list[float]], limit: int) -> 
     return best
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.lists(LAYER, min_size=1, max_size=5), st.integers(0, 60))
-def test_as_good_as_trying_everything(layers: list[list[tuple[int, float]]], limit: int) -> None:
-    costs, losses = [[c for c, _ in row] for row in layers], [[loss for _, loss in row] for row in layers]
-    expected, found = by_trying(costs, losses, limit), choose(costs, losses, limit)
+def test_within_one_upgrade_of_trying_everything(layers: list[list[tuple[int, float]]], limit: int) -> None:
+    costs = [sorted(c for c, _ in row) for row in layers]
+    losses = [[loss for _, loss in row] for row in layers]
+    expected = by_trying(costs, losses, limit)
     if expected is None:
-        assert found is None
-        return
-    assert found is not None
+        return  # such limits are refused when the plan is made
+    found = cheapest_loss(costs, losses, limit)
     assert sum(row[i] for row, i in zip(costs, found, strict=True)) <= limit
     lost = math.fsum(row[i] for row, i in zip(losses, found, strict=True))
-    assert lost <= expected[0] * (1 + 1e-9) + 1e-12
+    assert lost <= expected[0] + max(row[0] - min(row) for row in losses) + 1e-9
 
 
-def test_of_equal_losses_the_cheaper_one() -> None:
-    assert choose([[5, 3, 4]], [[1.0, 1.0, 1.0]], 9) == [1]
-    assert choose([[5, 3], [5, 3]], [[0.0, 1.0], [0.0, 0.0]], 8) == [0, 1]
-
-
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
-def test_a_large_model_takes_no_time(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """62 layers, all schemes, costs that differ by a few bytes of header: few enough choices are followed."""
-    real, followed = np.lexsort, []
-
-    def counted(keys: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        followed.append(len(keys[0]))
-        return real(keys)
-
-    monkeypatch.setattr(np, "lexsort", counted)
-    rng = random.Random(1)
-    costs = [[10**9 * scheme.bits // 8 + 2 * 10**9 // scheme.group_size + rng.randrange(99) for scheme in ALL]] * 62
-    losses = [[rng.lognormvariate(0, 1) / 4**s.bits * s.group_size**0.4 for s in ALL] for _ in range(62)]
-    low, high = sum(min(row) for row in costs), sum(max(row) for row in costs)
-    limit = low + int(share * (high - low))
-    found = choose(costs, losses, limit)
-    print(f"{sum(followed):,} choices")
-    assert len(followed) == 62
-    assert sum(followed) < 200_000  # ten times what it is
-    assert found is not None
-    assert sum(row[i] for row, i in zip(costs, found, strict=True)) <= limit
-    if share == 0.0:
-        assert found == [0] * 62
-    if share == 1.0:
-        assert found == [min(range(6), key=row.__getitem__) for row in losses]
+def test_upgrades_go_where_they_gain_most() -> None:
+    assert cheapest_loss([[3, 4, 5]], [[1.0, 1.0, 1.0]], 9) == [0]
+    assert cheapest_loss([[3, 5], [3, 5]], [[1.0, 0.0], [3.0, 1.0]], 8) == [0, 1]
+    assert cheapest_loss([[3, 5], [3, 4]], [[4.0, 0.0], [1.0, 0.5]], 9) == [1, 1]
+    assert cheapest_loss([[3, 9], [3, 4]], [[40.0, 0.0], [1.0, 0.5]], 8) == [0, 1], "what fits of the rest"
 
 
 # What a recipe leaves to choose from ---------------------------------------------------------------
