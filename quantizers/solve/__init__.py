@@ -1,4 +1,4 @@
-"""The mathematics: sums ─► scales, folding, correction, rounding; one layer's inputs become its solved experts.
+"""The mathematics: Hessians ─► scales, folding, correction, rounding; one layer's inputs become its solved experts.
 
 Pure functions over tensors; nothing here opens a file.
 """

@@ -1,4 +1,4 @@
-"""AWQ's scale search and folding, from sums instead of replayed forward passes.
+"""AWQ's scale search and folding, from Hessians instead of replayed forward passes.
 
 Legend: E experts, R rows (outputs), C columns (inputs), G (C, C) = Σ x xᵀ, P grid points, B = E for
 a scale per expert, B = 1 for one scale that all experts share.
@@ -183,7 +183,7 @@ def fold_gram(gram: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
 
 # The scale that is folded into the norm: one for all of its readers, searched over all experts.
 #
-# Legend: E experts, c experts of a unit, H hidden, P grid points.
+# Legend: E experts, c experts of a batch, H hidden, P grid points.
 
 Rows = Callable[[ExpertBatch], torch.Tensor]
 
@@ -201,7 +201,7 @@ def norm_scale(
     """The scale (H,) that the norm, the router and every w1 and w3 share, before the norm is rounded.
 
     Args:
-        gate_up: gives w1 above w3 of a unit, (c, 2I, H).
+        gate_up: gives w1 above w3 of an expert batch, (c, 2I, H).
         units: this process's.
         experts: E.
         within_memory: calls a function again where memory was full, see `HessianCache`.

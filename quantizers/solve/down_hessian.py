@@ -85,14 +85,14 @@ ROUTED_PER_COLUMN = 32  # tokens routed for each column of w2: with more, every 
 
 @dataclass
 class DownHessian:
-    """Blended sums of h for the experts of a unit, each of total weight 1.
+    """Blended Hessians of h for the experts of a batch, each of total weight 1.
 
     Attributes:
         gram: Σ h hᵀ (c, I, I) float32.
         mean: mean |h| (c, I) float32.
         changes: Σ d hᵀ (c, I, I) float32, where h + d is what the source's w1 and w3 give; over routed
             tokens only, weighted as in the blend. None where it was not asked for.
-        seen: (c,) int64, rows of h that went into the sums.
+        seen: (c,) int64, rows of h that went into the Hessian.
         dropped: (c,) int64, rows left out: not usable themselves, or in the block's input.
     """
 
@@ -113,7 +113,7 @@ def collect_down_hessian(
     source: torch.Tensor | None = None,
     every: int = 1,
 ) -> DownHessian:
-    """Every token through every expert of a unit.
+    """Hessians of an expert batch, from every token through every expert of it.
 
     Args:
         blocks, found: see `routing_weights.survey`.

@@ -1,4 +1,4 @@
-"""One unit of experts: from the sums of their inputs to codes and scales.
+"""One expert batch: from the Hessians of its inputs to codes and scales.
 
 w1 and w3 are rounded first. What the rounded ones then give w2 is what w2's sums are gathered from; w2 is corrected
 for the difference (expert_batch.py), a scale s per expert between w3 and w2 is searched, and w2 is rounded.
@@ -11,7 +11,7 @@ as it is stored. Median KL of INT8 in groups of 32, calibrated on each fifth of 
 the search leaves w2 12 to 25 % more error. (Setting w3's codes again after the division repairs only half of the harm,
 because the group scales were fitted to the codes.)
 
-Legend: c experts of the unit, H hidden, I expert width, R rows, C columns, P grid points.
+Legend: c experts of the batch, H hidden, I expert width, R rows, C columns, P grid points.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SWEEPS = 2  # of coordinate_descent.py after GPTQ; a third would lower the loss 
 
 @dataclass
 class SolvedBatch:
-    """The solved experts of one unit, or all of them: codes and scales as in `LayerResult`, and numbers about them.
+    """The solved experts of one batch, or all of them: codes and scales as in `LayerResult`, and numbers about them.
 
     Attributes:
         damping: per group of matrices that share a factorization, (c,), see `rounding.gptq`.
@@ -64,13 +64,13 @@ def solve_batch(
     *,
     exact: bool = True,
 ) -> SolvedBatch:
-    """Scale and round the experts of one unit.
+    """Scale and round the experts of one batch.
 
     Args:
         gate_up, down: (c, 2I, H) and (c, H, I) in float32; gate_up multiplied by the norm's scale. Changed.
         input_hessian: (c, H, H) float32, of what that reads.
-        of_source: gives the sums of w2's inputs as the source's w1 and w3 produce them.
-        of_rounded: from rounded w1 and w3 (c, 2I, H) to the sums of w2's inputs, with `changes` if asked for.
+        of_source: gives the Hessians of w2's inputs as the source's w1 and w3 produce them.
+        of_rounded: from rounded w1 and w3 (c, 2I, H) to the Hessians of w2's inputs, with `changes` if asked for.
         exact: whether a factorization that fails is noticed and tried again, see `rounding.gptq`.
     """
     # What w2's columns are multiplied by, w3's rows are divided by: s (c, I).
@@ -181,7 +181,7 @@ def _round(
 
 
 def corrected(down: torch.Tensor, gram: torch.Tensor, changes: torch.Tensor, damping: float) -> torch.Tensor:
-    """w2* (c, H, I) float32, see the module's docstring; w2 where there is no solution.
+    """w2* (c, H, I) float32, see above; w2 where there is no solution.
 
     Args:
         down: (c, H, I) float32, w2.

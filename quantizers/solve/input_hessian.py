@@ -29,7 +29,7 @@ ExpertBatch = tuple[int, int]  # first and last (exclusive) of its experts, in t
 
 @dataclass(frozen=True)
 class InputHessian:
-    """Sums of x over all usable rows, float32.
+    """Hessian of x over all usable rows, float32.
 
     Attributes:
         gram: Σ x xᵀ (H, H).
@@ -43,16 +43,16 @@ class InputHessian:
 def sweep(
     blocks: Sequence[Recorded], found: Survey, units: Sequence[ExpertBatch], hidden: int, *, with_all: bool
 ) -> tuple[InputHessian | None, dict[ExpertBatch, torch.Tensor]]:
-    """Read all blocks once.
+    """One pass over all token chunks.
 
     Args:
         found: see `routing_weights.survey`.
-        units: those whose sums are wanted; they all are in memory at a time.
+        units: expert batches whose Hessians are wanted; all of them are in memory at a time.
         hidden: H.
-        with_all: whether the sums over all rows are wanted as well.
+        with_all: whether the Hessian of all rows is wanted as well.
 
     Returns:
-        The sums over all rows; and of each unit Σ r² x xᵀ (c, H, H) over the rows routed to its experts.
+        The Hessian of all rows; and of each expert batch Σ r² x xᵀ (c, H, H) over the rows routed to its experts.
     """
     device = found.blended.share.device
     total, size = torch.zeros(hidden, hidden, device=device), torch.zeros(hidden, device=device)
@@ -70,16 +70,16 @@ def sweep(
 
 
 def _add_routed(total: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
-    """Add Σ r² x xᵀ (c, H, H) over the rows (c, m) of a block that are routed to a unit's experts."""
+    """Add Σ r² x xᵀ (c, H, H) over the rows (c, m) of a token chunk that are routed to a batch's experts."""
     picked = rows_of(x, rows).mul_(weight.unsqueeze(-1).to(x.dtype))  # (c, m, H)
     add_gram(total, picked, picked)
 
 
 def blended_hessian(routed: torch.Tensor, all_gram: torch.Tensor, blended: Blend, unit: ExpertBatch) -> torch.Tensor:
-    """Blended Σ x xᵀ (c, H, H) of a unit, each of total weight 1, in the memory of `routed`.
+    """Blended Σ x xᵀ (c, H, H) of an expert batch, each of total weight 1, in the memory of `routed`.
 
     Args:
-        routed: of the unit, see `sweep`.
+        routed: of the expert batch, see `sweep`.
         all_gram: (H, H), see `InputHessian`.
     """
     of_routed, of_all = blended.factors(*unit)
@@ -90,13 +90,13 @@ Made = TypeVar("Made")
 
 
 class HessianCache:
-    """Of one layer.
+    """Hessians of x of the next expert batches of one layer, as many as there is memory for.
 
     Args:
-        blocks: what the MoE block saw.
+        blocks: captured MoE inputs, in token chunks.
         found: see `routing_weights.survey`.
         hidden: H.
-        residents: of how many units sums may be held.
+        residents: how many expert batches may be cached.
     """
 
     def __init__(self, blocks: Sequence[Recorded], found: Survey, hidden: int, residents: Residents) -> None:
@@ -104,13 +104,13 @@ class HessianCache:
         self._routed: dict[ExpertBatch, torch.Tensor] = {}
 
     def of_all(self, units: Sequence[ExpertBatch]) -> InputHessian:
-        """The sums over all rows, from a sweep that gathers those of the first units as well."""
+        """The Hessian of all rows, from a sweep that caches those of the first expert batches as well."""
         inputs = self._sweep(units, with_all=True)
         assert inputs is not None
         return inputs
 
     def take(self, waiting: Sequence[ExpertBatch]) -> torch.Tensor:
-        """The sums (c, H, H) over the routed rows of the first of these units, not held any longer."""
+        """The Hessians (c, H, H) of the first of these expert batches, removed from the cache."""
         if waiting[0] not in self._routed:
             release_free_memory()  # otherwise memory that was freed sometimes adds to the peak of what comes next
             self._sweep(waiting, with_all=False)
@@ -126,10 +126,10 @@ class HessianCache:
             return self.within_memory(gather)
 
     def within_memory(self, work: Callable[[], Made]) -> Made:
-        """What `work` makes; where the device's memory is full, again without the sums that are held.
+        """The result of `work`, repeated with an empty cache of half the size where the device's memory is full.
 
         Raises:
-            QuantizeError: with the sums of one unit at a time the memory is too small as well.
+            QuantizeError: the memory is too small even for one expert batch at a time.
         """
         while True:
             try:

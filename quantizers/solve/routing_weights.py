@@ -1,6 +1,6 @@
 """How much each token counts for each expert, and where the tokens lie that the router sends to it.
 
-Legend: T rows of one block, E experts, c experts of a unit, K experts chosen per token.
+Legend: T rows of one token chunk, E experts, c experts of a batch, K experts chosen per token.
 
 Every expert sees every token (a router sends some experts too few to know their inputs by), and the
 tokens the router really sends count more. Of two ways of counting tokens, each of total weight 1,
@@ -10,8 +10,8 @@ tokens the router really sends count more. Of two ways of counting tokens, each 
 is the blend, with a_e = a · min(1, n_e / n0): an expert with few routed tokens leans on all of them.
 Because routing is known before the experts run, the blend is one weighted sum: nothing else is kept.
 
-One product takes as many routed rows of each expert of a unit as the busiest of them has; the others are padded. So
-which experts form a unit follows from their routed tokens, see `units.by_load`.
+One product takes as many routed rows of each expert of a batch as the busiest of them has; the others are padded. So
+which experts form a batch follows from their routed tokens, see `units.by_load`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Table:
         return -(-max(self.known[first:last]) // ALIGNED) * ALIGNED
 
     def routed(self, first: int, last: int) -> Iterator[Routed]:
-        """The rows of the experts of a unit, padded to `most`.
+        """The rows of the experts of a batch, padded to `most`.
 
         They come in parts of ROUTED_ROWS, usually one: memory does not grow where a router prefers some experts.
 
@@ -198,7 +198,7 @@ def squared_weights(block: Recorded, experts: torch.Tensor) -> torch.Tensor:
 def token_roots(
     block: Recorded, blended: Blend, first: int, last: int, good: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(c, T): the root of what each row counts for the experts of a unit.
+    """(c, T): the root of what each row counts for the experts of a batch.
 
     Args:
         good: (c, T) bool, rows that count at all.

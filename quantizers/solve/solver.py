@@ -1,13 +1,13 @@
-"""The gram engine: one layer's recorded inputs and weights ─► its solved experts.
+"""The native solver (`engine: gram`): one layer's captured MoE inputs and weights ─► its quantized experts.
 
-Order: one sweep over the rows' routing ─► one over the rows, for the sums of x ─► one scale for the norm and all its
-readers, where it is folded ─► unit by unit of experts, as batched matrices, what expert_batch.py does. The other
-engine, the library's own, is llmcompressor_engine.py.
+Order: one sweep over the routing ─► one over the token chunks, for the Hessians of x ─► one scale for the norm and all
+its readers, where it is folded ─► expert batch by expert batch, see expert_batch.py. The other engine, llm-compressor's
+own, is llmcompressor_engine.py.
 
-Every matmul works on one block of rows or one unit of experts, see plan/units.py. Memory decides how many units have
-their sums of x gathered in one sweep. Where it does not suffice, fewer are gathered, and nothing else changes.
+Every matmul works on one token chunk or one expert batch, see plan/units.py. Memory decides for how many expert batches
+the Hessians of x are collected in one sweep, see plan/device_memory.py, and nothing else.
 
-Legend: E experts, c experts of a unit, H hidden, I expert width, G Gram matrix.
+Legend: E experts, c experts of an expert batch, H hidden, I expert width, G Hessian.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ def solve(
     residents: Residents,
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> LayerResult:
-    """Solve one layer from sums.
+    """Solve one layer from its Hessians.
 
     Args:
-        blocks: what the MoE block saw, in blocks of rows, on the device. Read several times, always in order.
+        blocks: captured MoE inputs in token chunks, on the device. Read several times, always in order.
         weights: from the numbers of some experts to their w1 above w3 (c, 2I, H) and w2 (c, H, I) in the dtype of the
             forward pass, in new memory. Asked for more than once.
         norm: (H,) as stored, in the source's dtype; None if no scale is to be folded into it.
         offset: what the model adds to the stored norm, 0 or 1.
         router: (E, H).
         activation: of the gate, usually SiLU.
-        unit: experts of a unit, see `plan.units`.
-        residents: how many units have their sums in memory at a time; decides no byte.
+        unit: experts of an expert batch, see `plan.units`.
+        residents: expert batches whose Hessians are kept at a time; decides no byte.
         dist: each process solves its share of the units, which are those of one process, so that not
             even the shape of a matmul differs; all of them get the whole result.
 
@@ -78,7 +78,7 @@ def solve(
         `expert_tokens`, the fewest tokens that an expert saw.
 
     Raises:
-        QuantizeError: the device's memory is too small for one unit.
+        QuantizeError: the device's memory is too small for one expert batch.
     """
     experts, hidden = router.shape
     # To see whether a factorization failed, a GPU would have to be waited for each time.
@@ -127,7 +127,7 @@ def solve(
 def _solve_batches(
     one: Callable[..., SolvedBatch], held: HessianCache, units: Sequence[ExpertBatch], *, exact: bool
 ) -> dict[ExpertBatch, SolvedBatch]:
-    """Solve units one after the other."""
+    """Solve expert batches one after the other."""
     return {unit: held.within_memory(partial(one, units[place:], exact=exact)) for place, unit in enumerate(units)}
 
 
@@ -142,7 +142,7 @@ def _solve_batch(
     *,
     exact: bool,
 ) -> SolvedBatch:
-    """Solve the first of the waiting units."""
+    """Solve the first of the waiting expert batches."""
     unit, found = waiting[0], held.found
     gram = held.take(waiting)
     with phase("dequantize"):
@@ -177,7 +177,7 @@ def _zero_groups(gate_up: torch.Tensor, down: torch.Tensor, group: int) -> dict[
 def _sums_when_rounded(
     sums: Callable[..., DownHessian], gate_up: torch.Tensor, smooth: torch.Tensor, rounded: torch.Tensor, compare: bool
 ) -> DownHessian:
-    """Sums of what w2 reads when w1 and w3 are rounded.
+    """Hessians of the inputs of w2 when w1 and w3 are rounded.
 
     Args:
         sums: `collect_down_hessian`, given everything but weights.
@@ -191,7 +191,7 @@ def _sums_when_rounded(
 
 
 def _in_doubt(solved: dict[ExpertBatch, SolvedBatch], units: Sequence[ExpertBatch]) -> list[ExpertBatch]:
-    """The units with an expert whose Gram matrix had no factor at the first damping.
+    """Expert batches with an expert whose Hessian had no factor at the first damping.
 
     One synchronisation.
     """
