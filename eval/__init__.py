@@ -1,5 +1,5 @@
 """Measures a checkpoint against its source, and presents what was measured.
 
-Nothing here writes a checkpoint. Import as `from eval.fidelity.figures import …`, never `import eval`, which would
+Nothing here writes a checkpoint. Import as `from eval.fidelity.metrics import …`, never `import eval`, which would
 hide the builtin.
 """

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The first hour with a GPU: from the machine's rates to the same bytes after a kill, and a table to paste into an issue.
+# The first hour with a GPU: from one layer's time to the same bytes after a kill, and a table to paste into an issue.
 #
 #     scripts/first_hour_gpu.sh                   # on the first GPU
 #     DEVICE=cpu scripts/first_hour_gpu.sh        # the same steps at small sizes on a machine without one
-#     STEPS="rates layer" scripts/first_hour_gpu.sh
+#     STEPS="layer two" scripts/first_hour_gpu.sh
 #
 # From a clone with the program and its tests installed (pip install -e '.[test]'). Exits with 1 if any step failed.
 # docs/gpu.md says what each step shows. Everything below may be set from outside.
@@ -18,15 +18,15 @@ RECIPE=${RECIPE:-tiny-minimax-m2-fp8-int4}          # small: it is run five time
 HELD_OUT=${HELD_OUT:-held-out}                      # the set by which the outputs of CPU and GPU are compared
 TESTS=${TESTS:-tests}                               # where tests marked on_device are looked for
 if [ "$DEVICE" = cpu ]; then
-    LIKE=${LIKE:-qwen3-30b-a3b-fp8} EXPERTS=${EXPERTS:-8} TOKENS=${TOKENS:-256} CARD=${CARD:-cpu}
-    PROFILED=${PROFILED:-"--experts $EXPERTS --tokens 64 --hidden 128 --width 64"}
+    LAYER=${LAYER:-"tiny-minimax-m2-fp8-int4 --tokens 256"}
+    PROFILED=${PROFILED:-"tiny-minimax-m2-fp8-int4 --tokens 64"}
 else
-    LIKE=${LIKE:-minimax-m2.1} EXPERTS=${EXPERTS:-256} TOKENS=${TOKENS:-131072} CARD=${CARD:-}
-    PROFILED=${PROFILED:-"--experts 16 --tokens 8192"}
+    LAYER=${LAYER:-"minimax-m2.1-fp8-int4-131k --tokens 131072"}    # recipe and options of benchmarks/layer.py
+    PROFILED=${PROFILED:-"minimax-m2.1-fp8-int4-131k --experts 16 --tokens 8192"}
 fi
 MEMORY=${MEMORY:-4GiB}                              # for the recipe's runs: all is held, but in one, which gets LESS
 LESS=${LESS:-}                                      # the least that a run takes: one unit's sums, no inputs, no states
-STEPS=${STEPS:-machine rates tests memory cpu layer profile resume two}
+STEPS=${STEPS:-machine tests memory cpu layer profile resume two}
 
 SKIPPED=77  # what a step returns that has nothing to do here; its figure says why
 
@@ -66,10 +66,6 @@ step_machine() {
     figures machine "$OUT/machine.json" "$DEVICE"
 }
 
-step_rates() {
-    "$PYTHON" -m quantizers.bench.rates --device "$DEVICE" --json >"$OUT/rates.json" && figures rates "$OUT/rates.json"
-}
-
 step_tests() {
     local status=0
     QUANTIZERS_TEST_DEVICE=$DEVICE "$PYTHON" -m pytest "$TESTS" -m on_device -n 0 | tee "$OUT/pytest.txt" || status=$?
@@ -93,26 +89,21 @@ step_cpu() {
 }
 
 step_layer() {
-    local sizes=(--like "$LIKE" --tokens "$TOKENS" --experts "$EXPERTS")
-    quantize bench layer "${sizes[@]}" --device "$DEVICE" --json >"$OUT/layer.json" || return
-    local card=${CARD:-$("$PYTHON" scripts/first_hour_figures.py card "$OUT/layer.json")}
-    if [ -z "$card" ]; then
-        figures seconds "$OUT/layer.json"
-        return
-    fi
-    quantize bench count "${sizes[@]}" --card "$card" --json >"$OUT/count.json" &&
-        figures layer "$OUT/layer.json" "$OUT/count.json"
+    local words
+    read -ra words <<<"$LAYER"
+    "$PYTHON" benchmarks/layer.py "${words[@]}" --device "$DEVICE" --json >"$OUT/layer.json" &&
+        figures layer "$OUT/layer.json"
 }
 
 step_profile() {
-    local sizes words
-    read -ra sizes <<<"$PROFILED"
-    words=(scripts/profile_layer.py --device "$DEVICE" --like "$LIKE" "${sizes[@]}" --trace "$OUT/trace.json.gz")
+    local words
+    read -ra words <<<"$PROFILED"
+    words=(benchmarks/layer.py "${words[@]}" --device "$DEVICE" --trace "$OUT/trace.json.gz")
     "$PYTHON" "${words[@]}" | tee "$OUT/profile.txt" || return
-    figure "$(tail -n 1 "$OUT/profile.txt"); profile.txt, trace.json.gz"
+    figure "profile.txt, trace.json.gz"
     command -v nsys >/dev/null || return 0
     nsys profile --output "$OUT/nsys" --force-overwrite true "$PYTHON" "${words[@]}" >/dev/null &&
-        figure "$(tail -n 1 "$OUT/profile.txt"); profile.txt, trace.json.gz, nsys.nsys-rep"
+        figure "profile.txt, trace.json.gz, nsys.nsys-rep"
 }
 
 step_resume() {
@@ -163,7 +154,7 @@ if [ -e "$OUT/table.md" ]; then
 fi
 for step in $STEPS; do
     if ! declare -F "step_$step" >/dev/null; then
-        echo "STEPS: $step is no step; the steps are machine rates tests memory cpu layer profile resume two" >&2
+        echo "STEPS: $step is no step; the steps are machine tests memory cpu layer profile resume two" >&2
         exit 2
     fi
 done

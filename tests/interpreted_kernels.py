@@ -2,10 +2,9 @@
 
 Run as a program of its own, since Triton decides when it is first imported whether to interpret:
 
-    TRITON_INTERPRET=1 python tests/interpreted_kernels.py bits gptq_block
-    TRITON_INTERPRET=1 python tests/interpreted_kernels.py bytes
+    TRITON_INTERPRET=1 python tests/interpreted_kernels.py gptq_block
 
-Prints JSON: for `bits` of each shape the results that differ, for `bytes` of each kernel what it reads and writes.
+Prints JSON: of each shape the results that differ.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from triton.runtime import interpreter
 
-from quantizers.cost.fused import COSTS
 from quantizers.forward import stored_matrix
 from quantizers.forward.fused import operators as stored
 from quantizers.forward.packing import pack
@@ -241,50 +238,5 @@ def same_bits(own: torch.Tensor, wanted: torch.Tensor) -> bool:
     return torch.equal(~own.isnan(), known) and torch.equal(own.view(whole)[known], wanted.view(whole)[known])
 
 
-class Touched:
-    """Bytes that the interpreter's loads and stores touch, each once."""
-
-    def __init__(self) -> None:
-        self.read: set[int] = set()
-        self.written: set[int] = set()
-
-    def watch(self) -> Iterator[None]:
-        builder: Any = interpreter.interpreter_builder
-        load, store = builder.create_masked_load, builder.create_masked_store
-
-        def loading(pointers: Any, mask: Any, *others: Any) -> Any:
-            made = load(pointers, mask, *others)
-            self.read |= addresses(pointers, mask) - self.written
-            return made
-
-        def storing(pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
-            self.written |= addresses(pointers, mask)
-            return store(pointers, value, mask, *others)
-
-        builder.create_masked_load, builder.create_masked_store = loading, storing
-        yield
-        builder.create_masked_load, builder.create_masked_store = load, store
-
-
-def addresses(pointers: Any, mask: Any) -> set[int]:
-    size = pointers.get_element_ty().primitive_bitwidth // 8
-    return {int(first) + byte for first in pointers.data[mask.data].ravel() for byte in range(size)}
-
-
-def moved() -> dict[str, dict[str, int]]:
-    """Of each kernel: bytes read and written in the interpreter, and those that are counted."""
-    found = {}
-    for name, (make, _, _) in KERNELS.items():
-        given, touched = make(2, 40, 32, 4), Touched()
-        for _ in touched.watch():
-            made = operator(name)(*given)
-        cost = COSTS[name](made, *given)
-        found[name] = {
-            "read": len(touched.read), "read, counted": cost.read,
-            "written": len(touched.written), "written, counted": cost.written,
-        }  # fmt: skip
-    return found
-
-
 if __name__ == "__main__":
-    print(json.dumps(bits(sys.argv[2]) if sys.argv[1] == "bits" else moved()))
+    print(json.dumps(bits(sys.argv[1])))

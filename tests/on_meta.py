@@ -17,7 +17,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quantizers.cost.operations import name_of
 from quantizers.device import fetch
 from quantizers.solve import token_weights
 
@@ -49,7 +48,9 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # With a dtype of its own, a product that is added to a sum has no shape function in torch.
-        result = kwargs["out"] if name_of(function) in ("addmm", "baddbmm") else function(*args, **kwargs)
+        result = (
+            kwargs["out"] if function._schema.name in ("aten::addmm", "aten::baddbmm") else function(*args, **kwargs)
+        )
         given, made = tensors((args, kwargs)), tensors(result)
         shapes = tuple((tuple(t.shape), str(t.dtype)) for t in (*given, *made))
         read = {self.last[key] for t in given if (key := t.untyped_storage()._cdata) in self.last}

@@ -15,9 +15,9 @@ import pytest
 import yaml
 from tiny import write_job
 
-from quantizers.calibration.sources.lock import lock_set
+from quantizers.calibration.lock import lock_set
 from quantizers.plan.job import Job
-from quantizers.run import quantized
+from quantizers.run import quantizer
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.system.errors import QuantizeError
@@ -58,7 +58,7 @@ def cut_at(module: ModuleType, name: str, job: Job, options: Options, calls: int
 
 def cut_in_layer(number: int, job: Job, options: Options) -> None:
     """A run that fails where it would solve this layer."""
-    cut_at(quantized, "solve_layer", job, options, number)
+    cut_at(quantizer, "solve_layer", job, options, number)
 
 
 def timeless_card(folder: Path) -> list[str]:

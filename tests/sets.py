@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import yaml
 from conftest import REPOSITORY
@@ -27,4 +29,20 @@ def write_set(folder: Path, short: int = SHORT, long: int = LONG) -> Path:
         )
     path = folder / "long-set.yaml"
     path.write_text(yaml.safe_dump({"name": "long-set", "sequence_length": SHORT, "seed": 1, "sources": sources}))
+    return path
+
+
+def rows_set(
+    folder: Path, rows: list[tuple[str, str]], name: str = "set", samples: int | str = "all", **head: Any
+) -> Path:
+    """A set of (category, text) in a file of its own; `head` has other keys at the top."""
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"category": category, "text": text}) for category, text in rows]
+    (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    source = {"dataset": f"{name}.jsonl", "columns": ["text"], "shape": "text", "samples": samples}
+    body = (
+        {"name": "mine", "sequence_length": 100} | head | {"sources": [source | {"category": {"column": "category"}}]}
+    )
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps(body))
     return path

@@ -19,11 +19,11 @@ from typing import Any
 from quantizers.budget import measure
 from quantizers.cli import main as cli
 from quantizers.device import devices
-from quantizers.run import layer_loop, quantized
+from quantizers.run import quantize, quantizer
 
 devices.SMALL_LAYER = 0
-real = layer_loop.write_json
-real_solve, layers = quantized.solve_layer, iter(range(1_000_000))
+real = quantize.write_json
+real_solve, layers = quantizer.solve_layer, iter(range(1_000_000))
 
 
 def stop_after(last: int, path: Any, entry: Any) -> None:
@@ -45,15 +45,15 @@ def halt_in_the_second(*arguments: Any, **named: Any) -> Any:
     return real_solve(*arguments, **named)
 
 
-layer_loop.write_json = partial(stop_after, int(os.environ.get("STOP_AFTER_LAYER", "-1")))
+quantize.write_json = partial(stop_after, int(os.environ.get("STOP_AFTER_LAYER", "-1")))
 measure.write_json = partial(stop_after, int(os.environ.get("STOP_AFTER_MEASURING", "-1")))
 if os.environ.get("HALTED_RANK", "nobody") == os.environ.get("RANK"):
-    quantized.solve_layer = halt_in_the_second
+    quantizer.solve_layer = halt_in_the_second
 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
 if os.environ.get("KILLED_RANK", "nobody") == os.environ.get("RANK") and (
     os.environ.get("KILLED_ATTEMPT", attempt) == attempt
 ):
-    quantized.solve_layer = die_in_the_second
+    quantizer.solve_layer = die_in_the_second
 
 if __name__ == "__main__":
     cli.main()

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quantizers.system.repeated import places
-from quantizers.system.text_table import plain
+from quantizers.system.formatting import places, text_table
 
 from .rules import KINDS
 
@@ -111,10 +110,10 @@ def render(consumers: Consumers) -> str:
     """Plain text: a table of schemes of those kinds that the model has, the mistakes, and one of tensor parallelism."""
     shown = [kind for kind in KINDS if any(kinds[kind] != NONE for kinds in consumers.schemes.values())]
     rows = [(engine, *(kinds[kind] for kind in shown)) for engine, kinds in consumers.schemes.items()]
-    lines = [plain(("", *shown), rows), ""]
+    lines = [text_table(("", *shown), rows), ""]
     if all(finding.severity == "note" for finding in consumers.findings):
         lines.append("every engine reads it as it is stored")
     lines += [str(finding) for finding in consumers.findings]
     if consumers.tensor_parallel:
-        lines += ["", plain(("tensor parallel", "vLLM"), list(consumers.tensor_parallel.items()))]
+        lines += ["", text_table(("tensor parallel", "vLLM"), list(consumers.tensor_parallel.items()))]
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from quantizers.recipe.schema import CoverageGate
-from quantizers.system.text_table import plain
+from quantizers.system.formatting import text_table
 
 from .gates import entropy, named
 from .routing import Routed
@@ -129,7 +129,7 @@ def compare_table(found: dict[str, Any]) -> str:
         for row in layers
     ]  # fmt: skip
     lines = [
-        plain(columns, sides),
+        text_table(columns, sides),
         "",
         f"An expert is won or lost by its share: at equal size, {common:,} tokens each, it would get fewer than "
         f"{minimum:,} routed tokens in one set and not in the other.",
@@ -138,7 +138,7 @@ def compare_table(found: dict[str, Any]) -> str:
         "",
         "Entropy of the load, 1 is even; moved: share of the routed tokens that go to other experts"
         + (f"; the {len(layers)} layers where most move, {left_out} more with --json" if left_out else ""),
-        plain(("layer", first, second, "change", "moved"), sorted(depth)),
+        text_table(("layer", first, second, "change", "moved"), sorted(depth)),
     ]
     for word in ("more", "fewer"):
         rows = [
@@ -153,5 +153,5 @@ def compare_table(found: dict[str, Any]) -> str:
                 f"Experts with a {'larger' if word == 'more' else 'smaller'} share in {second}; an even load is 100 %"
             )
             header = ("layer", "expert", f"of even: {first}", second, f"tokens: {first}", second)
-            lines += ["", title, plain(header, rows)]
+            lines += ["", title, text_table(header, rows)]
     return "\n".join(lines)

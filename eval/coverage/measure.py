@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from quantizers.plan.job import given_folder
 from quantizers.recipe.changes import Change
-from quantizers.recipe.locations import facts_location, set_location, source_location
-from quantizers.recipe.schema import CoverageGate, read_recipe
-from quantizers.system.errors import InputError
-from quantizers.system.near_names import did_you_mean
-from quantizers.system.shipped import find, shipped_names
+from quantizers.recipe.read import facts_location, read_recipe, set_location, source_location
+from quantizers.recipe.schema import CoverageGate
+from quantizers.system.errors import InputError, did_you_mean
+from quantizers.system.package_data import find, shipped_names
 from quantizers.team.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch
 
-    from quantizers.calibration.data import CalibrationData
+    from quantizers.calibration.samples import CalibrationData
 
     from .routing import Routed
 
@@ -133,8 +132,8 @@ def _stream(question: Question, device: torch.device, work: Path, team: Team) ->
     """Stream all sets in one pass; the categories of set n get the prefix `n:`."""
     from quantizers.architectures.families import architecture_for
     from quantizers.architectures.sizes import sizes_of
-    from quantizers.calibration.samples import samples
-    from quantizers.calibration.texts import token_tensors
+    from quantizers.calibration.load_set import load_set
+    from quantizers.calibration.samples import token_tensors
     from quantizers.checkpoint.formats import readable
     from quantizers.checkpoint.reader import open_checkpoint
     from quantizers.device.devices import forward_dtype, use_threads
@@ -150,7 +149,9 @@ def _stream(question: Question, device: torch.device, work: Path, team: Team) ->
     sizes = sizes_of(facts, checkpoint.config, where)
     named = readable(checkpoint, facts)  # first, for reading the sets may take long
     trusted = question.trust_remote_code
-    own = [samples(file, checkpoint.folder, trusted, question.tokens) for file in question.sets] if team.leads else None
+    own = (
+        [load_set(file, checkpoint.folder, trusted, question.tokens) for file in question.sets] if team.leads else None
+    )
     loaded: list[CalibrationData] = team.tell(own)
     for data in loaded:
         check_floors(question.rule, [sample.category for sample in data.samples], question.where)

@@ -11,6 +11,7 @@ Legend: L layers with experts, C categories, E experts, T tokens of a sequence, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import route_counts
 from quantizers.forward.states import Rows
+from quantizers.layers.loop import all_tensors, layer_steps
+from quantizers.layers.step import Consumer, LayerStep, Need
 from quantizers.system.errors import QuantizeError
 from quantizers.team.team import ALONE, Team
 
@@ -67,6 +70,7 @@ def count_routes(
     """Run texts through a model with natural routing.
 
     Args:
+        model: with its whole checkpoint.
         sequences: (T,) int64 each.
         categories: of each sequence.
         work: an empty folder for the hidden states.
@@ -76,41 +80,68 @@ def count_routes(
     Raises:
         QuantizeError: a layer's output is not finite.
     """
-    sizes, device = model.sizes, model.device
-    lengths = [len(sequence) for sequence in sequences]
-    names = tuple(sorted(set(categories)))
-    rows = [names.index(category) for category in categories]
-    tokens = np.bincount(rows, weights=lengths, minlength=len(names)).astype(np.int64)
-    own = range(team.rank, len(rows), team.count)
-    states = Rows(work / f"states-{team.rank}.bin", [lengths[i] for i in own], sizes["hidden"], model.dtype)
-    table = model.embedding()
-    for row, i in enumerate(own):
-        states[row] = table[sequences[i].to(device)]
-    del table
-    shape = (len(sizes.moe_layers), len(names), sizes["experts"])
-    counts, close, near = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
-    for number in range(sizes["layers"]):
-        with model.layer(number) as layer:
-            router = None if number in sizes.dense else _RouterScores(layer, model)
-            for row, i in enumerate(own):
-                output, chosen = model.run(layer, states[row])
-                if not bool(torch.isfinite(output).all()):
-                    raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
-                states[row] = output
-                if router is None or chosen is None:
-                    continue
-                place = sizes.moe_layers.index(number), rows[i]
-                near_ones, tie = ranked(router.taken(), sizes)
-                counts[place] += route_counts(chosen, sizes["experts"]).cpu()
-                close[place] += route_counts(chosen[tie.to(chosen.device)], sizes["experts"]).cpu()
-                near[place] += route_counts(near_ones, sizes["experts"]).cpu()
-            if router is not None:
-                router.remove()
-        step(f"layer {number}")
-    found = {"counts": counts.unsqueeze(0), "close": close.unsqueeze(0), "near": near.unsqueeze(0)}
-    sums = {name: table.sum(0).numpy() for name, table in team.gather(found, torch.device("cpu")).items()}
-    states.remove()
-    return Routed(names, tokens, tuple(sizes.moe_layers), **sums)
+    counter, source = RouteCounter(model, sequences, categories, work, team), model.checkpoint
+    with closing(layer_steps(source, all_tensors(model, source), [counter], model, team=team)) as steps:
+        for one in steps:
+            step(f"layer {one.number}")
+    return counter.routed()
+
+
+class RouteCounter(Consumer):
+    """Counts the routes of one process's sequences, see `count_routes`."""
+
+    needs: Need = "experts"
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        sequences: Sequence[torch.Tensor],
+        categories: Sequence[str],
+        work: Path,
+        team: Team = ALONE,
+    ) -> None:
+        self.model, self.team, sizes = model, team, model.sizes
+        lengths = [len(sequence) for sequence in sequences]
+        self.names = tuple(sorted(set(categories)))
+        rows = [self.names.index(category) for category in categories]
+        self.tokens = np.bincount(rows, weights=lengths, minlength=len(self.names)).astype(np.int64)
+        own = range(team.rank, len(rows), team.count)
+        self.rows = [rows[i] for i in own]  # the category of each of this process's sequences
+        path = work / f"states-{team.rank}.bin"
+        self.states = Rows(path, [lengths[i] for i in own], sizes["hidden"], model.dtype)
+        table = model.embedding()
+        for row, i in enumerate(own):
+            self.states[row] = table[sequences[i].to(model.device)]
+        shape = (len(sizes.moe_layers), len(self.names), sizes["experts"])
+        self.counts, self.close, self.near = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+
+    def source_layer(self, step: LayerStep, layer: torch.nn.Module) -> None:
+        """Take the sequences through a layer, and count the choices of its router if it has one."""
+        model, sizes, number = self.model, self.model.sizes, step.number
+        router = None if number in sizes.dense else _RouterScores(layer, model)
+        for row, category in enumerate(self.rows):
+            output, chosen = model.run(layer, self.states[row])
+            if not bool(torch.isfinite(output).all()):
+                raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
+            self.states[row] = output
+            if router is not None and chosen is not None:
+                self._count((sizes.moe_layers.index(number), category), chosen, router.taken())
+        if router is not None:
+            router.remove()
+
+    def _count(self, place: tuple[int, int], chosen: torch.Tensor, scores: torch.Tensor) -> None:
+        experts = self.model.sizes["experts"]
+        near, tie = ranked(scores, self.model.sizes)
+        self.counts[place] += route_counts(chosen, experts).cpu()
+        self.close[place] += route_counts(chosen[tie.to(chosen.device)], experts).cpu()
+        self.near[place] += route_counts(near, experts).cpu()
+
+    def routed(self) -> Routed:
+        """The counts of all processes, once all layers are passed; removes the states."""
+        found = {name: getattr(self, name).unsqueeze(0) for name in ("counts", "close", "near")}
+        sums = {name: table.sum(0).numpy() for name, table in self.team.gather(found, torch.device("cpu")).items()}
+        self.states.remove()
+        return Routed(self.names, self.tokens, tuple(self.model.sizes.moe_layers), **sums)
 
 
 def ranked(scores: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quantizers.recipe.schema import CoverageGate
-from quantizers.system.text_table import gate_figures, plain
+from quantizers.system.formatting import gate_figures, text_table
 
 from .gates import gates, named, summarise
 from .routing import Routed
@@ -72,7 +72,7 @@ def coverage_table(found: dict[str, Any]) -> str:
         f"median {found['median']:,.0f}; {found['uncovered']:,} of {found['pairs']:,} below "
         f"{found['min_routed_tokens']:,}; load entropy at least {found['min_entropy']:.3f}",
         "",
-        plain(("layer", "expert", "tokens", "of even", "what would help (of 1,000 tokens of the category)"), rows),
+        text_table(("layer", "expert", "tokens", "of even", "what would help (of 1,000 tokens of the category)"), rows),
         "",
     ]
     if drawn := found.get("drawn"):
@@ -112,4 +112,4 @@ def gate_table(found: list[dict[str, Any]]) -> str:
         )
         for gate in found
     ]
-    return plain(("gate", "value", "limit", "", "what it is"), rows)
+    return text_table(("gate", "value", "limit", "", "what it is"), rows)

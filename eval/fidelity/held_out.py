@@ -1,4 +1,4 @@
-"""Turns held-out samples into the texts that the evaluation scores.
+"""The held-out set: the texts that are scored, and what a report says about them.
 
 Nothing is scored past the model's `max_position_embeddings`: longer texts are truncated there and counted.
 How a model behaves beyond that says nothing about its quantization.
@@ -7,16 +7,60 @@ How a model behaves beyond that says nothing about its quantization.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from quantizers.calibration.texts import scored_bytes
+import torch
 
-from .figures import Text
+from quantizers.calibration.render import load_tokenizer, scored_bytes
+from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.system.errors import QuantizeError
 
-if TYPE_CHECKING:
-    import torch
+from .metrics import Measured, Text, figures
 
-    from quantizers.calibration.data import Sample
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One set.
+
+    Attributes:
+        texts: to be scored, truncated at the model's positions.
+        about: for the report: name and digest of the set, and how much of it lies past the model's positions.
+    """
+
+    texts: list[Text]
+    about: dict[str, Any]
+
+    def figures(self, measured: Measured, name: str) -> dict[str, Any]:
+        """Figures of the candidate called `name`, see `metrics.figures`, with `evaluated_on`.
+
+        Raises:
+            QuantizeError: a perplexity is not a number.
+        """
+        try:
+            return figures(measured, self.texts) | {"evaluated_on": self.about}
+        except OverflowError as failure:
+            raise QuantizeError(
+                f"{name}: its perplexity, or its source's, is not a number ({failure}): logits overflow, and "
+                "nothing can be compared; without verify.perplexity in its recipe a run ends without these figures"
+            ) from None
+
+
+def held_out(data: CalibrationData, source: Checkpoint, vocabulary: int, trust_remote_code: bool) -> HeldOut:
+    """The texts of a set whose samples were tokenized with the source's tokenizer.
+
+    Args:
+        vocabulary: size of the model's, for the check of token ids.
+        trust_remote_code: whether the tokenizer may run code of its own.
+    """
+    limit = positions(source.config)
+    tokens = cut(token_tensors(data, vocabulary), limit)
+    scored = texts(data.samples, tokens, load_tokenizer(str(source.folder), trust_remote_code=trust_remote_code))
+    return HeldOut(
+        scored,
+        {"name": data.name, "digest": data.digest, "past_the_model": past_the_model(data.samples, limit)},
+    )
 
 
 def positions(config: dict[str, Any]) -> int | None:

@@ -32,7 +32,7 @@ def paired(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """How much further from the source `other` is than `first`, in nats per token; negative if it is closer.
 
     Args:
-        first, other: of `figures.figures`, both over the same texts.
+        first, other: of `metrics.figures`, both over the same texts.
 
     Returns:
         texts, tokens, first and other (their mean KL), difference, interval (None with fewer than FEWEST texts, or

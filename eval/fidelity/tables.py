@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quantizers.system.text_table import number, plain
+from quantizers.system.formatting import number, text_table
 
 from .paired import FEWEST, NOTE
 
@@ -70,7 +70,7 @@ def paired_table(one: dict[str, Any]) -> str:
         for name, row in [*part["categories" if few else "families"].items(), (label, part)]
     ]  # fmt: skip
     header = ("category" if few else "family", "texts", "tokens", "KL first", "KL this", "difference", "95 % interval")
-    return plain(header, rows)
+    return text_table(header, rows)
 
 
 def _paired_interval(row: dict[str, Any]) -> str:
@@ -130,7 +130,7 @@ def _categories(one: dict[str, Any]) -> str:
         "top-1",
         "interval",
     )
-    return plain(header, rows)
+    return text_table(header, rows)
 
 
 def _left_out(one: dict[str, Any]) -> str:
@@ -160,7 +160,7 @@ def _depth(one: dict[str, Any]) -> str:
                 f"{weights['attention']:.4f}" if weights else "",
             )
         )
-    return plain(("layer", "hidden states", "router", "experts' weights", "attention's weights"), rows)
+    return text_table(("layer", "hidden states", "router", "experts' weights", "attention's weights"), rows)
 
 
 def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -182,7 +182,7 @@ def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
         for name, r in parts
     ]
     header = ("", "ppl source", "ppl", "change", "bits/byte", "KL mean", "median", "p99", "top-1", "router")
-    return plain(header, rows)
+    return text_table(header, rows)
 
 
 def positions_table(report: dict[str, Any]) -> str:
@@ -201,7 +201,7 @@ def positions_table(report: dict[str, Any]) -> str:
         for row in report["positions"]
     ]
     first = "position, long" if "long" in report else "position"
-    return plain((first, "texts", "tokens", "ppl source", "ppl", "change", "KL mean", "top-1"), rows)
+    return text_table((first, "texts", "tokens", "ppl source", "ppl", "change", "KL mean", "top-1"), rows)
 
 
 def past_the_model(report: dict[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizers.system.text_table import plain, size
+from quantizers.system.formatting import size, text_table
 
 NAMES = {"gate": "w1 (gate)", "up": "w3 (up)", "down": "w2 (down)"}
 
@@ -22,8 +22,8 @@ def candidate_lines(schemes: dict[str, Any]) -> list[str]:
     for row in schemes["candidates"]:
         least, most = row["layer_bytes"]
         layer = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-        cards = " ".join(map(str, row["tensor_parallel"]))
-        rows.append((row["scheme"], f"{row['bits_per_weight']:g}", layer, f"{row['output_bytes']:,}", cards))
+        gpus = " ".join(map(str, row["tensor_parallel"]))
+        rows.append((row["scheme"], f"{row['bits_per_weight']:g}", layer, f"{row['output_bytes']:,}", gpus))
     least, most = schemes["candidates"][0], schemes["candidates"][-1]
     bounds = (
         f"{least['output_bytes']:,} to {most['output_bytes']:,} bytes"
@@ -33,7 +33,7 @@ def candidate_lines(schemes: dict[str, Any]) -> list[str]:
     above = "; above all of them, so every layer gets the best" if schemes["above_the_largest"] else ""
     return [
         f"budget {limit_text(schemes)}; possible are {bounds}{above}",
-        plain(
+        text_table(
             ("for each layer", "bits per weight", "bytes of a layer", "shards, if everywhere", "tensor parallel"), rows
         ),
     ]
@@ -49,7 +49,7 @@ def choice_lines(schemes: dict[str, Any]) -> list[str]:
     above = "; the budget is above the largest possible" if schemes["above_the_largest"] else ""
     halved = [str(row["layer"]) for row in schemes["layers"] if row.get("at_half")]
     halved_line = (
-        f"KL did not grow with the square of the disturbance in {len(halved)} of {len(kl)} layers "
+        f"KL did not grow with the square of the perturbation in {len(halved)} of {len(kl)} layers "
         f"({', '.join(halved)}), which were measured with half of it"
     )
     return [
@@ -81,28 +81,37 @@ def layer_rows(schemes: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str
 
 def layers_table(schemes: dict[str, Any]) -> str:
     """`layer_rows` as text."""
-    return plain(*layer_rows(schemes))
+    return text_table(*layer_rows(schemes))
 
 
-def leaning_line(report: dict[str, Any]) -> str:
+def under_routed_line(report: dict[str, Any]) -> str:
     """How many experts got too few routed tokens for the recipe's full `routed_weight`; empty if none did.
 
     Args:
         report: of a run with either engine, of a stitch, or of an older version; without these counts the line is
             empty.
     """
-    leaning = [layer["leaning"] for layer in report["layers"] if layer.get("leaning")]
-    few = sum(layer["experts"] for layer in leaning)
+    rows = [layer["leaning"] for layer in report["layers"] if layer.get("leaning")]
+    few = sum(row["experts"] for row in rows)
     if not few:
         return ""
     experts, weight = report["plan"]["experts_per_layer"], report["settings"]["recipe"]["experts"]["routed_weight"]
-    smallest = min(layer["smallest_share"] for layer in leaning)
+    smallest = min(row["smallest_share"] for row in rows)
     return (
-        f"{few:,} of {experts * len(leaning):,} experts got fewer than {leaning[0]['full_share_at']:,} routed tokens "
-        f"and lean on all tokens in part (smallest share {smallest:.2f} of {weight:g})"
+        f"{few:,} of {experts * len(rows):,} experts got fewer than {rows[0]['full_share_at']:,} routed tokens "
+        f"and rely on all tokens in part (smallest share {smallest:.2f} of {weight:g})"
     )
 
 
 def scheme_lines(report: dict[str, Any]) -> list[str]:
     """`choice_lines` of a report; nothing if the recipe has no budget."""
     return choice_lines(report["schemes"]) if "schemes" in report else []
+
+
+def expert_bits(report: dict[str, Any]) -> list[int]:
+    """Bit widths of the experts' integers; several if layers differ."""
+    if report.get("schemes"):
+        return sorted({layer["bits"] for layer in report["schemes"]["layers"]})
+    if "stitched" in report:
+        return sorted({scheme["bits"] for scheme in report["experts"]["schemes"]})
+    return [report["settings"]["recipe"]["experts"]["bits"]]

@@ -13,7 +13,7 @@ from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.output.fingerprint import refuse_changes
 from quantizers.plan.allocation import Allocation
-from quantizers.recipe.scheme import Scheme, counted
+from quantizers.recipe.schema import Scheme, counted
 from quantizers.system.errors import InputError
 
 if TYPE_CHECKING:

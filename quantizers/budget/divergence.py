@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from eval.fidelity.logits import log_probabilities
+from eval.fidelity.scoring import log_probabilities
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.system.errors import QuantizeError
 from quantizers.team.team import ALONE, Team

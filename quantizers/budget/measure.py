@@ -55,8 +55,8 @@ from quantizers.forward.states import Rows
 from quantizers.output.context import Context
 from quantizers.plan.job import Job
 from quantizers.plan.units import rows_of_block, unit_of_experts
-from quantizers.system.atomic import write_json
 from quantizers.system.errors import QuantizeError
+from quantizers.system.files import write_json
 from quantizers.system.progress import Step
 from quantizers.team.shown import shown
 

@@ -25,8 +25,7 @@ from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import Recorded
 from quantizers.plan.units import units_of
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import Scheme
+from quantizers.recipe.schema import Experts, Scheme
 from quantizers.solve.awq import divided, divided_first, fold_gram, fold_norm, grid_scales, scale_losses, weight_means
 from quantizers.solve.expert_sums import WidthSums, width_sums
 from quantizers.solve.forced_rows import Activation

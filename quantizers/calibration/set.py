@@ -1,7 +1,6 @@
-"""The schema of a calibration set: which data, in which shape, how many samples, in which category.
+"""Schema of a calibration set: its data sources, their row formats, numbers of samples, and categories.
 
-Researchers edit these YAML files all day, so a wrong one must be refused in well under a second:
-this module imports nothing heavy and reads no data. The fields explain the keys.
+Imports nothing heavy and reads no data, so that a wrong set is refused in well under a second.
 """
 
 from __future__ import annotations
@@ -142,18 +141,18 @@ class DataSource(Strict):
     shape: Shape
     """How a row becomes a sample, see [shapes](#shapes)."""
     samples: Annotated[int, Field(ge=1)] | Literal["all"]
-    """How many samples to take in an order that the seed decides, or `all` in the file's order. With a number, an
-    unusable row is counted and the next one taken; with `all` it is an error."""
+    """Number of samples, in an order that the seed decides, or `all` in the file's order. With a number, an unusable
+    row is counted and the next one used; with `all` it is an error."""
     sequence_length: Annotated[int, Field(ge=2)] | None = None
-    """Instead of the set's; a larger one makes [long texts](#samples-and-their-lengths)."""
+    """Overrides the set's; a larger one makes [long texts](#samples-and-their-lengths)."""
     category: str | FromColumn
-    """What the samples are called in every table: `math`, `code/rust`, `code/{programming_language}`, or
+    """Category of the samples in every table: `math`, `code/rust`, `code/{programming_language}`, or
     `{column: NAME}` to read it from each row."""
     prompt: str | None = None
     """An instruction put before the text. `{programming_language}` and `{spoken_language}` in it assign a language
     to each sample in turn."""
     order: Annotated[str, Field(min_length=1)] | None = None
-    """Seeds the order of a local file's rows, instead of its name: a copy whose data has another name keeps its
+    """Seed of the order of a local file's rows. Default: the file's name, so a renamed copy needs it to keep its
     samples."""
 
     @property
@@ -217,15 +216,15 @@ class CalibrationSet(Strict):
     """One calibration set file."""
 
     name: Annotated[str, Field(min_length=1)]
-    """What reports and cards call it."""
+    """Name in reports and model cards."""
     sequence_length: Annotated[int, Field(ge=2)]
-    """Tokens at which a sample is cut."""
+    """Tokens at which a sample is truncated."""
     seed: Annotated[int, Field(ge=0)] = 42
-    """Decides which rows are taken, and which language is assigned to which sample."""
+    """Decides which rows are sampled, and which language is assigned to which sample."""
     languages: Languages = Languages()
     """The languages that prompts assign and reports count, by their everyday names."""
     sources: Annotated[tuple[DataSource, ...], Field(strict=False)]
-    """Where the texts come from; at least one."""
+    """At least one source of texts."""
 
     @field_validator("sources")
     @classmethod
@@ -278,7 +277,7 @@ def read_set(path: Path) -> CalibrationSet:
         category = source.category
         if isinstance(category, FromColumn) or placeholders(category):
             continue
-        if kind := calibration.languages.lacking(category):  # a column's rows are left out instead, see take.py
+        if kind := calibration.languages.lacking(category):  # a column's rows are left out instead, see sampler.py
             line = parse(path, CalibrationError)[1]["sources", index, "category"]
             raise CalibrationError(
                 f"{path}:{line}: sources[{index}].category: {category} names a language that languages.{kind} does "

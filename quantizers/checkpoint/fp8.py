@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, Final, Literal
 
 from quantizers.system.errors import CheckpointError
@@ -21,6 +22,7 @@ ROWS: Final = "rows"
 Fp8 = tuple[int, int] | Literal["rows"]  # rows and columns of a block, or ROWS for a scale per row
 
 
+@cache
 def scale_of(form: Fp8, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """The last part of the name of a weight's scale as it is published, and its shape for a weight of (R, C)."""
     if isinstance(form, tuple):

@@ -19,7 +19,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.system.at_once import at_once
+from quantizers.system.thread_map import thread_map
 from quantizers.team.team import ALONE, Team
 
 from .reader import Checkpoint
@@ -224,7 +224,7 @@ def hold(
     stored: dict[str, torch.Tensor] = {}
     hashes: dict[str, str] = {}
     arriving = _arriving(share_of(ranges(named), here), used, stop or Event())
-    with closing(at_once(_hashed, arriving)) as found:  # while the next tensors are read
+    with closing(thread_map(_hashed, arriving)) as found:  # while the next tensors are read
         for info, raw, digest in found:
             hashes[info.name] = digest
             stored[info.name] = as_tensor(info, raw)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.system.errors import CheckpointError
-from quantizers.system.own_files import is_own
+from quantizers.system.output_files import is_own
 
 from .refused_formats import refuse_gguf
 from .safetensors_header import TensorInfo, printed, read_header

@@ -10,6 +10,7 @@ import json
 import math
 import reprlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -130,7 +131,7 @@ class Spec:
     dtype: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Number of data bytes."""
         return DTYPE_BYTES[self.dtype] * math.prod(self.shape)

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quantizers.system.atomic import write_json
 from quantizers.system.errors import CheckpointError, OutputError
-from quantizers.system.own_files import file_sha256
+from quantizers.system.files import file_sha256, write_json
 from quantizers.system.progress import progress
 
 from .reader import Checkpoint

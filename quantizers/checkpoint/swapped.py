@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantizers.system.errors import CheckpointError, InputError
-from quantizers.system.own_files import REPORT
+from quantizers.system.output_files import REPORT
 
 from .four_bits import few_bits
 from .integer_words_config import METHODS

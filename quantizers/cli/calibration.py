@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,11 +11,10 @@ from typer.core import TyperGroup
 
 from quantizers.system.errors import CalibrationError, InputError
 
-from .counting import Counting, RecipeOption, TokenizerOption, counting_of
 from .options import GATE_FAILED, DebugOption, JsonOption, TrustOption, emit, find_set, show_rich
 
 if TYPE_CHECKING:
-    from quantizers.calibration.report.texts_diff import TextsDiff
+    from quantizers.calibration.diff import TextsDiff
     from quantizers.recipe.schema import Recipe
 
 
@@ -30,6 +30,12 @@ class _SetOrCommand(TyperGroup):
 
 calibration = typer.Typer(rich_markup_mode=None, cls=_SetOrCommand)
 SetArgument = Annotated[str, typer.Argument(metavar="SET", help="a set's file, or the name of a shipped one")]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="a model's folder or Hub id; the recipe's, or else the tiny model, by default")
+]
+RecipeOption = Annotated[
+    str | None, typer.Option(metavar="RECIPE", help="count tokens with the tokenizer of this recipe's source")
+]
 WorkersOption = Annotated[int, typer.Option(min=1, help="sources loaded at the same time")]
 
 
@@ -46,12 +52,12 @@ def calibration_(context: typer.Context, as_json: JsonOption = False, debug: Deb
 
 
 def _list(as_json: bool) -> None:
-    from quantizers.calibration.catalogue import rows
-    from quantizers.system.text_table import plain
+    from quantizers.calibration.set_files import rows
+    from quantizers.system.formatting import text_table
 
     listed = rows()
     header = ("name", "samples", "sources", "about")
-    emit({"sets": listed}, as_json, plain(header, [[row[key] for key in header] for row in listed]))
+    emit({"sets": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
 
 
 @calibration.command()
@@ -89,23 +95,19 @@ def check(
 
     Example: quantize calibration check embedded --show 2 --category code/rust
     """
-    from rich.console import Console, Group
+    from rich.console import Group
 
-    from quantizers.calibration.report.check import check_set
-    from quantizers.calibration.report.show import render_samples, show_samples
-    from quantizers.calibration.report.view import loading, render
-    from quantizers.calibration.sources.cache import default_cache
+    from quantizers.calibration.check import check_set
+    from quantizers.calibration.view import render, render_samples, show_samples
 
     if not show and (source is not None or category is not None):
         raise InputError("--source and --category choose what --show prints; add --show N")
     counting = counting_of(tokenizer, recipe, trust_remote_code)
     path, other = _sets(set_, held_out, counting.recipe)
-    given = counting.arguments | {"cache": default_cache()}
-    with loading(Console(stderr=True)) as progress:
-        report = check_set(path, held_out=other, workers=workers, progress=progress, **given)
+    report = check_set(path, held_out=other, workers=workers, **counting.arguments)
     data, shown = report.as_json(), render(report, counting.about)
     if show:
-        samples = show_samples(path, show, source=source, category=category, **given)
+        samples = show_samples(path, show, source=source, category=category, **counting.arguments)
         data |= {"samples": [vars(sample) for sample in samples]}
         shown = Group(shown, render_samples(samples))
     show_rich(data, as_json, shown)
@@ -133,7 +135,7 @@ def copy(
 
     Example: quantize calibration copy embedded my-sets
     """
-    from quantizers.calibration.catalogue import copy_set
+    from quantizers.calibration.set_files import copy_set
 
     copies = copy_set(name, folder)
     said = f"wrote {copies[0]}, and {len(copies) - 1} files that go with it" if copies[1:] else f"wrote {copies[0]}"
@@ -155,8 +157,7 @@ def new(
 
     Example: quantize calibration new mine.yaml --data texts.jsonl
     """
-    from quantizers.calibration.catalogue import write_together
-    from quantizers.calibration.new_set import new_set
+    from quantizers.calibration.set_files import new_set, write_together
 
     made = new_set(file, data)
     write_together(made.contents)
@@ -173,7 +174,7 @@ def lock(
 
     Example: quantize calibration lock my-set.yaml
     """
-    from quantizers.calibration.sources.lock import lock_set
+    from quantizers.calibration.lock import lock_set
 
     written = lock_set(find_set(set_, "embedded"), workers=workers)
     emit({"lock": str(written)}, as_json, f"wrote {written}")
@@ -196,14 +197,16 @@ def diff(
 
     Example: quantize calibration diff embedded my-set.yaml
     """
-    from quantizers.calibration.report.diff import diff_sets
-    from quantizers.calibration.report.view import render_diff
+    from dataclasses import asdict
+
+    from quantizers.calibration.diff import diff_sets
+    from quantizers.calibration.view import render_diff
 
     paths = find_set(before, "embedded"), find_set(after, "embedded")
     difference, texts, note = diff_sets(*paths), None, ""
     if not files_only:
         texts, note = _texts_diff(*paths, counting_of(tokenizer, recipe, trust_remote_code), workers)
-    data = difference.as_json() | {"texts": texts and texts.as_json(), "note": note}
+    data = asdict(difference) | {"texts": None if texts is None else asdict(texts), "note": note}
     show_rich(data, as_json, render_diff(difference, texts, note))
 
 
@@ -219,23 +222,15 @@ def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
 
 def _texts_diff(before: Path, after: Path, counting: Counting, workers: int) -> tuple[TextsDiff | None, str]:
-    """What the loaded sets have; or None and why, if data sets on the Hub cannot be loaded."""
-    from rich.console import Console
-
-    from quantizers.calibration.loading import load_samples
-    from quantizers.calibration.report.texts_diff import diff_texts
-    from quantizers.calibration.report.view import loading
+    """The difference of the loaded sets; or None and why, if data sets on the Hub cannot be loaded."""
+    from quantizers.calibration.diff import diff_texts
+    from quantizers.calibration.load_set import load_set
     from quantizers.calibration.set import read_set
-    from quantizers.calibration.sources.cache import default_cache
 
-    arguments: dict[str, Any] = dict(counting.arguments)
-    tokenizer = arguments.pop("tokenizer")
     loaded = []
     for path in (before, after):
         try:
-            with loading(Console(stderr=True)) as progress:
-                given = arguments | {"workers": workers, "progress": progress, "cache": default_cache()}
-                loaded.append(load_samples(path, tokenizer, require_languages=False, **given))
+            loaded.append(load_set(path, **counting.arguments, workers=workers, require_languages=False))
         except CalibrationError:
             hub = sum(not source.is_local for source in read_set(path).sources)
             if not hub:
@@ -243,12 +238,12 @@ def _texts_diff(before: Path, after: Path, counting: Counting, workers: int) -> 
             count = "a data set" if hub == 1 else f"{hub} data sets"
             why = f"{path} reads {count} on the Hub and cannot be loaded now (`quantize calibration {path}` says why)"
             return None, f"texts and tokens are not compared: {why}"
-    return diff_texts(loaded[0], loaded[1], tokenizer), ""
+    return diff_texts(loaded[0], loaded[1], counting.arguments["tokenizer"]), ""
 
 
 def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | None) -> tuple[Path, Path | None]:
     """The set to check, and the one that it must share no text with if that is not the one beside it."""
-    from quantizers.recipe.locations import set_location
+    from quantizers.recipe.read import set_location
 
     if name is None and recipe is None:
         raise InputError("give a set, such as embedded, or --recipe RECIPE to check the set of a recipe")
@@ -263,3 +258,39 @@ def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | 
         return path, None
     other = set_location(perplexity.data, recipe[1])
     return path, None if other.is_file() and other.samefile(path) else other
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Whose tokenizer counts the tokens, and what is said about that.
+
+    Attributes:
+        arguments: tokenizer, revision and trust_remote_code, as `load_set` takes them.
+        recipe: the recipe that was given, with its path.
+    """
+
+    arguments: dict[str, Any]
+    about: str
+    recipe: tuple[Recipe, Path] | None
+
+
+def counting_of(tokenizer: str | None, recipe: str | None, trust_remote_code: bool = False) -> Counting:
+    """The tokenizer that was named, or the recipe's, or the tiny model's.
+
+    Args:
+        trust_remote_code: whether it may run code of its own; a recipe can allow that for its own model too.
+    """
+    from quantizers.recipe.read import read_recipe, source_location
+    from quantizers.system.package_data import shipped
+
+    named = None if recipe is None else read_recipe(recipe)
+    if tokenizer is not None:
+        return Counting({"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}, "", named)
+    if named is None:
+        tiny = {"tokenizer": str(shipped("models") / "tiny-minimax-m2")}
+        about = "; a large model's makes fewer tokens of a text (--recipe RECIPE or --tokenizer MODEL counts with it)"
+        return Counting(tiny, about, None)
+    source = named[0].source
+    trusted = trust_remote_code or source.trusts_tokenizer
+    arguments = {"revision": source.revision, "trust_remote_code": trusted}
+    return Counting({"tokenizer": source_location(*named)} | arguments, ", the recipe's source", named)

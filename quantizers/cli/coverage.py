@@ -65,7 +65,8 @@ def coverage(
     from eval.coverage.compare import compare_table
     from eval.coverage.measure import compare_coverage, measure_coverage, question_of
     from eval.coverage.tables import coverage_table
-    from eval.report.coverage_pictures import comparison_picture, coverage_picture
+    from eval.report.plot_style import save
+    from eval.report.plots import comparison_figure, coverage_figure
     from quantizers.device.devices import choose_device
     from quantizers.recipe.changes import changes_of
 
@@ -93,10 +94,11 @@ def coverage(
         model = Path(result["model"]).name
         if compare:
             picture = picture or Path("coverage-compare.png")
-            comparison_picture(result, model, picture)
+            save(comparison_figure(result, model), picture)
         else:
             picture = picture or Path("coverage.png")
-            coverage_picture(result["per_layer"], result["min_routed_tokens"], f"{model} on {result['set']}", picture)
+            title = f"{model} on {result['set']}"
+            save(coverage_figure(result["per_layer"], result["min_routed_tokens"], title), picture)
         text += f"\n\npicture: {picture}"
     emit(result, as_json, text)
     if not compare and not all(gate["passed"] for gate in result["gates"]):

@@ -64,9 +64,9 @@ def evaluate(
     from quantizers.checkpoint.reader import open_checkpoint
     from quantizers.device.devices import choose_device, use_threads
     from quantizers.output.fingerprint import begun_with
-    from quantizers.output.record import carried_facts
+    from quantizers.output.manifest import carried_facts
     from quantizers.run.measure import EVALUATION, measure
-    from quantizers.run.proof import NOT_SIMULATED
+    from quantizers.run.report import NOT_SIMULATED
     from quantizers.system.interrupts import interruptible
 
     team: Team = context.obj or ALONE
@@ -102,9 +102,10 @@ def evaluate(
         ]
     text = eval_table(report)
     if not no_picture:
-        from eval.report.pictures import fidelity_picture
+        from eval.report.plot_style import save
+        from eval.report.plots import fidelity_figure
 
         title = f"against {Path(source).name} on {results[0]['evaluated_on']['name']}"
-        fidelity_picture([(one["model"], one) for one in report["candidates"]], title, picture)
+        save(fidelity_figure([(one["model"], one) for one in report["candidates"]], title), picture)
         text += f"\n\npicture: {picture}"
     emit(report, as_json, text)

@@ -15,7 +15,7 @@ from quantizers.system.interrupts import stoppable
 from quantizers.team.joining import join, launched
 from quantizers.team.team import Team
 
-from . import bench, calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
+from . import calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
 from .options import emit
 
 SEVERAL = {"run", "eval", "coverage"}  # commands that work with several processes
@@ -32,7 +32,7 @@ def _show_version(asked: bool) -> None:
     if asked:
         from quantizers.device.environment import environment
 
-        from .tables.version import version_table
+        from .tables.commands import version_table
 
         found = environment()
         emit(found, "--json" in sys.argv, version_table(found))
@@ -74,7 +74,6 @@ app.command()(publish.publish)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(recipes.new)
 app.add_typer(calibration.calibration, name="calibration")
-app.add_typer(bench.bench, name="bench")
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from quantizers.system.errors import InputError
-from quantizers.system.own_files import RECIPE, REPORT
-from quantizers.system.plain_json import finite
+from quantizers.system.files import json_finite
+from quantizers.system.output_files import RECIPE, REPORT
 from quantizers.team.team import Team
 
 GATE_FAILED = 3
@@ -23,14 +23,14 @@ GATE_FAILED = 3
 
 def _recipe_names(begun: str) -> list[str]:
     """Shipped recipes whose names start with `begun`, for the shell's completion."""
-    from quantizers.system.shipped import shipped_names
+    from quantizers.system.package_data import shipped_names
 
     return [name for name in shipped_names("recipes") if name.startswith(begun)]
 
 
 def _set_names(begun: str) -> list[str]:
     """Shipped calibration sets whose names start with `begun`, for the shell's completion."""
-    from quantizers.system.shipped import shipped_names
+    from quantizers.system.package_data import shipped_names
 
     return [name for name in shipped_names("calibration") if name.startswith(begun)]
 
@@ -79,12 +79,9 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="one JSON object on standard output, all else on standard error")
 ]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: the first GPU where there is one")]
-ASSUMED_DISK = "1GB"
 DiskOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE", help=f"bytes a second that a machine reads from or writes to files; {ASSUMED_DISK} if not given"
-    ),
+    typer.Option(metavar="SIZE", help="bytes a second that a machine reads from or writes to files; 1GB if not given"),
 ]
 DeviceMemoryOption = Annotated[
     str | None,
@@ -175,7 +172,7 @@ def refuse_unfinished_runs(names: Iterable[str | Path]) -> None:
 
 def emit(data: dict[str, Any], as_json: bool, text: str) -> None:
     """Print a result: as JSON, or as the text made from it."""
-    print(json.dumps(finite(data), indent=1, sort_keys=True) if as_json else text)
+    print(json.dumps(json_finite(data), indent=1, sort_keys=True) if as_json else text)
 
 
 def show_rich(data: dict[str, Any], as_json: bool, renderable: Any) -> None:
@@ -197,8 +194,8 @@ def find_set(name: str, such_as: str) -> Path:
     Raises:
         InputError: there is no such set.
     """
-    from quantizers.system.near_names import did_you_mean
-    from quantizers.system.shipped import find, shipped_names
+    from quantizers.system.errors import did_you_mean
+    from quantizers.system.package_data import find, shipped_names
 
     path = find(name, "calibration")
     if not path.is_file():

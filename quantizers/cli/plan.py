@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quantizers.system.byte_size import parse_bytes
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import parse_bytes
 
 from .options import (
-    ASSUMED_DISK,
     CalibrationOption,
     DebugOption,
     DeviceMemoryOption,
@@ -23,6 +22,9 @@ from .options import (
     SourceOption,
     emit,
 )
+
+if TYPE_CHECKING:
+    from quantizers.plan.job import Job
 
 
 def plan(
@@ -57,6 +59,18 @@ def plan(
     nodes: Annotated[int, typer.Option(min=1, help="also plan a run by so many machines")] = 1,
     gpus: Annotated[int, typer.Option(min=1, help="also plan a run by so many GPUs of each machine")] = 1,
     disk: DiskOption = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="time one layer of random weights on this machine instead")
+    ] = False,
+    tokens: Annotated[
+        int | None, typer.Option(min=16, help="with --measure: calibration tokens; one token chunk by default")
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(min=2, help="with --measure: of the layer; as many as fit into memory by default")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="with --measure: cpu, cuda, cuda:N, or auto, the first GPU if there is one")
+    ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -65,7 +79,8 @@ def plan(
     Reads headers only: of a folder, of the Hub's cache, or of the Hub itself; for models whose facts are
     kept here no network is needed.
 
-    With --nodes and --gpus, also what a run by so many processes needs, takes and passes on.
+    Times are estimated from nominal rates; --nodes and --gpus divide them among processes. --measure quantizes
+    one layer of the model's size, with random weights, on this machine: seconds by phase, hours for all layers.
 
     Example: quantize plan minimax-m2.1-fp8-int4 --vram 2x96GiB --vram 4x24GiB --context 196608
     """
@@ -77,18 +92,27 @@ def plan(
         raise InputError("--context, --kv and --tp go with --vram; say which cards, as --vram 2x96GiB")
     if vram is not None and (nodes, gpus, disk) != (1, 1, None):
         raise InputError("--nodes, --gpus and --disk plan a run, --vram plans serving; give one or the other")
+    for_measure = {"--tokens": tokens, "--experts": experts, "--device": device}
+    if not measure and (named := [option for option, value in for_measure.items() if value is not None]):
+        raise InputError(f"{', '.join(named)}: only with --measure; add it")
+    if measure and (vram is not None or tensors or (nodes, gpus, disk) != (1, 1, None)):
+        raise InputError("--measure times a layer in one process; leave out --vram, --tensors, --nodes, --gpus, --disk")
     changes = changes_of(settings or (), calibration)
     job = prepare(recipe, offline_facts=True, hub=hub, source_folder=source, own=facts, changes=changes)
     job, schemes = apply_choice(job, output)
     where = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
+    if measure:
+        limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
+        _measure(job, device or "auto", tokens, experts, limit, where, as_json)
+        return
     if vram is not None:
         from quantizers.cli.tables.plan import fit_table
-        from quantizers.plan.cards import parse_cards
-        from quantizers.plan.remedies import remedies
+        from quantizers.plan.gpus import parse_gpus
         from quantizers.plan.serving_memory import assumptions, fit, kv_bytes_per_token, notes, serving_model
+        from quantizers.plan.serving_suggestions import remedies
 
         model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
-        cards = [parse_cards(text) for text in vram]
+        cards = [parse_gpus(text) for text in vram]
         asked = [(one, fit(model, one, context, kv, tp)) for one in cards]
         rows = [
             found.as_dict() | {"to_fit": [remedy.as_dict() for remedy in ways]}
@@ -105,19 +129,36 @@ def plan(
         emit(result, as_json, fit_table(result))
         return
     from quantizers.cli.tables.plan import plan_table, tensors_table
-    from quantizers.cost.counted_team import Ranks
-    from quantizers.cost.estimate import estimate_run, memory_on_gpu
-    from quantizers.plan.summary import listing, summary
+    from quantizers.plan.estimate import DISK, estimate_run, memory_on_gpu
+    from quantizers.plan.plan import listing, summary
     from quantizers.plan.tensor_parallel import unsaid
 
     numbers = summary(job.plan, job.sizes) | ({"schemes": schemes} if schemes else {})
     numbers |= {"cards_unknown": unsaid(job.facts)}
-    needs = estimate_run(
-        job, int(str(numbers["output_bytes"])), Ranks(nodes * gpus, gpus), parse_bytes(disk or ASSUMED_DISK, "--disk")
-    )
+    rate = parse_bytes(disk, "--disk") if disk else DISK
+    needs = estimate_run(job, int(str(numbers["output_bytes"])), nodes * gpus, rate)
     numbers |= where | {"needs": needs.as_dict(), "asked": {"machines": nodes, "gpus": gpus}}
     if device_memory:
         numbers |= {"device_memory": memory_on_gpu(job, parse_bytes(device_memory, "--device-memory")).as_dict()}
     if tensors:
         numbers |= {"tensors": listing(job.plan)}
     emit(numbers, as_json, tensors_table(numbers) if tensors else plan_table(numbers))
+
+
+def _measure(
+    job: Job,
+    device: str,
+    tokens: int | None,
+    experts: int | None,
+    limit: int | None,
+    where: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Time one layer, and print what follows for the whole run."""
+    from quantizers.cli.tables.plan import measured_table
+    from quantizers.device.devices import choose_device, use_threads
+    from quantizers.run.layer_measurement import measure_layer
+
+    use_threads(job.sizes)
+    found = measure_layer(job, choose_device(device), tokens=tokens, experts=experts, limit=limit)
+    emit(where | {"measured": found}, as_json, measured_table(found))

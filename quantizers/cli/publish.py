@@ -54,7 +54,7 @@ def publish(
 
     Example: quantize publish out/tiny --repo me/tiny-minimax-m2-FP8-INT4 --dry-run
     """
-    from quantizers.cli.tables.publish import dry_run_table, published_table
+    from quantizers.cli.tables.commands import dry_run_table, published_table
     from quantizers.device.devices import choose_device
     from quantizers.hub.card import described, rewrite, with_statement
     from quantizers.hub.local_files import hashed_again, local_files
@@ -111,7 +111,7 @@ def publish(
 
 def _completed(report: dict[str, Any]) -> dict[str, Any]:
     """The report with the licence and base model that its card lacks: asked for on a terminal, elsewhere named."""
-    from eval.report.front_matter import front_matter
+    from eval.report.model_card import front_matter
     from quantizers.hub.card import described
     from quantizers.hub.remaining import base_model_point, license_point
 

@@ -29,11 +29,11 @@ def recipes_(context: typer.Context, as_json: JsonOption = False, debug: DebugOp
 
 def _list(as_json: bool) -> None:
     from quantizers.recipe.catalogue import rows
-    from quantizers.system.text_table import plain
+    from quantizers.system.formatting import text_table
 
     listed = rows()
     header = ("name", "source", "calibration", "experts")
-    emit({"recipes": listed}, as_json, plain(header, [[row[key] for key in header] for row in listed]))
+    emit({"recipes": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
 
 
 @recipes.command(name="list")
@@ -51,9 +51,9 @@ def show(name: NameArgument, as_json: JsonOption = False, debug: DebugOption = F
 
     Example: quantize recipes show tiny-minimax-m2-fp8-int4
     """
-    from quantizers.recipe.catalogue import text_of
+    from quantizers.recipe.read import shipped_recipe
 
-    text = text_of(name)
+    text = shipped_recipe(name).read_text(encoding="utf-8")
     emit({"name": name, "text": text}, as_json, text.rstrip("\n"))
 
 
@@ -80,7 +80,7 @@ def copy(
     Example: quantize recipes copy tiny-minimax-m2-fp8-int4 mine.yaml
     """
     from quantizers.recipe.catalogue import copied, write_new
-    from quantizers.recipe.names import shipped_recipe
+    from quantizers.recipe.read import shipped_recipe
 
     path = file or Path(shipped_recipe(name).name)
     write_new(copied(name), path)
@@ -130,7 +130,7 @@ def new(
 
 
 def _new_facts(model: str, file: Path | None, like: str | None, as_json: bool) -> None:
-    from quantizers.cli.tables.facts import facts_table
+    from quantizers.cli.tables.commands import facts_table
     from quantizers.plan.facts_text import facts_text
     from quantizers.plan.fit_facts import fit_facts, read_headers
     from quantizers.recipe.catalogue import write_new

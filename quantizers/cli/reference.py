@@ -1,6 +1,7 @@
 """Generates what the docs say of commands, recipes and schemas: `python -m quantizers.cli.reference [--check]`.
 
-These are docs/commands.md, recipes/README.md, the JSON schemas, and marked parts of docs/calibration.md and recipe.md.
+These are docs/commands.md, recipes/README.md, the JSON schemas, and marked parts of docs/calibration.md, recipe.md
+and report.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import typer
 from typer.models import ArgumentInfo
 
 from quantizers.recipe.catalogue import catalogue
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 from .main import app
 from .schema_reference import pages

@@ -25,15 +25,16 @@ def report(
 
     Example: quantize report out/tiny
     """
-    from eval.report.page import page
+    from eval.report.html_report import html_report
+    from eval.report.plots import draw
     from quantizers.checkpoint.reader import read_json
-    from quantizers.output.record import add_files, seal_of, write_record
-    from quantizers.system.atomic import write_text
-    from quantizers.system.own_files import PAGE, REPORT
+    from quantizers.output.manifest import add_files, seal_of, write_record
+    from quantizers.system.files import write_text
+    from quantizers.system.output_files import PAGE, REPORT
 
     refuse_unfinished_runs([folder])
     target, contents = output or folder / PAGE, read_json(folder / REPORT)
-    write_text(page(contents), target)
+    write_text(html_report(contents, draw(contents)), target)
     if target.resolve() == (folder / PAGE).resolve() and contents.get("seal") == seal_of(contents):
         write_record(folder, add_files(folder, contents, [PAGE]))
     emit({"page": str(target)}, as_json, f"page: {target}")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from quantizers.plan.job import Job
 from quantizers.system.errors import InputError
 from quantizers.team.team import ALONE, Team
 
@@ -29,6 +28,9 @@ from .options import (
     run_name,
     typed,
 )
+
+if TYPE_CHECKING:
+    from quantizers.plan.job import Job
 
 
 def run(
@@ -82,8 +84,8 @@ def run(
     from quantizers.output.journal import refuse_second_run, work_folder
     from quantizers.plan.job import prepare
     from quantizers.recipe.changes import changes_of
-    from quantizers.recipe.names import find_recipe
-    from quantizers.system.byte_size import parse_bytes
+    from quantizers.recipe.read import find_recipe
+    from quantizers.system.formatting import parse_bytes
 
     team: Team = context.obj or ALONE
     if folder is not None and output is not None and folder.absolute() != output.absolute():

@@ -1,19 +1,18 @@
-"""What is made from the schemas: the tables of keys in docs/calibration.md and docs/recipe.md, and the JSON schemas."""
+"""What is made from the schemas: tables of keys in docs/calibration.md, recipe.md and report.md, and JSON schemas."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
+from eval.report.schema import JSON_REPORTS, RunReport, StitchReport
 from quantizers.calibration.set import CalibrationSet
-from quantizers.calibration.shape_examples import EXAMPLES
 from quantizers.recipe.schema import Recipe
-from quantizers.system.schema_text import json_schema, key_table
+from quantizers.system.schema_docs import json_schema, key_table, part_tables
 
 BEGIN, END = "<!-- {}: made by python -m quantizers.cli.reference -->\n", "<!-- end of {} -->\n"
-
-FENCE = "````"  # a text may hold a fence of three
 
 
 def recipe_schema() -> str:
@@ -26,32 +25,21 @@ def set_schema() -> str:
     return json_schema(CalibrationSet, "Calibration set of quantize")
 
 
-def shapes() -> str:
-    """Each shape with an example row and what becomes of it."""
-    lines = []
-    for shape, example in EXAMPLES.items():
-        content = example.content(shape)
-        read = [f"{turn['role']}: {_words(turn)}".rstrip() for turn in content.turns] or [content.text]
-        lines += ["", f"### `{shape}`", "", example.about, ""]
-        lines += ["```json", json.dumps(example.row, ensure_ascii=False), "```", ""]
-        lines += [f"With `columns: [{', '.join(example.columns)}]` the model reads:", "", FENCE, *read, FENCE]
-    return "\n".join(lines[1:]) + "\n"
+def report_schema() -> str:
+    """The JSON schema of report.json, of a run or a stitch."""
+    return json_schema(TypeAdapter(RunReport | StitchReport), "report.json of quantize")
 
 
-def _words(turn: dict[str, object]) -> str:
-    """A turn's content, with its reasoning and its calls as the fields that a chat template reads."""
-    fields = {key: turn[key] for key in ("reasoning_content", "tool_calls") if key in turn}
-    return " ".join(filter(None, (str(turn["content"]), json.dumps(fields, ensure_ascii=False) if fields else "")))
-
-
-# For each page what lies between the markers of a name.
+# For each page, the generated text between the markers of a section.
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "calibration.md": {"keys": lambda: key_table(CalibrationSet), "shapes": shapes},
+    "calibration.md": {"keys": lambda: key_table(CalibrationSet)},
     "recipe.md": {"keys": lambda: key_table(Recipe)},
+    "report.md": {"keys": lambda: part_tables(JSON_REPORTS)},
 }
 SCHEMAS: dict[str, Callable[[], str]] = {
     "recipe.schema.json": recipe_schema,
     "calibration-set.schema.json": set_schema,
+    "report.schema.json": report_schema,
 }
 
 

@@ -47,7 +47,7 @@ def stitch(
     Example: quantize stitch --source models/tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
     """
     from quantizers.checkpoint.reader import open_checkpoint
-    from quantizers.cli.tables.stitch import stitch_table
+    from quantizers.cli.tables.commands import stitch_table
     from quantizers.device.devices import choose_device
     from quantizers.recipe.portable import source_name
     from quantizers.run.stitched import stitch as stitch_both

@@ -35,9 +35,9 @@ def verify(
     Example: quantize verify out/tiny --source models/tiny-minimax-m2
     """
     from eval.consumers.findings import render
-    from quantizers.cli.tables.verify import audit_table
+    from quantizers.cli.tables.commands import audit_table
     from quantizers.device.devices import choose_device
-    from quantizers.output.record import carried_facts
+    from quantizers.output.manifest import carried_facts
     from quantizers.run.verification import source_of, verify_folder
 
     refuse_unfinished_runs([candidate, *([source] if source else [])])

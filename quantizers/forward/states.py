@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from quantizers.system.atomic import disk_errors, sync_folder
 from quantizers.system.errors import QuantizeError
+from quantizers.system.files import disk_errors, sync_folder
 from quantizers.team.team import ALONE, Team
 
 from .share import Share

@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from quantizers.output.record import add_files, write_record
+from quantizers.output.manifest import add_files, write_record
 from quantizers.recipe.portable import is_hub_id
-from quantizers.run.card import read_front_matter, write_with_card
-from quantizers.system.atomic import write_text
+from quantizers.run.report_files import read_front_matter, write_with_card
 from quantizers.system.errors import InputError
-from quantizers.system.own_files import CARD, PAGE, REPORT
+from quantizers.system.files import write_text
+from quantizers.system.output_files import CARD, PAGE, REPORT
 from quantizers.system.strict_yaml import dump
 
 GIVEN = ("license", "license_name", "license_link", "base_model", "base_model_relation")  # keys that publishing decides
@@ -70,9 +70,10 @@ def rewrite(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> list
 
 def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[str, Any]) -> None:
     """Change only commands and front matter of a card that somebody has edited."""
-    from eval.report.card_serving import repository
-    from eval.report.front_matter import front_matter
-    from eval.report.page import page
+    from eval.report.html_report import html_report
+    from eval.report.model_card import front_matter
+    from eval.report.plots import draw
+    from eval.report.serve_commands import repository
 
     old, new, front = repository(before), repository(after), front_matter(after)
     for words in ("vllm serve {}", "--model-path {}", 'from_pretrained("{}"'):
@@ -81,7 +82,7 @@ def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[st
         if front.get(key) != before["card"]["front_matter"].get(key):
             text = _with_key(text, key, front.get(key))
     write_text(text, folder / CARD)
-    write_text(page(after), folder / PAGE)
+    write_text(html_report(after, draw(after)), folder / PAGE)
     write_record(folder, add_files(folder, after | {"card": before["card"] | {"front_matter": front}}, [PAGE]))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantizers.system.own_files import REPORT
+from quantizers.system.output_files import REPORT
 from quantizers.system.progress import Step
 
 CHUNK = 1 << 24  # bytes read at a time

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.output.journal import refuse_unfinished
-from quantizers.output.record import carried_facts, seal_of
-from quantizers.run.record_check import check_record
+from quantizers.output.manifest import carried_facts, seal_of
+from quantizers.run.manifest_check import check_manifest
 from quantizers.system.errors import OutputError
-from quantizers.system.own_files import CARD, REPORT
-from quantizers.system.text_table import gate_figures
+from quantizers.system.formatting import gate_figures
+from quantizers.system.output_files import CARD, REPORT
 from stitch.audit.folder import added, strays
 from stitch.write.digests import changes, recorded_digests
 
@@ -128,7 +128,7 @@ def _by_report(folder: Path, report: dict[str, Any], files: list[LocalFile]) -> 
     """Problems and notes, found without the source."""
     from eval.consumers.folder import check_folder
 
-    record = check_record(folder)
+    record = check_manifest(folder)
     problems = [*record.differences, *_changed(folder, report, files), *strays(folder, recorded_digests(report))]
     problems += [f"{name}: is no file of it, and loaders read it; remove it" for name in added(folder, report["files"])]
     consumers = check_folder(folder, carried_facts(folder))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from eval.report.front_matter import front_matter
-from quantizers.system.text_table import size
+from eval.report.model_card import front_matter
+from quantizers.system.formatting import size
 
 from .local_files import LocalFile
 from .publish import Checks

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quantizers.system.atomic import write_json
 from quantizers.system.errors import OutputError
+from quantizers.system.files import write_json
 
 LIBRARIES = ("torch", "transformers")  # of the machine's part
 

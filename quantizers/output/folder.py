@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.checkpoint.reader import CONFIG, INDEX
-from quantizers.system.atomic import disk_errors, sync_folder
 from quantizers.system.errors import OutputError, QuantizeError
-from quantizers.system.own_files import CARD, REPORT
+from quantizers.system.files import disk_errors, sync_folder
+from quantizers.system.output_files import CARD, REPORT
 
 from . import journal
 

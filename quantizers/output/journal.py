@@ -34,10 +34,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantizers.system.at_once import at_once
-from quantizers.system.atomic import disk_errors, write_json
 from quantizers.system.errors import OutputError
-from quantizers.system.own_files import file_sha256
+from quantizers.system.files import disk_errors, file_sha256, write_json
+from quantizers.system.thread_map import thread_map
 from quantizers.team.team import ALONE, Team
 
 WORK = ".quantize"
@@ -177,7 +176,7 @@ def damaged_shards(
         step: called after each.
     """
     damaged = {}
-    with contextlib.closing(at_once(partial(_damage, work / "output"), entries)) as found:
+    with contextlib.closing(thread_map(partial(_damage, work / "output"), entries)) as found:
         for place, problem in enumerate(found):
             if problem:
                 damaged[place] = problem

@@ -20,12 +20,10 @@ from typing import Any
 
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import ALL, Scheme
-from quantizers.system.byte_size import gib, parse_bytes
+from quantizers.recipe.schema import ALL, Experts, Scheme
 from quantizers.system.errors import RecipeError
+from quantizers.system.formatting import gib, parse_bytes
 
-from .knapsack import choose
 from .plan import Action, Kind, Plan, file_size, stored_as
 
 PARALLEL = (1, 2, 4, 8, 16)  # numbers of cards for which `as_dict` says whether vLLM could split an expert
@@ -106,6 +104,8 @@ class Allocation:
         """The index of the best candidate for each layer, from each layer's losses by candidate name."""
         table = [[row[str(scheme)] for scheme in self.candidates] for row in losses]
         outside = self.outside_bytes if self.unit == "bytes" else 0
+        from .knapsack import choose  # which needs numpy
+
         chosen = choose(self.costs, table, self.limit - outside)
         assert chosen is not None, "limits below the smallest are refused when the plan is made"
         return chosen

@@ -12,9 +12,9 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import Spec
 
+from .assign_actions import expected_tensors, mtp_layers
 from .fit_sizes import numbered
-from .making import expected_tensors, mtp_layers
-from .summary import kind_of_tensor
+from .plan import kind_of_tensor
 
 Section = tuple[str, ...]  # keys that lead to a part of the facts, such as ("every_layer", "tensors")
 OUTSIDE: Section = ("outside",)

@@ -19,11 +19,11 @@ from quantizers.checkpoint.safetensors_header import Spec, printed
 from quantizers.system.errors import ArchitectureError
 from quantizers.system.strict_yaml import parse
 
+from .assign_actions import mtp_layers
 from .differences import Difference, compare
 from .fit_sizes import fit_sizes
 from .fit_tensors import fit_known, fit_scales
 from .fit_unknown import fit_unknown
-from .making import mtp_layers
 
 NOT_TAKEN_OVER = ("published",)  # what is true of the family's models on the Hub, and maybe not of this one
 

@@ -18,7 +18,7 @@ from quantizers.checkpoint.safetensors_header import Spec
 
 from .differences import DENSE, EVERY, FLOATING, FP8, LINEARS, MOE, MTP, SCALE, TENSORS, Difference, part, shown
 from .fit_sizes import numbered
-from .summary import kind_of_tensor
+from .plan import kind_of_tensor
 
 KEPT = "kept"
 ByLayer = Mapping[int, Spec]

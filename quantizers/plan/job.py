@@ -30,14 +30,13 @@ from quantizers.checkpoint.reader import (
 )
 from quantizers.checkpoint.safetensors_header import Spec, printed
 from quantizers.recipe.changes import Change
-from quantizers.recipe.locations import facts_location, set_location, source_location
-from quantizers.recipe.schema import Recipe, given_at, read_recipe
-from quantizers.system.errors import ArchitectureError, CheckpointError, InputError
-from quantizers.system.near_names import did_you_mean
-from quantizers.system.shipped import shipped_names
+from quantizers.recipe.read import facts_location, given_at, read_recipe, set_location, source_location
+from quantizers.recipe.schema import Recipe
+from quantizers.system.errors import ArchitectureError, CheckpointError, InputError, did_you_mean
+from quantizers.system.package_data import shipped_names
 
 from .allocation import Allocation, allocation
-from .making import expected_tensors, make_plan
+from .assign_actions import expected_tensors, make_plan
 from .plan import Plan
 
 

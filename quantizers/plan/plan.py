@@ -14,28 +14,31 @@ kept, experts too. Each has a shard of its own, as every decoder layer has.
 A norm is folded only if the router and the experts are its only readers. Where anything else reads it, or the recipe
 does not want it, norm and router are kept like everything else.
 
-No file is opened here; making.py assigns the actions.
+No file is opened here; assign_actions.py assigns the actions.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from quantizers.architectures.matrices import Matrix
+from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.fp8 import ROWS, Fp8
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import Scheme
+from quantizers.recipe.schema import Experts, Scheme
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "carry"]
 KEPT: tuple[Kind, ...] = ("keep", "rename", "carry")  # whose tensors keep their bytes
 METADATA = {"format": "pt"}
+SUMMED = ("tensors", "bytes_before", "bytes_after")
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole part of a name
 
 
 @dataclass(frozen=True)
@@ -192,12 +195,17 @@ def stored_as(action: Action, scheme: Scheme) -> Action:
 
 def packed_specs(module: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Spec]:
     """The tensors written for one quantized matrix of shape (rows, columns)."""
+    return {f"{module}.{suffix}": spec for suffix, spec in _packed(shape, scheme.bits, scheme.group_size)}
+
+
+@cache
+def _packed(shape: tuple[int, ...], bits: int, group_size: int) -> tuple[tuple[str, Spec], ...]:
     rows, columns = shape
-    return {
-        f"{module}.weight_packed": Spec("I32", (rows, columns * scheme.bits // 32)),
-        f"{module}.weight_scale": Spec("BF16", (rows, columns // scheme.group_size)),
-        f"{module}.weight_shape": Spec("I64", (2,)),
-    }
+    return (
+        ("weight_packed", Spec("I32", (rows, columns * bits // 32))),
+        ("weight_scale", Spec("BF16", (rows, columns // group_size))),
+        ("weight_shape", Spec("I64", (2,))),
+    )
 
 
 def file_size(tensors: Mapping[str, Spec]) -> int:
@@ -206,8 +214,8 @@ def file_size(tensors: Mapping[str, Spec]) -> int:
     The header is compact JSON padded to 8 bytes. The tensors are sorted by dtype, last of DTYPE_BYTES first, then
     by name.
     """
-    ranks = list(DTYPE_BYTES)
-    order = sorted(tensors, key=lambda name: (-ranks.index(tensors[name].dtype), name))
+    ranks = {dtype: -rank for rank, dtype in enumerate(DTYPE_BYTES)}
+    order = sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": METADATA}
     offset = 0
     for name in order:
@@ -219,8 +227,82 @@ def file_size(tensors: Mapping[str, Spec]) -> int:
 
 
 def index_json(plan: Plan) -> str:
-    """The text of model.safetensors.index.json."""
-    weight_map = {name: file for file, tensors in plan.shards().items() for name in tensors}
-    total = sum(spec.bytes for tensors in plan.shards().values() for spec in tensors.values())
-    body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return json.dumps(body, indent=2) + "\n"
+    """The text of model.safetensors.index.json.
+
+    It is what `json.dumps(…, indent=2)` writes, but that takes seconds for a large model: only without `indent` does
+    the encoder run in C.
+    """
+    shards = plan.shards()
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    total = sum(spec.bytes for tensors in shards.values() for spec in tensors.values())
+    lines = json.dumps(dict(sorted(weight_map.items())), separators=(",\n    ", ": ")).strip("{}")
+    head = json.dumps({"metadata": {"total_size": total}}, indent=2).removesuffix("\n}")
+    return f'{head},\n  "weight_map": {{\n    {lines}\n  }}\n}}\n'
+
+
+def kind_of_tensor(name: str) -> str:
+    """A tensor's name with `*` in place of layer and expert numbers."""
+    return _NUMBER.sub("*", name)
+
+
+def _kind(action: Action, plan: Plan) -> str:
+    """The same, but the number of a layer that predicts further tokens is kept: it has other actions."""
+    name = kind_of_tensor(action.source)
+    return name.replace(".*.", f".{action.layer}.", 1) if action.layer in plan.mtp else name
+
+
+def kinds(plan: Plan) -> list[dict[str, object]]:
+    """Every kind of tensor with its action, count, and bytes before and after, in the order of the plan."""
+    sums: dict[tuple[str, str], tuple[int, int, int]] = {}
+    for action in plan.actions:
+        key = _kind(action, plan), action.kind
+        tensors, before, after = sums.get(key, (0, 0, 0))
+        written = sum(spec.bytes for spec in action.outputs.values())
+        sums[key] = tensors + 1, before + action.spec.bytes, after + written
+    return [
+        {"kind": name, "action": kind, "tensors": tensors, "bytes_before": before, "bytes_after": after}
+        for (name, kind), (tensors, before, after) in sums.items()
+    ]
+
+
+def listing(plan: Plan) -> list[dict[str, object]]:
+    """Every source tensor with its action and the tensors written for it, in the order of the shards."""
+    return [
+        {
+            "source": action.source,
+            "dtype": action.spec.dtype,
+            "shape": list(action.spec.shape),
+            "action": action.kind,
+            "shard": plan.shard_file(action.layer),
+            "outputs": {name: [spec.dtype, list(spec.shape)] for name, spec in action.outputs.items()},
+        }
+        for action in plan.actions
+    ]
+
+
+def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
+    """The plan in numbers: tensors and bytes by kind of action, output size, source size of a layer."""
+    by_kind, table = kinds(plan), dict[str, Counter[str]]()
+    for row in by_kind:
+        table.setdefault(str(row["action"]), Counter()).update({key: row[key] for key in SUMMED})
+    shards = {file: file_size(tensors) for file, tensors in plan.shards().items()}
+    source = Counter[int | None]()  # bytes of each layer
+    for action in plan.actions:
+        source[action.layer] += action.spec.bytes
+    layer_source = max(source[layer] for layer in range(plan.layers))
+    index = len(index_json(plan).encode())
+    return {
+        "layers": sizes["layers"],
+        "dense_layers": sorted(sizes.dense),
+        "experts_per_layer": sizes["experts"],
+        "quantized_matrices": plan.counts()["quantize"],
+        "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in KEPT),
+        "actions": table,
+        "kinds": by_kind,
+        "source_bytes": source.total(),
+        "expert_bytes": table["quantize"]["bytes_after"],
+        "output_bytes": sum(shards.values()) + index,
+        "index_bytes": index,
+        "shards": shards,
+        "layer_source_bytes": layer_source,
+    } | ({"mtp": {"layers": list(plan.mtp), "bytes": sum(source[n] for n in plan.mtp)}} if plan.mtp else {})

@@ -20,7 +20,7 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.fp8 import Fp8
 from quantizers.system.errors import InputError
 
-from .cards import GIB, Cards, parse_cards
+from .gpus import GIB, Gpus, parse_gpus
 from .plan import Plan
 from .tensor_parallel import MARLIN_TILE, cache_cards, module_cards, obstacles, unsaid
 
@@ -149,7 +149,7 @@ def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
     return next(obstacles(parallel, model.facts, model.sizes, model.groups, model.blocks), None)
 
 
-def split(model: Model, cards: Cards, tensor_parallel: int | None) -> tuple[int, int]:
+def split(model: Model, cards: Gpus, tensor_parallel: int | None) -> tuple[int, int]:
     """Tensor and pipeline parallelism that use all cards, with as much tensor parallelism as vLLM allows.
 
     Raises:
@@ -178,7 +178,7 @@ def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipel
 
 
 def fit(
-    model: Model, cards: Cards, context: int | None = None, kv: KvType = "auto", tensor_parallel: int | None = None
+    model: Model, cards: Gpus, context: int | None = None, kv: KvType = "auto", tensor_parallel: int | None = None
 ) -> Fit:
     """Estimate the memory of the fullest card.
 
@@ -234,7 +234,7 @@ def _weights(model: Model, tensor: int, pipeline: int) -> int:
     return math.ceil(in_layers + model.outside / tensor / (1 if pipeline == 1 else 2))
 
 
-def _activations(model: Model, cards: Cards, tensor: int) -> int:
+def _activations(model: Model, cards: Gpus, tensor: int) -> int:
     """Bytes live at the peak of a prefill step: vLLM's two MoE workspaces, hidden states, what attention reads (all in
     16 bit), and logits.
     """
@@ -258,12 +258,12 @@ def _attention_rows(model: Model, tensor: int) -> int:
     return divided // tensor + sum(rows.values()) - divided
 
 
-def step_tokens(cards: Cards) -> int:
+def step_tokens(cards: Gpus) -> int:
     """Tokens in one prefill step: vLLM's default for a card of this size."""
     return 8192 if cards.bytes >= LARGE_CARD else 2048
 
 
-def assumptions(cards: Sequence[Cards]) -> list[str]:
+def assumptions(cards: Sequence[Gpus]) -> list[str]:
     """The assumptions behind an estimate, one line each."""
     steps = " or ".join(f"{n:,}" for n in sorted({step_tokens(c) for c in cards}))
     return [
@@ -292,7 +292,7 @@ def common_fits(model: Model) -> list[Fit]:
     is listed only if the maximum context does not fit in 16 bit.
     """
     rows: list[Fit] = []
-    for cards in map(parse_cards, COMMON):
+    for cards in map(parse_gpus, COMMON):
         for kv in KV_BYTES:
             row = fit(model, cards, kv=kv)
             if row.longest >= min(8192, model.longest):

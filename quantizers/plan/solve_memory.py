@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantizers.architectures.sizes import Sizes
-from quantizers.system.byte_size import gib
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import gib
 
 from .plan import Plan
 from .states import between_bytes, lanes_bytes, recorded_bytes

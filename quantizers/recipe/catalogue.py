@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantizers.architectures.families import published_models
-from quantizers.system.errors import InputError, OutputError
-from quantizers.system.near_names import did_you_mean
-from quantizers.system.shipped import shipped
+from quantizers.system.errors import InputError, OutputError, did_you_mean
+from quantizers.system.package_data import shipped
 
-from .names import shipped_recipe
-from .schema import Experts, Recipe, read_recipe
+from .read import read_recipe, shipped_recipe
+from .schema import Experts, Recipe
 
 HEADER = """# Recipes
 
@@ -60,21 +59,9 @@ def catalogue() -> str:
     return "\n".join(lines) + "\n"
 
 
-def text_of(name: str) -> str:
-    """The text of a shipped recipe.
-
-    Args:
-        name: see `shipped_recipe`.
-
-    Raises:
-        RecipeError: no recipe has this name.
-    """
-    return shipped_recipe(name).read_text(encoding="utf-8")
-
-
 def copied(name: str) -> str:
     """A shipped recipe's text for another folder: relative paths become bare names (sets) or full paths (models)."""
-    text = text_of(name)
+    text = shipped_recipe(name).read_text(encoding="utf-8")
     for folder in ("calibration", "models"):
         text = text.replace(f"../{folder}/", "" if folder == "calibration" else f"{shipped(folder)}/")
     return text

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantizers.system.errors import RecipeError
-from quantizers.system.near_names import did_you_mean
-from quantizers.system.schema_faults import Origin, Place, dotted
-from quantizers.system.shipped import find, shipped_names
+from quantizers.system.errors import RecipeError, did_you_mean
+from quantizers.system.package_data import find, shipped_names
+from quantizers.system.pydantic_errors import Origin, Place, dotted
 from quantizers.system.strict_yaml import Refused, dump, parse_value
 
 CALIBRATION = ("calibration",)

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantizers.system.own_files import CALIBRATION, FACTS, HELD_OUT, LOCK, RECIPE
+from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, LOCK, RECIPE
 from quantizers.system.strict_yaml import dump, parse
 
-from .locations import facts_location, set_location
+from .read import facts_location, set_location
 from .schema import Calibration, Recipe
 
 if TYPE_CHECKING:
-    from quantizers.calibration.set import CalibrationSet, DataSource
+    from quantizers.calibration.set import DataSource
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
@@ -53,18 +53,13 @@ class Resolved:
 
     def texts(self) -> dict[str, str]:
         """The files to write next to the checkpoint: text by name."""
-        return {RECIPE: recipe_text(self.recipe.settings()), **self.sets}
+        return {RECIPE: dump(self.recipe.settings()), **self.sets}
 
     def published(self, place: str) -> str:
         """A row's place in the calibration set, such as `./texts.jsonl:12`, with the file's published name instead."""
         # Take the longest matching name: a place in a.jsonl starts with a.json too.
         original = max((name for name in self.renamed if place.startswith(name)), key=len, default="")
         return self.renamed[original] + place.removeprefix(original) if original else place
-
-
-def recipe_text(settings: Mapping[str, Any]) -> str:
-    """The text of recipe.yaml for a recipe's settings."""
-    return dump(settings)
 
 
 def is_hub_id(model: str) -> bool:
@@ -102,8 +97,8 @@ def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
     Raises:
         CalibrationError: a set is wrong, or one of its local files is missing.
     """
-    from quantizers.calibration.sources.lock import file_hash
-    from quantizers.calibration.sources.rows import local_file, published_name
+    from quantizers.calibration.lock import file_hash
+    from quantizers.calibration.rows import local_file
 
     sets: dict[str, str] = {}
     data: dict[str, Path] = {}
@@ -114,7 +109,7 @@ def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
 
         def called(source: DataSource, folder: Path = file.parent, names: dict[str, str] = names) -> str:
             data_file = local_file(source, folder)
-            name = published_name(file_hash(data_file).removeprefix("sha256:"), data_file.suffix)
+            name = f"data-{file_hash(data_file).removeprefix('sha256:')[:16]}{data_file.suffix}"
             data[name], names[source.dataset] = data_file, name
             return name
 
@@ -179,10 +174,10 @@ def _copies(path: Path, target: str, called: Callable[[DataSource], str]) -> dic
     Args:
         called: returns the published name of a local source's file.
     """
+    from quantizers.calibration.lock import read_lock
+    from quantizers.calibration.rows import for_each_source
+    from quantizers.calibration.sampler import order_of
     from quantizers.calibration.set import read_set
-    from quantizers.calibration.sources.lock import read_lock
-    from quantizers.calibration.sources.parallel import for_each_source
-    from quantizers.calibration.take import order_of
 
     calibration = read_set(path)
 
@@ -194,7 +189,8 @@ def _copies(path: Path, target: str, called: Callable[[DataSource], str]) -> dic
         return source.model_copy(update={"dataset": called(source), "order": order})
 
     sources = for_each_source(calibration, path, copied, 1)
-    texts = {target: set_text(calibration.model_copy(update={"sources": tuple(sources)}))}
+    values = calibration.model_copy(update={"sources": tuple(sources)}).model_dump(mode="json", exclude_none=True)
+    texts = {target: dump(values, width=120, short_in_one_line=True)}
     pins = read_lock(path, calibration)
     if pins is not None:
         entries = []
@@ -204,9 +200,3 @@ def _copies(path: Path, target: str, called: Callable[[DataSource], str]) -> dic
         lock = {"format": 1, "sources": entries}
         texts[Path(target).stem + LOCK] = json.dumps(lock, indent=1, ensure_ascii=False) + "\n"
     return texts
-
-
-def set_text(calibration: CalibrationSet) -> str:
-    """A set as YAML, with every key whose value is not None."""
-    values = calibration.model_dump(mode="json", exclude_none=True)
-    return dump(values, width=120, short_in_one_line=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -14,18 +15,56 @@ from pydantic import (
     model_serializer,
 )
 
-from quantizers.system.byte_size import parse_bytes
-from quantizers.system.errors import InputError, RecipeError
-from quantizers.system.schema_faults import Origin, Place, dotted
-from quantizers.system.strict_yaml import Strict, fit, origins_in, parse
+from quantizers.system.errors import InputError
+from quantizers.system.formatting import parse_bytes
+from quantizers.system.strict_yaml import Strict
 
-from .changes import Change, changed
-from .names import find_recipe
-from .scheme import Scheme
+SCALE_BITS = 16  # bfloat16
+BITS, GROUPS = (4, 8), (32, 64, 128)  # supported by vLLM's Marlin MoE kernels without zero points
 
 
-class Source(Strict):
-    """The checkpoint to read. `facts` is no part of the settings unless it is given."""
+@dataclass(frozen=True, order=True)
+class Scheme:
+    """Symmetric integers of `bits` bits, one bfloat16 scale for every `group_size` weights."""
+
+    bits: int
+    group_size: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a packed weight and its share of the scale: 4.5 for INT4 in groups of 32."""
+        return self.bits + SCALE_BITS / self.group_size
+
+    def __str__(self) -> str:
+        return f"INT{self.bits} group {self.group_size}"
+
+
+ALL = tuple(Scheme(bits, group) for bits in BITS for group in reversed(GROUPS))  # in ascending order of size
+
+
+def counted(schemes: Iterable[Scheme]) -> str:
+    """`INT4 group 64` if all layers have the same scheme, else `INT4 group 32 (3 layers), INT4 group 64 (1 layer)`."""
+    counts = Counter(schemes)
+    if len(counts) == 1:
+        return str(next(iter(counts)))
+    return ", ".join(f"{s} ({n} layer{'s' if n > 1 else ''})" for s, n in sorted(counts.items()))
+
+
+class _OnlyIfGiven(Strict):
+    """A schema with optional keys that are part of the settings, and of their hash, only if a recipe gives them."""
+
+    only_if_given: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        settings: dict[str, Any] = handler(self)
+        return {key: value for key, value in settings.items() if value is not None or key not in self.only_if_given}
+
+
+class Source(_OnlyIfGiven):
+    """The checkpoint to read."""
+
+    only_if_given = ("facts",)
 
     model: Annotated[str, Field(min_length=1)]
     """A Hub id, or a folder relative to the recipe."""
@@ -34,31 +73,26 @@ class Source(Strict):
     trust_remote_code: Literal[False, "tokenizer", True] = False
     """`tokenizer` lets the tokenizer run code of its own. Nothing else of a source ever runs: `true` is the same."""
     facts: Annotated[str, Field(min_length=1)] | None = None
-    """A file with your own facts about the model's family, relative to the recipe; `quantize new --facts` writes one.
-    Without it the kept facts are taken."""
+    """A file with your own architecture spec for the model's family, relative to the recipe; `quantize new --facts`
+    writes one. Default: the built-in spec."""
 
     @property
     def trusts_tokenizer(self) -> bool:
         """Whether the tokenizer may run code of its own."""
         return self.trust_remote_code is not False
 
-    @model_serializer(mode="wrap")
-    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        settings: dict[str, Any] = handler(self)
-        return {key: value for key, value in settings.items() if key != "facts" or value is not None}
-
 
 class Calibration(Strict):
-    """A calibration set, of which `tokens` tokens are drawn evenly over its categories, see calibration/draw.py.
+    """A calibration set, or a subsample of it, see calibration/subsample.py.
 
-    Without `tokens` it means the same as the set's name alone, and the settings say it so.
+    Without `tokens` it means the same as the set's name alone, and that is how the settings have it.
     """
 
     set: Annotated[str, Field(min_length=1)]
     """The name of a shipped set, or a path relative to the recipe."""
     tokens: Annotated[int, Field(ge=1)] | None = None
-    """Draw so many tokens: the same number from each category where it has them, in an order that the set's seed
-    decides. Without the key the whole set is taken."""
+    """Number of tokens to draw: the same from each category where it has enough, in an order that the set's seed
+    decides. Default: the whole set."""
 
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any] | str:
@@ -66,35 +100,26 @@ class Calibration(Strict):
         return settings if self.tokens is not None else self.set
 
 
-class Awq(Strict):
-    """AWQ's scale search. The grid has the identity and `grid - 1` ratios from 0 to 1.
+class Awq(_OnlyIfGiven):
+    """AWQ's scale search: one scale for each expert, between w3 and w2.
 
-    There is one scale for each expert, between w3 and w2. With `fold` there is another, shared by all experts of a
-    layer and folded into the norm before them. Without the key that is done where it is exact: where the router and the
-    experts are the norm's only readers, as the family's facts say. `true` refuses any other family.
+    With `fold` there is another one, shared by all experts of a layer and folded into the norm before them. That is
+    exact where the router and the experts are the norm's only readers, as the architecture spec says.
     """
 
-    grid: Annotated[int, Field(ge=3, le=200)] = 20
-    """How many candidates the search tries: the identity, and ratios from 0 to 1."""
-    duo_scaling: bool = True
-    """Whether a candidate is made from activations and weights, or from activations alone."""
-    fold: bool | None = None
-    """Whether a scale is folded into the norm before the experts, and the router compensated for it. Without the key:
-    where that is exact; `true` refuses any other family, `false` keeps norms and routers as they are."""
+    only_if_given = ("fold",)
 
-    @model_serializer(mode="wrap")
-    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        settings: dict[str, Any] = handler(self)
-        return {key: value for key, value in settings.items() if value is not None}
+    grid: Annotated[int, Field(ge=3, le=200)] = 20
+    """Number of candidates in the search: the identity, and `grid - 1` ratios from 0 to 1."""
+    duo_scaling: bool = True
+    """Whether candidates use activations and weights, or activations alone."""
+    fold: bool | None = None
+    """Whether a scale is folded into the norm before the experts, and the router compensated for it. Default: where
+    that is exact. `true` refuses any other family, `false` leaves norms and routers unchanged."""
 
 
 class Experts(Strict):
-    """How the matrices of the routed experts are quantized. Everything else keeps its bytes.
-
-    With `budget` (bytes of all shards, including kept tensors) or `bits_per_weight` (of the experts, including
-    scales), bits and group size are chosen for each layer from measurements, see plan/allocation.py. A group must
-    then fit the part of an expert that each of `tensor_parallel` cards holds.
-    """
+    """Quantization of the routed experts' matrices. Everything else keeps its bytes."""
 
     # These three come first, so that the validators of the keys that they exclude can see them. Keys that the
     # recipe does not give are not part of the settings.
@@ -104,7 +129,7 @@ class Experts(Strict):
     bits_per_weight: Annotated[float, Field(gt=0.0)] | None = None
     """The same with a mean over the experts, scales included: INT4 in groups of 32 has 4.5."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] | None = None
-    """With a budget: on how many cards an expert is to be split; a group must fit the part of each."""
+    """With a budget: the number of GPUs over which an expert is split when served; a group must fit each part."""
     bits: Literal[4, 8] = 4
     """Bits of a weight."""
     group_size: Literal[32, 64, 128] = 32
@@ -112,15 +137,15 @@ class Experts(Strict):
     symmetric: Literal[True] = True
     """There are no zero points: vLLM's Marlin MoE kernels take none."""
     engine: Literal["gram", "llmcompressor"] = "gram"
-    """What solves a layer: our own engine, or the library's AWQ as a reference."""
+    """The solver of a layer: the native one, or llm-compressor's AWQ as a reference."""
     awq: Awq | Literal[False] = Awq()
     """AWQ's scale search; `false` leaves it out."""
     routed_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
-    """How much more the tokens count that the router sends to an expert. 0: all tokens count alike; 1: only those."""
+    """Extra weight of the tokens that the router sends to an expert. 0: all tokens count alike; 1: only those count."""
     scales: Literal["mse", "minmax"] = "mse"
-    """How a group's scale is chosen: by least squares, or from its largest weight."""
+    """A group's scale: by least squares, or from its largest weight."""
     rounding: Literal["gptq", "nearest"] = "gptq"
-    """How codes are chosen: by GPTQ and two refining sweeps, or to the nearest."""
+    """GPTQ with two sweeps of coordinate descent, or round to nearest."""
 
     @property
     def by_budget(self) -> bool:
@@ -199,8 +224,10 @@ class Stop(Strict):
     """The smallest share of the source's expert choices that the output makes too."""
 
 
-class Verify(Strict):
+class Verify(_OnlyIfGiven):
     """What is measured, and the gates: if one fails, the exit code is 3 instead of 0."""
+
+    only_if_given = ("stop",)
 
     coverage: CoverageGate | None = None
     """How many tokens of the calibration set the router must send to each expert."""
@@ -215,11 +242,6 @@ class Verify(Strict):
         if stop is not None and info.data.get("perplexity") is None:
             raise ValueError("is measured on a held-out set; give verify.perplexity.data, or remove it")
         return stop
-
-    @model_serializer(mode="wrap")
-    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        settings: dict[str, Any] = handler(self)
-        return {key: value for key, value in settings.items() if key != "stop" or value is not None}
 
 
 class Recipe(Strict):
@@ -250,32 +272,3 @@ class Recipe(Strict):
     def settings(self) -> dict[str, Any]:
         """Every key with its value, including defaults, as stored in recipe.yaml and report.json."""
         return self.model_dump(mode="json")
-
-
-def read_recipe(name: str, changes: Sequence[Change] = ()) -> tuple[Recipe, Path]:
-    """Read and check a recipe.
-
-    Args:
-        name: see `find_recipe`.
-        changes: settings that are given instead of those in the file.
-
-    Returns:
-        The recipe and its path; relative paths in the recipe start from that path's folder.
-
-    Raises:
-        RecipeError: the recipe is wrong; a line for each fault, naming file, line and key.
-    """
-    path = find_recipe(name)
-    data, origins = _values(path, changes)
-    return fit(data, origins, Origin(f"{path}:1", 1), Recipe, RecipeError), path
-
-
-def _values(path: Path, changes: Sequence[Change]) -> tuple[dict[str, Any], dict[Place, Origin]]:
-    data, lines = parse(path, RecipeError)
-    return changed(data, origins_in(path, lines), changes)
-
-
-def given_at(place: Place, path: Path, changes: Sequence[Change] = ()) -> str:
-    """Where a key's value comes from, for messages: `recipe.yaml:7: experts.budget`, or the option that gave it."""
-    origin = _values(path, changes)[1].get(place, Origin(f"{path}:1", 1))
-    return origin.shown if origin.key == dotted(place) else f"{origin.shown}: {dotted(place)}"

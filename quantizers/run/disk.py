@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quantizers.checkpoint.reader import side_files
 from quantizers.plan.job import Job
-from quantizers.plan.summary import summary
+from quantizers.plan.plan import summary
 
 
 def output_bytes(job: Job, data: Collection[Path] = ()) -> int:

@@ -11,13 +11,13 @@ from quantizers.checkpoint.source_files import source_digest
 from quantizers.output import journal
 from quantizers.output.fingerprint import differences, short_value
 from quantizers.output.folder import finished_report
-from quantizers.output.record import add_files, seal_of, write_record
+from quantizers.output.manifest import add_files, seal_of, write_record
 from quantizers.plan.job import Job
 from quantizers.recipe.portable import Resolved, meaning, resolve_recipe, settings_hash
-from quantizers.recipe.schema import read_recipe
-from quantizers.system.atomic import copy_file
+from quantizers.recipe.read import read_recipe
 from quantizers.system.errors import InputError, OutputError
-from quantizers.system.own_files import RECIPE
+from quantizers.system.files import copy_file
+from quantizers.system.output_files import RECIPE
 
 from .options import Options
 

@@ -1,6 +1,6 @@
 """Perplexity, KL and routing of finished checkpoints against their source, on a held-out set.
 
-Nothing but files is read, each layer of each checkpoint once; the visits are those of a run.
+Nothing but files is read, each layer of each checkpoint once, in the same loop as that of a run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
-from eval.fidelity.figures import Measured
-from eval.fidelity.score import measured, score
+from eval.fidelity.comparison import Comparison
+from eval.fidelity.held_out import HeldOut, held_out
+from eval.fidelity.metrics import Measured
+from eval.fidelity.scoring import measured, score
 from eval.fidelity.weight_error import weight_errors
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
-from quantizers.calibration.data import CalibrationData, digest_of
-from quantizers.calibration.samples import samples
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, digest_of
 from quantizers.checkpoint.formats import readable
 from quantizers.checkpoint.held import hold, layer_names, outside_names
 from quantizers.checkpoint.reader import Checkpoint
@@ -30,14 +32,12 @@ from quantizers.checkpoint.swapped import refuse_swapped
 from quantizers.device.devices import fingerprint, forward_dtype
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.system.atomic import write_json
+from quantizers.layers.loop import all_tensors, layer_steps
+from quantizers.layers.step import LayerStep
 from quantizers.system.errors import CheckpointError, OutputError
-from quantizers.system.plain_json import finite
+from quantizers.system.files import json_finite, write_json
 from quantizers.team.shown import shown
 from quantizers.team.team import ALONE, Team
-
-from .held_out import HeldOut, held_out
-from .visit import Visit, visits
 
 EVALUATION = "evaluation.json"  # in `work`: the settings that a resumable evaluation was started with
 
@@ -91,7 +91,7 @@ def measure(
         other = sizes_of(facts, candidate.config, config_path)
         if candidate.config.get("model_type") != facts.model_type or (other, other.dense) != (sizes, sizes.dense):
             raise CheckpointError(f"{config_path}: is another model than {source.name}; give checkpoints of one model")
-    data = team.tell(samples(data_set, source.folder, trust_remote_code) if team.leads else None)
+    data = team.tell(load_set(data_set, source.folder, trust_remote_code) if team.leads else None)
     if not long and any(not sample.long for sample in data.samples):
         short = tuple(sample for sample in data.samples if not sample.long)
         data = replace(data, samples=short, digest=digest_of(short))
@@ -126,17 +126,17 @@ class _FromFiles:
         self.lane, self.checkpoint, self.weights = lane, checkpoint, weights
         self.weight_error: dict[str, float] = {}
 
-    def prepare(self, visit: Visit, layer: torch.nn.Module) -> None:
+    def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
         """Nothing is made of the source's weights."""
 
     @contextlib.contextmanager
-    def layer(self, visit: Visit) -> Iterator[torch.nn.Module]:
+    def layer(self, step: LayerStep) -> Iterator[torch.nn.Module]:
         """The layer as it lies in the files, each tensor read once."""
         model = self.lane.model
-        part = hold(self.checkpoint, layer_names(self.checkpoint, model.facts, visit.number))
+        part = hold(self.checkpoint, layer_names(self.checkpoint, model.facts, step.number))
         if self.weights:
-            self.weight_error = weight_errors(visit.source, part, model.facts, model.sizes, visit.number, model.device)
-        with model.layer(visit.number, part) as layer:
+            self.weight_error = weight_errors(step.source, part, model.facts, model.sizes, step.number, model.device)
+        with model.layer(step.number, part) as layer:
             yield layer
 
 
@@ -172,20 +172,22 @@ def _evaluate(
         _FromFiles(lane, one, weights and team.leads) for lane, one in zip(lanes[1:], opened[1:], strict=True)
     ]
     entries = [json.loads(journal(number).read_text()) for number in range(done if team.leads else 0)]
-    visited = visits(opened[0], lanes[0], candidates, held.texts, done, check=check, team=team)
-    with shown("evaluating", layers, done, check, team) as step, contextlib.closing(visited):
-        for visit in visited:
+    comparison = Comparison(lanes[0], candidates, held.texts, team)
+    tensors = all_tensors(models[0], opened[0], done)
+    steps = layer_steps(opened[0], tensors, [comparison], models[0], check=check, team=team)
+    with shown("evaluating", layers, done, check, team) as shown_step, contextlib.closing(steps):
+        for step in steps:
             if team.leads:
                 found = [
                     compared | ({"weight_error": candidate.weight_error} if weights else {})
-                    for compared, candidate in zip(visit.compared, candidates, strict=True)
+                    for compared, candidate in zip(comparison.found, candidates, strict=True)
                 ]
                 entries.append(found)
                 if resumable:
-                    write_json(journal(visit.number), finite(found))
+                    write_json(journal(step.number), json_finite(found))
             for lane in lanes:
-                lane.forget(visit.number)
-            step(f"layer {visit.number}")
+                lane.forget(step.number)
+            shown_step(f"layer {step.number}")
     kept = work if resumable and team.node == 0 else None  # on the other machines nobody has made the folder
     scores = score(lanes, held.texts, partial(shown, check=check, team=team), kept, team)
     if not team.leads:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantizers.plan.job import Job
-from quantizers.system.short_path import short_path
-from quantizers.system.text_table import size
+from quantizers.system.formatting import short_path, size
 
 from .options import Options
 
@@ -30,10 +29,10 @@ def opening_line(job: Job, options: Options, model: str, counts: tuple[int, int]
     source = sum(action.spec.bytes for action in job.plan.actions)
     routed = f"{layers - dense} of {layers} layers" if dense else f"{layers} layer{'s' if layers > 1 else ''}"
     texts = f" and {held_out:,} held-out" if held_out else ""
-    going_on = f"; going on after layer {done} of {layers}" if done else ""
+    resuming = f"; resuming after layer {done} of {layers}" if done else ""
     return (
         f"{model} ({size(source)}, {routed} × {job.sizes['experts']} experts) → {short_path(options.output)} on "
-        f"{_machine(options.device, options.team.count)}; {tokens:,} calibration{texts} tokens{going_on}"
+        f"{_machine(options.device, options.team.count)}; {tokens:,} calibration{texts} tokens{resuming}"
     )
 
 

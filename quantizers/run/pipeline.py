@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from eval.coverage.gates import check_floors
-from eval.fidelity.figures import Text
+from eval.fidelity.held_out import HeldOut, held_out
+from eval.fidelity.metrics import Text
 from quantizers.budget.branches import Branches
 from quantizers.budget.choice import choose_schemes
-from quantizers.budget.measurements import measuring_seconds
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.samples import samples
-from quantizers.calibration.texts import token_tensors
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.source_files import check_hashes, source_stats
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype
 from quantizers.device.kind import accelerated
@@ -30,34 +29,31 @@ from quantizers.output import journal
 from quantizers.output.context import Context, Place
 from quantizers.output.fingerprint import refuse_changes
 from quantizers.output.folder import check_room, finished_report, move_into_place, refuse_strangers
-from quantizers.output.record import describe_files, text_sha256
+from quantizers.output.manifest import text_sha256
 from quantizers.plan.job import Job
 from quantizers.plan.solve_memory import device_memory
 from quantizers.plan.states import between_bytes, calibration_bytes, held_out_bytes
 from quantizers.plan.units import work_units
-from quantizers.recipe.locations import set_location
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
-from quantizers.system.atomic import copy_file, sync_folder, write_text
+from quantizers.recipe.read import set_location
 from quantizers.system.errors import InputError
+from quantizers.system.files import copy_file, sync_folder, write_text
 from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
-from quantizers.system.own_files import CARD, PAGE
-from quantizers.system.progress import peak_memory
 from quantizers.system.residents import Residents
 from quantizers.team.heart import RESUME
 from quantizers.team.team import Team
 from stitch.write.beside import write_beside
 
 from .agree import agree
-from .card import write_with_card
 from .disk import output_bytes
 from .finished import already_done
-from .held_out import HeldOut, held_out
-from .layer_loop import assist_layers, quantize_layers
 from .opening import opening_line
 from .options import Options
 from .places import places
-from .proof import prove
+from .quantize import quantize_layers
+from .report import run_report
+from .report_files import write_report
 from .unfinished import find_damage, refuse_other_texts
 
 METHOD = 10  # increased whenever the same settings would give different bytes
@@ -113,7 +109,7 @@ def assist(job: Job, options: Options) -> None:
                 message: _Shared = team.tell()
                 context = message.context(work, options.device, check, team)
                 job = _with_schemes(job, None, context, options.output)
-                assist_layers(job, context, message.texts)
+                quantize_layers(job, None, None, context, message.texts)
             finally:
                 if team.node:
                     journal.leave(options.output, team.node)
@@ -211,7 +207,9 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
     add_recipe(resolved, work / "output", options.with_data)
     check()
     figures = held.figures(measured, "the output") if held and measured else None
-    write_report(job, resolved, data, figures, started, context)
+    report = run_report(job, resolved, data, figures, started, context)
+    write_report(work / "output", report, resolved.texts())
+    write_text("", work / "moving")
 
 
 def _with_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context, output: Path) -> Job:
@@ -225,7 +223,7 @@ def _with_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Cont
 
 def _samples(job: Job, name: str, tokens: int | None = None) -> CalibrationData:
     """The samples of a set that the recipe names, or `tokens` tokens of them."""
-    return samples(set_location(name, job.path), job.opened.folder, job.recipe.source.trusts_tokenizer, tokens)
+    return load_set(set_location(name, job.path), job.opened.folder, job.recipe.source.trusts_tokenizer, tokens)
 
 
 def load_held_out(job: Job) -> HeldOut | None:
@@ -268,36 +266,3 @@ def add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:
     if with_data:
         for name, file in resolved.data.items():
             copy_file(file, folder / name)
-
-
-def write_report(
-    job: Job,
-    resolved: Resolved,
-    data: CalibrationData,
-    figures: dict[str, Any] | None,
-    started: float,
-    context: Context,
-) -> None:
-    """Prove the assembled files, and write report.json, the page and the card.
-
-    Args:
-        figures: what the output does with the held-out texts; None without any.
-        started: `time.monotonic()` when this process began.
-    """
-    from eval.report.card_pictures import draw
-
-    from .card_facts import add_card_facts
-
-    work = context.work
-    layers = journal.done_layers(work, job.sizes["layers"])
-    report = prove(job, resolved, data, layers, figures, context)
-    earlier = sum(sum(entry["seconds"].values()) for entry in layers)
-    report["seconds"] = {"this_process": time.monotonic() - started, "layers": earlier}
-    if job.allocation:
-        report["seconds"]["measuring"] = measuring_seconds(work, job.sizes["layers"])
-    report["peak_memory_bytes"] = max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)])
-    add_card_facts(report, job, data)
-    folder = work / "output"
-    draw(report, folder)
-    write_with_card(folder, report | describe_files(folder, resolved.texts(), later=(CARD, PAGE)))
-    write_text("", work / "moving")

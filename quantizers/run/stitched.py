@@ -1,42 +1,32 @@
-"""`quantize stitch` from beginning to end: the two checkpoints become one, which is proven and reported as a run's is.
+"""`quantize stitch` from beginning to end: two checkpoints become one, which is verified and reported as a run's is.
 
-What a run knows of its calibration nobody knows here; report and card say so, and repeat what the experts' checkpoint
-says of itself.
+Nothing is known of the experts' calibration; report and card say so, and repeat what the experts' checkpoint says of
+itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eval.consumers.folder import check_folder
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.source_files import source_digest
-from quantizers.device.devices import versions
 from quantizers.output import journal
 from quantizers.output.fingerprint import refuse_changes
 from quantizers.output.folder import finished_report, move_into_place, refuse_strangers
-from quantizers.output.record import describe_files, text_sha256
-from quantizers.plan.summary import summary
+from quantizers.output.manifest import text_sha256
 from quantizers.recipe.portable import facts_copy, source_name
-from quantizers.system.atomic import write_text
 from quantizers.system.errors import OutputError
-from quantizers.system.own_files import CARD, PAGE
+from quantizers.system.files import write_text
 from quantizers.system.progress import checked, progress
 from stitch.audit.checkpoint import verify
-from stitch.audit.folder import folders_left_out
-from stitch.mix.layers import as_rows, describe
-from stitch.mix.mix import Mix, belong_together, write_mix
-from stitch.write.digests import ShardDigest
+from stitch.mix import belong_together, write_mix
 
-from .card import write_with_card
-from .card_facts import about_source, serving
-from .origin import told_by
-from .proof import own_gates
+from .report import stitch_report
+from .report_files import write_report
 
 
 def stitch(
@@ -91,54 +81,8 @@ def stitch(
             folder = work / "output"
             for name, text in carried.items():
                 write_text(text, folder / name)
-            report = _prove(mix, settings, folder, written, device=device, check=check, own=own)
-            write_with_card(folder, report | describe_files(folder, carried, later=(CARD, PAGE)))
+            with progress("verifying", mix.sizes["layers"]) as step:
+                audit = verify(folder, source, device, written, checked(step, check), own=own)
+            write_report(folder, stitch_report(mix, settings, folder, audit, written, own), carried)
             write_text("", work / "moving")
         return move_into_place(work, output)
-
-
-def _prove(
-    mix: Mix,
-    settings: dict[str, Any],
-    folder: Path,
-    written: dict[str, ShardDigest],
-    *,
-    device: torch.device,
-    check: Callable[[], None],
-    own: Path | None,
-) -> dict[str, Any]:
-    """Read every file once more, and report all that is known; only the list of files is missing.
-
-    Args:
-        settings: by which a later call knows the output again.
-        written: digests of the shards, from when they were written.
-    """
-    source, facts, plan = mix.source, mix.facts, mix.plan
-    with progress("verifying", mix.sizes["layers"]) as step:
-        audit = verify(folder, source, device, written, checked(step, check), own=own)
-    consumers = check_folder(folder, own)
-    report: dict[str, Any] = {
-        "stitched": settings,
-        "source": {
-            "model": settings["source"],
-            "revision": source.revision,
-            "digest": settings["digests"]["source"],
-        }
-        | about_source(facts, settings["source"], source),
-        "experts": {
-            "model": settings["experts"],
-            "revision": mix.experts.revision,
-            "digest": settings["digests"]["experts"],
-            "schemes": [asdict(scheme) for scheme in sorted(set(plan.schemes), key=plan.schemes.index)],
-        }
-        | told_by(mix.experts),
-        "plan": {key: value for key, value in summary(plan, mix.sizes).items() if key != "shards"},
-        "versions": versions(),
-        "examined": describe(mix.found),
-        "notes": [*describe(mix.found), *folders_left_out(source.folder)],
-        "layers": as_rows(mix.found),
-        "audit": audit.as_dict() | {"digests": written},
-        "gates": own_gates(audit, consumers),
-        "serving": serving(plan, facts, mix.sizes, source, settings["source"]),
-    }
-    return report | ({"consumers": consumers.as_dict()} if consumers else {})

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from eval.fidelity.held_out import HeldOut
 from quantizers.output import journal
 from quantizers.output.fingerprint import refuse_changes
 from quantizers.system.errors import OutputError
 from quantizers.system.progress import checked, progress
-
-from .held_out import HeldOut
 
 
 def refuse_other_texts(work: Path, layers: int, held: HeldOut, output: Path) -> None:

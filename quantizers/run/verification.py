@@ -10,14 +10,14 @@ from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json
 from quantizers.checkpoint.refused_formats import refuse_gguf, refuse_unread
 from quantizers.checkpoint.swapped import refuse_swapped
-from quantizers.output.record import carried_facts
+from quantizers.output.manifest import carried_facts
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
-from quantizers.system.own_files import FACTS, REPORT
+from quantizers.system.output_files import FACTS, REPORT
+from quantizers.system.package_data import shipped
 from quantizers.system.progress import progress
-from quantizers.system.shipped import shipped
 
-from .record_check import Record, check_record
+from .manifest_check import Record, check_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: P
     from stitch.audit.checkpoint import Audit, verify
 
     _refuse(folder, source)
-    record, carried = check_record(folder), carried_facts(folder)
+    record, carried = check_manifest(folder), carried_facts(folder)
     if own is None and carried is not None:
         try:
             architecture_for(source.config, str(source.folder / CONFIG), carried)
@@ -134,7 +134,7 @@ def _named_source(folder: Path, needed: bool) -> tuple[str, str]:
     except (CheckpointError, KeyError, TypeError) as failure:
         if not needed:
             return "", "main"
-        damaged = check_record(folder).differences
+        damaged = check_manifest(folder).differences
         if damaged:
             raise DamagedRecord(f"{damaged[0]}; with --source the rest can be verified") from None
         raise InputError(

@@ -124,6 +124,25 @@ def _shows_phases(show: Step) -> Iterator[None]:
         _watching.remove(show)
 
 
+def forecast(layers: int) -> Callable[[dict[str, Any]], None]:
+    """A function to call with the journal entry of each finished layer of so many.
+
+    At the first one with experts it says on stderr how long the layers after it will take, if each takes as long.
+    """
+    said = False
+
+    def line(entry: dict[str, Any]) -> None:
+        nonlocal said
+        left = layers - entry["layer"] - 1
+        if entry["routed"] and not said and left:
+            said = True
+            about = duration(left * sum(entry["seconds"].values()))
+            more = f"{left} more layer{'s' if left > 1 else ''}"
+            print(f"forecast from layer {entry['layer']}: about {about} for {more}", file=sys.stderr, flush=True)
+
+    return line
+
+
 def layer_line(entry: dict[str, Any]) -> str:
     """The log line of one layer: seconds by phase, errors, what the held-out set says, fallbacks, peak memory.
 

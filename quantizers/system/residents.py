@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass
 
-from .byte_size import gib
 from .errors import QuantizeError
+from .formatting import gib
 
 
 @dataclass

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .errors import InputError
-from .schema_faults import Origin, Place, dotted, fault_lines
+from .pydantic_errors import Origin, Place, dotted, fault_lines
 
 MAX_BYTES = 200_000  # takes PyYAML seconds at worst; the largest shipped file has 10,000
 MAX_DEPTH = 32
@@ -73,7 +73,7 @@ def dump(values: Mapping[str, Any], width: int = 80, *, short_in_one_line: bool 
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:
-    if node.style is not None:
+    if node.style:
         return node.value
     for tag, pattern in _CORE_SCHEMA.items():
         if re.fullmatch(pattern, node.value):
@@ -156,10 +156,24 @@ def parse_value(text: str) -> Any:
 
 
 def _values(text: str, lines: dict[Place, int]) -> Any:
-    """The values of a YAML text; fills `lines`."""
+    """The values of a YAML text; fills `lines`.
+
+    libyaml reads it ten times as fast where PyYAML has it. What that finds wrong is read again by PyYAML itself, whose
+    messages do not depend on the machine.
+    """
     try:
-        _refuse_unwanted(text)
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        return _values_by(_FAST, text, lines)
+    except Refused:
+        if _FAST is yaml.SafeLoader:
+            raise
+        lines.clear()
+        return _values_by(yaml.SafeLoader, text, lines)
+
+
+def _values_by(loader: Any, text: str, lines: dict[Place, int]) -> Any:
+    try:
+        _refuse_unwanted(text, loader)
+        node = yaml.compose(text, Loader=loader)
         return None if node is None else _build(node, (), lines)
     except yaml.reader.ReaderError as failure:
         line = text[: failure.position].count("\n") + 1
@@ -181,10 +195,13 @@ _OPENING = (
 _CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 
 
-def _refuse_unwanted(text: str) -> None:
+_FAST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _refuse_unwanted(text: str, loader: Any) -> None:
     # Runs before yaml.compose, which recurses into nested values; scanning deep nesting takes quadratic time.
     depth = 0
-    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+    for token in yaml.scan(text, Loader=loader):
         line = token.start_mark.line + 1
         depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
         if depth > MAX_DEPTH:

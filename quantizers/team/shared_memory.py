@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from quantizers.system.atomic import disk_errors
+from quantizers.system.files import disk_errors
 
 from .team import Team
 

@@ -25,13 +25,12 @@ from quantizers.checkpoint.fused_experts import with_experts_apart
 from quantizers.checkpoint.integer_words_config import has_words
 from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder, read_json
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.plan.making import make_plan
+from quantizers.plan.assign_actions import make_plan
 from quantizers.plan.plan import Plan
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import BITS, GROUPS, Scheme
-from quantizers.system.at_once import at_once
+from quantizers.recipe.schema import BITS, GROUPS, Experts, Scheme
 from quantizers.system.errors import CheckpointError
-from quantizers.system.own_files import REPORT, is_plain
+from quantizers.system.output_files import REPORT, is_plain
+from quantizers.system.thread_map import thread_map
 from stitch.write.config import output_config
 from stitch.write.digests import ShardDigest, changes, recorded_digests
 
@@ -123,7 +122,7 @@ def verify(
     def changed(name: str) -> list[str]:
         return changes(folder / name, recorded[name], past_the_cache=audited is not None)
 
-    with closing(at_once(changed, recorded)) as found:  # first, as with a damaged header nothing else can be read
+    with closing(thread_map(changed, recorded)) as found:  # first, as with a damaged header nothing else can be read
         for name, lines in zip(recorded, found, strict=True):
             audit.changed += lines
             if audited is not None:
@@ -259,7 +258,7 @@ def _recorded(folder: Path) -> Mapping[str, ShardDigest]:
     try:
         report = read_json(folder / REPORT)
     except CheckpointError:
-        return {}  # there is no report, or it is damaged, which quantizers/run/record_check.py reports
+        return {}  # there is no report, or it is damaged, which quantizers/run/manifest_check.py reports
     return {name: digest for name, digest in recorded_digests(report).items() if is_plain(name)}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.checkpoint.reader import CONFIG, WEIGHTS, side_files
-from quantizers.system.own_files import file_sha256
+from quantizers.system.files import file_sha256
 
 QUANTIZATION = "quantization_config"
 # Endings and names of other files that a loader reads or runs.

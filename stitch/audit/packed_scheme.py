@@ -5,7 +5,7 @@ from __future__ import annotations
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.recipe.scheme import BITS, GROUPS, Scheme
+from quantizers.recipe.schema import BITS, GROUPS, Scheme
 from quantizers.system.errors import CheckpointError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from quantizers.architectures.architecture import Architecture
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, block_size, side_files
 from quantizers.plan.plan import Plan, index_json
-from quantizers.system.atomic import copy_file, write_text
+from quantizers.system.files import copy_file, write_text
 
 from .config import output_config
 

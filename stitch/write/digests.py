@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.checkpoint.tensor_bytes import as_bytes
-from quantizers.system.at_once import at_once
 from quantizers.system.errors import CheckpointError
-from quantizers.system.own_files import file_sha256
+from quantizers.system.files import file_sha256
+from quantizers.system.thread_map import thread_map
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class ShardDigest(TypedDict):
 
 def joined_digests(tensors: Mapping[str, torch.Tensor]) -> str:
     """`ShardDigest.tensors` of tensors on the CPU, contiguous, before they are written."""
-    with closing(at_once(_short, (as_bytes(tensors[name]) for name in sorted(tensors)))) as found:
+    with closing(thread_map(_short, (as_bytes(tensors[name]) for name in sorted(tensors)))) as found:
         return "".join(found)
 
 
@@ -75,7 +75,7 @@ def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, di
         name, raw = arrived
         return name, _short(raw), hashlib.sha256(raw).hexdigest() if name in wanted else None
 
-    with file.open("rb", buffering=0) as stream, closing(at_once(hashed, arriving(stream))) as found:
+    with file.open("rb", buffering=0) as stream, closing(thread_map(hashed, arriving(stream))) as found:
         hashes = {name: (short, full) for name, short, full in found}
     tensors = "".join(hashes[name][0] for name in sorted(hashes))
     digest: ShardDigest = {

@@ -18,8 +18,8 @@ from quantizers.device.kind import accelerated
 from quantizers.forward.packing import pack
 from quantizers.plan.plan import KEPT, METADATA, Action, Plan
 from quantizers.solve.solved import Solved
-from quantizers.system.atomic import disk_errors, sync_folder
 from quantizers.system.errors import CheckpointError, QuantizeError
+from quantizers.system.files import disk_errors, sync_folder
 
 from .digests import ShardDigest, joined_digests, read_back, split
 from .one_buffer import Shape, arrays_in, buffer_for

@@ -24,7 +24,7 @@ from eval.report.schemes import choice_lines
 from quantizers.architectures.matrices import MATRICES
 from quantizers.budget import branches, choice, measure, measurements, output_errors
 from quantizers.budget.output_errors import scheme_errors
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
 from quantizers.forward.codes import dequantize
@@ -34,8 +34,7 @@ from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import Job, prepare
 from quantizers.plan.plan import file_size
-from quantizers.recipe.schema import Awq, Experts
-from quantizers.recipe.scheme import ALL, Scheme
+from quantizers.recipe.schema import ALL, Awq, Experts, Scheme
 from quantizers.run import pipeline
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
@@ -211,7 +210,7 @@ def test_a_lanes_kl_is_that_of_the_whole_model_with_this_layer_rounded(
     factor = boost * (16 / count) ** 0.5
     source = job.source
     assert source is not None
-    data = load_samples(tmp_path / "calibration.yaml", str(source.folder))
+    data = load_set(tmp_path / "calibration.yaml", str(source.folder))
     tokens = [torch.from_numpy(sample.tokens).long() for sample in data.samples][:6]
     monkeypatch.setattr(branches, "BRANCH_TOKENS", 300)
     monkeypatch.setattr(branches, "BRANCH_LENGTH", 100)

@@ -17,7 +17,7 @@ from tiny import write_recipe
 
 from quantizers.budget import branches, measure
 from quantizers.budget.branches import Branches, dealt
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.output import journal
 from quantizers.output.context import Context
 from quantizers.plan.job import prepare
@@ -75,7 +75,7 @@ def test_figures_and_states_of_one_process(recipe: Path, tmp_path: Path, monkeyp
     """Four processes on two machines, cut off in the last layer; then three on one machine go on."""
     monkeypatch.setattr(branches, "BRANCH_TOKENS", 600)
     job = prepare(str(recipe))
-    data = load_samples(recipe.parent / "calibration.yaml", str(job.opened.folder))
+    data = load_set(recipe.parent / "calibration.yaml", str(job.opened.folder))
     tokens = [torch.from_numpy(sample.tokens).long() for sample in data.samples]
     kept, remove = dict[Path, bytes](), measure._remove
 

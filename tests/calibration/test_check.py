@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,25 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import quantize
+from rich.console import Console, RenderableType
+from sets import rows_set
 
-from quantizers.calibration.data import Sample
-from quantizers.calibration.report.truncation import cut_share, truncation_warnings
-from quantizers.system.shipped import shipped
+from quantizers.calibration.check import SetReport, check_set, cut_share, find_duplicates, truncation_warnings
+from quantizers.calibration.language_id import CODES, identify
+from quantizers.calibration.samples import Sample
+from quantizers.calibration.set import read_set
+from quantizers.calibration.view import render, render_samples, show_samples
+from quantizers.system.package_data import shipped
 
+SETS = shipped("calibration")
 RECIPE = "tiny-minimax-m2-fp8-int4"
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-
-
-def write_set(folder: Path, rows: list[tuple[str, str]], **head: Any) -> Path:
-    """A set of (category, text); its length is in bytes, which are the test tokenizer's tokens."""
-    lines = [json.dumps({"category": category, "text": text}) for category, text in rows]
-    (folder / "a.jsonl").write_text("\n".join(lines))
-    shape = {"dataset": "a.jsonl", "columns": ["text"], "shape": "text", "samples": "all"}
-    source = shape | {"category": {"column": "category"}}
-    path = folder / "set.yaml"
-    path.write_text(json.dumps({"name": "mine", "sequence_length": 100, "sources": [source]} | head))
-    return path
 
 
 def sample(category: str, kept: int, cut: int = 0) -> Sample:
@@ -65,12 +61,12 @@ def test_a_category_that_loses_much_is_named() -> None:
 def test_a_warning_is_no_finding(
     tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_set(tmp_path, [("x", "a" * 300), ("y", "short")])
+    path = rows_set(tmp_path, [("x", "a" * 300), ("y", "short")], name="a")
     code, said = words(monkeypatch, capsys, path, "--tokenizer", tokenizer)
     assert code == 0
     assert said.startswith("mine: nothing contradicts the set, but 1 warning warning: 66% of the set's tokens are cut")
     assert words(monkeypatch, capsys, "check", path, "--tokenizer", tokenizer) == (0, said)
-    path = write_set(tmp_path, [("x", "a text of its own")])
+    path = rows_set(tmp_path, [("x", "a text of its own")], name="a")
     assert words(monkeypatch, capsys, path)[1].startswith("mine: fine: nothing contradicts the set mine (")
 
 
@@ -78,7 +74,7 @@ def test_the_verdict_counts_what_is_wrong(
     tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [("x", "one two three four five six seven")] * 8 + [("y", "b" * 900)]
-    path = write_set(tmp_path, rows, languages={"programming": ["C", "D"]})
+    path = rows_set(tmp_path, rows, languages={"programming": ["C", "D"]}, name="a")
     code, said = words(monkeypatch, capsys, path, "--tokenizer", tokenizer)
     assert code == 3
     assert said.startswith(
@@ -97,7 +93,7 @@ def test_it_says_whose_tokenizer_counted(
 ) -> None:
     """The one that is named; else the recipe's; else the tiny model's, which is said to make more tokens."""
     tiny = shipped("models") / "tiny-minimax-m2"
-    path = write_set(tmp_path, [("x", "a text of its own")])
+    path = rows_set(tmp_path, [("x", "a text of its own")], name="a")
     assert f"the tokenizer of {tiny}; a large model's makes fewer" in words(monkeypatch, capsys, path)[1]
     text = words(monkeypatch, capsys, path, "--recipe", RECIPE)[1]
     assert f"the tokenizer of {tiny}, the recipe's source" in text
@@ -115,11 +111,11 @@ def test_a_recipe_brings_its_set_and_its_held_out_set(
     assert said.endswith("held-out.yaml")
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    shared = write_set(folder, [("x", "a text of its own")])
+    shared = rows_set(folder, [("x", "a text of its own")], name="a")
     text = (shipped("recipes") / f"{RECIPE}.yaml").read_text().replace("../calibration/held-out.yaml", str(shared))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text.replace("../models", str(shipped("models"))).replace("../calibration", "x"))
-    mine = write_set(tmp_path, [("x", "a text of its own")])
+    mine = rows_set(tmp_path, [("x", "a text of its own")], name="a")
     assert words(monkeypatch, capsys, mine, "--recipe", recipe)[0] == 3
 
 
@@ -127,7 +123,7 @@ def test_shown_samples_can_be_chosen(
     tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [(category, f"{category} {n}") for n in range(6) for category in ("code/rust", "code/c", "math")]
-    path = write_set(tmp_path, rows)
+    path = rows_set(tmp_path, rows, name="a")
     (tmp_path / "b.jsonl").write_text(json.dumps({"category": "code", "text": "another"}))
     body = json.loads(path.read_text())
     path.write_text(json.dumps(body | {"sources": [*body["sources"], body["sources"][0] | {"dataset": "b.jsonl"}]}))
@@ -164,3 +160,156 @@ def test_wrong_words(
 ) -> None:
     assert quantize(monkeypatch, "calibration", *given) == 2
     assert message in capsys.readouterr().err
+
+
+LISTS = {"programming": ["C", "D"], "spoken": ["Hindi", "German"]}
+
+
+@pytest.fixture(scope="module")
+def embedded(tokenizer: str) -> SetReport:
+    return check_set(SETS / "embedded.yaml", tokenizer)
+
+
+def shown(renderable: RenderableType) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()
+
+
+def checked_set(folder: Path, rows: list[tuple[str, str]], name: str = "set") -> Path:
+    return rows_set(folder, rows, name, sequence_length=40, languages=LISTS)
+
+
+def test_the_embedded_set_holds_what_it_claims(embedded: SetReport) -> None:
+    assert embedded.findings == ()
+    assert embedded.ok
+    assert embedded.missing == {"programming": [], "spoken": []}
+    assert (len(embedded.languages["programming"]), len(embedded.languages["spoken"])) == (60, 12)
+    assert min(embedded.languages["programming"].values()) >= 3
+    assert min(embedded.languages["spoken"].values()) >= 4
+    assert embedded.held_out == str(SETS / "held-out.yaml")
+    assert (embedded.duplicates, embedded.shared, embedded.mismatches) == ((), (), ())
+    assert embedded.identified == 48
+    fields = {row.category for row in embedded.categories if "/" not in row.category}
+    assert len(fields) == 16
+    text = shown(render(embedded))
+    assert "programming languages, 60 of 60" in text
+    assert "language identification confirms 48 of 48 spoken texts" in text
+    assert "nothing contradicts the set" in text
+    assert embedded.summary["digest"] in text
+    assert {"tool-use", "logs", "math", "science", "medicine", "finance", "fiction", "advice"} <= fields
+
+
+def test_the_held_out_set_has_every_category(embedded: SetReport, tokenizer: str) -> None:
+    held_out = check_set(SETS / "held-out.yaml", tokenizer)
+    assert held_out.ok
+    assert held_out.held_out is None
+    assert held_out.identified == 12
+    short = {row.category for row in held_out.categories if not row.category.startswith("long/")}
+    assert short == {row.category for row in embedded.categories}
+    text = shown(render(held_out))
+    assert " cut at 256 or 8,192, which lost " in text
+    assert "of these 8 long ones, " in text
+
+
+def test_the_embedded_texts_are_long_enough() -> None:
+    for source in read_set(SETS / "embedded.yaml").sources[:2]:
+        for line in (SETS / source.dataset).read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if row["category"].startswith("code/"):
+                assert row["answer"].count("\n") >= 31, row["prompt"]  # 30 and the fence
+            elif row["category"] not in ("spoken/chinese", "spoken/japanese"):
+                assert len(row["answer"].split()) >= 150, row["prompt"]
+            else:
+                assert len(row["answer"]) >= 400, row["prompt"]
+
+
+def test_the_report_is_one_json_object(embedded: SetReport) -> None:
+    data = json.loads(json.dumps(embedded.as_json()))
+    assert data["ok"] is True
+    assert data["summary"]["samples"] == sum(row["samples"] for row in data["categories"]) == 299
+    assert data["summary"]["tokens"] == sum(row["tokens"] for row in data["categories"])
+    assert len(data["summary"]["digest"]) == 64
+
+
+def test_faults_are_found_and_named(tmp_path: Path, tokenizer: str) -> None:
+    long = "one two three four five six seven eight nine ten eleven twelve"
+    german = "Der Zug fährt heute leider nicht, weil auf der Strecke seit dem Morgen gebaut wird."
+    rows = [("code/c", long), ("x", long.upper() + "!"), ("x", long + " thirteen"), ("spoken/hindi", german)]
+    path = checked_set(tmp_path, rows)
+    checked_set(tmp_path, [("x", german + " Bitte nehmen Sie den Bus.")], "other")
+    report = check_set(path, tokenizer, tmp_path / "other.yaml")
+    assert not report.ok
+    assert report.missing == {"programming": ["D"], "spoken": ["German"]}
+    places = [f"set.jsonl:{number}" for number in (1, 2, 3, 4)]
+    assert [(twins.first, twins.second, twins.similarity) for twins in report.duplicates] == [
+        (places[0], places[1], 1.0),
+        (places[0], places[2], 0.889),
+        (places[1], places[2], 0.889),
+    ]
+    assert [(m.place, m.claimed, m.identified) for m in report.mismatches] == [(places[3], "Hindi", "German")]
+    assert [(twins.first, twins.second) for twins in report.shared] == [(places[3], "other.jsonl:1")]
+    text = shown(render(report))
+    assert "no sample shows D (programming)" in text
+    assert "reads like German" in text
+    assert f"{places[1]} repeats {places[0]} (similarity 1.0)" in text
+
+
+def test_held_out_is_looked_for_beside_the_set(tmp_path: Path, tokenizer: str) -> None:
+    path = checked_set(tmp_path, [("code/c", "a text of its own")])
+    assert check_set(path, tokenizer).held_out is None
+    checked_set(tmp_path, [("code/c", "a text of its own")], "held-out")
+    assert len(check_set(path, tokenizer).shared) == 1
+
+
+def test_a_required_language_is_a_finding_here_and_not_an_error(tmp_path: Path, tokenizer: str) -> None:
+    path = checked_set(tmp_path, [("code/c", "a text of its own")])
+    path.write_text(path.read_text().replace('["Hindi", "German"]', '["Hindi"], "required": true'))
+    assert check_set(path, tokenizer).findings == (
+        "no sample shows D (programming)",
+        "no sample shows Hindi (spoken)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "similarity"),
+    [
+        ("the same words", "The  same, WORDS.", 1.0),
+        ("short", "other", None),
+        ("一二三四五六七八九十", "一二三四五六七八九十。", 1.0),
+        ("一二三四五六七八九十", "一二三四五六七八九百", 5 / 7),
+        ("a b c d e f g h i j", "a b c d e f g h i j a b c d e f g h i j", 6 / 10),
+        ("", "", None),
+        ("a a a a a a", "a a a a a a a", 0.999),
+    ],
+)
+def test_similarity(first: str, second: str, similarity: float | None) -> None:
+    found = find_duplicates([first, "something in between", second])
+    assert [pair for *pair, _ in found] == ([] if similarity is None else [[0, 2]])
+    if similarity is not None:
+        assert found[0][2] == pytest.approx(similarity)
+
+
+def test_every_spoken_language_of_the_sets_can_be_identified() -> None:
+    assert set(read_set(SETS / "software-engineer.yaml").languages.spoken) <= set(CODES)
+    assert identify("This is plainly an English sentence about the weather.") == "English"
+
+
+def test_dropped_rows_are_shown(tmp_path: Path, tokenizer: str) -> None:
+    path = checked_set(tmp_path, [("code/c", "some text"), ("x", "")])
+    path.write_text(path.read_text().replace('"samples": "all"', '"samples": 1'))
+    seeds = [path.read_text().replace('"sources":', f'"seed": {seed}, "sources":') for seed in range(8)]
+    texts = []
+    for seeded in seeds:
+        path.write_text(seeded)
+        texts.append(shown(render(check_set(path, tokenizer))))
+    assert any("dropped 1 of set.jsonl: an empty text (first " in text for text in texts)
+
+
+def test_samples_are_shown_as_the_model_reads_them(tokenizer: str) -> None:
+    samples = show_samples(SETS / "embedded.yaml", 3, tokenizer)
+    assert [sample.position for sample in samples] == [0, 99, 199]
+    text = shown(render_samples(samples))
+    assert "0: code/zephyr" in text
+    assert "[turn]user" in text
+    assert len(show_samples(SETS / "held-out.yaml", 1000, tokenizer)) == 88 + 8

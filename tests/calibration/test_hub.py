@@ -23,10 +23,10 @@ from hub_datasets import hub_datasets
 from hub_stand_in import HubStandIn
 from huggingface_hub.errors import OfflineModeIsEnabled
 
+from quantizers.calibration.hub import explained
+from quantizers.calibration.rows import Unreachable
 from quantizers.calibration.set import read_set
-from quantizers.calibration.sources.hub import explained
-from quantizers.calibration.sources.rows import Unreachable
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
 SOFTWARE = SETS / "software-engineer.yaml"
@@ -34,9 +34,10 @@ LARGE = "HuggingFaceH4/ultrachat_200k"
 MACHINE = """
 import json, sys
 from pathlib import Path
-from quantizers.calibration.loading import load_samples
-from quantizers.calibration.data import language_counts
-from quantizers.calibration.sources.lock import lock_set
+from tempfile import mkdtemp
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.lock import lock_set
+from quantizers.calibration.samples import language_counts
 from quantizers.calibration.set import read_set
 from quantizers.system.errors import CalibrationError
 
@@ -45,7 +46,7 @@ for line in sys.stdin:
     try:
         if lock:
             lock_set(Path(path))
-        data = load_samples(Path(path), tokenizer, workers=workers, cache=Path(cache) if cache else None)
+        data = load_set(Path(path), tokenizer, workers=workers, cache=Path(cache or mkdtemp()))
         counts = language_counts(read_set(Path(path)), data.samples)
         answer = data.summary() | {"languages": counts}
     except CalibrationError as failure:
@@ -105,7 +106,7 @@ def switched_on(folder: Path, endpoint: str, seed: int) -> Iterator[Machine]:
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[HubStandIn]:
-    with HubStandIn({}) as stand_in:
+    with HubStandIn() as stand_in:
         yield stand_in
 
 

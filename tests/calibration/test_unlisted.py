@@ -12,28 +12,22 @@ import pytest
 import yaml
 from commands import quantize
 from rich.console import Console
+from sets import rows_set
 
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.loading import load_samples
-from quantizers.calibration.report.check import check_set
-from quantizers.calibration.report.view import render
+from quantizers.calibration.check import check_set
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set import Languages, read_set
+from quantizers.calibration.view import render
 from quantizers.system.errors import CalibrationError
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 LISTS = Languages(programming=("C++", "Rust", "Bash/Shell"), spoken=("Hindi",))
 
 
-def write_set(folder: Path, rows: list[tuple[str, str]], *, samples: object = "all", lists: str = "[Rust, C]") -> Path:
-    """A set whose rows (category, text) lie in one file."""
-    folder.mkdir(exist_ok=True)
-    lines = [json.dumps({"category": category, "text": text}) for category, text in rows]
-    (folder / "a.jsonl").write_text("\n".join(lines))
-    source = f"{{dataset: a.jsonl, columns: [text], shape: text, samples: {samples}, category: {{column: category}}}}"
-    path = folder / "set.yaml"
-    head = f"name: test\nsequence_length: 99\nlanguages: {{programming: {lists}}}\n"
-    path.write_text(f"{head}sources:\n  - {source}\n")
-    return path
+def write_set(folder: Path, rows: list[tuple[str, str]], samples: int | str = "all", *lists: str) -> Path:
+    languages = {"programming": lists or ["Rust", "C"]}
+    return rows_set(folder, rows, "a", samples, sequence_length=99, languages=languages)
 
 
 def texts(data: CalibrationData) -> list[str]:
@@ -72,7 +66,7 @@ def test_an_empty_list_leaves_nothing_out() -> None:
 def test_rows_of_an_unlisted_language_are_left_out_and_counted(tmp_path: Path, tokenizer: str) -> None:
     rows = [("code/rust", "one"), ("code/cobol", "two"), ("code/cobol", ""), ("math", "four"), ("code/terminal", "5")]
     for cache in (tmp_path / "cache", tmp_path / "cache"):  # the second time from the cache
-        data = load_samples(write_set(tmp_path, rows), tokenizer, cache=cache)
+        data = load_set(write_set(tmp_path, rows), tokenizer, cache=cache)
         assert texts(data) == ["one", "four"]
         assert [(row["reason"], row["count"], row["first"], row["left_out"]) for row in data.summary()["dropped"]] == [
             ("code/cobol is not in languages.programming", 2, "a.jsonl:2", True),
@@ -82,10 +76,10 @@ def test_rows_of_an_unlisted_language_are_left_out_and_counted(tmp_path: Path, t
 
 def test_the_next_row_is_taken_in_place_of_one_left_out(tmp_path: Path, tokenizer: str) -> None:
     rows = [("code/rust" if number % 2 else "code/cobol", f"text {number}") for number in range(20)]
-    data = load_samples(write_set(tmp_path, rows, samples=10), tokenizer)
+    data = load_set(write_set(tmp_path, rows, samples=10), tokenizer)
     assert sorted(texts(data)) == sorted(f"text {number}" for number in range(1, 20, 2))
     with pytest.raises(CalibrationError) as failure:
-        load_samples(write_set(tmp_path, rows, samples=11), tokenizer)
+        load_set(write_set(tmp_path, rows, samples=11), tokenizer)
     assert "10 of the 11 samples; code/cobol is not in languages.programming (10, first at" in str(failure.value)
     assert "list these languages, correct the rows, or ask for at most 10" in str(failure.value)
 
@@ -93,24 +87,24 @@ def test_the_next_row_is_taken_in_place_of_one_left_out(tmp_path: Path, tokenize
 def test_an_unusable_row_of_a_listed_language_still_fails_the_set(tmp_path: Path, tokenizer: str) -> None:
     rows = [("code/rust", "one"), ("code/cobol", "two"), ("code/rust", "")]
     with pytest.raises(CalibrationError, match=r"1 of all 2 samples; an empty text \(1, first at a.jsonl:3\)"):
-        load_samples(write_set(tmp_path, rows), tokenizer)
+        load_set(write_set(tmp_path, rows), tokenizer)
 
 
 def test_a_set_of_which_nothing_is_left_is_refused(tmp_path: Path, tokenizer: str) -> None:
     with pytest.raises(CalibrationError, match=r"no row is left \(a.jsonl:1: code/cobol is not in languages"):
-        load_samples(write_set(tmp_path, [("code/cobol", "two")]), tokenizer)
+        load_set(write_set(tmp_path, [("code/cobol", "two")]), tokenizer)
 
 
 def test_a_category_written_in_the_set_must_be_listed(tmp_path: Path) -> None:
     path = write_set(tmp_path, [("code/rust", "one")])
-    path.write_text(path.read_text().replace("{column: category}", "code/cobol"))
+    path.write_text(path.read_text().replace('{"column": "category"}', '"code/cobol"'))
     with pytest.raises(CalibrationError) as failure:
         read_set(path)
     assert str(failure.value) == (
-        f"{path}:5: sources[0].category: code/cobol names a language that languages.programming does not list; "
+        f"{path}:1: sources[0].category: code/cobol names a language that languages.programming does not list; "
         "list it, remove the source, or give a category outside of code/"
     )
-    path.write_text(path.read_text().replace("[Rust, C]", "[Cobol]"))
+    path.write_text(path.read_text().replace('["Rust", "C"]', '["Cobol"]'))
     assert read_set(path).sources[0].category == "code/cobol"
 
 
@@ -127,9 +121,9 @@ def without(folder: Path, *languages: str) -> Path:
 
 def test_two_languages_taken_from_the_embedded_set_are_gone(tmp_path: Path, tokenizer: str) -> None:
     """The check agrees with what a run and a coverage would load; every other text stays, in its order."""
-    path, whole = without(tmp_path, "Cobol", "Hindi"), load_samples(shipped("calibration") / "embedded.yaml", tokenizer)
+    path, whole = without(tmp_path, "Cobol", "Hindi"), load_set(shipped("calibration") / "embedded.yaml", tokenizer)
     gone = {"code/cobol", "spoken/hindi"}
-    data = load_samples(path, tokenizer)
+    data = load_set(path, tokenizer)
     assert texts(data) == [sample.text for sample in whole.samples if sample.category not in gone]
     assert len(whole.samples) - len(data.samples) == 3 + 4
     report = check_set(path, tokenizer)
@@ -192,8 +186,8 @@ def test_check_diff_coverage_and_run_agree(
 def test_a_held_out_set_has_lists_of_its_own(tmp_path: Path, tokenizer: str) -> None:
     """Taking a language from the set leaves the measurement as it is."""
     path = write_set(tmp_path, [("code/rust", "one two three"), ("code/cobol", "shared words")])
-    other = write_set(tmp_path / "other", [("code/cobol", "shared words")], lists="[Cobol]")
+    other = write_set(tmp_path / "other", [("code/cobol", "shared words")], "all", "Cobol")
     report = check_set(path, tokenizer, other)
     assert report.shared == (), "a text that is left out is not calibrated on, so it is not shared"
-    path.write_text(path.read_text().replace("[Rust, C]", "[Rust, Cobol]"))
+    path.write_text(path.read_text().replace('["Rust", "C"]', '["Rust", "Cobol"]'))
     assert len(check_set(path, tokenizer, other).shared) == 1

@@ -18,7 +18,7 @@ from conftest import Finished
 from quantizers.device.devices import choose_device
 from quantizers.output import journal
 from quantizers.output.fingerprint import refuse_changes
-from quantizers.run import layer_loop
+from quantizers.run import quantize as quantizing
 from quantizers.system.errors import InputError, QuantizeError
 
 Said = Callable[..., tuple[int, str, str]]
@@ -43,7 +43,7 @@ def unfinished(
 ) -> Path:
     """A run of four layers that was typed in `tmp_path` and cut off after its second layer; `said` is what it said."""
     monkeypatch.chdir(tmp_path)
-    real = layer_loop.write_json
+    real = quantizing.write_json
 
     def cut(path: Path, entry: Any) -> None:
         real(path, entry)
@@ -51,7 +51,7 @@ def unfinished(
             raise QuantizeError("cut here")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(layer_loop, "write_json", cut)
+        patched.setattr(quantizing, "write_json", cut)
         assert quantize(patched, "run", finished.recipe, "--fresh", "--yes", "cut", "--device", "cpu") == 1
     Path("said").write_text(capsys.readouterr().err)
     return Path("cut")
@@ -95,7 +95,7 @@ def test_a_run_begins_with_what_how_big_to_where_and_on_what(
     assert f"; {tokens:,} calibration and {held_out:,} held-out tokens" in first
     assert quantize(monkeypatch, "run", finished.recipe, unfinished, "--device", "cpu") == 0
     said = capsys.readouterr()
-    assert said.err.splitlines()[0] == f"{first}; going on after layer 2 of 4"
+    assert said.err.splitlines()[0] == f"{first}; resuming after layer 2 of 4"
 
 
 def test_an_unfinished_stitch_names_its_command(

@@ -9,11 +9,10 @@ from conftest import REPOSITORY
 
 from quantizers.cli import main as cli
 from quantizers.cli.reference import _commands, reference
-from quantizers.recipe.catalogue import catalogue, copied, new_recipe, rows, text_of
-from quantizers.recipe.locations import set_location, source_location
-from quantizers.recipe.schema import read_recipe
+from quantizers.recipe.catalogue import catalogue, copied, new_recipe, rows
+from quantizers.recipe.read import read_recipe, set_location, shipped_recipe, source_location
 from quantizers.system.errors import InputError, OutputError, RecipeError
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 COMMANDS = list(_commands(cli.app))
 
@@ -86,7 +85,7 @@ def test_what_is_not_known() -> None:
         new_recipe("foo/bar")
     for name in ("nothing", "../recipes/minimax-m2-fp8-int4"):
         with pytest.raises(RecipeError, match="no such recipe"):
-            text_of(name)
+            shipped_recipe(name).read_text()
 
 
 def test_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -97,7 +96,7 @@ def test_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert run(monkeypatch, "recipes", "list") == 0
     assert capsys.readouterr().out == listed
     assert run(monkeypatch, "recipes", "show", name) == 0
-    assert capsys.readouterr().out == text_of(name)
+    assert capsys.readouterr().out == shipped_recipe(name).read_text()
     target = tmp_path / "copy.yaml"
     assert run(monkeypatch, "recipes", "copy", name, str(target)) == 0
     assert run(monkeypatch, "plan", str(target)) == 0

@@ -10,12 +10,10 @@ import pytest
 from commands import quantize
 from conftest import Finished
 
-from quantizers.cli.tables.advice import closer
-from quantizers.cli.tables.run import run_table
+from quantizers.cli.tables.run import closer, run_table
 from quantizers.recipe.schema import Experts
-from quantizers.system.short_path import short_path
+from quantizers.system.formatting import gate_figures, percent, short_path
 from quantizers.system.strict_yaml import parse_value
-from quantizers.system.text_table import gate_figures, percent
 
 
 def shown(report: dict[str, Any], output: Path, source: object) -> list[str]:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import pytest
+import yaml
 from calibration_tokenizer import write_tokenizer
 from commands import quantize
 from conftest import REPOSITORY
 from pydantic import BaseModel
 
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.calibration.set import CalibrationSet, Shape
-from quantizers.calibration.shape_examples import EXAMPLES
-from quantizers.calibration.shapes import SHAREGPT_ROLES
+from quantizers.calibration.set_files import new_set
 from quantizers.cli.schema_reference import pages
 from quantizers.recipe.schema import Recipe
-from quantizers.system.schema_text import key_table
+from quantizers.system.schema_docs import key_table
 from quantizers.system.strict_yaml import Strict, load, parse
 
 DOCS = REPOSITORY / "docs"
@@ -121,7 +121,7 @@ def test_every_shape_has_an_example_row_that_loads(tmp_path: Path) -> None:
     text = (DOCS / "calibration.md").read_text(encoding="utf-8")
     section = r"### `([\w-]+)`\n.*?```json\n(.*?)\n```\n\nWith `columns: \[(.*?)\]`.*?````\n(.*?)\n````"
     found = re.findall(section, text, re.DOTALL)
-    assert [shape for shape, *_ in found] == list(EXAMPLES)
+    assert [shape for shape, *_ in found] == list(get_args(Shape))
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
     for shape, row, columns, read in found:
         (tmp_path / f"{shape}.jsonl").write_text(row + "\n", encoding="utf-8")
@@ -133,14 +133,12 @@ def test_every_shape_has_an_example_row_that_loads(tmp_path: Path) -> None:
         }
         path = tmp_path / "set.yaml"
         path.write_text(json.dumps(SET | {"sequence_length": 4096, "sources": [source]}))
-        (sample,) = load_samples(path, tokenizer).samples
+        (sample,) = load_set(path, tokenizer).samples
         answer = sample.text.rpartition("\n\n")[2]
         assert answer in read
-
-
-def test_there_is_an_example_of_every_shape() -> None:
-    assert set(EXAMPLES) == set(Shape.__args__)
-    assert {"system", "human", "gpt", "function_call", "tool"} <= set(SHAREGPT_ROLES)
+        data = tmp_path / f"{shape}.jsonl"
+        made = yaml.safe_load(new_set(tmp_path / "new.yaml", data).contents[tmp_path / "new.yaml"])["sources"][0]
+        assert (made["dataset"], made["shape"], made["columns"]) == (f"./{data.name}", shape, columns.split(", "))
 
 
 def test_every_key_is_in_the_table_once() -> None:

@@ -16,7 +16,7 @@ import torch
 from one_layer import GROUP, make_layer, sliced
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eval.fidelity.score import score_text
+from eval.fidelity.scoring import score_text
 from quantizers.budget.branches import Branches
 from quantizers.budget.divergence import divergences
 from quantizers.budget.output_errors import scheme_errors
@@ -26,8 +26,7 @@ from quantizers.device.determinism import ALLOCATOR, LT_WORKSPACE, UNDOING, WORK
 from quantizers.device.gpu_settings import SETTINGS, settings_in_force
 from quantizers.forward.recorded import Recorded, usable_rows
 from quantizers.forward.recorded import recorded as seen_by
-from quantizers.recipe.schema import Awq, Experts
-from quantizers.recipe.scheme import Scheme
+from quantizers.recipe.schema import Awq, Experts, Scheme
 from quantizers.solve.gram_engine import solve
 from quantizers.solve.token_weights import squared_weights, survey
 from quantizers.system.errors import InputError, QuantizeError

@@ -17,13 +17,14 @@ from conftest import REPOSITORY, Finished
 from runs import assert_same
 from tiny import write_job
 
+from eval.fidelity import scoring
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.device import devices
 from quantizers.device.devices import use_threads
 from quantizers.output.fingerprint import begun_with
-from quantizers.run import layer_loop
+from quantizers.run import quantize as quantizing
 from quantizers.system.errors import OutputError
 from quantizers.team.team import Team
 
@@ -80,7 +81,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
     """In one process: begun with 2, the rule says 1; then an explicit number is refused in one line."""
     output = tmp_path / "output"
     words = ("run", finished.recipe, "--output", output, "--device", "cpu")
-    real = layer_loop.write_json
+    real = quantizing.write_json
 
     def cut(path: Path, entry: Any) -> None:
         real(path, entry)
@@ -90,7 +91,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(devices, "SMALL_LAYER", 0)
         patched.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-        patched.setattr(layer_loop, "write_json", cut)
+        patched.setattr(quantizing, "write_json", cut)
         assert quantize(patched, *words) == 2
     assert torch.get_num_threads() == 2
     assert begun_with(output / ".quantize")["threads"] == 2
@@ -111,20 +112,19 @@ def test_an_evaluation_goes_on_with_its_threads(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before: «holds an unfinished evaluation of other models or data»."""
-    from eval.fidelity import score
 
     words = ("eval", finished.source, finished.folder, "--data", finished.held_out, "--no-picture", "--device", "cpu")
     words += ("--work", tmp_path / "work", "--json")
     assert quantize(monkeypatch, *words) == 0
     wanted = json.loads(capsys.readouterr().out)
-    real = score.score_text
+    real = scoring.score_text
 
     def cut(*_: Any) -> Any:
         raise OutputError("cut here")
 
-    monkeypatch.setattr(score, "score_text", cut)
+    monkeypatch.setattr(scoring, "score_text", cut)
     assert quantize(monkeypatch, *words) == 2
-    monkeypatch.setattr(score, "score_text", real)
+    monkeypatch.setattr(scoring, "score_text", real)
     capsys.readouterr()
     monkeypatch.setattr(devices, "SMALL_LAYER", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})

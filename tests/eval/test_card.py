@@ -13,14 +13,13 @@ from conftest import Finished
 from huggingface_hub import ModelCard
 from own_tokenizer import write_own_tokenizer
 
-from eval.report.card import card
-from eval.report.card_pictures import calibration_figure, draw
-from eval.report.front_matter import front_matter
+from eval.report.model_card import front_matter, model_card
+from eval.report.plots import calibration_figure, draw
 from quantizers.architectures.families import architecture_for
-from quantizers.calibration.languages import CODES
+from quantizers.calibration.language_id import CODES
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.run.card_facts import server_options
-from quantizers.system.own_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
+from quantizers.run.report import server_options
+from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 Report = dict[str, Any]
 
@@ -45,12 +44,12 @@ def published(report: Report) -> Report:
 
 def test_the_card_of_a_run_is_that_of_its_report(finished: Finished) -> None:
     from_file = json.loads((finished.folder / "report.json").read_text())
-    assert card(from_file) == card(finished.report) == (finished.folder / "README.md").read_text()
+    assert model_card(from_file) == model_card(finished.report) == (finished.folder / "README.md").read_text()
 
 
 def test_front_matter(published: Report) -> None:
-    data = ModelCard(card(published)).data
-    assert ModelCard(card(published)).data.to_dict() == {
+    data = ModelCard(model_card(published)).data
+    assert ModelCard(model_card(published)).data.to_dict() == {
         "base_model": "MiniMaxAI/MiniMax-M2.1",
         "base_model_relation": "quantized",
         "pipeline_tag": "text-generation",
@@ -60,6 +59,7 @@ def test_front_matter(published: Report) -> None:
         "tags": ["compressed-tensors", "awq", "fp8", "int4", "w4a16", "moe", "vllm"],
         "datasets": ["HuggingFaceH4/ultrachat_200k", "nvidia/HelpSteer"],
         "language": ["en", "fr", "zh"],
+        "model-index": front_matter(published)["model-index"],
     }
     assert data.base_model == "MiniMaxAI/MiniMax-M2.1"
     assert "base_model" not in front_matter(published | {"source": published["source"] | {"model": "../models/x"}})
@@ -109,9 +109,9 @@ def change(path: str, value: Any) -> Callable[[Report], None]:
         ("router/min", 0.3456, "chooses the same experts for 34.56%"),
         ("tokens", 87_654, "87,654 scored tokens"),
         ("audit/tensors", 76_543, "76,543 source tensors"),
-        ("audit/kept_tensors", 65_432, "65,432 kept tensors"),
+        ("audit/kept_tensors", 65_432, "65,432 passthrough tensors"),
         ("audit/kept_bytes_equal", False, "**not all equal**"),
-        ("audit/differences", ["x"], "**1 differences**"),
+        ("audit/differences", ["x"], "**1 difference**"),
         ("gates/0/value", 4321, "| 4321 |"),
         ("gates/0/passed", False, "**Gates of the recipe that failed: audit.**"),
         ("serving/parsers", {"tool-call-parser": "mine"}, "--tool-call-parser mine"),
@@ -127,13 +127,13 @@ def change(path: str, value: Any) -> Callable[[Report], None]:
     ],
 )
 def test_every_number_comes_from_the_report(report: Report, path: str, value: Any, shown: str) -> None:
-    assert shown not in card(report)
+    assert shown not in model_card(report)
     change(path, value)(report)
-    assert shown in card(report)
+    assert shown in model_card(report)
 
 
 def test_hashes_of_all_shards_are_stated(report: Report) -> None:
-    text = card(report)
+    text = model_card(report)
     for file, digest in report["audit"]["digests"].items():
         assert f"| `{file}` | `{digest['sha256']}` |" in text
 
@@ -141,34 +141,33 @@ def test_hashes_of_all_shards_are_stated(report: Report) -> None:
 def test_what_was_not_measured_is_said(report: Report) -> None:
     for key in ("kl", "perplexity", "categories"):
         del report[key]
-    text = card(report)
+    text = model_card(report)
     assert "## Measured" not in text
     assert "were not measured" in text
 
 
 def test_a_forced_publication_is_said_first(report: Report) -> None:
     report["forced"] = {"reason": "because", "problems": [f"tensor {i}: bytes differ" for i in range(30)]}
-    text = card(report)
-    assert text.index("Reason given: because") < text.index("## What was kept")
+    text = model_card(report)
+    assert text.index("Reason given: because") < text.index("## What was passed through")
     assert "and 10 more" in text
 
 
 def test_tables_are_whole(report: Report) -> None:
     """Each row of a table has as many cells as its head: a pipe in a text would break it."""
-    rows = [line.replace("\\|", "") for line in card(report).splitlines()]
+    rows = [line.replace("\\|", "") for line in model_card(report).splitlines()]
     width = 0
     for line in rows:
         width = line.count("|") if line.startswith("|") and not width else width if line.startswith("|") else 0
         assert not line.startswith("|") or line.count("|") == width, line
 
 
-def test_pictures_have_the_same_bytes_twice(report: Report, finished: Finished, tmp_path: Path) -> None:
-    draw(report, tmp_path)
-    for name in (CALIBRATION_PICTURE, COVERAGE_PICTURE):
-        raw = (tmp_path / name).read_bytes()
+def test_plots_have_the_same_bytes_twice(report: Report, finished: Finished) -> None:
+    drawn = draw(report)
+    for name, raw in ((CALIBRATION_PICTURE, drawn["calibration"]), (COVERAGE_PICTURE, drawn["coverage"])):
         assert raw.startswith(b"\x89PNG")
         assert raw == (finished.folder / name).read_bytes()
-        assert f"]({name})" in card(report)
+        assert f"]({name})" in model_card(report)
 
 
 def test_the_calibration_picture_shows_tokens_and_what_was_cut(published: Report) -> None:
@@ -201,9 +200,9 @@ def test_rows_by_language_and_category_agree_with_the_sets_totals(finished: Fini
 
 
 def test_a_family_that_vllm_does_not_know_has_no_command_to_serve_it(published: Report) -> None:
-    assert "vllm serve" in card(published)
+    assert "vllm serve" in model_card(published)
     unknown = published | {"serving": published["serving"] | {"servers": []}}
-    text = card(unknown)
+    text = model_card(unknown)
     assert "vllm serve" not in text
     assert "No release of vLLM that was known when this was made has a model of this family." in text
 
@@ -244,55 +243,54 @@ def with_plan(report: Report, **changes: Any) -> Report:
 
 def test_a_card_says_what_is_kept_besides_attention_and_in_which_form(published: Report) -> None:
     mtp = {"layers": [92], "bytes": 4_321_000_000}
-    text = card(with_plan(published, layers=92, dense_layers=[0, 1, 2], mtp=mtp, kinds=PER_ROW))
+    text = model_card(with_plan(published, layers=92, dense_layers=[0, 1, 2], mtp=mtp, kinds=PER_ROW))
     assert (
-        "Kept, in FP8 with a scale per row: attention (`q_proj`, `o_proj`); the MLP of layers 0, 1, 2, without routed "
-        "experts; the shared experts. Layer 92 predicts further tokens, for speculative decoding (MTP): kept whole, "
-        "routed experts in FP8 with a scale per row too (4.3 GB)."
+        "Passed through, in FP8 with a scale per row: attention (`q_proj`, `o_proj`); the MLP of layers 0, 1, 2, "
+        "without routed experts; the shared experts. Layer 92 predicts further tokens, for speculative decoding "
+        "(MTP): passed through whole, routed experts in FP8 with a scale per row too (4.3 GB)."
     ) in text
     assert "(89 layers, " in text
     actions = {"keep": ROW, "rename": ROW, "quantize": ROW}
-    text = card(with_plan(published, layers=61, dense_layers=[0], kinds=IN_BLOCKS, actions=actions))
+    text = model_card(with_plan(published, layers=61, dense_layers=[0], kinds=IN_BLOCKS, actions=actions))
     assert (
-        "Kept, in FP8 with a scale per block: attention (`kv_a_proj_with_mqa`, `kv_b_proj`); the MLP of layer 0,"
-        in text
+        "Passed through, in FP8 with a scale per block: attention (`kv_a_proj_with_mqa`, `kv_b_proj`); the MLP of "
+        "layer 0," in text
     )
     assert "MTP" not in text
     plain = [row for row in PER_ROW if not row["kind"].endswith("_scale")]
-    assert "Kept, in 16 bits: attention (`q_proj`, `o_proj`); the shared experts." in card(
+    assert "Passed through, in 16 bits: attention (`q_proj`, `o_proj`); the shared experts." in model_card(
         with_plan(published, kinds=plain)
     )
 
 
 def test_a_card_speaks_of_folded_norms_only_where_there_are_any(published: Report) -> None:
-    folded = card(published)
+    folded = model_card(published)
     assert "folded into the norm and compensated in the router;" in folded
     assert "the ratio of the folded norm, each expert against its source matrix." in folded
-    assert "Kept, in" not in folded
-    kept = card(with_plan(published, kinds=PER_ROW))
+    assert "Passed through, in" not in folded
+    kept = model_card(with_plan(published, kinds=PER_ROW))
     assert "folded" not in kept
     assert "within each expert (no norm and no router is changed: the shared experts read these norms too);" in kept
     assert "Each expert was checked against its source matrix." in kept
-    assert "(no norm and no router is changed);" in card(with_plan(published))
+    assert "(no norm and no router is changed);" in model_card(with_plan(published))
 
 
 def test_an_option_without_a_value_has_none_in_the_commands_and_its_reason_below(published: Report) -> None:
     options = {"disable-shared-experts-fusion": True, "tool-call-parser": "its"}
     about = published["serving"] | {"fits": [], "sglang": options, "parsers": {"trust-remote-code": True}}
-    text = card(published | {"serving": about})
+    text = model_card(published | {"serving": about})
     assert (
         "```\npython -m sglang.launch_server --model-path PATH_OR_ID \\\n    --disable-shared-experts-fusion \\\n"
         in text
     )
     assert (
-        "\\\n    --tool-call-parser its\n```\n\n`--disable-shared-experts-fusion`: without it SGLang puts the kept"
-        in text
+        "\\\n    --tool-call-parser its\n```\n\n`--disable-shared-experts-fusion`: without it SGLang puts the " in text
     )
     assert "vllm serve PATH_OR_ID \\\n    --trust-remote-code" in text
     assert "`--trust-remote-code`: the tokenizer is code of its own." in text
     assert "True" not in text.partition("## How to run it")[2].partition("\n## ")[0]
     assert "from transformers import AutoModelForCausalLM\n" in text
-    unknown = card(published | {"serving": about | {"transformers": False}})
+    unknown = model_card(published | {"serving": about | {"transformers": False}})
     assert "from transformers" not in unknown
     assert "transformers does not know this type of model." in unknown
 

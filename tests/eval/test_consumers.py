@@ -46,10 +46,9 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.fp8 import ROWS
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.plan.making import expected_tensors, make_plan
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.plan import Plan
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import Scheme
+from quantizers.recipe.schema import Experts, Scheme
 from quantizers.system.errors import CheckpointError, InputError
 from stitch.write.config import output_config
 

@@ -22,11 +22,13 @@ from eval.coverage.gates import check_floors, entropy, gates, summarise
 from eval.coverage.measure import Question, measure_coverage
 from eval.coverage.routing import TIE, Routed
 from eval.coverage.tables import coverage_table, report
-from eval.report.coverage_pictures import comparison_picture
-from quantizers.calibration.loading import load_samples
+from eval.report.plot_style import save
+from eval.report.plots import comparison_figure
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.plan.job import prepare
-from quantizers.recipe.schema import CoverageGate, read_recipe
+from quantizers.recipe.read import read_recipe
+from quantizers.recipe.schema import CoverageGate
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.system.errors import InputError, RecipeError
@@ -86,7 +88,7 @@ def test_counts_equal_the_whole_models(
     """Exactly, per layer, expert and category, but for choices within 1e-6, which are counted apart."""
     folder = finished.source if which == "FP8 source" else finished.folder
     weights = source_weights(folder) if which == "FP8 source" else finished_weights(folder)
-    data = load_samples(uneven, str(finished.source))
+    data = load_set(uneven, str(finished.source))
     samples = [(s.category, torch.from_numpy(s.tokens).long()) for s in data.samples]
     assert len({len(tokens) for _, tokens in samples}) > 5, "without padding, padding is not tested"
     names, counts, close = oracle(whole_model(*weights), samples)
@@ -325,7 +327,7 @@ def test_the_pictures_of_two_sets_share_their_scale(tmp_path: Path) -> None:
         for side in ("before", "after"):
             found[side]["label"] = side
         assert "moved" in compare_table(found)
-        comparison_picture(found, "m", tmp_path / f"{n}.png")
+        save(comparison_figure(found, "m"), tmp_path / f"{n}.png")
         pictures.append(matplotlib.image.imread(tmp_path / f"{n}.png"))
     changed = np.argwhere((pictures[0] != pictures[1]).any(-1))
     height, width = pictures[0].shape[:2]

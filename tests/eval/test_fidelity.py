@@ -18,9 +18,9 @@ from foreign import FORMATS, bf16_copy, oneshots
 from safetensors.torch import load_file, save_file
 from whole_models import Run, run_whole, source_weights
 
-from eval.fidelity.figures import Measured, Text, figures
+from eval.fidelity.metrics import Measured, Text, figures
 from quantizers.architectures.families import architecture_for
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.formats import readable
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.forward import layered_model
@@ -48,7 +48,7 @@ def stock(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 
 @pytest.fixture(scope="module")
 def texts(finished: Finished) -> list[torch.Tensor]:
-    data = load_samples(finished.held_out, str(finished.source))
+    data = load_set(finished.held_out, str(finished.source))
     return [torch.from_numpy(sample.tokens).long() for sample in data.samples]
 
 

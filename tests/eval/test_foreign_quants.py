@@ -16,7 +16,7 @@ from awq_gptq import Kind
 from commands import quantize
 from whole_models import Run, run_whole, source_weights
 
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.run.measure import measure
 
@@ -35,7 +35,7 @@ def a_set(folder: Path) -> Path:
 
 
 def token_lists(data: Path, source: Path) -> list[torch.Tensor]:
-    return [torch.from_numpy(sample.tokens).long() for sample in load_samples(data, str(source)).samples]
+    return [torch.from_numpy(sample.tokens).long() for sample in load_set(data, str(source)).samples]
 
 
 def assert_equal(found: dict[str, Any], before: Run, after: Run, texts: list[torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from conftest import Finished
 from torch import Tensor
 from whole_models import Run, finished_weights, run_whole, source_weights
 
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.run.measure import measure
 
@@ -29,7 +29,7 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def oracle(finished: Finished, whole_model: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> Oracle:
-    data = load_samples(finished.held_out, str(finished.source))
+    data = load_set(finished.held_out, str(finished.source))
     texts = [torch.from_numpy(sample.tokens).long() for sample in data.samples]
     source = run_whole(whole_model(*source_weights(finished.source)), texts)
     candidate = run_whole(whole_model(*finished_weights(finished.folder)), texts)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eval.fidelity import logits
-from eval.fidelity.score import score_text
+from eval.fidelity import scoring
+from eval.fidelity.scoring import score_text
 from quantizers.budget.branches import Branches
 from quantizers.budget.divergence import divergences
 from quantizers.solve import symmetric
@@ -108,11 +108,11 @@ class Converted(TorchDispatchMode):
 @pytest.mark.parametrize("words", [1, 7, 29, 30, 31])
 def test_parts_that_do_not_divide_the_vocabulary(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All words, in their order; and of the head never more than a part in float32."""
-    monkeypatch.setattr(logits, "HEAD_ROWS", words)
+    monkeypatch.setattr(scoring, "HEAD_ROWS", words)
     generator = torch.Generator().manual_seed(2)
     states, head = (torch.randn(n, 16, generator=generator).bfloat16() for n in (5, 30))
     with Converted() as converted:
-        found = logits.logits(states, head)
+        found = scoring.logits(states, head)
     assert found.dtype == torch.float32
     assert float((found.double() - exact(states, head)).abs().max()) < 1e-5
     assert max(converted.sizes) == 16 * max(5, min(words, 30))
@@ -122,7 +122,7 @@ def test_float32_is_used_as_it_is() -> None:
     generator = torch.Generator().manual_seed(3)
     states, head = (torch.randn(n, 16, generator=generator) for n in (5, 30))
     with Converted() as converted:
-        found = logits.logits(states, head)
+        found = scoring.logits(states, head)
     assert torch.equal(found, states @ head.T)
     assert converted.sizes == []
 
@@ -149,10 +149,10 @@ def test_on_a_gpu_the_product_itself_comes_out_in_float32(
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.Tensor, "float", lambda _: pytest.fail("a copy in float32"))
-        found = on_gpu(logits.logits)(*source)
+        found = on_gpu(scoring.logits)(*source)
     assert found.dtype == torch.float32
     truth = float(kl(source, candidate, exact).mean())
-    assert float(kl(source, candidate, on_gpu(logits.logits)).mean()) == pytest.approx(truth, rel=0.01)
+    assert float(kl(source, candidate, on_gpu(scoring.logits)).mean()) == pytest.approx(truth, rel=0.01)
     assert float(kl(source, candidate, on_gpu(rounded)).mean()) > 2.5 * truth, (
         "the stand-in rounds where nothing is said"
     )

@@ -18,20 +18,20 @@ from runs import leaves
 from sets import EMBEDDED, LONG, SHORT, write_set
 from whole_models import Run, finished_weights, run_whole, source_weights
 
-from eval.fidelity.by_position import by_position
-from eval.fidelity.figures import Measured, Text, figures
+from eval.fidelity.metrics import Measured, Text, by_position, figures
 from eval.fidelity.tables import eval_table
-from eval.report.card import card
-from eval.report.page import page
-from eval.report.pictures import fidelity_picture
-from quantizers.calibration.data import CalibrationData
-from quantizers.calibration.loading import load_samples
+from eval.report.html_report import html_report
+from eval.report.model_card import model_card
+from eval.report.plot_style import save
+from eval.report.plots import fidelity_figure
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli.tables.run import run_table
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.recipe.schema import PerplexityGate
+from quantizers.run.final_verification import fidelity_gates
 from quantizers.run.measure import measure
-from quantizers.run.proof import fidelity_gates
 from quantizers.system.errors import Interrupted
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def report(finished: Finished, held_out: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def data(finished: Finished, held_out: Path) -> CalibrationData:
-    return load_samples(held_out, str(finished.source))
+    return load_set(held_out, str(finished.source))
 
 
 @pytest.fixture(scope="module")
@@ -285,8 +285,8 @@ def test_both_parts_are_shown_everywhere(finished: Finished, report: dict[str, A
     shown = {
         "run": run_table(whole, tmp_path, "source", "mine.yaml"),
         "eval": eval_table({"candidates": [report | {"model": "x"}], "notes": []}),
-        "card": card(whole),
-        "page": page(whole),
+        "card": model_card(whole),
+        "page": html_report(whole, {}),
     }
     for name, text in shown.items():
         assert parts in text, name
@@ -295,11 +295,11 @@ def test_both_parts_are_shown_everywhere(finished: Finished, report: dict[str, A
     assert re.search(r"^256 to 1k +2 +88 ", shown["run"], re.MULTILINE)
     assert f"on 2 long ones of at most {LONG}; not on longer contexts" in shown["card"]
     assert f"texts of at most {SHORT} tokens" in shown["card"]
-    before = {"run": run_table(finished.report, tmp_path, "source", "mine.yaml"), "card": card(finished.report)}
+    before = {"run": run_table(finished.report, tmp_path, "source", "mine.yaml"), "card": model_card(finished.report)}
     assert not any("256 to 1k" in text for text in before.values())
     assert "long contexts" in before["card"]
-    fidelity_picture([("x", report), ("y", report)], "title", tmp_path / "long.png")
-    fidelity_picture([("x", finished.report)], "title", tmp_path / "short.png")
+    save(fidelity_figure([("x", report), ("y", report)], "title"), tmp_path / "long.png")
+    save(fidelity_figure([("x", finished.report)], "title"), tmp_path / "short.png")
     widths = [int.from_bytes((tmp_path / name).read_bytes()[16:20], "big") for name in ("long.png", "short.png")]
     assert widths[0] > widths[1], "a third panel"
 

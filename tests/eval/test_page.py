@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import subprocess
-from html import escape
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,16 @@ import pytest
 from commands import quantize
 from conftest import Finished
 
-from eval.report.card import card
-from eval.report.card_serving import vllm_command
-from eval.report.charts import along, colour, heat_map
-from eval.report.page import page
-from eval.report.scale import MARKS
-from eval.report.verdict import DEFAULT, NEAREST, verdict
+from eval.report.html_report import html_report
+from eval.report.model_card import model_card
+from eval.report.plot_style import HIGH, LOW
+from eval.report.plots import coverage_figure
+from eval.report.serve_commands import vllm_command
+from eval.report.summary import DEFAULT, NEAREST, summary
 from quantizers.cli.tables.run import run_table
 from quantizers.system.progress import layer_line
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-VOID = {"meta", "link", "rect", "circle", "path", "polyline", "br"}
 
 
 class Nesting(HTMLParser):
@@ -38,11 +37,12 @@ class Nesting(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         for key, value in attrs:
-            assert key not in ("src", "srcset", "action", "xlink:href"), (tag, key)
+            assert key not in ("srcset", "action", "xlink:href"), (tag, key)
+            assert key != "src" or str(value).startswith("data:image/png;base64,")
             assert key != "href" or value == "data:,"
             if key == "id":
                 self.ids.append(str(value))
-        if tag not in ("meta", "link"):
+        if tag not in ("meta", "link", "img"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -58,7 +58,19 @@ def test_the_page_is_whole_and_self_contained(finished: Finished) -> None:
     parser = Nesting()
     parser.feed(text)
     assert parser.open == []
-    wanted = {"gates", "settings", "plan", "coverage", "layers", "kl", "audit", "consumers", "serving", "versions"}
+    wanted = {
+        "gates",
+        "settings",
+        "plan",
+        "calibration",
+        "coverage",
+        "layers",
+        "kl",
+        "audit",
+        "consumers",
+        "serving",
+        "versions",
+    }
     assert set(parser.ids) == wanted
     assert "<script" not in text
     assert "url(" not in text
@@ -80,7 +92,7 @@ def test_text_is_escaped(finished: Finished) -> None:
     report["audit"]["differences"] = ["<script>alert(1)</script>"]
     report["layers"][0]["fallbacks"] = ["expert 5: 0 routed tokens & <b>no</b>"]
     report["notes"] = ["<img src=x>"]
-    text = page(report)
+    text = html_report(report, {})
     Nesting().feed(text)
     assert "&lt;script&gt;alert(1)" in text
     assert "<img" not in text
@@ -92,70 +104,78 @@ def test_smaller_shares_are_one_line_wherever_a_run_is_shown(finished: Finished)
     few = [n for layer in report["coverage"]["per_layer"] for n in layer["routed_tokens"] if n < 128]
     assert 0 < len(few) < 64
     line = (
-        f"{len(few)} of 64 experts got fewer than 128 routed tokens and lean on all tokens in part "
+        f"{len(few)} of 64 experts got fewer than 128 routed tokens and rely on all tokens in part "
         f"(smallest share {0.9 * min(few) / 128:.2f} of 0.9)"
     )
     assert [words for layer in report["layers"] for words in layer["fallbacks"] if "routed tokens" in words] == []
-    shown = page(report), card(report), run_table(report, Path("out"), "source", "mine.yaml"), layer_line(
-        report["layers"][0] | {"peak_memory_bytes": 0}
-    )  # fmt: skip
+    shown = (
+        html_report(report, {}),
+        model_card(report),
+        run_table(report, Path("out"), "source", "mine.yaml"),
+        layer_line(report["layers"][0] | {"peak_memory_bytes": 0}),
+    )
     assert [text.count(line) for text in shown] == [1, 1, 1, 0]
     assert "; 0 fallbacks;" in shown[3]
     for layer in report["layers"]:
         layer["leaning"]["experts"] = 0
-    assert [text.count("lean on all") for text in (page(report), card(report))] == [0, 0]
+    assert [text.count("rely on all") for text in (html_report(report, {}), model_card(report))] == [0, 0]
+
+
+def cells(tokens: list[list[int]], minimum: int) -> tuple[Any, Any]:
+    """The image of a heat map, and its axes."""
+    layers = [{"layer": n, "routed_tokens": row} for n, row in enumerate(tokens)]
+    axes = coverage_figure(layers, minimum, "x").axes[0]
+    return axes.images[0], axes
 
 
 def test_uncovered_experts_are_marked() -> None:
-    text = heat_map({0: [100, 0, 10], 1: [3, 50, 1]}, minimum=2)
-    assert text.count('class="bare"') == text.count('class="cross"') == 2
-    assert "<title>layer 0, expert 1: 0 tokens, 0.00 of even</title>" in text
-    assert "<title>layer 0, expert 2: 10 tokens, 0.27 of even</title>" in text
-    assert colour(0) == "#440154"
-    assert colour(1) == "#fde725"
+    """They have no colour of the scale, and a cross each, at their expert and layer."""
+    image, axes = cells([[100, 0, 10], [3, 50, 1]], minimum=2)
+    assert image.get_array().mask.tolist() == [[False, True, False], [False, False, True]]
+    assert axes.collections[0].get_offsets().tolist() == [[1, 0], [2, 1]]
+    assert image.get_array()[0, 2] == pytest.approx(10 / (110 / 3))
 
 
-def test_a_load_has_one_colour_on_every_page() -> None:
-    """Half of an even load looks alike beside whatever else, and in sets of any size; the scale is drawn with it."""
+def test_a_load_has_one_colour_in_every_report() -> None:
+    """Half of an even load looks alike beside any other load, and in sets of any size."""
 
-    def fill(tokens: list[int], expert: int) -> str:
-        found = re.search(rf'fill="(#\w+)"[^>]*><title>layer 0, expert {expert}:', heat_map({0: tokens}, 1))
-        assert found is not None
-        return found[1]
+    def colour(tokens: list[int], expert: int) -> Any:
+        image, _ = cells([tokens], 1)
+        return image.cmap(image.norm(image.get_array()))[0, expert].tolist()
 
-    assert fill([50, 100, 100, 150], 0) == fill([5000, 1, 1, 34998], 0) == colour(1 / 3)
-    assert fill([50, 100, 100, 150], 1) == colour(0.5)
-    # Logarithmic from 1/8 to 8: each doubling is a sixth; beyond, the ends.
-    assert [along(2.0**n) for n in range(-4, 5)] == pytest.approx([0, 0, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 1])
-    assert along(0) == 0
-    text = heat_map({0: [1, 2]}, 1)
-    assert all(f">{words}</text>" in text for words in MARKS.values())
+    assert colour([50, 100, 100, 150], 0) == colour([5000, 1, 1, 34998], 0)
+    assert colour([50, 100, 100, 150], 1) != colour([50, 100, 100, 150], 0)
+    norm = cells([[1, 2]], 1)[0].norm
+    assert (norm.vmin, norm.vmax) == (LOW, HIGH)
+    assert float(norm(1.0)) == pytest.approx(0.5), "an even load is in the middle of the logarithmic scale"
 
 
-def test_the_verdict_holds_the_kl_against_the_recipes_limit(finished: Finished) -> None:
+def test_the_summary_holds_the_kl_against_the_recipes_limit(finished: Finished) -> None:
     report: dict[str, Any] = json.loads(json.dumps(finished.report))
     report["gates"] = [{"name": "audit", "passed": True}, {"name": "kl", "passed": True, "limit": 0.25}]
     report["kl"]["mean"] = 0.0123
-    gates, kl, scale = verdict(report)
+    gates, kl, scale = summary(report)
     assert gates == "All 2 gates passed."
     assert kl.startswith("KL 0.0123 nats per token on ")
     assert "within the limit of 0.25 that its recipe sets" in kl
-    assert "measure it with quantize bench methods" in scale
+    assert "measure it with benchmarks/methods.py" in scale
     report["gates"][1] |= {"passed": False, "limit": 0.01}
-    gates, kl, _ = verdict(report)
+    gates, kl, _ = summary(report)
     assert gates == "1 of 2 gates failed: kl."
     assert "above the limit of 0.01 that its recipe sets" in kl
-    text = page(report | {"gates": [gate | {"value": 0.0, "meaning": "x", "limit": 0} for gate in report["gates"]]})
-    assert "class='verdict failed'" in text
+    text = html_report(
+        report | {"gates": [gate | {"value": 0.0, "meaning": "x", "limit": 0} for gate in report["gates"]]}, {}
+    )
+    assert 'class="summary failed"' in text
     assert "1 of 2 gates failed: kl." in text
     report["gates"].pop()
-    assert "its recipe sets no limit" in verdict(report)[1]
+    assert "its recipe sets no limit" in summary(report)[1]
     del report["kl"]
-    assert verdict(report) == ["The only gate passed."]
-    assert "class='verdict'" in (finished.folder / "report.html").read_text()
+    assert summary(report) == ["The only gate passed."]
+    assert 'class="summary"' in (finished.folder / "report.html").read_text()
 
 
-def test_the_verdicts_scale_is_the_method_table() -> None:
+def test_the_summarys_scale_is_the_method_table() -> None:
     """The first and the default row of the tiny MiniMax-M2's table; the next table is another model's."""
     text = (Path(__file__).parents[2] / "docs" / "method.md").read_text(encoding="utf-8")
     rows = re.findall(r"^(round to nearest|gram .* \(default\)) +([\d.]+) ", text.partition("### Qwen3-MoE")[0], re.M)
@@ -167,11 +187,11 @@ def test_the_page_serves_as_the_card_does(finished: Finished) -> None:
     report: dict[str, Any] = json.loads(json.dumps(finished.report))
     report["serving"] |= {"parsers": {"tool-call-parser": "x<y"}, "sampling": {"top_k": 40}}
     command = vllm_command(report["serving"], "PATH_OR_ID")
-    assert command in card(report)
+    assert command in model_card(report)
     assert "--enable-auto-tool-choice" in command
-    assert escape(command.replace("PATH_OR_ID", ".")) in page(report)
+    assert command.replace("PATH_OR_ID", ".") in unescape(html_report(report, {}))
     report["serving"]["servers"] = []
-    assert "vllm serve" not in page(report)
+    assert "vllm serve" not in html_report(report, {})
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
@@ -183,8 +203,8 @@ def test_a_browser_shows_it_without_error_or_request(finished: Finished, tmp_pat
     requests, complaints, picture, dom = look(text, tmp_path / "page")
     assert (requests, complaints) == (0, False)
     assert picture.stat().st_size > 50_000, "an empty page is smaller"
-    assert dom.count("<svg") == 6
-    assert dom.count("<h2>") == 10
+    assert dom.count("<img") == 4
+    assert dom.count("<h2>") == 11
 
 
 def look(text: str, folder: Path) -> tuple[int, bool, Path, str]:

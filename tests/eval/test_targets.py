@@ -12,9 +12,8 @@ import pytest
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.fp8 import ROWS, Fp8
-from quantizers.plan.making import expected_tensors, make_plan
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import Scheme
+from quantizers.plan.assign_actions import expected_tensors, make_plan
+from quantizers.recipe.schema import Experts, Scheme
 from stitch.write.config import output_config
 
 LAYERS = 62  # with layers 2 and 6, 1 and 61, 6 and 62, 16 and 61

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from commands import quantize
 from conftest import Finished
-from hub_models import ModelHub
+from hub_stand_in import HubStandIn
 from publishing import TOKEN, Publish
 
 
 @pytest.fixture
-def hub() -> Iterator[ModelHub]:
-    with ModelHub(TOKEN) as stand_in:
+def hub() -> Iterator[HubStandIn]:
+    with HubStandIn(TOKEN) as stand_in:
         yield stand_in
 
 
@@ -27,7 +27,7 @@ def folder(finished: Finished, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def publish(
-    hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Publish:
     """`publish(*arguments, token=TOKEN)`: the command in this process, where importing costs no seconds each time."""
     from huggingface_hub import constants

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY, Finished
-from hub_models import ModelHub
+from hub_stand_in import HubStandIn
 from publishing import REPO, TOKEN, Publish, break_a_byte, contents
 from runs import private_job
 
-from quantizers.output.record import write_record
+from quantizers.output.manifest import write_record
 from quantizers.plan.job import prepare
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 class Command:
     """`quantize publish` in a process of its own, with the token in its environment; keeps all that it says."""
 
-    def __init__(self, hub: ModelHub, home: Path, token: str | None = TOKEN) -> None:
+    def __init__(self, hub: HubStandIn, home: Path, token: str | None = TOKEN) -> None:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
         hub_settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_DEBUG": "1"}
         self.environment = kept | hub_settings
@@ -54,11 +54,13 @@ class Command:
 
 
 @pytest.fixture
-def command(hub: ModelHub, tmp_path: Path) -> Command:
+def command(hub: HubStandIn, tmp_path: Path) -> Command:
     return Command(hub, tmp_path / "home")
 
 
-def test_published_and_equal(hub: ModelHub, command: Command, folder: Path, finished: Finished, tmp_path: Path) -> None:
+def test_published_and_equal(
+    hub: HubStandIn, command: Command, folder: Path, finished: Finished, tmp_path: Path
+) -> None:
     (folder / "notes.txt").write_text("mine")
     code, out, err = command(
         "publish", folder, "--repo", REPO, "--source", finished.source, "--private", "--revision", "v1", "--json"
@@ -80,7 +82,7 @@ def test_published_and_equal(hub: ModelHub, command: Command, folder: Path, fini
 
 
 @pytest.mark.slow
-def test_interrupted_and_published_again(hub: ModelHub, command: Command, folder: Path, finished: Finished) -> None:
+def test_interrupted_and_published_again(hub: HubStandIn, command: Command, folder: Path, finished: Finished) -> None:
     words = ("publish", folder, "--repo", REPO, "--source", finished.source)
     hub.stall_after = 3
     process = command.start(*words)
@@ -104,7 +106,7 @@ def test_interrupted_and_published_again(hub: ModelHub, command: Command, folder
     assert len(hub.received) == len(set(hub.received)), "an object was sent twice"
 
 
-def test_a_dry_run_sends_nothing(hub: ModelHub, publish: Publish, folder: Path, finished: Finished) -> None:
+def test_a_dry_run_sends_nothing(hub: HubStandIn, publish: Publish, folder: Path, finished: Finished) -> None:
     (folder / "notes.txt").write_text("mine")
     before = contents(folder)
     code, out, err = publish(folder, "--repo", REPO, "--source", finished.source, "--dry-run")
@@ -130,7 +132,7 @@ def mislead_servers(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_nothing_that_is_published_names_the_machine(hub: ModelHub, publish: Publish, tmp_path: Path) -> None:
+def test_nothing_that_is_published_names_the_machine(hub: HubStandIn, publish: Publish, tmp_path: Path) -> None:
     """Every file but the shards, as the Hub holds it: no absolute path, no user's name, no token."""
     home = tmp_path / "somebody"
     recipe, output = private_job(home), home / "out"
@@ -150,7 +152,7 @@ def test_nothing_that_is_published_names_the_machine(hub: ModelHub, publish: Pub
 
 @pytest.mark.parametrize("spoil", [break_a_byte, fail_a_gate, mislead_servers])
 def test_a_failing_checkpoint_is_refused_unless_forced(
-    hub: ModelHub, publish: Publish, folder: Path, finished: Finished, spoil: Any
+    hub: HubStandIn, publish: Publish, folder: Path, finished: Finished, spoil: Any
 ) -> None:
     spoil(folder)
     words = (folder, "--repo", REPO, "--source", finished.source)
@@ -168,7 +170,9 @@ def test_a_failing_checkpoint_is_refused_unless_forced(
     assert json.loads(hub.repositories[REPO]["main"]["report.json"])["forced"]["problems"]
 
 
-def test_no_reason_publishes_changed_figures(hub: ModelHub, publish: Publish, folder: Path, finished: Finished) -> None:
+def test_no_reason_publishes_changed_figures(
+    hub: HubStandIn, publish: Publish, folder: Path, finished: Finished
+) -> None:
     """Before, --force sealed a report that had been edited, and the next publishing sent it as it was."""
     report = json.loads((folder / "report.json").read_text())
     report["kl"]["mean"] = 1e-9
@@ -194,7 +198,7 @@ def test_a_forced_card_is_taken_back(publish: Publish, folder: Path, finished: F
     assert (folder / "README.md").read_bytes() == before["README.md"]
 
 
-def test_a_hub_that_holds_something_else(hub: ModelHub, publish: Publish, folder: Path, finished: Finished) -> None:
+def test_a_hub_that_holds_something_else(hub: HubStandIn, publish: Publish, folder: Path, finished: Finished) -> None:
     for spoiled in ("model-00001-of-00005.safetensors", "config.json"):
         hub.damage = lambda path, raw, spoiled=spoiled: raw[:-1] + b"?" if path == spoiled else raw
         code, _, err = publish(folder, "--repo", f"me/{spoiled[:5]}", "--source", finished.source)

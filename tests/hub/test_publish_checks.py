@@ -13,11 +13,11 @@ import pytest
 from commands import quantize
 from conftest import Finished
 from foreign import bf16_copy, experts_only
-from hub_models import ModelHub
+from hub_stand_in import HubStandIn
 from huggingface_hub import ModelCard
 from publishing import REPO, SHARD, Publish, break_a_byte, contents
 
-from quantizers.output.record import write_record
+from quantizers.output.manifest import write_record
 from quantizers.run import verification
 
 # huggingface_hub's own way of sending a file by the LFS protocol, in this process.
@@ -42,7 +42,7 @@ def rewrite_report(folder: Path, change: Callable[[dict[str, Any]], object]) -> 
 
 
 @pytest.mark.usefixtures("no_source")
-def test_a_finished_folder_is_published_without_its_source(hub: ModelHub, publish: Publish, folder: Path) -> None:
+def test_a_finished_folder_is_published_without_its_source(hub: HubStandIn, publish: Publish, folder: Path) -> None:
     code, _, err = publish(folder, "--repo", REPO)
     assert code == 0, err
     held = {name: raw for name, raw in hub.repositories[REPO]["main"].items() if name != ".gitattributes"}
@@ -51,7 +51,7 @@ def test_a_finished_folder_is_published_without_its_source(hub: ModelHub, publis
 
 @pytest.mark.usefixtures("no_source")
 def test_a_changed_byte_in_any_file_is_noticed_without_the_source(
-    hub: ModelHub, publish: Publish, folder: Path
+    hub: HubStandIn, publish: Publish, folder: Path
 ) -> None:
     """Named by tensor, by file, or as an edited card, whose text may be edited."""
     before = contents(folder)
@@ -93,7 +93,7 @@ def test_a_changed_byte_in_any_file_is_noticed_without_the_source(
     ],
 )
 def test_what_else_speaks_against_publishing(
-    hub: ModelHub, publish: Publish, folder: Path, spoil: Callable[[Path], object], said: str
+    hub: HubStandIn, publish: Publish, folder: Path, spoil: Callable[[Path], object], said: str
 ) -> None:
     spoil(folder)
     code, _, err = publish(folder, "--repo", REPO)
@@ -136,7 +136,7 @@ def commands(card: str) -> list[str]:
 
 @pytest.mark.usefixtures("no_source")
 def test_the_card_names_the_repository_the_licence_and_the_base_model(
-    hub: ModelHub, publish: Publish, folder: Path, monkeypatch: pytest.MonkeyPatch, finished: Finished
+    hub: HubStandIn, publish: Publish, folder: Path, monkeypatch: pytest.MonkeyPatch, finished: Finished
 ) -> None:
     assert commands((folder / "README.md").read_text()) == ["PATH_OR_ID"] * 3
     code, _, err = publish(folder, "--repo", REPO, "--license", "apache-2.0", "--base-model", "me/tiny")
@@ -161,7 +161,7 @@ def test_the_card_names_the_repository_the_licence_and_the_base_model(
 
 @pytest.mark.usefixtures("no_source")
 def test_a_card_without_licence_and_base_model_is_warned_about_or_completed(
-    hub: ModelHub, publish: Publish, folder: Path, monkeypatch: pytest.MonkeyPatch
+    hub: HubStandIn, publish: Publish, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rewrite_report(folder, lambda report: report["source"].update(made_from=["some/original"]))
     code, _, err = publish(folder, "--repo", REPO)
@@ -195,7 +195,7 @@ def test_what_is_wrong_with_what_is_given(publish: Publish, folder: Path, words:
 
 @pytest.mark.usefixtures("no_source")
 def test_a_dry_run_ends_with_what_is_done_and_what_remains(
-    hub: ModelHub, publish: Publish, folder: Path, monkeypatch: pytest.MonkeyPatch
+    hub: HubStandIn, publish: Publish, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def points(*words: object, **named: Any) -> dict[str, tuple[str, str]]:
         code, out, err = publish(folder, "--repo", REPO, "--dry-run", "--json", *words, **named)
@@ -228,7 +228,7 @@ def test_a_dry_run_ends_with_what_is_done_and_what_remains(
 
 @pytest.mark.usefixtures("no_source")
 def test_a_repaired_checkpoint_is_published_with_its_card(
-    hub: ModelHub, publish: Publish, finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: HubStandIn, publish: Publish, finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tensors on the Hub are those of the finished run that its experts were taken from."""
     copy = bf16_copy(finished.source, tmp_path / "bf16")

@@ -16,11 +16,10 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.plan.allocation import Allocation, allocation, candidates
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.knapsack import choose
-from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.plan import Plan, file_size
-from quantizers.recipe.schema import Experts
-from quantizers.recipe.scheme import ALL, Scheme, counted
+from quantizers.recipe.schema import ALL, Experts, Scheme, counted
 from quantizers.system.errors import RecipeError
 
 BLOCK = (128, 128)

@@ -17,10 +17,10 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known, published_config
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.facts_text import facts_text
 from quantizers.plan.fit_facts import Fitted, fit_facts
 from quantizers.plan.job import prepare
-from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.plan import Plan
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError

@@ -16,8 +16,8 @@ from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.fp8 import ROWS, Fp8
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.fit_facts import fit_facts
-from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.plan import Plan
 from quantizers.plan.serving_memory import serving_model, tensor_parallel_problem
 from quantizers.plan.solve_memory import device_memory

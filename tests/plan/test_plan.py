@@ -21,10 +21,10 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.cli import main as cli
-from quantizers.plan.making import expected_tensors, make_plan
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.plan import METADATA, Plan, file_size, index_json
-from quantizers.recipe.locations import source_location
-from quantizers.recipe.schema import Experts, read_recipe
+from quantizers.recipe.read import read_recipe, source_location
+from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 
 BLOCK = (128, 128)

@@ -14,9 +14,9 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import all_published, architecture_for, known, published_config
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.plan.cards import parse_cards
+from quantizers.plan.assign_actions import expected_tensors, make_plan
+from quantizers.plan.gpus import parse_gpus
 from quantizers.plan.job import prepare
-from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.serving_memory import (
     Model,
     fit,
@@ -28,7 +28,7 @@ from quantizers.plan.serving_memory import (
 from quantizers.plan.tensor_parallel import obstacles
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, InputError
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 from quantizers.system.strict_yaml import load
 
 # Experts' matrices, and gigabytes of experts in INT4 with groups of 32, of one model of each size.
@@ -195,7 +195,7 @@ def test_bytes_of_a_cached_token(model: str, one: int, eight: int) -> None:
 def test_what_every_card_holds_of_deepseek() -> None:
     """q_a, kv_a, router and norms lie whole on each of 8 cards; all else is divided."""
     model = served("deepseek-ai/DeepSeek-V3")
-    alone, together = (fit(model, parse_cards(cards), 16).weights for cards in ("1x900GiB", "8x900GiB"))
+    alone, together = (fit(model, parse_gpus(cards), 16).weights for cards in ("1x900GiB", "8x900GiB"))
     of_a = 1536 * 7168 + 12 * 56 * 4 + 576 * 7168 + 5 * 56 * 4  # FP8 with scales in float32
     norms = 2 * (7168 + 7168 + 1536 + 512)
     whole = 61 * (of_a + norms) + 58 * (2 * 16 * 7168 + 4 * 16)
@@ -204,7 +204,7 @@ def test_what_every_card_holds_of_deepseek() -> None:
 
 def test_a_share_that_does_not_fill_marlin_s_tiles_is_noted() -> None:
     air = served("zai-org/GLM-4.5-Air-FP8")
-    fits = [fit(air, parse_cards("4x96GiB"), 16, tensor_parallel=ranks) for ranks in (1, 2, 4)]
+    fits = [fit(air, parse_gpus("4x96GiB"), 16, tensor_parallel=ranks) for ranks in (1, 2, 4)]
     (note,) = notes(air, fits)
     assert note.startswith("vLLM 0.33 or newer for TP 4: 352 of an expert's width")
     assert notes(air, fits[:2]) == []

@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from quantizers.cli import main as cli
-from quantizers.plan.cards import STATED, Cards, parse_cards
+from quantizers.plan.gpus import STATED, Gpus, parse_gpus
 from quantizers.plan.job import Job, prepare
-from quantizers.plan.remedies import remedies
 from quantizers.plan.serving_memory import (
     RUNTIME,
     UTILISATION,
@@ -26,9 +25,10 @@ from quantizers.plan.serving_memory import (
     serving_model,
     tensor_parallel_problem,
 )
-from quantizers.recipe.scheme import Scheme
-from quantizers.system.byte_size import gib, parse_bytes
+from quantizers.plan.serving_suggestions import remedies
+from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import gib, parse_bytes
 
 MIB, GIB = 2**20, 2**30
 WHOLE = 196_608
@@ -45,19 +45,19 @@ def test_the_measured_cache(model: Model) -> None:
     assert kv_bytes_per_token(model, "auto") == 253_952
     assert kv_bytes_per_token(model, "auto") * 65_536 == 15_872 * MIB
     assert kv_bytes_per_token(model, "fp8") * 65_536 == 7_936 * MIB
-    assert fit(model, parse_cards("1x512GiB"), 65_536).kv_cache == 15_872 * MIB
+    assert fit(model, parse_gpus("1x512GiB"), 65_536).kv_cache == 15_872 * MIB
 
 
 def test_two_large_cards_take_the_whole_context_and_four_small_ones_nothing(model: Model) -> None:
     """The FP8 + INT4 quant has been served on 2 x 96 GiB with all 196,608 tokens, at 92.5 GiB a card."""
-    two = fit(model, parse_cards("2x96GiB"), WHOLE)
+    two = fit(model, parse_gpus("2x96GiB"), WHOLE)
     assert (two.fits, two.longest, two.tensor_parallel, two.pipeline_parallel) == (True, WHOLE, 2, 1)
     assert round(two.weights / GIB, 1) == 61.5
     assert two.kv_cache == 253_952 * WHOLE // 2
     assert two.budget == int(96 * GIB * UTILISATION)
     assert two.left == two.budget - two.weights - two.kv_cache - two.activations - RUNTIME
     assert two.budget - two.left < 92.5 * GIB
-    four = fit(model, parse_cards("4x24GiB"), WHOLE)
+    four = fit(model, parse_gpus("4x24GiB"), WHOLE)
     assert (four.fits, four.longest) == (False, 0)
     assert four.weights > 24 * GIB
 
@@ -65,18 +65,18 @@ def test_two_large_cards_take_the_whole_context_and_four_small_ones_nothing(mode
 def test_all_weights_are_somewhere(model: Model, published_job: Job) -> None:
     """On one card, the weights are the planned output's, but for headers."""
     planned = sum(spec.bytes for action in published_job.plan.actions for spec in action.outputs.values())
-    assert fit(model, parse_cards("1x200GiB")).weights == planned
+    assert fit(model, parse_gpus("1x200GiB")).weights == planned
 
 
 def test_fp8_keys_and_values_take_half(model: Model) -> None:
-    cards = parse_cards("2x80GiB")
+    cards = parse_gpus("2x80GiB")
     plain, half = fit(model, cards, WHOLE), fit(model, cards, WHOLE, "fp8")
     assert half.kv_cache * 2 == plain.kv_cache
     assert 1.9 < half.longest / plain.longest < 2.1
 
 
 def test_the_longest_context_fits_and_a_block_more_does_not(model: Model) -> None:
-    cards = parse_cards("2x80GiB")
+    cards = parse_gpus("2x80GiB")
     longest = fit(model, cards).longest
     assert fit(model, cards, longest).fits
     assert not fit(model, cards, longest + 16).fits
@@ -92,7 +92,7 @@ def test_what_vllm_can_split(model: Model, parallel: int, problem: str | None) -
 
 
 def test_cards_that_do_not_divide_go_in_stages(model: Model) -> None:
-    three = fit(model, parse_cards("3x96GiB"), WHOLE)
+    three = fit(model, parse_gpus("3x96GiB"), WHOLE)
     assert (three.tensor_parallel, three.pipeline_parallel) == (1, 3)
     assert three.kv_cache == 2 * 21 * 8 * 128 * 2 * WHOLE  # 21 of 62 layers on the fullest card
     assert three.fits
@@ -111,7 +111,7 @@ def test_usual_cards(model: Model) -> None:
 @pytest.mark.parametrize("text", ["", "x", "0x24GiB", "2x", "2x24", "2x0GiB", "-1x24GiB", "2x24GiX"])
 def test_what_is_no_set_of_cards(text: str) -> None:
     with pytest.raises(InputError, match="--vram"):
-        parse_cards(text)
+        parse_gpus(text)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_what_is_refused(
 )
 def test_cards_by_name(text: str, count: int, least: float, most: float) -> None:
     """Never more than the vendor states, and not much less; a size is still a size."""
-    cards = parse_cards(text)
+    cards = parse_gpus(text)
     assert (cards.name, cards.count) == (text, count)
     assert least <= cards.bytes / GIB <= most
 
@@ -195,7 +195,7 @@ def test_cards_by_name(text: str, count: int, least: float, most: float) -> None
 @pytest.mark.parametrize(("text", "meant"), [("2xH10O", "H100"), ("rtx4090ti", "RTX-4090"), ("MI300", "MI300X")])
 def test_an_unknown_card_lists_the_known_ones(text: str, meant: str) -> None:
     with pytest.raises(InputError) as refused:
-        parse_cards(text)
+        parse_gpus(text)
     assert f"(did you mean {meant}?)" in str(refused.value)
     assert all(name in str(refused.value) for name in STATED)
 
@@ -206,7 +206,7 @@ SMALL = ("2xH100", "4x4090", "8x4090", "1x96GiB", "2x94GiB", "2xRTX 6000 Ada", "
 def test_what_would_make_it_fit_fits(model: Model, published_job: Job) -> None:
     """Each remedy is given to the estimate as its words say it, with nothing else changed."""
     said = set()
-    asked = [(cards, fit(model, cards)) for cards in map(parse_cards, SMALL)]
+    asked = [(cards, fit(model, cards)) for cards in map(parse_gpus, SMALL)]
     for (cards, before), ways in zip(asked, remedies(published_job, model, asked), strict=True):
         assert not before.fits
         assert ways
@@ -222,7 +222,7 @@ def test_what_would_make_it_fit_fits(model: Model, published_job: Job) -> None:
             words = shlex.split(way.say)
             said.add(words[0])
             options = dict(zip(words[::2], words[1::2], strict=True))
-            other = parse_cards(options.get("--vram", cards.name))
+            other = parse_gpus(options.get("--vram", cards.name))
             context = int(options.get("--context", WHOLE))
             assert fit(model, other, context, options.get("--kv", "auto")).fits, way.say
             assert fit(model, other, context, options.get("--kv", "auto")) == way.fit
@@ -247,9 +247,9 @@ def test_fewer_bits_are_a_remedy_where_they_are_enough(tmp_path: Path, write_rec
         recipe.write_text(yaml.safe_dump(body))
         job = prepare(str(recipe))
         large = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
-        cards = Cards("1x1GiB", 1, int((RUNTIME + 24 * MIB) / UTILISATION))
+        cards = Gpus("1x1GiB", 1, int((RUNTIME + 24 * MIB) / UTILISATION))
         room = fit(large, cards, 16)
-        cards = Cards("1x1GiB", 1, int((room.weights + room.activations + RUNTIME + room.kv_cache - 1) / UTILISATION))
+        cards = Gpus("1x1GiB", 1, int((room.weights + room.activations + RUNTIME + room.kv_cache - 1) / UTILISATION))
         asked = fit(large, cards, 16)
         assert not asked.fits
         (ways,) = remedies(job, large, [(cards, asked)])

@@ -13,11 +13,11 @@ from one_layer import sliced
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.forward.recorded import recorded
-from quantizers.plan.making import expected_tensors, make_plan
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.plan import Plan
 from quantizers.plan.solve_memory import DeviceMemory, _Phases, device_memory
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.run.quantized import _by_expert
+from quantizers.run.quantizer import _by_expert
 from quantizers.solve.gram_engine import solve
 from quantizers.system.errors import InputError
 from quantizers.system.residents import Residents

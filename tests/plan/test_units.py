@@ -8,7 +8,6 @@ from conftest import REPOSITORY
 
 from quantizers.architectures.families import all_published, architecture_for
 from quantizers.architectures.sizes import sizes_of
-from quantizers.cost.routing import routed_rows
 from quantizers.plan.units import by_load, rows_of_block, unit_of_experts, units_of, work_units
 
 GIB = 2**30
@@ -63,11 +62,12 @@ def test_experts_of_a_unit_have_about_as_many_tokens(experts: int, unit: int) ->
 
 @pytest.mark.parametrize(("processes", "most"), [(2, 1.2), (4, 1.4), (8, 1.9)])
 def test_every_process_gets_busy_experts_and_idle_ones(processes: int, most: float) -> None:
-    """Consecutive units in each process's share, of routing as it is taken to be: the largest share, to the average."""
-    tokens = routed_rows({"experts": 256, "chosen": 8}, 131072)[:, :-1].sum(0).tolist()
+    """Consecutive units in each process's share, of log-normal routing: the largest share, to the average."""
+    shares = (0.6 * torch.randn(256, generator=torch.Generator().manual_seed(0))).softmax(0)
+    tokens = (8 * 131072 * shares).long().tolist()
     each, falling = 256 // processes, sorted(tokens, reverse=True)
-    shares = [sum(tokens[e] for e in by_load(tokens, 16)[first : first + each]) for first in range(0, 256, each)]
-    assert max(shares) < most * sum(tokens) / processes < sum(falling[:each])
+    loads = [sum(tokens[e] for e in by_load(tokens, 16)[first : first + each]) for first in range(0, 256, each)]
+    assert max(loads) < most * sum(tokens) / processes < sum(falling[:each])
 
 
 def test_the_documents_table_is_what_the_program_does() -> None:

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from runs import change, cut_in_layer, hashes
 from tiny import write_job
 
-from quantizers.cost import estimate
 from quantizers.plan.job import prepare
 from quantizers.recipe.changes import changed, changes_of
 from quantizers.recipe.portable import settings_hash
-from quantizers.recipe.schema import Recipe, read_recipe
+from quantizers.recipe.read import read_recipe
+from quantizers.recipe.schema import Recipe
 from quantizers.run.options import Options
-from quantizers.system.schema_faults import Origin
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
+from quantizers.system.pydantic_errors import Origin
 from quantizers.system.strict_yaml import dump
 
 TINY = "tiny-minimax-m2-fp8-int4"
@@ -266,8 +266,6 @@ def test_coverage_takes_them_too(
 
 
 def test_a_plan_follows_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(estimate, "_counted", lambda *_: {})  # not the work
-
     def needs(*words: str) -> dict[str, Any]:
         assert quantize(monkeypatch, "plan", TINY, "--json", *words) == 0
         found: dict[str, Any] = json.loads(capsys.readouterr().out)

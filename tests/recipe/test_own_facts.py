@@ -24,7 +24,8 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.plan.job import prepare
 from quantizers.recipe.portable import resolve_recipe, settings_hash
-from quantizers.recipe.schema import Recipe, read_recipe
+from quantizers.recipe.read import read_recipe
+from quantizers.recipe.schema import Recipe
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.run.verification import verify_folder

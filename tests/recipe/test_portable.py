@@ -17,16 +17,16 @@ from runs import change, cut_at, hashes, private_job
 from safetensors.torch import load_file, save_file
 from tiny import write_job
 
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.calibration.set import read_set
 from quantizers.plan.job import prepare
 from quantizers.recipe.portable import resolve_recipe, source_name
-from quantizers.recipe.schema import read_recipe
+from quantizers.recipe.read import read_recipe
 from quantizers.run import pipeline, verification
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.system.errors import CalibrationError, InputError, OutputError
-from quantizers.system.shipped import shipped
+from quantizers.system.package_data import shipped
 
 CPU = torch.device("cpu")
 
@@ -82,8 +82,8 @@ def test_shipped_sets_travel_without_their_data(tmp_path: Path, tiny_model: Path
     for name, text in resolve_recipe(recipe, path).texts().items():
         (tmp_path / name).write_text(text)
     assert not list(tmp_path.glob("*.jsonl"))
-    here = load_samples(tmp_path / "held-out.yaml", str(tiny_model))
-    there = load_samples(shipped("calibration") / "held-out.yaml", str(tiny_model))
+    here = load_set(tmp_path / "held-out.yaml", str(tiny_model))
+    there = load_set(shipped("calibration") / "held-out.yaml", str(tiny_model))
     assert (here.digest, here.name) == (there.digest, there.name)
 
 
@@ -98,14 +98,14 @@ def test_a_local_file_under_another_name_gives_the_same_samples_in_order(tmp_pat
         (tmp_path / "copy" / name).write_text(text)
     for name, file in resolved.data.items():
         shutil.copy(file, tmp_path / "copy" / name)
-    here = load_samples(tmp_path / "copy" / "calibration.yaml", str(tiny_model))
-    there = load_samples(tmp_path / "recipes" / "calibration.yaml", str(tiny_model))
+    here = load_set(tmp_path / "copy" / "calibration.yaml", str(tiny_model))
+    there = load_set(tmp_path / "recipes" / "calibration.yaml", str(tiny_model))
     assert here.digest == there.digest
     text = (tmp_path / "copy" / "calibration.yaml").read_text()
     assert text.count("order:") == 1
     other = re.sub(r"order: '?\w+'?", "order: other", text)
     (tmp_path / "copy" / "calibration.yaml").write_text(other)
-    assert load_samples(tmp_path / "copy" / "calibration.yaml", str(tiny_model)).digest != there.digest
+    assert load_set(tmp_path / "copy" / "calibration.yaml", str(tiny_model)).digest != there.digest
 
 
 def test_a_place_is_published_by_the_file_that_it_is_in(tmp_path: Path) -> None:

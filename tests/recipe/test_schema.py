@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from quantizers.recipe.locations import set_location, source_location
-from quantizers.recipe.schema import Awq, Recipe, read_recipe
+from quantizers.recipe.read import read_recipe, set_location, source_location
+from quantizers.recipe.schema import Awq, Recipe
 from quantizers.system.errors import RecipeError
-from quantizers.system.shipped import find, shipped
+from quantizers.system.package_data import find, shipped
 
 LEAST = {"source": {"model": "a/b"}, "calibration": "c.yaml"}
 

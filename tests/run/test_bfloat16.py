@@ -15,7 +15,7 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.recorded import Recorded, recorded
 from quantizers.plan.job import prepare
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.run import layer_loop, measure, pipeline
+from quantizers.run import measure, pipeline, quantize
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.solve.expert_sums import width_sums
@@ -82,7 +82,7 @@ def test_the_whole_run_in_bfloat16_has_the_same_kl(
     tmp_path: Path, finished: Finished, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calibrated and propagated in bfloat16, measured in float32. With so few tokens KL varies by tens of percent."""
-    for module in (layer_loop, pipeline):
+    for module in (quantize, pipeline):
         monkeypatch.setattr(module, "forward_dtype", lambda _device: BFLOAT16)
     assert measure.forward_dtype(torch.device("cpu")) == torch.float32
     report = run(prepare(str(write_recipe(tmp_path))), Options(tmp_path / "output", torch.device("cpu")))

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 
 from quantizers.checkpoint.reader import open_folder, side_files
 from quantizers.checkpoint.safetensors_header import read_header
-from quantizers.output.record import seal_of, write_record
+from quantizers.output.manifest import seal_of, write_record
 from quantizers.plan.job import prepare
 from quantizers.run import pipeline
-from quantizers.run.card import read_front_matter
+from quantizers.run.manifest_check import check_manifest
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
-from quantizers.run.record_check import check_record
+from quantizers.run.report_files import read_front_matter
 from quantizers.system.errors import QuantizeError
 
 CPU = torch.device("cpu")
@@ -289,13 +289,13 @@ def test_words_of_the_card_and_more_tags_are_no_damage(
 def test_a_card_with_other_line_ends_is_an_edited_one(copied: Path) -> None:
     card = copied / "README.md"
     card.write_bytes(card.read_bytes().replace(b"\n", b"\r\n"))
-    found = check_record(copied)
+    found = check_manifest(copied)
     assert (found.differences, found.notes) == ((), ("README.md: was edited since the run wrote it",))
 
 
 def test_another_tools_report_is_not_accused(copied: Path) -> None:
     (copied / "report.json").write_text('{"a": 1}')
-    found = check_record(copied)
+    found = check_manifest(copied)
     assert found.differences == ()
     assert "not written by this program" in found.notes[0]
 

@@ -14,11 +14,11 @@ from calibration_tokenizer import write_tokenizer
 from one_layer import sums_held
 from runs import hashes
 
-from quantizers.calibration.texts import token_tensors
+from quantizers.calibration.samples import token_tensors
 from quantizers.plan import units
 from quantizers.plan.job import prepare
 from quantizers.plan.solve_memory import device_memory
-from quantizers.run import layer_loop, pipeline
+from quantizers.run import pipeline, quantize
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.solve import gram_engine
@@ -81,7 +81,7 @@ def test_another_limit_at_every_resume(
     """Interrupted after each layer; and it is the units that a resumed run must keep, not the memory."""
     of, whole, output = limits(job), tmp_path / "whole", tmp_path / "output"
     run(prepare(str(job)), Options(whole, CPU))
-    real = layer_loop.write_json
+    real = quantize.write_json
 
     def interrupted(path: Path, entry: Any) -> None:
         real(path, entry)
@@ -90,7 +90,7 @@ def test_another_limit_at_every_resume(
 
     held.clear()
     with monkeypatch.context() as patched:
-        patched.setattr(layer_loop, "write_json", interrupted)
+        patched.setattr(quantize, "write_json", interrupted)
         for resident in (2, 6):
             with pytest.raises(Interrupted):
                 run(prepare(str(job)), Options(output, CPU, of[resident]))

@@ -14,11 +14,12 @@ from commands import quantize
 from runs import change, cut_in_layer, hashes
 from tiny import write_job
 
-from quantizers.calibration.samples import samples
-from quantizers.cost.estimate import estimate_run
+from quantizers.calibration.load_set import load_set
+from quantizers.plan.estimate import estimate_run
 from quantizers.plan.job import prepare
 from quantizers.recipe.portable import settings_hash
-from quantizers.recipe.schema import Recipe, read_recipe
+from quantizers.recipe.read import read_recipe
+from quantizers.recipe.schema import Recipe
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.system.errors import OutputError, RecipeError
@@ -38,8 +39,8 @@ def test_a_run_is_calibrated_on_what_is_drawn(tmp_path: Path, capsys: pytest.Cap
     recipe = drawn(write_job(tmp_path / "job", layers=2), TOKENS)
     output, again = tmp_path / "output", tmp_path / "again"
     report = run(prepare(str(recipe)), Options(output, CPU))
-    expected = samples(tmp_path / "job" / "calibration.yaml", tmp_path / "job" / "model", tokens=TOKENS)
-    whole = samples(tmp_path / "job" / "calibration.yaml", tmp_path / "job" / "model")
+    expected = load_set(tmp_path / "job" / "calibration.yaml", tmp_path / "job" / "model", tokens=TOKENS)
+    whole = load_set(tmp_path / "job" / "calibration.yaml", tmp_path / "job" / "model")
     assert report["calibration"]["digest"] == expected.digest != whole.digest
     assert report["calibration"]["tokens"] == report["coverage"]["forced"]["tokens"] == TOKENS
     total = sum(len(sample.tokens) for sample in whole.samples)
@@ -103,7 +104,7 @@ def test_the_plan_counts_the_tokens_that_are_drawn(
     assert quantize(monkeypatch, "plan", drawn(recipe, TOKENS)) == 0
     said = capsys.readouterr().out
     assert f"a run with its {TOKENS} tokens at most and 1,536 held-out ones needs about" in said
-    assert "  tokens: the recipe's calibration.tokens; every held-out text as long as" in said
+    assert "  tokens: the recipe's calibration.tokens; every evaluation text as long as" in said
 
 
 def test_a_set_of_unknown_size_is_bounded_by_the_tokens_drawn(tmp_path: Path) -> None:

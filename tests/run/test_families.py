@@ -28,7 +28,7 @@ from whole_models import finished_weights, run_whole, stored
 
 from eval.coverage.routing import count_routes
 from quantizers.architectures.families import known
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
 from quantizers.forward.halves import observe
@@ -103,7 +103,7 @@ class Made:
         return prepare(str(self.recipe))
 
     def texts(self, name: str) -> list[Tensor]:
-        data = load_samples(self.recipe.parent / f"{name}.yaml", str(self.source))
+        data = load_set(self.recipe.parent / f"{name}.yaml", str(self.source))
         return [torch.from_numpy(sample.tokens).long() for sample in data.samples]
 
 

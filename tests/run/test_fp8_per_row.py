@@ -21,8 +21,8 @@ from whole_models import finished_weights, run_whole, stored
 from eval.consumers.check import STORED
 from eval.consumers.folder import check_folder
 from eval.consumers.rules import ATTENTION, OUTPUT
-from eval.report.front_matter import has_fp8_attention
-from quantizers.calibration.loading import load_samples
+from eval.report.model_card import has_fp8_attention
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.weights import read_weight
 from quantizers.plan.job import prepare
@@ -103,7 +103,7 @@ def test_verify_compares_the_scales(made: Made, tmp_path: Path) -> None:
 
 
 def test_the_kl_is_that_of_source_and_output_as_the_library_unpacks_them(made: Made) -> None:
-    data = load_samples(made.folder / "held-out.yaml", str(made.source))
+    data = load_set(made.folder / "held-out.yaml", str(made.source))
     texts = [torch.from_numpy(sample.tokens).long() for sample in data.samples]
     source, output = (
         run_whole(families.whole(folder, finished_weights(folder)[1]), texts) for folder in (made.source, made.output)

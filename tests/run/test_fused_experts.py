@@ -26,9 +26,9 @@ from quantizers.checkpoint.fused_experts import specs_apart, with_experts_apart
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.source_files import source_digest
+from quantizers.plan.assign_actions import expected_tensors
 from quantizers.plan.fit_facts import fit_facts
 from quantizers.plan.job import prepare
-from quantizers.plan.making import expected_tensors
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.system.errors import CheckpointError, OutputError

@@ -23,7 +23,7 @@ from tiny import write_job
 from quantizers.cli import main as cli
 from quantizers.output import journal
 from quantizers.plan.job import prepare
-from quantizers.run import pipeline, quantized
+from quantizers.run import pipeline, quantizer
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 
@@ -220,7 +220,7 @@ def test_bytes_that_changed_and_kept_size_and_time(job: Path, quantize: Callable
 def test_a_source_that_vanishes_while_the_run_works(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
     shard, away = job / "model" / SHARD, job / "away"
     command = ("run", job / "recipe.yaml", "--output", job / "output")
-    real, count = quantized.solve_layer, iter(range(1_000_000))
+    real, count = quantizer.solve_layer, iter(range(1_000_000))
 
     def vanish(*arguments: Any, **named: Any) -> Any:
         if next(count) == 1:  # the layer after the next has not been read yet
@@ -228,7 +228,7 @@ def test_a_source_that_vanishes_while_the_run_works(job: Path, quantize: Callabl
         return real(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(quantized, "solve_layer", vanish)
+        patched.setattr(quantizer, "solve_layer", vanish)
         code, errors = quantize(*command)
     assert code == 2
     assert SHARD in errors.splitlines()[-1]

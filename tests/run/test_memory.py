@@ -26,7 +26,7 @@ from quantizers.checkpoint import ahead
 from quantizers.plan import units
 from quantizers.plan.job import prepare
 from quantizers.plan.states import calibration_bytes
-from quantizers.run import layer_loop, pipeline
+from quantizers.run import pipeline, quantize
 from quantizers.run.options import Options
 from quantizers.system.errors import QuantizeError
 
@@ -168,7 +168,7 @@ def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Liv
 
     What threads do beside it is done on the spot, so that the next layer is always in memory beside the one in work.
     """
-    for module in (ahead, layer_loop):
+    for module in (ahead, quantize):
         monkeypatch.setattr(module, "ThreadPoolExecutor", OnTheSpot)
     real, runs, found = pipeline.quantize_layers, iter(range(100)), list[Living]()
 

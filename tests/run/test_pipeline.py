@@ -19,7 +19,7 @@ from quantizers.cli import main as cli
 from quantizers.forward import lane
 from quantizers.output import folder, journal
 from quantizers.plan.job import Job, prepare
-from quantizers.run import kept_shards, layer_loop, pipeline, quantized, shards
+from quantizers.run import pipeline, quantize, quantizer
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
 from quantizers.system.errors import Interrupted, OutputError, QuantizeError
@@ -51,7 +51,7 @@ def test_every_file_may_be_read_by_whom_the_umask_allows(finished: Finished, tmp
 
 
 def test_sizes_are_as_planned_to_the_byte(finished: Finished) -> None:
-    from quantizers.plan.summary import summary
+    from quantizers.plan.plan import summary
 
     job = prepare(str(finished.recipe))
     planned = summary(job.plan, job.sizes)
@@ -89,16 +89,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path, dict[str
 @pytest.mark.parametrize(
     ("module", "name", "calls"),
     [
-        (quantized, "solve_layer", 0),
-        (quantized, "solve_layer", 2),
-        pytest.param(kept_shards, "write_shard", 0, marks=pytest.mark.slow),
-        (shards, "write_shard", 1),
-        pytest.param(shards, "audit_layer", 2, marks=pytest.mark.slow),
-        pytest.param(quantized, "finish", 3, marks=pytest.mark.slow),
+        (quantizer, "solve_layer", 0),
+        (quantizer, "solve_layer", 2),
+        pytest.param(quantize, "write_shard", 0, marks=pytest.mark.slow),
+        (quantizer, "write_shard", 1),
+        pytest.param(quantizer, "audit_layer", 2, marks=pytest.mark.slow),
+        pytest.param(quantizer, "finish", 3, marks=pytest.mark.slow),
         pytest.param(lane, "attend", 5, marks=pytest.mark.slow),
-        pytest.param(kept_shards, "write_json", 0, marks=pytest.mark.slow),
-        pytest.param(layer_loop, "write_json", 1, marks=pytest.mark.slow),
-        (layer_loop, "score", 0),
+        pytest.param(quantize, "write_json", 0, marks=pytest.mark.slow),
+        pytest.param(quantize, "write_json", 2, marks=pytest.mark.slow),
+        (quantize, "score", 0),
         pytest.param(pipeline, "assemble", 0, marks=pytest.mark.slow),
         pytest.param(pipeline, "prove", 0, marks=pytest.mark.slow),
         (pipeline, "move_into_place", 0),
@@ -171,13 +171,13 @@ def test_an_interrupt_ends_between_steps(finished: Finished, tmp_path: Path) -> 
 
     output = tmp_path / "output"
     with pytest.MonkeyPatch.context() as patched:
-        real = quantized.solve_layer
+        real = quantizer.solve_layer
 
         def signalled(*arguments: Any, **named: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
             return real(*arguments, **named)
 
-        patched.setattr(quantized, "solve_layer", signalled)
+        patched.setattr(quantizer, "solve_layer", signalled)
         with pytest.raises(Interrupted, match="the same command again") as ended:
             run(prepare(str(finished.recipe)), Options(output, CPU))
     assert ended.value.exit_code == 143

@@ -22,7 +22,7 @@ from whole_models import load
 
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.weights import layer_weights
@@ -63,7 +63,7 @@ def with_float32_experts(model: Any, streamed: LayeredModel | None = None) -> An
 
 @pytest.fixture(scope="module")
 def texts(finished: Finished) -> list[Tensor]:
-    data = load_samples(finished.held_out, str(finished.source))
+    data = load_set(finished.held_out, str(finished.source))
     return [torch.from_numpy(sample.tokens).long() for sample in data.samples]
 
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from own_tokenizer import FILES, FIRST, write_own_tokenizer
 
-from quantizers.calibration.samples import samples
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.hub.local_files import local_files
 from quantizers.plan.job import prepare
@@ -41,7 +41,7 @@ def test_it_is_read_where_the_recipe_allows_it_and_travels_with_the_output(
     assert report["audit"]["differences"] == []
     assert report["serving"]["parsers"]["trust-remote-code"] is True
     assert report["serving"]["transformers"] is False
-    data = samples(tmp_path / "calibration.yaml", source, trust_remote_code=True)
+    data = load_set(tmp_path / "calibration.yaml", source, trust_remote_code=True)
     ids = np.concatenate([sample.tokens for sample in data.samples])
     assert ((ids < 2) | (ids >= FIRST)).all()  # its own: the plain tokenizer of these models has the ids between
     assert data.digest == report["calibration"]["digest"]

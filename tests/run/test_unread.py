@@ -16,8 +16,8 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.plan.assign_actions import expected_tensors, make_plan
 from quantizers.plan.job import prepare
-from quantizers.plan.making import expected_tensors, make_plan
 from quantizers.plan.plan import Plan
 from quantizers.plan.solve_memory import device_memory
 from quantizers.recipe.schema import Experts

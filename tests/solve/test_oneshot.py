@@ -10,7 +10,7 @@ import pytest
 import torch
 from whole_models import run_whole, source_weights
 
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.plan.job import prepare
 from quantizers.run.options import Options
 from quantizers.run.pipeline import run
@@ -39,8 +39,8 @@ def test_oneshot_on_the_whole_model_has_the_same_kl(
 
     # pin_memory raises on a machine without an accelerator (llm-compressor 0.14).
     monkeypatch.setattr(IntermediatesCache, "pin_memory", lambda *_arguments: None)
-    calibration = load_samples(tmp_path / "calibration.yaml", str(tiny_model))
-    held_out = load_samples(tmp_path / "held-out.yaml", str(tiny_model))
+    calibration = load_set(tmp_path / "calibration.yaml", str(tiny_model))
+    held_out = load_set(tmp_path / "held-out.yaml", str(tiny_model))
     texts = [torch.from_numpy(sample.tokens).long() for sample in held_out.samples]
     config, weights = source_weights(tiny_model)
     source = run_whole(whole_model(config, weights), texts)

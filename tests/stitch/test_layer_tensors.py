@@ -17,7 +17,7 @@ from quantizers.checkpoint.held import Held, held_tensors, hold, layer_names
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.forward.weights import read_weight
-from quantizers.plan.making import make_plan
+from quantizers.plan.assign_actions import make_plan
 from quantizers.plan.plan import KEPT, Plan
 from quantizers.recipe.schema import Experts
 from quantizers.solve.solved import Solved

@@ -13,12 +13,12 @@ from conftest import Finished
 from foreign import FORMATS, INT4, bf16_copy, experts_only, oneshots
 from huggingface_hub import ModelCard
 
-from quantizers.calibration.loading import load_samples
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.run.measure import measure
 from quantizers.run.stitched import stitch
 from quantizers.system.errors import CheckpointError
-from quantizers.system.own_files import file_sha256 as sha256
+from quantizers.system.files import file_sha256 as sha256
 from stitch.audit.checkpoint import verify
 
 SHARD = "model-00001-of-00005.safetensors"
@@ -132,7 +132,7 @@ def test_experts_that_are_not_packed(finished: Finished, copy: Path, tmp_path: P
 @pytest.mark.slow
 def test_the_repair_wins_the_divergence_back(finished: Finished, copy: Path, tmp_path: Path) -> None:
     """Experts by the library's own oneshot, its AWQ once without the router in the mapping and once with it."""
-    data = load_samples(finished.calibration, str(finished.source))
+    data = load_set(finished.calibration, str(finished.source))
     sequences = [sample.tokens.tolist() for sample in data.samples]
     source = open_folder(finished.source)
     common = {"weights": INT4, "experts_only": True, "awq": True, "sequences": sequences}

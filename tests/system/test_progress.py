@@ -14,7 +14,7 @@ import torch
 from conftest import Finished
 from sets import write_set
 
-from eval.fidelity import score
+from eval.fidelity import scoring
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward import lane
 from quantizers.plan.job import prepare
@@ -34,7 +34,7 @@ class Clock:
         self.now = 1000.0
         patched.setattr(time, "monotonic", lambda: self.now)
         patched.setattr(lane, "attend", self.slowed(lane.attend, LAYER))
-        patched.setattr(score, "score_text", self.slowed(score.score_text, TEXT))
+        patched.setattr(scoring, "score_text", self.slowed(scoring.score_text, TEXT))
 
     def slowed(self, work: Any, seconds: float) -> Any:
         def slow(*arguments: Any, **named: Any) -> Any:
@@ -99,7 +99,7 @@ def test_an_evaluation_that_goes_on_counts_what_was_done_before_as_done(
                 evaluated(finished, tmp_path / "work")
 
     cut_in(lane, "attend", 3)  # the candidate's in layer 1
-    cut_in(score, "score_text", 4)
+    cut_in(scoring, "score_text", 4)
     said = capsys.readouterr().err.splitlines()
     assert said == [
         "evaluating: 1 of 4  layer 0",
@@ -210,3 +210,14 @@ def watch(said: list[str]) -> Any:
             shown._watching.pop()
 
     return shows
+
+
+def test_the_first_layer_with_experts_says_how_long_the_others_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once: 60 s a layer, and 61 layers after the second one; nothing after the last layer."""
+    say = shown.forecast(63)
+    say({"layer": 0, "routed": [], "seconds": {"read": 1.0}})  # without experts
+    say({"layer": 1, "routed": [[5, 3]], "seconds": {"read": 20.0, "solve": 40.0}})
+    say({"layer": 2, "routed": [[5, 3]], "seconds": {"read": 1.0}})
+    assert capsys.readouterr().err == "forecast from layer 1: about 1 h 01 min for 61 more layers\n"
+    shown.forecast(2)({"layer": 1, "routed": [[5, 3]], "seconds": {"read": 1.0}})
+    assert capsys.readouterr().err == ""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
 from quantizers.system.errors import CalibrationError, InputError, RecipeError
-from quantizers.system.schema_faults import dotted
+from quantizers.system.pydantic_errors import dotted
 from quantizers.system.strict_yaml import dump, load, parse
 
 PROPERTY = settings(

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from eval.report.schemes import candidate_lines, choice_lines, layers_table
-from quantizers.system.byte_size import gib
+from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
-from quantizers.system.text_table import plain, size
-
-from .ranks import several_lines
 
 
 def plan_table(numbers: dict[str, Any]) -> str:
@@ -22,7 +19,7 @@ def plan_table(numbers: dict[str, Any]) -> str:
         [
             f"planned from {numbers['basis']}",
             "",
-            plain(("tensors (* = a number)", "action", "number", "before", "after"), rows),
+            text_table(("tensors (* = a number)", "action", "number", "before", "after"), rows),
             "",
             f"{numbers['layers']} layers, {dense_words(numbers)}{numbers['experts_per_layer']} experts each: "
             f"{numbers['quantized_matrices']:,} expert matrices quantized, "
@@ -36,7 +33,6 @@ def plan_table(numbers: dict[str, Any]) -> str:
             "",
             *(scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
             *needs_lines(numbers["needs"]),
-            *several_lines(numbers),
             *([memory_line(numbers)] if "device_memory" in numbers else []),
         ]
     )
@@ -78,39 +74,73 @@ def scheme_lines(schemes: dict[str, Any]) -> list[str]:
 
 
 def needs_lines(needs: dict[str, Any]) -> list[str]:
-    """Disk, memory and time that a run needs, with the assumptions."""
+    """Disk, memory and estimated time of a run, with the assumptions."""
     rows = []
     for device in ("CPU", "GPU"):
         states = "?" if needs["states"] is None else size(needs["states"][device])
         least, most = needs["memory"][device]
-        memory, time = f"{size(least)} to {size(most)}", "?"
-        if needs["seconds"] is not None and device in needs["seconds"]:
-            time = _time(needs["seconds"][device])
-        name = device
-        if device == "GPU" and needs["card"] is not None:
-            name, memory = f"GPU ({needs['card']})", f"{memory}; counted {size(needs['counted_peak'])}"
-        rows.append((name, size(needs["output"]), states, memory, time))
+        rows.append((device, size(needs["output"]), states, f"{size(least)} to {size(most)}"))
     tokens = "calibration set of unknown size" if needs["tokens"] is None else f"{needs['tokens']:,} tokens at most"
     if needs["held_out"] != 0:
         tokens += f" and {'a' if needs['held_out'] is None else format(needs['held_out'], ',')} held-out ones"
     return [
         f"a run with its {tokens} needs about",
-        plain(("on a", "disk for the output", "hidden states", "memory of the device", "time, counted"), rows),
-        f"and {size(needs['host'])} of host memory beside it, {size(needs['source'])} of source on the disk or in the "
-        "Hub's cache. Hidden states lie in host memory where they fit, else on the disk. Assumed:",
+        text_table(("on a", "disk for the output", "activations", "memory of the device"), rows),
+        f"and {size(needs['host'])} of host memory, {size(needs['source'])} of source on the disk or in the Hub's "
+        "cache. Activations are kept in host memory if they fit, else on disk.",
+        "",
+        *time_lines(needs),
+        "assumed:",
         *(f"  {line}" for line in needs["assumptions"]),
     ]
 
 
-def _time(seconds: dict[str, float]) -> str:
-    """The whole time, and that of the layers and of the proof."""
-    if seconds["all"] < 60:
-        return "under a minute"
-    return f"{duration(seconds['all'])}: layers {duration(seconds['layers'])}, proof {duration(seconds['proof'])}"
+def time_lines(needs: dict[str, Any]) -> list[str]:
+    """The estimated time on each device, by one process and by several if they were asked for."""
+    if needs["seconds"] is None:
+        return ["time: unknown before the sets are read, and for experts.engine: llmcompressor"]
+    several, header = needs["several"] or {}, ["on", "time, estimated", "layers", "verification"]
+    rows = [
+        [name, *(_about(seconds[part]) for part in ("all", "layers", "verification"))]
+        + ([_about(several[name]["all"]) if name in several else ""] if several else [])
+        for name, seconds in needs["seconds"].items()
+    ]
+    return [text_table([*header, *([f"by {needs['processes']} processes"] if several else [])], rows)]
+
+
+def measured_table(result: dict[str, Any]) -> str:
+    """What `quantize plan --measure` prints: the phases of a layer, and the time of the run that follows."""
+    rows = [(row["phase"], f"{row['seconds']:.2f}", row["grows_with"], f"{row['run']:.2f}") for row in result["phases"]]
+    sizes, dense = result["sizes"], result["dense_layers"]
+    evaluated = f" and {result['held_out']:,} evaluation tokens" if result["held_out"] else ""
+    others = f" and {dense} without at {_seconds(result['dense_layer'])}" if dense else ""
+    return "\n".join(
+        [
+            f"measured on {result['machine']['device']}, {result['machine']['threads']} threads: one layer of random "
+            f"weights, {sizes['experts']} of {result['run_experts']} experts of {sizes['hidden']} x {sizes['width']}, "
+            f"{result['tokens']:,} of {result['run_tokens']:,} calibration tokens{evaluated}",
+            "",
+            text_table(("phase", "seconds", "grows with", "in a layer of the run"), rows),
+            "",
+            f"peak memory {size(result['peak_memory_bytes'])}",
+            f"the whole run: {duration(result['run'])}, extrapolated: {result['layers']} layers with experts at "
+            f"{_seconds(result['layer'])} each{others}",
+            "each phase is multiplied by the ratio of what it grows with; reading overlaps with computing; logits and "
+            "the last reading of the output are not included",
+        ]
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return duration(seconds) if seconds >= 60 else f"{seconds:.2f} s"
+
+
+def _about(seconds: float) -> str:
+    return "under a minute" if seconds < 60 else duration(seconds)
 
 
 def memory_line(numbers: dict[str, Any]) -> str:
-    """What a run on a GPU holds there with --device-memory, and the memory that takes."""
+    """What a run on a GPU keeps there with --device-memory, and the memory that takes."""
     memory = numbers["device_memory"]
     held = {(False, False): "", (True, False): ", the inputs of the experts", (True, True): ", all hidden states"}
     return (
@@ -129,7 +159,9 @@ def tensors_table(numbers: dict[str, Any]) -> str:
             f"{_short(name, row['source'])} {dtype} {shape}" for name, (dtype, shape) in row["outputs"].items()
         )
         rows.append((row["source"], f"{row['dtype']} {row['shape']}", row["action"], outputs))
-    return f"planned from {numbers['basis']}\n\n" + plain(("tensor", "as it is", "action", "what is written"), rows)
+    return f"planned from {numbers['basis']}\n\n" + text_table(
+        ("tensor", "as it is", "action", "what is written"), rows
+    )
 
 
 def _short(name: str, source: str) -> str:
@@ -159,7 +191,7 @@ def fit_table(result: dict[str, Any]) -> str:
             f"memory of the fullest card at {first['context']:,} tokens, KV cache in "
             f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token "
             f"{'over all cards' if result['kv_divided'] else 'on every card'}); longest: the context that fits",
-            plain(header, rows),
+            text_table(header, rows),
             *unserved(result),
             *result["notes"],
             "",

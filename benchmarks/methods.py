@@ -1,0 +1,284 @@
+"""Compares methods: same source, same tokens, one process, one table.
+
+    python benchmarks/methods.py tiny-minimax-m2-fp8-int4 --tokens 16384
+
+Seconds are observe + solve, summed over the layers. Reading, writing, propagation and evaluation are the same
+for all methods and are not counted, nor are imports. The library's engine collects its own activations while
+solving, so for it the observe phase, which then only serves the coverage counts, is not counted either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from quantizers.architectures.architecture import EXPERTS, ROUTER, Architecture
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, token_tensors
+from quantizers.checkpoint.reader import block_size, open_folder
+from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.device.devices import choose_device, forward_dtype, machine, use_threads, versions
+from quantizers.output import journal
+from quantizers.output.context import Context
+from quantizers.plan.assign_actions import make_plan, obstacle
+from quantizers.plan.job import Job, prepare
+from quantizers.recipe.read import set_location
+from quantizers.recipe.schema import Awq, Experts
+from quantizers.run.measure import measure
+from quantizers.run.pipeline import assemble
+from quantizers.run.quantize import quantize_layers
+from quantizers.system.errors import InputError
+from quantizers.system.formatting import text_table
+from quantizers.system.residents import Residents
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table.
+
+    Attributes:
+        compensate_router: the router is multiplied by the scales that were folded into the norm that it reads.
+        others_left_out: scales are folded into the norm although more than the router and the experts reads it, and
+            what else does is left as it is.
+        router: the dtype in which the compensated router is written; None for the one in which servers hold it.
+    """
+
+    name: str
+    experts: Experts
+    compensate_router: bool = True
+    others_left_out: bool = False
+    router: Literal["F32", "BF16"] | None = None
+
+
+@dataclass(frozen=True)
+class Methods:
+    """The rows of the table.
+
+    Attributes:
+        rows: in their order.
+        base: the name of the row that the others are compared with: the library's AWQ as far as it is exact.
+        left_out: why a row does not apply to the family, or would repeat another one, by its name.
+    """
+
+    rows: list[Method]
+    base: str
+    left_out: dict[str, str]
+
+
+def methods(base: Experts, facts: Architecture, dtype: torch.dtype) -> Methods:
+    """Round to nearest, the library's AWQ with and without the router, and ours, adding one improvement at a time.
+
+    Then ours without the fold, and with the router unrounded: what the fold gains, and what writing the compensated
+    router in bfloat16 costs where servers hold it so.
+
+    Where the norm has other readers, nothing may be folded into it. The library folds nevertheless with the mapping
+    that it keeps for such a family, and compensates the router and the experts alone: that takes the place of the row
+    without the router. Ours is shown without any scales besides.
+
+    Args:
+        base: gives the bits and group size of all methods.
+        facts: of the source's family: whether scales are folded into the norm, and the router's dtype in servers.
+        dtype: of the forward pass that measures, which rounds such a router where it is bfloat16.
+    """
+
+    def experts(**changes: Any) -> Experts:
+        return base.model_copy(update={"awq": Awq(), "engine": "gram"} | changes)
+
+    plain = {"scales": "minmax", "rounding": "nearest", "routed_weight": 0.0}
+    best = {"scales": "mse", "rounding": "gptq", "routed_weight": 0.9}
+    library, default = experts(engine="llmcompressor", **plain), experts(**best)
+    left_out: dict[str, str] = {}
+    rows = [Method("round to nearest", experts(awq=False, **plain))]
+    against = obstacle(facts, "llmcompressor")
+    if against is None:
+        rows.append(Method("llm-compressor AWQ, router left out", library, compensate_router=False))
+        compared = Method("llm-compressor AWQ, router compensated", library)
+    else:
+        left_out |= dict.fromkeys(
+            ("llm-compressor AWQ, router left out", "llm-compressor AWQ, router compensated"), against
+        )
+        if facts.also_reads_the_norm:
+            rows.append(Method("llm-compressor AWQ, other readers left out", library, others_left_out=True))
+        compared = Method("llm-compressor AWQ, norm not folded", library)
+    rows += [
+        compared,
+        Method("gram AWQ, minmax, nearest, a = 0", experts(**plain)),
+        Method("gram AWQ, mse, nearest, a = 0.9", experts(scales="mse", rounding="nearest", routed_weight=0.9)),
+        Method("gram AWQ, mse, gptq, a = 0", experts(scales="mse", rounding="gptq", routed_weight=0.0)),
+        Method("gram AWQ, mse, gptq, a = 0.9 (default)", default),
+    ]
+    kept, unrounded = "gram AWQ, default, norm not folded", "gram AWQ, default, router in F32"
+    against = obstacle(facts, "gram")
+    if against is not None:
+        rows.append(Method("gram without scales, mse, gptq, a = 0.9", experts(awq=False, **best)))
+        return Methods(rows, compared.name, left_out | dict.fromkeys((kept, unrounded), against))
+    rows.append(Method(kept, default.model_copy(update={"awq": Awq(fold=False)})))
+    if facts.router.served == "F32":
+        left_out[unrounded] = "the default is that"
+    elif dtype != torch.float32:
+        left_out[unrounded] = "this machine's forward pass would round it"
+    else:
+        rows.append(Method(unrounded, default, router="F32"))
+    return Methods(rows, compared.name, left_out)
+
+
+def variant(job: Job, method: Method) -> Job:
+    """The job with a method's settings, and with the plan that follows from them."""
+    facts, source = job.facts, job.opened
+    if method.router is not None:
+        facts = facts.model_copy(update={"router": facts.router.model_copy(update={"served": method.router})})
+    if method.others_left_out:
+        readers = {"readers": [ROUTER, EXPERTS]}
+        facts = facts.model_copy(update={"norm": facts.norm.model_copy(update=readers)})
+    specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
+    plan = make_plan(facts, job.sizes, specs, method.experts, str(source.folder), block_size(source))
+    recipe = job.recipe.model_copy(update={"experts": method.experts})
+    return replace(job, recipe=recipe, facts=facts, plan=plan)
+
+
+def spread(data: CalibrationData, most: int) -> CalibrationData:
+    """About `most` tokens of a set: every n-th sample, so that all its sources stay represented."""
+    total = sum(len(sample.tokens) for sample in data.samples)
+    step = max(1, round(total / most))
+    return replace(data, samples=data.samples[::step])
+
+
+def compare_methods(
+    job: Job, device: torch.device, repeats: int, most_tokens: int, work: Path | None = None
+) -> dict[str, Any]:
+    """Run every method on the recipe's source and calibration set, and measure all on its held-out set's short texts.
+
+    Args:
+        most_tokens: approximate number of calibration tokens; see `spread`.
+        repeats: runs of each method; seconds are the median. The bytes are the same each time.
+        work: folder for the temporary outputs; the system's by default.
+
+    Returns:
+        rows (method, seconds, kl, top1, perplexity increase, router), `base` and `left_out` of `Methods`, and what they
+        were measured on.
+    """
+    source = job.source
+    if job.allocation:
+        raise InputError(f"{job.path}: the methods share one scheme; give a recipe with bits and group_size")
+    assert source is not None
+    assert job.recipe.verify is not None
+    assert job.recipe.verify.perplexity is not None
+    recipe = job.recipe
+    whole = load_set(
+        set_location(recipe.calibration_set, job.path),
+        source.folder,
+        recipe.source.trusts_tokenizer,
+        recipe.calibration_tokens,
+    )
+    data = spread(whole, most_tokens)
+    tokens = token_tensors(data, job.sizes["vocabulary"])
+    compared = methods(job.recipe.experts, job.facts, forward_dtype(device))
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        outputs = []
+        for number, method in enumerate(compared.rows):
+            changed = variant(job, method)
+            seconds = []
+            for repeat in range(repeats):
+                place = Path(folder) / f"{number}-{repeat}"
+                for name in ("layers", "output"):
+                    (place / name).mkdir(parents=True)
+                context = Context(place, device, Residents.all_of(job.sizes["experts"]))
+                quantize_layers(changed, data, tokens, context, compensate_router=method.compensate_router)
+                counted = ("solve",) if method.experts.engine == "llmcompressor" else ("observe", "solve")
+                entries = journal.done_layers(place, job.sizes["layers"])
+                # A layer without experts has neither.
+                seconds.append(sum(entry["seconds"].get(phase, 0.0) for entry in entries for phase in counted))
+            assemble(changed, place / "output")
+            outputs.append(open_folder(place / "output"))
+            rows.append({"method": method.name, "seconds": sorted(seconds)[len(seconds) // 2]})
+        held_out = set_location(job.recipe.verify.perplexity.data, job.path)
+        results = measure(
+            source, outputs, held_out, device, Path(folder) / "eval",
+            long=False, trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.own,
+        )  # fmt: skip
+    for row, result in zip(rows, results, strict=True):
+        row |= {
+            "kl": result["kl"]["mean"],
+            "top1": result["top1"],
+            "increase": result["perplexity"]["increase"],
+            "router": result["router"]["min"],
+        }
+    return {
+        "rows": rows,
+        "base": compared.base,
+        "left_out": compared.left_out,
+        "repeats": repeats,
+        "calibration": data.summary(),
+        "held_out_tokens": results[0]["tokens"],
+        "machine": machine(device),
+        "versions": versions(),
+    }
+
+
+def methods_table(result: dict[str, Any]) -> str:
+    """The rows as text; ratios are relative to the row that `base` names."""
+    base = next(row for row in result["rows"] if row["method"] == result["base"])
+    rows = [
+        (
+            row["method"],
+            f"{row['kl']:.4f}",
+            f"{row['kl'] / base['kl']:.2f}",
+            f"{row['top1']:.1%}",
+            f"{row['router']:.1%}",
+            f"{row['increase']:+.2%}",
+            f"{row['seconds']:.1f}",
+            f"{base['seconds'] / row['seconds']:.1f}x",
+        )
+        for row in result["rows"]
+    ]
+    calibration = result["calibration"]
+    reasons: dict[str, list[str]] = {}
+    for name, why in result["left_out"].items():
+        reasons.setdefault(why, []).append(name)
+    return text_table(("method", "KL", "ratio", "top-1", "router", "perplexity", "seconds", "faster"), rows) + (
+        f"\n\n{calibration['tokens']:,} calibration tokens, {result['held_out_tokens']:,} held-out; "
+        f"{result['machine']['threads']} threads; seconds: observe + solve, median of {result['repeats']}"
+        + "".join(f"\nleft out: {'; '.join(names)}: {why}" for why, names in reasons.items())
+    )
+
+
+def recipe_job(recipe: str) -> Job:
+    """The prepared job of a recipe that names an evaluation set, with the number of threads set.
+
+    Raises:
+        InputError: it names none.
+    """
+    job = prepare(recipe)
+    use_threads(job.sizes)
+    if job.recipe.verify is None or job.recipe.verify.perplexity is None:
+        raise InputError(f"{recipe}: verify.perplexity.data is missing; the methods are measured on it")
+    return job
+
+
+def options(about: str | None) -> argparse.ArgumentParser:
+    """The options that these scripts share."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="tiny-minimax-m2-fp8-int4", help="with an evaluation set")
+    parser.add_argument("--tokens", type=int, default=16384, help="of the calibration set, about, taken evenly")
+    parser.add_argument("--repeats", type=int, default=1, help="seconds are the median")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    return parser
+
+
+def main() -> None:
+    """Compare all methods on a recipe's model."""
+    given = options(__doc__).parse_args()
+    result = compare_methods(recipe_job(given.recipe), choose_device(given.device), given.repeats, given.tokens)
+    print(json.dumps(result, indent=1) if given.json else methods_table(result))
+
+
+if __name__ == "__main__":
+    main()

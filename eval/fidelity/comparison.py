@@ -1,0 +1,166 @@
+"""Compares candidates with their source layer by layer, on held-out texts: a consumer of the loop over the layers.
+
+The source's weights take the texts one layer on first; what makes a layer of its own from them does so then. After
+that, one candidate at a time, its weights are materialised, take its own texts on, and what leaves the layer is
+compared with what left the source's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from quantizers.device.fetch import fetched
+from quantizers.forward.batches import padded
+from quantizers.forward.lane import Lane
+from quantizers.layers.step import Consumer, LayerStep
+from quantizers.system.progress import doing
+from quantizers.team.team import ALONE, Team
+
+from .metrics import Text, parts
+
+
+class Candidate(Protocol):
+    """A model that is compared with the source. `quantize run` makes its own on the way, `quantize eval` reads files.
+
+    Attributes:
+        lane: its states of the texts.
+        keeps_attention: whether all before the norm that the experts read is the source's own.
+    """
+
+    lane: Lane
+    keeps_attention: bool
+
+    def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
+        """`layer` is the source's without the weights of its experts; they are to be left as they are."""
+
+    def layer(self, step: LayerStep) -> AbstractContextManager[torch.nn.Module]:
+        """The layer with the candidate's weights, within the block."""
+
+
+class Comparison(Consumer):
+    """The source and its candidates side by side.
+
+    Args:
+        reference: the source's lane; its states, like those of all candidates, are those that enter the first layer.
+        candidates: in the order of their figures.
+        texts: of all lanes; without any the candidates are only made.
+        team: the processes that share the texts.
+
+    Attributes:
+        found: what `compare` found at the last step, for each candidate; empty without texts.
+    """
+
+    def __init__(
+        self, reference: Lane, candidates: Sequence[Candidate], texts: Sequence[Text], team: Team = ALONE
+    ) -> None:
+        self.reference, self.candidates, self.texts, self.team = reference, candidates, texts, team
+        # Experts are needed for texts alone: what makes a layer from them reads them batch by batch, as stored.
+        self.needs = "experts" if texts else "attention"
+        self.found: list[dict[str, Any]] = []
+
+    def source_layer(self, step: LayerStep, layer: torch.nn.Module) -> None:
+        """The source's texts go through its layer."""
+        doing("held-out texts")
+        self.reference.attend(step.number, layer)
+        for candidate in self.candidates:
+            if _shares_attention(candidate, step.number):
+                candidate.lane.attend_as(self.reference, step.number)
+        self.reference.finish(step.number, layer)
+
+    def without_experts(self, step: LayerStep, layer: torch.nn.Module) -> None:
+        """Candidates that are made from the source are made now."""
+        if self.texts:
+            step.watch.lap("reference")
+        for candidate in self.candidates:
+            candidate.prepare(step, layer)
+
+    def after_source(self, step: LayerStep) -> None:
+        """Each candidate's texts go through its layer, and are compared."""
+        self.found = []
+        for candidate in self.candidates:
+            with candidate.layer(step) as layer:
+                if self.texts:
+                    doing("held-out texts")
+                    if not _shares_attention(candidate, step.number):
+                        candidate.lane.attend(step.number, layer)
+                    candidate.lane.finish(step.number, layer)
+                    step.watch.lap("candidate")
+            if self.texts:
+                doing("comparing")
+                routed = step.number not in self.reference.model.sizes.dense
+                self.found.append(compare(self.reference, candidate.lane, self.texts, routed=routed, team=self.team))
+                step.watch.lap("compare")
+
+
+def _shares_attention(candidate: Candidate, number: int) -> bool:
+    """Whether a candidate's attention would compute what the source's did: only the first layer's inputs are equal."""
+    return candidate.keeps_attention and number == 0
+
+
+@dataclass(frozen=True)
+class OfText:
+    """How one text compares.
+
+    Attributes:
+        same: expert choices of the source that the candidate makes too; 0 without experts.
+        difference, size: ‖h_candidate − h_source‖² and ‖h_source‖² of the states that leave the layer.
+    """
+
+    same: float
+    difference: float
+    size: float
+
+
+def compare(
+    source: Lane, candidate: Lane, texts: Sequence[Text], *, routed: bool = True, team: Team = ALONE
+) -> dict[str, Any]:
+    """Figures of the layer that both lanes have just passed through.
+
+    Args:
+        routed: whether the layer has experts.
+        team: the processes that share the texts; each compares its own.
+
+    Returns:
+        agreement: the share of the source's expert choices that the candidate makes too, None without experts;
+        hidden_error:
+        ‖h_candidate − h_source‖ / ‖h_source‖ of the states that leave the layer; and `long` with the same of the long
+        texts, if they are reported separately (see `metrics.parts`).
+    """
+    found = fetched({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.share.owned_batches})
+    own = {int(first) + i: OfText(*row) for first, rows in found.items() for i, row in enumerate(rows.tolist())}
+    all_of_them = {i: one for part in team.collect(own) for i, one in part.items()}
+
+    def choices(part: Sequence[int]) -> int:
+        return sum(source.chosen.share.lengths[i] for i in part) * source.chosen.width if routed else 0
+
+    compared = [_together([all_of_them[i] for i in part], choices(part)) for part in parts(texts) if part]
+    return compared[0] | ({"long": compared[1]} if len(compared) > 1 else {})
+
+
+def _of_batch(source: Lane, candidate: Lane, batch: range, routed: bool) -> torch.Tensor:
+    """The numbers of `OfText` of each text of a batch (B, 3) float64, on the lanes' device."""
+    device = source.model.device
+    rows, lengths = source.left.of_batch(batch)
+    a, b = (lane.left.flat[rows].to(device) for lane in (source, candidate))
+    same = torch.zeros(len(a), dtype=torch.float64, device=device)
+    if routed:
+        ours, theirs = (lane.chosen.flat[rows].to(device) for lane in (source, candidate))
+        same += (ours.unsqueeze(-1) == theirs.unsqueeze(-2)).any(-1).sum(-1)
+    difference = (a.float() - b.float()).double().square().sum(-1)
+    of_rows = torch.stack([same, difference, a.double().square().sum(-1)], dim=-1)
+    return padded(of_rows, lengths).sum(1)
+
+
+def _together(texts: Sequence[OfText], choices: int) -> dict[str, Any]:
+    difference = size = 0.0
+    for one in texts:  # added in their order, without the correction that sum() makes since Python 3.12
+        difference += one.difference
+        size += one.size
+    agreement = sum(one.same for one in texts) / choices if choices else None
+    return {"agreement": agreement, "hidden_error": math.sqrt(difference / size)}

@@ -1,0 +1,230 @@
+"""Figures of a candidate against its source: perplexity, bits per byte, KL, top-1, by category of text.
+
+KL is KL(source || candidate) in nats over the whole vocabulary at every scored position. Intervals are
+95 % bootstrap intervals: whole samples are drawn with replacement, since the tokens of one text depend on
+each other; a category with a single sample has no interval. comparison.py and scoring.py collect the values.
+
+Long texts are reported separately: the top-level figures, which gates and tables read, are those of the
+short texts, and `long` has the same figures for the long texts. A set with only one kind has no `long`.
+
+The position of a scored token is its index in its text, counted from 0, so a token at position t is predicted from the
+t tokens before it. The first token of a text is predicted from nothing and is not scored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+RESAMPLES, SEED, INTERVAL = 1000, 0, (0.025, 0.975)
+# Name and first position of each band.
+BANDS = (("first 256", 0), ("256 to 1k", 256), ("1k to 4k", 1024), ("beyond 4k", 4096))
+
+
+@dataclass(frozen=True)
+class Text:
+    """One held-out sequence.
+
+    Attributes:
+        tokens: (T,) int64.
+        category: e.g. code/rust.
+        scored_bytes: UTF-8 bytes of the tokens that are predicted, all but the first.
+        long: whether it counts as a long text.
+    """
+
+    tokens: torch.Tensor
+    category: str
+    scored_bytes: int
+    long: bool = False
+
+
+@dataclass
+class Measured:
+    """One candidate against the source, at every scored position (N of them).
+
+    Attributes:
+        source_nll, candidate_nll: (N,) float64, −log p of the next token, nats.
+        kl: (N,) float64, nats.
+        same_top1: (N,) bool, whether both models find the same token most likely.
+        lengths: scored positions of each sequence.
+        router_agreement: per layer, the share of the source's expert choices that the candidate makes too, over
+            the texts of the top-level figures; None for a layer without experts.
+        hidden_error: per layer, ‖h_candidate − h_source‖ / ‖h_source‖ over the same texts.
+        weight_error: per layer, relative error of experts and attention; empty if not asked for.
+        long_router_agreement, long_hidden_error: the same over the separate long texts; empty if there are none.
+    """
+
+    source_nll: np.ndarray
+    candidate_nll: np.ndarray
+    kl: np.ndarray
+    same_top1: np.ndarray
+    lengths: list[int]
+    router_agreement: list[float | None]
+    hidden_error: list[float]
+    weight_error: list[dict[str, float]] = field(default_factory=list)
+    long_router_agreement: list[float | None] = field(default_factory=list)
+    long_hidden_error: list[float] = field(default_factory=list)
+
+
+def parts(texts: Sequence[Text]) -> tuple[list[int], list[int]]:
+    """Split the texts, by index: those of the top-level figures, and the long ones that are reported separately.
+
+    If all texts are long, the top-level figures are over all of them.
+    """
+    short, long = ([i for i, text in enumerate(texts) if text.long is kind] for kind in (False, True))
+    return (short, long) if short else (long, [])
+
+
+def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
+    """The figures in report.json: of the short texts, of the long ones, by category and by position.
+
+    Returns:
+        perplexity {source, candidate, increase (relative)}, bits_per_byte (None if the scored tokens have no
+        bytes, because all are special tokens), kl {mean, median, p99, max}, top1,
+        interval {kl, top1, increase} (None with one sample), tokens, samples, longest (tokens of the longest
+        text), router {agreement per layer, min}, hidden_error per layer, categories, families (`code` sums up
+        `code/rust` etc.), per_text (category, scored tokens and mean KL of each text, in the set's order); long, with
+        the same keys, if there are both short and long texts; positions, see
+        `by_position`, of the separate long texts or else of all; and weight_error if it was measured.
+
+    Raises:
+        OverflowError: a loss is not finite, or so large that its perplexity is infinite.
+    """
+    if not all(np.isfinite(values).all() for values in (measured.source_nll, measured.candidate_nll, measured.kl)):
+        raise OverflowError("a loss is not finite")
+    top, long = parts(texts)
+    report = _part(measured, texts, top, measured.router_agreement, measured.hidden_error)
+    if long:
+        report["long"] = _part(measured, texts, long, measured.long_router_agreement, measured.long_hidden_error)
+    lengths = np.array(measured.lengths)
+    mask = np.repeat(np.isin(np.arange(len(texts)), long or top), lengths)
+    columns = (measured.source_nll[mask], measured.candidate_nll[mask], measured.kl[mask], measured.same_top1[mask])
+    report["positions"] = by_position(lengths[long or top], *columns)
+    return report | ({"weight_error": measured.weight_error} if measured.weight_error else {})
+
+
+def _part(
+    measured: Measured,
+    texts: Sequence[Text],
+    indices: Sequence[int],
+    agreement: list[float | None],
+    hidden: list[float],
+) -> dict[str, Any]:
+    """All figures over the texts with these indices."""
+    sizes = np.array([text.scored_bytes for text in texts])
+    names = {i: texts[i].category for i in indices}
+    families = {i: name.partition("/")[0] for i, name in names.items()}
+
+    def table(members: Iterable[int]) -> dict[str, Any]:
+        return _table(measured, np.isin(np.arange(len(texts)), list(members)), sizes)
+
+    def by(group: dict[int, str]) -> dict[str, Any]:
+        return {name: table(i for i in indices if group[i] == name) for name in sorted(set(group.values()))}
+
+    return table(indices) | {
+        "longest": max(len(texts[i].tokens) for i in indices),
+        "router": {"agreement": agreement, "min": min(share for share in agreement if share is not None)},
+        "hidden_error": hidden,
+        "categories": by(names),
+        "families": by(families),
+        "per_text": _per_text(measured, texts, indices),
+    }
+
+
+def _per_text(measured: Measured, texts: Sequence[Text], indices: Sequence[int]) -> list[dict[str, Any]]:
+    ends = np.cumsum(measured.lengths)
+    return [
+        {
+            "category": texts[i].category,
+            "tokens": measured.lengths[i],
+            "kl": float(measured.kl[ends[i] - measured.lengths[i] : ends[i]].mean()),
+        }
+        for i in indices
+    ]
+
+
+def _table(measured: Measured, members: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:
+    """Figures over some texts; `members` (texts,) bool selects them, `sizes` (texts,) are their scored bytes."""
+    lengths = np.array(measured.lengths)
+    mask = np.repeat(members, lengths)
+    source, candidate, kl = measured.source_nll[mask], measured.candidate_nll[mask], measured.kl[mask]
+    same = measured.same_top1[mask]
+    perplexity = [math.exp(nll.mean()) for nll in (source, candidate)]
+    bits = math.log(2) * float(sizes[members].sum())
+    return {
+        "samples": int(members.sum()),
+        "tokens": int(mask.sum()),
+        "perplexity": {
+            "source": perplexity[0],
+            "candidate": perplexity[1],
+            "increase": perplexity[1] / perplexity[0] - 1,
+        },
+        "bits_per_byte": {
+            name: float(nll.sum()) / bits if bits else None
+            for name, nll in (("source", source), ("candidate", candidate))
+        },
+        "kl": {
+            "mean": float(kl.mean()),
+            "median": float(np.median(kl)),
+            "p99": float(np.quantile(kl, 0.99)),
+            "max": float(kl.max()),
+        },
+        "top1": float(same.mean()),
+        "interval": _intervals(lengths[members], kl, same, candidate - source),
+    }
+
+
+def _intervals(
+    lengths: np.ndarray, kl: np.ndarray, same: np.ndarray, loss: np.ndarray
+) -> dict[str, list[float]] | None:
+    """Bootstrap intervals of mean KL, top-1 and the increase of perplexity, over samples of these lengths."""
+    if len(lengths) < 2:
+        return None
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    sums = np.stack([np.add.reduceat(values, starts) for values in (kl, same.astype(float), loss)])  # (3, samples)
+    drawn = np.random.default_rng(SEED).integers(len(lengths), size=(RESAMPLES, len(lengths)))
+    means = sums[:, drawn].sum(-1) / lengths[drawn].sum(-1)  # (3, resamples)
+    means[2] = np.expm1(means[2])
+    low, high = np.quantile(means, INTERVAL, axis=1)
+    return {name: [float(low[i]), float(high[i])] for i, name in enumerate(("kl", "top1", "increase"))}
+
+
+def by_position(
+    lengths: np.ndarray, source_nll: np.ndarray, candidate_nll: np.ndarray, kl: np.ndarray, same_top1: np.ndarray
+) -> list[dict[str, Any]]:
+    """A row for each band of positions that has tokens.
+
+    Args:
+        lengths: (texts,), scored tokens of each.
+        source_nll, candidate_nll, kl, same_top1: (sum of lengths,), see `Measured`.
+
+    Returns:
+        name, from and to (None: no end), samples (texts that reach this band), tokens, perplexity
+        {source, candidate, increase}, kl {mean} and top1.
+    """
+    position = np.concatenate([np.arange(1, length + 1) for length in lengths])
+    ends = [start for _, start in BANDS[1:]] + [None]
+    rows = []
+    for (name, start), end in zip(BANDS, ends, strict=True):
+        in_band = (position >= start) & (position < (end or np.inf))
+        if not in_band.any():
+            continue
+        source, candidate = (float(np.exp(nll[in_band].mean())) for nll in (source_nll, candidate_nll))
+        rows.append(
+            {
+                "name": name,
+                "from": start,
+                "to": end,
+                "samples": int((lengths >= max(start, 1)).sum()),
+                "tokens": int(in_band.sum()),
+                "perplexity": {"source": source, "candidate": candidate, "increase": candidate / source - 1},
+                "kl": {"mean": float(kl[in_band].mean())},
+                "top1": float(same_top1[in_band].mean()),
+            }
+        )
+    return rows

@@ -1,0 +1,143 @@
+"""Scores held-out texts with source and candidates once they have passed through all layers: −log p, KL, top-1.
+
+What is collected here is summarised by metrics.py. Of several processes each one scores the texts it keeps.
+
+Logits are float32, independent of the forward pass's dtype: rounded to bfloat16, logits around 40 are off by up to 1/8,
+and a KL of 0.0002 reads 0.001. So the matrix product itself must produce float32. On a GPU it does so from bfloat16
+operands; elsewhere the operands are converted to float32, the head block by block, so that no full float32 copy of it
+exists.
+
+Legend: T positions, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantizers.forward.lane import Lane
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.solve.symmetric import gram
+from quantizers.system.files import atomic, disk_errors
+from quantizers.system.progress import Step
+from quantizers.team.team import ALONE, Team
+
+from .metrics import Measured, Text
+
+HEAD_ROWS = 16384  # rows of the head (vocabulary entries) that are multiplied at a time
+CHUNK = 256  # positions whose logits are in memory at a time: 0.2 GB with a vocabulary of 200,064
+Stage = Callable[[str, int, int], AbstractContextManager[Step]]  # its name, its steps, steps done by an earlier call
+Scores = tuple[np.ndarray, np.ndarray, np.ndarray]  # nll, kl, same: (N,) each over all texts
+
+
+def score(
+    lanes: Sequence[Lane], texts: Sequence[Text], stage: Stage, kept: Path | None = None, team: Team = ALONE
+) -> list[Scores]:
+    """Score every text with every lane; the same result in all processes, one entry per lane.
+
+    Args:
+        lanes: the source's, then the candidates'.
+        texts: each has two tokens or more.
+        stage: shows progress, see `Stage`; it counts this process's chunks of positions, since a long text takes as
+            long as many short ones.
+        kept: a folder where scored texts are kept for the same call after an interruption; None for nowhere.
+        team: the processes that share the texts; each scores its own.
+    """
+    layers = lanes[0].model.sizes["layers"]
+    states = [lane.states(layers) for lane in lanes]
+    heads: dict[int, torch.Tensor] = {}
+    tables: dict[str, torch.Tensor] = {}
+    own = {i: math.ceil((len(texts[i].tokens) - 1) / CHUNK) for i in states[0].share.owned}
+    paths = {i: kept / f"scores-{i:05d}.npy" for i in own} if kept else {}
+    done = {i for i, path in paths.items() if path.exists()}
+    with stage("scoring", sum(own.values()), sum(own[i] for i in done)) as step:
+        for i, chunks in own.items():
+            if i in done:
+                tables[str(i)] = torch.from_numpy(np.load(paths[i]))
+                continue
+            for lane in lanes:  # of a run, all lanes are of one model
+                if id(lane.model) not in heads:
+                    heads[id(lane.model)] = lane.model.head()
+            models = [(lane.model, heads[id(lane.model)]) for lane in lanes]
+            table = score_text(models, texts[i].tokens, [rows.of(i) for rows in states])
+            if kept:
+                with disk_errors(paths[i]), atomic(paths[i]) as stream:
+                    np.save(stream, table)
+            tables[str(i)] = torch.from_numpy(table)
+            for _ in range(chunks):
+                step(f"text {i + 1} of {len(texts)}")
+    tables = team.gather(tables, torch.device("cpu"))
+    nll, kl, same = np.moveaxis(np.concatenate([tables[str(i)].numpy() for i in range(len(texts))], axis=-1), 1, 0)
+    return [(nll[n], kl[n], same[n].astype(bool)) for n in range(len(lanes))]
+
+
+def measured(source: Scores, candidate: Scores, texts: Sequence[Text], layers: Sequence[dict[str, Any]]) -> Measured:
+    """What metrics.py summarises, of one candidate.
+
+    Args:
+        layers: what `comparison.compare` found in each layer, perhaps with `weight_error`.
+    """
+    return Measured(
+        source[0],
+        *candidate,
+        [len(text.tokens) - 1 for text in texts],
+        [layer["agreement"] for layer in layers],
+        [layer["hidden_error"] for layer in layers],
+        [layer["weight_error"] for layer in layers if "weight_error" in layer],
+        [layer["long"]["agreement"] for layer in layers if "long" in layer],
+        [layer["long"]["hidden_error"] for layer in layers if "long" in layer],
+    )
+
+
+@torch.no_grad()
+def score_text(
+    models: Sequence[tuple[LayeredModel, torch.Tensor]], tokens: torch.Tensor, states: Sequence[torch.Tensor]
+) -> np.ndarray:
+    """(models, 3, T - 1) float64: nll, KL from the first model, and 1 where the top-1 token is the first model's.
+
+    Args:
+        models: with the head (V, H) of each.
+        tokens: (T,) int64.
+        states: (T, H) of each model, leaving the last layer.
+    """
+    targets = tokens[1:].to(models[0][0].device)
+    final = [model.final(rows[:-1]) for (model, _), rows in zip(models, states, strict=True)]
+    chunks = []
+    for start in range(0, len(targets), CHUNK):
+        target = targets[start : start + CHUNK, None]
+        logs = [log_probabilities(x[start : start + CHUNK], head) for x, (_, head) in zip(final, models, strict=True)]
+        p, best = logs[0].exp(), logs[0].argmax(-1)
+        rows = []
+        for q in logs:
+            # The source against itself gives exactly 0, since the difference of equal logarithms is 0.
+            kl = (p * (logs[0] - q)).sum(-1, dtype=torch.float64)
+            same = (q.argmax(-1) == best).double()
+            rows.append(torch.stack([-q.gather(1, target)[:, 0].double(), kl, same]).cpu())
+        chunks.append(torch.stack(rows).numpy())
+    return np.concatenate(chunks, axis=-1)
+
+
+def logits(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """states · headᵀ, (T, V) float32, from (T, H) and (V, H) of the same dtype."""
+    if head.dtype == torch.float32:
+        return gram(states.mT, head.mT)
+    product = torch.empty(len(states), len(head), dtype=torch.float32, device=head.device)
+    for start in range(0, len(head), HEAD_ROWS):
+        product[:, start : start + HEAD_ROWS] = gram(states.mT, head[start : start + HEAD_ROWS].mT)
+    return product
+
+
+def log_probabilities(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """log p of every token at every position, (T, V) float32.
+
+    Args:
+        states: (T, H), after the final norm.
+        head: (V, H).
+    """
+    return torch.log_softmax(logits(states, head), dim=-1)

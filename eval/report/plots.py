@@ -1,0 +1,405 @@
+"""The plots of the HTML report, the model card, `quantize eval` and `quantize coverage`. They need no display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.fidelity.tables import CATEGORY_ROWS, shown_categories
+
+from .plot_style import DIVERGING, HIGH, LOW, MARKS, SERIES, UNCOVERED, bare, colour, loads, png, ticks
+
+Results = Sequence[tuple[str, dict[str, Any]]]
+ERRORS = {"-": "hidden states", "--": "experts' weights"}
+LANGUAGES = {"programming": "programming languages", "spoken": "spoken languages"}
+
+
+def draw(report: dict[str, Any]) -> dict[str, bytes]:
+    """The plots of a report as PNG, by name; the same report gives the same bytes.
+
+    Args:
+        report: of a run or a stitch; a plot without data is left out.
+    """
+    name = Path(report["source"]["model"]).name
+    figures: dict[str, Any] = {}
+    if "by_language" in report.get("calibration", {}):
+        figures["calibration"] = calibration_figure(report["calibration"], name)
+    if "coverage" in report:
+        coverage, title = report["coverage"], f"{name} on {report['calibration']['name']}"
+        figures["coverage"] = coverage_figure(coverage["per_layer"], coverage["min_routed_tokens"], title)
+    if "kl" in report:
+        figures["fidelity"] = fidelity_figure([("output", report)], stacked=True)
+    panels = _panels(report.get("layers", ()))
+    if panels:
+        figures["layers"] = layers_figure(panels)
+    return {key: png(figure) for key, figure in figures.items()}
+
+
+# Fidelity ----------------------------------------------------------------------------------------------------------
+
+
+def fidelity_figure(results: Results, title: str = "", *, stacked: bool = False) -> Any:
+    """Mean KL by category with intervals, and by position; by depth the errors of hidden states, weights and router.
+
+    Args:
+        results: name and figures of each candidate.
+        stacked: two columns, for a page, instead of one row.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    panels = {"categories": _categories, "positions": _positions, "errors": _errors, "router": _router}
+    if len(results[0][1]["positions"]) < 2:
+        del panels["positions"]
+    others = [name for name in panels if name != "categories"]
+    bars = len(_tables(results)[0]) * (0.1 + 0.09 * len(results))
+    if stacked:
+        size, layout = (10.0, max(7.0, 1.2 + bars)), [["categories", name] for name in others]
+    else:
+        size, layout = (5.2 * len(panels), min(16.0, max(4.5, 1.5 + bars))), [list(panels)]
+    figure = Figure(figsize=size, layout="constrained", dpi=120)
+    widths = None if stacked else [1.0] + [0.7] * len(others)
+    axes: dict[str, Any] = figure.subplot_mosaic(layout, width_ratios=widths)
+    for name, panel in panels.items():
+        bare(axes[name])
+        panel(axes[name], results)
+    figure.suptitle(title, fontsize=11)
+    if len(results) > 1 or not stacked:
+        names = [Line2D([], [], color=colour(i), linewidth=4, label=name) for i, (name, _) in enumerate(results)]
+        figure.legend(handles=names, fontsize=8, frameon=False, loc="outside lower center", ncols=min(4, len(names)))
+    return figure
+
+
+def _few(results: Results) -> bool:
+    """Whether every category is drawn, and not only their families."""
+    return len(results[0][1]["categories"]) <= CATEGORY_ROWS
+
+
+def _tables(results: Results) -> list[dict[str, Any]]:
+    """The bars of each candidate by name: categories, or families and the worst categories; then the long texts."""
+    first = results[0][1]
+    kinds = {
+        name: "categories" if row is first["categories"].get(name) else "families"
+        for name, row in shown_categories(first).items()
+    }
+    return [
+        {name: one[kind][name] for name, kind in kinds.items()} | ({"long texts": one["long"]} if "long" in one else {})
+        for _, one in results
+    ]
+
+
+def _categories(axes: Any, results: Results) -> None:
+    tables = _tables(results)
+    categories, band = list(tables[0]), 0.8 / len(results)
+    for i, table in enumerate(tables):
+        means = np.array([table[name]["kl"]["mean"] for name in categories], dtype=float)
+        at = np.arange(len(categories)) + (i - (len(results) - 1) / 2) * band
+        axes.barh(at, means, height=band * 0.9, color=colour(i))
+        ends = means.copy()
+        known = [n for n, name in enumerate(categories) if table[name]["interval"]]
+        if known:
+            spans = np.array([table[categories[n]]["interval"]["kl"] for n in known], dtype=float).T
+            spread = np.abs(spans - means[known])  # (2, categories with an interval)
+            axes.errorbar(means[known], at[known], xerr=spread, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
+            ends[known] = spans[1]
+        for y, mean, end in zip(at, means, ends, strict=True) if len(results) == 1 else ():
+            axes.annotate(f"{mean:.4f}", (end, y), (4, 0), textcoords="offset points", va="center", fontsize=6.5)
+    axes.set_yticks(np.arange(len(categories)), [_plain(name) for name in categories], fontsize=7)
+    axes.set_ylim(len(categories) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.margins(x=0.12)
+    axes.grid(visible=False, axis="y")
+    axes.grid(axis="x", color="#e4e7eb", linewidth=0.8)
+    axes.set_xlabel("mean KL(source || candidate), nats per token\nwhiskers: 95 % bootstrap interval over texts")
+    _title(axes, "KL by category" if _few(results) else "KL by family, then the worst categories")
+
+
+def _positions(axes: Any, results: Results) -> None:
+    bands = [row["name"] for row in results[0][1]["positions"]]
+    for i, (_, one) in enumerate(results):
+        along = [row["kl"]["mean"] for row in one["positions"]]
+        axes.plot(np.arange(len(bands)), along, color=colour(i), marker="o", markersize=4)
+    axes.set_xticks(np.arange(len(bands)), bands)
+    axes.set_ylabel("mean KL, nats per token")
+    axes.set_xlabel("position of the predicted token")
+    axes.margins(0.12)
+    axes.set_ylim(bottom=0)
+    _title(axes, f"KL by position, {'long texts' if 'long' in results[0][1] else 'all texts'}")
+
+
+def _errors(axes: Any, results: Results) -> None:
+    from matplotlib.lines import Line2D
+
+    weights = any("weight_error" in one for _, one in results)
+    for i, (_, one) in enumerate(results):
+        axes.plot(_finite(one["hidden_error"]), color=colour(i), marker="o", markersize=3)
+        if "weight_error" in one:
+            axes.plot([layer["experts"] for layer in one["weight_error"]], color=colour(i), linestyle="--")
+    axes.set_ylabel("relative error")
+    if weights:
+        kinds = [Line2D([], [], color="gray", linestyle=style, label=label) for style, label in ERRORS.items()]
+        axes.legend(handles=kinds, fontsize=8, frameon=False)
+    _depth(axes, results, "errors by depth" if weights else "error of the hidden states by depth")
+
+
+def _router(axes: Any, results: Results) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    for i, (_, one) in enumerate(results):
+        missed = [1 - share for share in _finite(one["router"]["agreement"])]
+        axes.plot(missed, color=colour(i), marker="o", markersize=3)
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.set_ylabel("share of all choices")
+    _depth(axes, results, "experts chosen otherwise by depth")
+
+
+def _depth(axes: Any, results: Results, title: str) -> None:
+    axes.set_xlabel("layer")
+    axes.set_xticks(ticks(len(results[0][1]["hidden_error"])))
+    axes.set_ylim(bottom=0)
+    _title(axes, f"{title}, short texts" if "long" in results[0][1] else title)
+
+
+def _finite(values: Sequence[float | None]) -> list[float]:
+    """Numbers of a report for a line, which is interrupted where there is none."""
+    return [np.nan if value is None else value for value in values]
+
+
+def _title(axes: Any, words: str) -> None:
+    axes.set_title(_plain(words), loc="left", fontsize=10)
+
+
+def _plain(words: str) -> str:
+    """Text whose dollar signs matplotlib does not take for mathematics."""
+    return words.replace("$", r"\$")
+
+
+# By layer ----------------------------------------------------------------------------------------------------------
+
+
+def _panels(layers: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[float | None]]]:
+    """The lines over a report's layers: search and rounding of a run, or the probed experts of a stitch."""
+    if layers and "error_unscaled" in layers[0]:
+        names = {"error": "with the ratio of the norms", "error_unscaled": "without"}
+        return {"largest relative error": {words: [row[key] for row in layers] for key, words in names.items()}}
+    errors = [layer.get("error") or {} for layer in layers]
+    search = {
+        "norm → router, w1, w3": [_left(error, ("norm_search", "search")) for error in errors],
+        "w3 → w2": [_left(error, ("down_search", "search_down")) for error in errors],
+    }
+    rounding = {
+        "w1 and w3": [error.get("gate_up_rounding") for error in errors],
+        "w2": [error.get("down_rounding") for error in errors],
+    }
+    panels = {"AWQ's objective after the search / before": search, "relative error of outputs after rounding": rounding}
+    present = {
+        title: {name: values for name, values in lines.items() if any(value is not None for value in values)}
+        for title, lines in panels.items()
+    }
+    return {title: lines for title, lines in present.items() if lines}
+
+
+def _left(error: Mapping[str, float | None], searches: Sequence[str]) -> float | None:
+    """The share of the loss that is left after a search, under the key that an engine has for it."""
+    for search in searches:
+        first, last = error.get(f"{search}_before"), error.get(f"{search}_after")
+        if first and last is not None:
+            return last / first
+    return None
+
+
+def layers_figure(panels: Mapping[str, Mapping[str, Sequence[float | None]]]) -> Any:
+    """Lines over the layers, a panel for each title and a line for each name in it; None interrupts a line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.2), layout="constrained", dpi=120)
+    for axes, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        bare(axes)
+        for number, (name, values) in enumerate(series.items()):
+            axes.plot(_finite(values), color=colour(number), marker="o", markersize=3, label=name)
+            axes.set_xticks(ticks(len(values)))
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("layer")
+        axes.legend(fontsize=8, frameon=False)
+        _title(axes, title)
+    return figure
+
+
+# Coverage ----------------------------------------------------------------------------------------------------------
+
+
+def coverage_figure(layers: Sequence[dict[str, Any]], minimum: int, title: str) -> Any:
+    """A heat map of layers by experts, brighter with the load; red with a cross below the minimum.
+
+    Args:
+        layers: the layers with experts, each with its number and the `routed_tokens` of its experts.
+        minimum: routed tokens that an expert needs to count as covered.
+        title: the model and the set.
+    """
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    tokens = np.array([row["routed_tokens"] for row in layers])  # (layers, experts)
+    load = np.array([loads(row["routed_tokens"]) for row in layers])
+    below = tokens < max(minimum, 1)
+    figure = Figure(figsize=_size(*tokens.shape), layout="constrained", dpi=120)
+    axes = figure.add_subplot()
+    image = axes.imshow(
+        np.ma.masked_where(below, load), aspect="auto", cmap="viridis", norm=LogNorm(LOW, HIGH), interpolation="nearest"
+    )
+    axes.set_facecolor(UNCOVERED)  # shows through where cells are masked
+    if below.any():
+        places = np.argwhere(below)
+        axes.scatter(places[:, 1], places[:, 0], marker="x", s=_mark(tokens.shape[1]), c="white", linewidths=1.2)
+        label = f"below {max(minimum, 1):,} tokens: {len(places):,} of {tokens.size:,}"
+        figure.legend(handles=[Patch(color=UNCOVERED, label=label)], loc="outside lower right", frameon=False)
+    _title(axes, title)
+    _name_axes(axes, [row["layer"] for row in layers], tokens.shape[1])
+    even = tokens.sum(1).max() / tokens.shape[1]
+    _colour_bar(figure, image, axes, f"routed tokens / even load\n(which is {even:,.0f} tokens)")
+    return figure
+
+
+def comparison_figure(found: dict[str, Any], title: str) -> Any:
+    """How each expert's share changes between two sets, and by layer the spread of both loads.
+
+    Args:
+        found: what `eval.coverage.measure.compare_coverage` returns.
+        title: the model.
+    """
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    layers = found["per_layer"]
+    load = {
+        side: np.array([loads(row[side]["routed_tokens"]) for row in layers]) for side in ("before", "after")
+    }  # (layers, experts) each
+    names = {side: _plain(found[side]["label"]) for side in load}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        change = load["after"] / load["before"]  # infinite where only the second set sends any tokens, NaN where none
+    count, experts = change.shape
+    width, height = _size(count, experts)
+    figure = Figure(figsize=(width + 4, height + 0.6), layout="constrained", dpi=120)
+    cells, ranges = figure.subplots(1, 2, sharey=True, width_ratios=(width - 1, 3))
+    image = cells.imshow(
+        np.ma.masked_invalid(np.where(np.isinf(change), HIGH * 2, np.where(change == 0, LOW / 2, change))),
+        aspect="auto", cmap=DIVERGING, norm=LogNorm(LOW, HIGH), interpolation="nearest",
+    )  # fmt: skip
+    cells.set_facecolor("#bbbbbb")  # where neither set sends any tokens
+    handles: list[Any] = []
+    places = {row["layer"]: i for i, row in enumerate(layers)}
+    for key, marker in (("won", "+"), ("lost", "x")):
+        if found[key]:
+            at = [(expert, places[layer]) for layer, expert in found[key]]
+            cells.scatter(*zip(*at, strict=True), marker=marker, s=_mark(experts), c="black", linewidths=1.2)
+            handles.append(Line2D([], [], marker=marker, color="black", linestyle="", label=f"{key}: {len(at):,}"))
+    for side, shift, line in (("before", -0.15, SERIES[0]), ("after", 0.15, SERIES[1])):
+        rows = np.arange(count) + shift
+        low, middle, high = np.clip(np.quantile(load[side], (0.1, 0.5, 0.9), axis=1), LOW, HIGH)
+        ranges.hlines(rows, low, high, color=line, linewidth=1.5)
+        ranges.plot(middle, rows, "o", color=line, markersize=3.5)
+        tokens = sum(found[side]["tokens"].values())
+        handles.append(Line2D([], [], color=line, marker="o", label=f"{names[side]}: {tokens:,} tokens"))
+    ranges.axvline(1, color="gray", linewidth=0.6)
+    ranges.set_xscale("log")
+    ranges.set_xlim(LOW * 0.93, HIGH * 1.07)
+    ranges.set_xticks(list(MARKS), list(MARKS.values()))
+    ranges.xaxis.minorticks_off()
+    ranges.set_xlabel("routed tokens / even load\nline: 10th to 90th percentile, dot: median", fontsize=9)
+    ranges.set_title("load of a layer's experts", loc="left", fontsize=9)
+    cells.set_title(f"share of routed tokens, {names['after']} / {names['before']}", loc="left", fontsize=9)
+    _name_axes(cells, [row["layer"] for row in layers], experts)
+    _colour_bar(figure, image, cells, "ratio of shares")
+    figure.suptitle(f"{_plain(title)}: {names['before']} and {names['after']}", fontsize=10)
+    figure.legend(handles=handles, loc="outside lower right", frameon=False, fontsize=8, ncols=len(handles))
+    return figure
+
+
+def _size(layers: int, experts: int) -> tuple[float, float]:
+    """Width and height of a heat map, inches."""
+    return min(18.0, max(8.0, 0.11 * experts + 3)), min(14.0, max(2.8, 0.2 * layers + 1.6))
+
+
+def _mark(experts: int) -> int:
+    """Size of a cross in a cell, points squared."""
+    return 60 if experts <= 32 else 12
+
+
+def _name_axes(axes: Any, layers: Sequence[int], experts: int) -> None:
+    axes.set_xlabel("expert")
+    axes.set_ylabel("layer")
+    axes.set_xticks(ticks(experts))
+    axes.set_yticks(ticks(len(layers)), [layers[i] for i in ticks(len(layers))])
+    axes.set_xlim(-0.5, experts - 0.5)
+    axes.set_ylim(len(layers) - 0.5, -0.5)
+
+
+def _colour_bar(figure: Any, image: Any, axes: Any, label: str) -> None:
+    bar = figure.colorbar(image, ax=axes, extend="both", aspect=max(20, 6 * figure.get_figheight()))
+    bar.set_ticks(list(MARKS), labels=list(MARKS.values()))
+    bar.minorticks_off()
+    bar.set_label(label, fontsize=9)
+
+
+# Calibration -------------------------------------------------------------------------------------------------------
+
+
+def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
+    """Tokens by programming language, by spoken language, and by field, and which share of them was cut off.
+
+    Args:
+        calibration: of a report; its `by_language` and `categories` hold rows with samples, tokens, truncated (samples)
+            and truncated_tokens.
+        model: whose tokenizer counted the tokens.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    fields = {n: row for n, row in calibration["categories"].items() if not n.startswith(("code/", "spoken/"))}
+    groups = [(title, calibration["by_language"][kind]) for kind, title in LANGUAGES.items()]
+    groups = [(title, rows) for title, rows in [*groups, ("other fields", fields)] if rows]
+    groups = groups or [("categories", calibration["categories"])]
+    figure = Figure(figsize=(12, 3.6 * len(groups)), dpi=100, layout="constrained")
+    figure.suptitle(_plain(_heading(calibration, model)), fontsize=11)
+    panels = figure.subplots(2 * len(groups), 1, squeeze=False, height_ratios=[2, 1] * len(groups))[:, 0]
+    highest = max(row["tokens"] for _, rows in groups for row in rows.values())
+    for (title, rows), tokens, cut in zip(groups, panels[::2], panels[1::2], strict=True):
+        names = sorted(rows, key=lambda name: (-rows[name]["tokens"], name))
+        at = range(len(names))
+        bars = tokens.bar(at, [rows[name]["tokens"] for name in names], color=SERIES[0], width=0.8)
+        tokens.bar_label(bars, [f"{rows[name]['samples']:,}" for name in names], fontsize=7)
+        tokens.set_xticks([])
+        tokens.set_ylabel("tokens")
+        tokens.yaxis.set_major_formatter("{x:,.0f}")
+        tokens.set_ylim(0, 1.15 * highest)  # one scale for all groups
+        tokens.set_title(f"{title} ({len(names)}); above the bars: samples", loc="left", fontsize=10)
+        cut.bar(at, [_lost(rows[name]) for name in names], color=SERIES[1], width=0.8)
+        cut.set_xticks(at, [_plain(name) for name in names], rotation=90, fontsize=8)
+        cut.set_ylabel("cut off")
+        cut.set_ylim(0, 1)
+        cut.yaxis.set_major_formatter(PercentFormatter(1))
+        for axis in (tokens, cut):
+            axis.set_xlim(-0.6, max(8, len(names)) - 0.4)
+            bare(axis)
+    figure.align_ylabels(panels)
+    return figure
+
+
+def _lost(row: dict[str, Any]) -> float:
+    """Share of a row's tokens that were cut off, of those that its texts had."""
+    whole = row["tokens"] + row["truncated_tokens"]
+    return row["truncated_tokens"] / whole if whole else 0.0
+
+
+def _heading(calibration: dict[str, Any], model: str) -> str:
+    count = calibration["truncated_samples"]
+    cut = f"{count:,} samples were cut, and lost {_lost(calibration):.0%} of the texts' tokens"
+    return (
+        f"{calibration['name']} for {model}: {calibration['samples']:,} samples, {calibration['tokens']:,} tokens; "
+        f"{cut if count else 'no sample was cut'}"
+    )

@@ -1,0 +1,686 @@
+"""The schema of report.json and of what the other commands print with --json.
+
+A report is filled in one place, `quantizers/run/report.py`, and checked against this schema when it is written.
+docs/report.md and docs/schemas/report.schema.json are made from it. Unless a description says otherwise, None stands
+for a number that is not finite, and a key that may be absent has the default None.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Number = float | None  # None where it is not finite: JSON has neither NaN nor infinity
+
+
+def key(about: str, unit: str | None = None, **more: Any) -> Any:
+    """A key that is always there, with its description and unit."""
+    return Field(description=about, json_schema_extra={"unit": unit} if unit else None, **more)
+
+
+def maybe(about: str, unit: str | None = None) -> Any:
+    """A key that may be absent; the description says when."""
+    return key(about, unit, default=None)
+
+
+class Part(BaseModel):
+    """Base of all parts: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_by_name=True, validate_by_alias=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it is written: without the keys that were not given."""
+        return self.model_dump(by_alias=True, exclude_unset=True)
+
+
+# What was used -----------------------------------------------------------------------------------------------------
+
+
+class Source(Part):
+    """The checkpoint that was quantized."""
+
+    model: str = key("Hub id of the source, or the name of its folder")
+    revision: str | None = key("Revision on the Hub; None for a folder without one")
+    digest: str = key("SHA-256 over the headers and sizes of the source's files, hexadecimal")
+    license: dict[str, str] = key("license, license_name and license_link of the source's own model card, where known")
+    made_from: list[str] | None = maybe("Base models that a folder's own model card names; absent for a Hub id")
+
+
+class PackedExperts(Part):
+    """The checkpoint from which `stitch` took the experts, and what it says of itself."""
+
+    model: str = key("Hub id, or the name of its folder")
+    revision: str | None = key("Revision on the Hub; None for a folder without one")
+    digest: str = key("SHA-256 over the headers and sizes of its files, hexadecimal")
+    schemes: list[dict[str, int]] = key("bits and group_size of each scheme in it")
+    format: dict[str, str] | None = maybe("Quantization method and version in its config.json; absent where unknown")
+    modifiers: list[str] | None = maybe("llm-compressor's modifiers in its recipe.yaml, in order; absent without any")
+    card: dict[str, list[str]] | None = maybe("Base model, licence, data sets on its model card; absent without any")
+
+
+class Stitched(Part):
+    """The settings of `stitch`, by which the same command recognizes its output."""
+
+    model_config = ConfigDict(extra="allow")  # with facts.yaml: the SHA-256 of the user's own facts
+    source: str = key("Hub id or folder name of the source")
+    experts: str = key("Hub id or folder name of the experts' checkpoint")
+    digests: dict[str, str] = key("Digests of both")
+    repair_router: bool = key("Whether routers were multiplied by the ratio of the norms")
+
+
+class Settings(Part):
+    """The recipe and the machine."""
+
+    recipe: dict[str, Any] = key("The resolved recipe; see docs/recipe.md")
+    hash: str = key("SHA-256 of the recipe and of the sets that it names, hexadecimal")
+    file: str = key("File name of the recipe")
+    machine: dict[str, Any] = key("Device, threads and versions on which the output's bytes depend")
+
+
+class Tally(Part):
+    """Samples and tokens of one category or language."""
+
+    samples: int = key("Samples", "samples")
+    tokens: int = key("Tokens that were used, after truncation", "tokens")
+    truncated: int = key("Samples that were cut at the sequence length", "samples")
+    truncated_tokens: int = key("Tokens that were cut off", "tokens")
+
+
+class Dropped(Part):
+    """Rows of one data source that were skipped for the same reason."""
+
+    source: str = key("The data set or file")
+    reason: str = key("Why")
+    count: int = key("How many rows", "rows")
+    first: str = key("Where the first one is")
+    left_out: bool = key("True where the row is usable but its language is not listed by the set", default=False)
+
+
+class Drawn(Part):
+    """How many tokens the recipe had drawn from the whole set."""
+
+    asked: int = key("Tokens that the recipe asks for", "tokens")
+    samples: int = key("Samples in the whole set", "samples")
+    tokens: int = key("Tokens in the whole set", "tokens")
+    cut: int = key("Samples cut because the share of their category was used up", "samples")
+
+
+class Calibration(Part):
+    """The calibration set as it was used."""
+
+    name: str = key("Name of the set")
+    digest: str = key("SHA-256 over the categories and token ids of all samples, hexadecimal")
+    sequence_length: int = key("Length at which samples are cut", "tokens")
+    lengths: list[int] = key("All lengths at which samples are cut, of the set and of its long sources", "tokens")
+    samples: int = key("Samples", "samples")
+    tokens: int = key("Tokens of all samples, after truncation", "tokens")
+    long_samples: int = key("Samples of long sources", "samples")
+    long_tokens: int = key("Tokens of long sources", "tokens")
+    truncated_samples: int = key("Samples that were cut", "samples")
+    truncated_tokens: int = key("Tokens that were cut off", "tokens")
+    categories: dict[str, Tally] = key("By category")
+    dropped: list[Dropped] = key("Rows that were skipped")
+    versions: list[str] = key("Revision or SHA-256 of each data source, in the order of the set")
+    lock: bool = key("Whether a lock file fixed the revisions")
+    notes: list[str] = key("Remarks made while the set was read")
+    datasets: list[str] = key("Hub data sets of which samples were used")
+    languages: dict[str, dict[str, int]] = key(
+        "Samples by programming and spoken language of the set's lists", "samples"
+    )
+    by_language: dict[str, dict[str, Tally]] = key("The same with tokens and truncation")
+    drawn: Drawn | None = maybe("What was drawn; absent where the recipe takes the whole set")
+
+
+# What was done -----------------------------------------------------------------------------------------------------
+
+
+class ActionTotals(Part):
+    """Tensors and bytes with one action."""
+
+    tensors: int = key("Source tensors", "tensors")
+    bytes_before: int = key("Bytes in the source", "bytes")
+    bytes_after: int = key("Bytes in the output", "bytes")
+
+
+class TensorKind(ActionTotals):
+    """Tensors of one kind and action."""
+
+    kind: str = key("Tensor name with * for layer and expert numbers")
+    action: str = key("keep, rename, carry, quantize, drop, fold or compensate")
+
+
+class MtpLayers(Part):
+    """Layers that predict further tokens (MTP), passed through."""
+
+    layers: list[int] = key("Their numbers")
+    bytes: int = key("Their bytes in the source", "bytes")
+
+
+class Plan(Part):
+    """What happens to the source's tensors, in numbers."""
+
+    layers: int = key("Decoder layers", "layers")
+    dense_layers: list[int] = key("Layers without routed experts")
+    experts_per_layer: int = key("Routed experts in a layer", "experts")
+    quantized_matrices: int = key("Quantized matrices in all", "tensors")
+    kept_attention_tensors: int = key("Attention tensors passed through", "tensors")
+    actions: dict[str, ActionTotals] = key("Totals by action")
+    kinds: list[TensorKind] = key("Totals by kind of tensor, in the order of the plan")
+    source_bytes: int = key("Bytes of the source's tensors", "bytes")
+    expert_bytes: int = key("Bytes of the quantized experts", "bytes")
+    output_bytes: int = key("Bytes of all shards and the index", "bytes")
+    index_bytes: int = key("Bytes of the index", "bytes")
+    layer_source_bytes: int = key("Source bytes of the largest layer", "bytes")
+    mtp: MtpLayers | None = maybe("Layers for speculative decoding; absent without any")
+
+
+class Candidate(Part):
+    """A scheme that a budget may choose."""
+
+    scheme: str = key("Bits and group size")
+    bits_per_weight: float = key("With the scales", "bits")
+    tensor_parallel: list[int] = key("Numbers of GPUs over which vLLM could divide an expert", "GPUs")
+    layer_bytes: list[int] = key("Smallest and largest shard of a layer", "bytes")
+    output_bytes: int = key("All shards, if every layer had it", "bytes")
+
+
+class ChosenLayer(Part):
+    """The scheme of one layer and the measurements behind it."""
+
+    layer: int = key("Number of the layer")
+    scheme: str = key("Bits and group size")
+    bits: int = key("Bits of a weight", "bits")
+    group_size: int = key("Weights that share a scale", "weights")
+    bytes: int = key("Size of its shard", "bytes")
+    kl: Number = key("KL of the perturbed layer", "nats")
+    disturbance: Number = key("Relative perturbation of the experts' outputs", "relative")
+    growth: Number = key("Ratio by which KL grew beyond the square of the perturbation; None without a KL")
+    at_half: bool = key("Whether the loss comes from half of the perturbation")
+    loss: dict[str, Number] = key("Predicted KL by scheme", "nats")
+    error: dict[str, Number] = key("Squared relative error of the experts' outputs by scheme")
+    by_matrix: dict[str, dict[str, Number]] = key("The same when one matrix alone is rounded")
+    experts: int = key("Experts that were measured", "experts")
+
+
+class Schemes(Part):
+    """The choice of bits and group sizes within a budget."""
+
+    candidates: list[Candidate] = key("Possible schemes, smallest first")
+    limit: float | int = key("The recipe's budget, in `unit`")
+    unit: Literal["bytes", "bits per weight"] = key("Unit of the limit")
+    above_the_largest: bool = key("Whether the budget allows more than the largest scheme needs")
+    chosen: str = key("How many layers have which scheme")
+    output_bytes: int = key("All shards", "bytes")
+    bits_per_weight: float = key("Mean over all experts, with scales", "bits")
+    predicted_kl: Number = key("Sum of the layers' predicted KL", "nats")
+    coarsest: str = key("The smallest candidate")
+    by_matrix: dict[str, float] = key("Each matrix's share of the loss with the coarsest scheme", "share")
+    layers: list[ChosenLayer] = key("Layer by layer")
+
+
+class SolvingErrors(Part):
+    """Errors before and after the search and the rounding; keys depend on the engine."""
+
+    norm_search_before: Number = maybe("gram: AWQ's objective for norm to router, w1, w3 without scales")
+    norm_search_after: Number = maybe("gram: the same with the best scales")
+    down_search_before: Number = maybe("gram: AWQ's objective for w3 to w2 without scales, mean of the experts")
+    down_search_after: Number = maybe("gram: the same with the best scales")
+    search_before: Number = maybe("llmcompressor: its loss for the norm without scales")
+    search_after: Number = maybe("llmcompressor: the same with the best scales")
+    search_down_before: Number = maybe("llmcompressor: its loss for w3 to w2 without scales, mean of the experts")
+    search_down_after: Number = maybe("llmcompressor: the same with the best scales")
+    gate_up_rounding: Number = maybe("Error of the outputs of w1 and w3 on the calibration inputs", "relative")
+    down_rounding: Number = maybe("Error of the outputs of w2 on the calibration inputs", "relative")
+    expert_tokens: Number = maybe("Fewest calibration tokens that an expert saw", "tokens")
+
+
+class Closeness(Part):
+    """Relative errors of a layer's quantized experts against the source's."""
+
+    median: Number = key("Median over the experts", "relative")
+    worst: Number = key("Largest", "relative")
+    worst_expert: int = key("Whose it is")
+
+
+class UnderRouted(Part):
+    """Experts with too few routed tokens for the recipe's full routed_weight."""
+
+    full_share_at: int = key("Routed tokens from which the full weight holds", "tokens")
+    experts: int = key("Experts with fewer", "experts")
+    smallest_share: float = key("Smallest routed weight that was used", "share")
+
+
+class Layer(Part):
+    """One layer of a run."""
+
+    layer: int = key("Its number")
+    seconds: dict[str, float] = key("Time by phase", "seconds")
+    error: SolvingErrors = key("Errors of search and rounding; empty for a layer without experts")
+    fallbacks: list[str] = key("One line for each expert that did not get the method asked for")
+    leaning: UnderRouted | None = key("Under-routed experts; None where all tokens count alike")
+    closeness: Closeness | None = key("Distance of the written experts from the source's; None without experts")
+
+
+class StitchedLayer(Part):
+    """One layer of a stitch."""
+
+    layer: int = key("Its number")
+    folded: int = key("Channels of the norm that were divided by a scale", "channels")
+    router: str = key("State of the router in the experts' checkpoint")
+    error: Number = key("Largest error of the probed experts against the source's times the ratio of norms", "relative")
+    error_unscaled: Number = key("The same against the source's experts without the ratio", "relative")
+
+
+# What was measured -------------------------------------------------------------------------------------------------
+
+
+class Gate(Part):
+    """A check with a limit."""
+
+    name: str = key("audit, consumers (serving engines), coverage, entropy, perplexity or kl")
+    passed: bool = key("Whether the limit is kept")
+    value: float | int | None = key("What was found; None where it is not finite")
+    limit: float | int = key("The limit")
+    meaning: str = key("What the value is")
+    at_least: bool | None = maybe("True where the value must not be below the limit; absent otherwise")
+
+
+class LayerCoverage(Part):
+    """Routed tokens of the experts of one layer."""
+
+    layer: int = key("Its number")
+    min: int = key("Fewest", "tokens")
+    median: float = key("Median", "tokens")
+    uncovered: int = key("Experts below the minimum", "experts")
+    worst_expert: int = key("The expert with the fewest")
+    entropy: float = key("Entropy of the load; 1 is even, 0 is one expert alone", "share")
+    routed_tokens: list[int] = key("Of each expert", "tokens")
+
+
+class AllExpertPass(Part):
+    """The pass in which every expert sees every token."""
+
+    min: int = key("Fewest tokens that an expert saw", "tokens")
+    tokens: int = key("Tokens of the set", "tokens")
+
+
+class Coverage(Part):
+    """How many tokens the router sent to each expert."""
+
+    min_routed_tokens: int = key("Routed tokens from which an expert counts as covered", "tokens")
+    min: int = key("Fewest routed tokens of an expert", "tokens")
+    median: float = key("Median over all experts of all layers", "tokens")
+    pairs: int = key("Pairs of layer and expert", "pairs")
+    uncovered: int = key("Pairs below the minimum", "pairs")
+    uncovered_pairs: list[list[int]] = key("Layer and expert of each of them")
+    min_entropy: float = key("Entropy of the load in the most uneven layer", "share")
+    per_layer: list[LayerCoverage] = key("Layer by layer")
+    routed_by_category: dict[str, int] = key("Routed tokens by category, summed over layers and experts", "tokens")
+    forced: AllExpertPass | None = maybe("All-expert calibration; absent with the engine llmcompressor")
+
+
+class Perplexity(Part):
+    """Perplexity on held-out text."""
+
+    source: Number = key("Of the source")
+    candidate: Number = key("Of the output")
+    increase: Number = key("Candidate / source - 1", "relative")
+
+
+class BitsPerByte(Part):
+    """Loss over the UTF-8 bytes of the scored tokens."""
+
+    source: Number = key("Of the source; None if the scored tokens have no bytes", "bits")
+    candidate: Number = key("Of the output; None if the scored tokens have no bytes", "bits")
+
+
+class Kl(Part):
+    """KL(source || candidate) over the whole vocabulary."""
+
+    mean: Number = key("Mean over the scored positions", "nats")
+    median: Number = key("Median", "nats")
+    p99: Number = key("99th percentile", "nats")
+    max: Number = key("Largest", "nats")
+
+
+class Interval(Part):
+    """95 % bootstrap intervals over texts: lower and upper end."""
+
+    kl: list[Number] = key("Of the mean KL", "nats")
+    top1: list[Number] = key("Of top-1", "share")
+    increase: list[Number] = key("Of the increase of perplexity", "relative")
+
+
+class Figures(Part):
+    """Fidelity over some texts."""
+
+    samples: int = key("Texts", "texts")
+    tokens: int = key("Scored tokens", "tokens")
+    perplexity: Perplexity = key("Perplexity")
+    bits_per_byte: BitsPerByte = key("Bits per byte")
+    kl: Kl = key("KL divergence from the source")
+    top1: Number = key("How often both find the same token most likely", "share")
+    interval: Interval | None = key("Intervals; None with a single text")
+
+
+class Router(Part):
+    """How often the candidate's routers choose the source's experts."""
+
+    agreement: list[Number] = key("By layer; None for a layer without experts", "share")
+    min: Number = key("In the worst layer", "share")
+
+
+class TextFigures(Part):
+    """One held-out text."""
+
+    category: str = key("Its category")
+    tokens: int = key("Scored tokens", "tokens")
+    kl: Number = key("Mean KL", "nats")
+
+
+class PartFigures(Figures):
+    """Fidelity over the short or the long texts, with details."""
+
+    longest: int = key("Tokens of the longest text", "tokens")
+    router: Router = key("Routing")
+    hidden_error: list[Number] = key("Error of the hidden states after each layer", "relative")
+    categories: dict[str, Figures] = key("By category")
+    families: dict[str, Figures] = key("By family of categories: `code` sums up `code/rust` and the like")
+    per_text: list[TextFigures] = key("Text by text, in the order of the set")
+
+
+class Band(Part):
+    """A band of positions in the texts."""
+
+    name: str = key("In words")
+    start: int = key("First position", "tokens", alias="from")
+    to: int | None = key("Position after the last; None for the open end", "tokens")
+    samples: int = key("Texts that reach it", "texts")
+    tokens: int = key("Scored tokens", "tokens")
+    perplexity: Perplexity = key("Perplexity")
+    kl: dict[str, Number] = key("Mean KL", "nats")
+    top1: Number = key("How often both find the same token most likely", "share")
+
+
+class HeldOutSet(Part):
+    """The set on which fidelity was measured."""
+
+    name: str = key("Its name")
+    digest: str = key("SHA-256 over its categories and token ids, hexadecimal")
+    past_the_model: dict[str, int] = key("Texts and tokens cut at the model's last position")
+
+
+class Fidelity(PartFigures):
+    """Fidelity of a candidate; of the short texts at this level where there are long ones as well."""
+
+    evaluated_on: HeldOutSet = key("The held-out set")
+    long: PartFigures | None = maybe("The long texts; absent where all texts are of one kind")
+    positions: list[Band] = key("By position in the long texts, or else in all")
+    weight_error: list[dict[str, Number]] | None = maybe(
+        "Error of the weights by layer; with `quantize eval` only", "relative"
+    )
+
+
+class ShardDigest(Part):
+    """One written shard."""
+
+    bytes: int = key("Its size", "bytes")
+    sha256: str = key("SHA-256 of the file, hexadecimal")
+    tensors: str = key("Checksums of its tensors, 8 bytes each, in the order of the file, hexadecimal")
+
+
+class AuditFigures(Part):
+    """The output's files compared with the source."""
+
+    tensors: int = key("Source tensors accounted for", "tensors")
+    kept_bytes_equal: bool = key("Whether all passthrough tensors have the source's bytes")
+    kept_tensors: int = key("Passthrough tensors compared by SHA-256", "tensors")
+    differences: list[str] = key("One line each; empty if all is as planned")
+    weight_error: list[Number] = key("Largest error of an expert's matrix by layer", "relative")
+    digests_checked: bool = key("Whether the files were compared with the digests taken when they were written")
+    account: list[str] | None = maybe("What became of the tensors of a checkpoint of another tool; absent otherwise")
+
+
+class Audit(AuditFigures):
+    """The audit of a finished output, with the digests of its shards."""
+
+    digests: dict[str, ShardDigest] = key("By file name")
+
+
+class Finding(Part):
+    """Something that a serving engine would read otherwise than it is stored."""
+
+    severity: str = key("error, or note")
+    engine: str = key("vLLM, SGLang or transformers")
+    problem: str = key("What is stored")
+    consequence: str = key("What the engine makes of it")
+    where: str = key("The tensor or key; the first of several")
+    count: int = key("How many places")
+    places: list[str] | None = maybe("All of them; only in what `verify --json` prints")
+
+
+class Engines(Part):
+    """How serving engines would read the output."""
+
+    schemes: dict[str, dict[str, str]] = key("By engine and kind of module; `stored` is how the tensors are stored")
+    findings: list[Finding] = key("Errors first, then notes")
+    tensor_parallel: dict[str, str] = key("By number of GPUs: `ok`, or why vLLM cannot divide the model")
+
+
+class Fit(Part):
+    """The model on some GPUs, by arithmetic."""
+
+    cards: str = key("Number and memory of the GPUs")
+    tensor_parallel: int = key("Tensor-parallel ranks", "GPUs")
+    pipeline_parallel: int = key("Pipeline-parallel ranks", "GPUs")
+    kv: str = key("Type of the KV cache: auto (16 bits) or fp8")
+    context: int = key("Context for which the cache is counted", "tokens")
+    utilisation: float = key("vLLM's --gpu-memory-utilization", "share")
+    budget: int = key("Memory that vLLM may use on a GPU", "bytes")
+    weights: int = key("Weights on the fullest GPU", "bytes")
+    activations: int = key("Activations", "bytes")
+    runtime: int = key("CUDA context, kernels, buffers", "bytes")
+    kv_cache: int = key("KV cache for the context", "bytes")
+    left: int = key("What is left", "bytes")
+    longest: int = key("Longest context that fits", "tokens")
+    fits: bool = key("Whether the context fits")
+
+
+class Serving(Part):
+    """How to serve the output."""
+
+    servers: list[str] = key("Servers that know the family")
+    parsers: dict[str, str | bool | int] = key("Options of vLLM; true for one without a value")
+    sglang: dict[str, str | bool | int] | None = key("Options of SGLang; None where it does not know the family")
+    transformers: bool | None = maybe("False where transformers does not know the model type; absent otherwise")
+    sampling: dict[str, float | int] = key("Defaults of the source's generation_config.json")
+    longest: int = key("Context of the model", "tokens")
+    fits: list[Fit] = key("Common GPUs")
+    assumptions: list[str] = key("On which the arithmetic rests")
+    cards_unknown: str | None = maybe("Why there is no arithmetic; absent where there is")
+
+
+# The report --------------------------------------------------------------------------------------------------------
+
+
+class CardRecord(Part):
+    """The model card as it was written."""
+
+    front_matter: dict[str, Any] = key("The YAML at its head")
+    sha256: str = key("SHA-256 of its text, hexadecimal")
+
+
+class Seconds(Part):
+    """Durations."""
+
+    this_process: float = key("Of the last process, with verification and evaluation", "seconds")
+    layers: float = key("Of all layers, over all interruptions", "seconds")
+    measuring: float | None = maybe("Of the measurements for a budget; absent without one", "seconds")
+
+
+class Published(Part):
+    """What `quantize publish` was given."""
+
+    repo: str = key("The repository on the Hub")
+    license: str | None = maybe("Licence; absent if none was given")
+    base_model: str | None = maybe("Base model; absent if none was given")
+
+
+class Forced(Part):
+    """A publication in spite of failed checks."""
+
+    reason: str | None = key("The user's reason")
+    problems: list[str] = key("What failed")
+
+
+class Report(Part):
+    """What the reports of a run and of a stitch have in common."""
+
+    source: Source = key("The source")
+    plan: Plan = key("The plan")
+    versions: dict[str, str] = key("Versions of the packages and of Python")
+    audit: Audit = key("The audit")
+    gates: list[Gate] = key("All gates; the output is as asked for if all passed")
+    notes: list[str] = key("What a reader should know")
+    serving: Serving = key("How to serve it")
+    consumers: Engines | None = maybe("Serving engines; absent if the output could not be opened")
+    files: list[str] = key("Names of all files of the output but report.json")
+    sha256: dict[str, str] = key("Of each file but shards, model card and report.json, hexadecimal")
+    card: CardRecord = key("The model card")
+    published: Published | None = maybe("Its publication; absent before")
+    forced: Forced | None = maybe("Its forced publication; absent otherwise")
+    seal: str | None = maybe("SHA-256 over everything else in the report, hexadecimal")
+    already_done: bool | None = maybe("True in what a command prints that found its output finished; never in the file")
+
+
+class StitchReport(Report):
+    """report.json of `quantize stitch`."""
+
+    stitched: Stitched = key("The settings")
+    experts: PackedExperts = key("Where the experts come from")
+    examined: list[str] = key("What was found out about norms and routers, one line each")
+    layers: list[StitchedLayer] = key("Layer by layer")
+
+
+def measured(name: str) -> Any:
+    """A key of Fidelity that is absent where nothing was measured."""
+    field = Fidelity.model_fields[name]
+    return Field(description=field.description, json_schema_extra=field.json_schema_extra, default=None)
+
+
+class RunReport(Report):
+    """report.json of `quantize run`; keys from `samples` on are absent without held-out texts."""
+
+    settings: Settings = key("The recipe and the machine")
+    calibration: Calibration = key("The calibration set")
+    coverage: Coverage = key("Tokens by expert")
+    layers: list[Layer] = key("Layer by layer")
+    seconds: Seconds = key("Durations")
+    peak_memory_bytes: int = key("Most memory that the process and its device used", "bytes")
+    schemes: Schemes | None = maybe("Choice within a budget; absent without one")
+    samples: int | None = measured("samples")
+    tokens: int | None = measured("tokens")
+    perplexity: Perplexity | None = measured("perplexity")
+    bits_per_byte: BitsPerByte | None = measured("bits_per_byte")
+    kl: Kl | None = measured("kl")
+    top1: Number = measured("top1")
+    interval: Interval | None = measured("interval")
+    longest: int | None = measured("longest")
+    router: Router | None = measured("router")
+    hidden_error: list[Number] | None = measured("hidden_error")
+    categories: dict[str, Figures] | None = measured("categories")
+    families: dict[str, Figures] | None = measured("families")
+    per_text: list[TextFigures] | None = measured("per_text")
+    evaluated_on: HeldOutSet | None = measured("evaluated_on")
+    long: PartFigures | None = measured("long")
+    positions: list[Band] | None = measured("positions")
+
+
+# What other commands print with --json -------------------------------------------------------------------------------
+
+
+class EvaluatedCandidate(Fidelity):
+    """A candidate of `quantize eval`."""
+
+    model: str = key("As it was given")
+
+
+class Difference(Part):
+    """Mean KL of a candidate minus that of the first, over some texts."""
+
+    texts: int = key("Texts", "texts")
+    tokens: int = key("Scored tokens", "tokens")
+    first: Number = key("Mean KL of the first candidate", "nats")
+    other: Number = key("Mean KL of this candidate", "nats")
+    difference: Number = key("Other minus first; negative is closer to the source", "nats")
+    interval: list[Number] | None = key("95 % bootstrap-t interval; None with too few texts", "nats")
+
+
+class PartDifference(Difference):
+    """The same with details."""
+
+    categories: dict[str, Difference] = key("By category")
+    families: dict[str, Difference] = key("By family of categories")
+
+
+class PairedCandidate(PartDifference):
+    """A candidate of `quantize eval` against the first one."""
+
+    model: str = key("As it was given")
+    against: str = key("The first")
+    note: str = key("How to read it")
+    long: PartDifference | None = maybe("Over the long texts; absent where all texts are of one kind")
+
+
+class EvalReport(Part):
+    """What `quantize eval --json` prints."""
+
+    source: str = key("As it was given")
+    candidates: list[EvaluatedCandidate] = key("In the order of the command line")
+    notes: list[str] = key("What a reader should know")
+    paired: list[PairedCandidate] | None = maybe("Each candidate but the first; absent with a single one")
+
+
+class VerifyReport(AuditFigures):
+    """What `quantize verify --json` prints."""
+
+    notes: list[str] = key("What is not a fault but worth knowing")
+    consumers: Engines | None = maybe("Serving engines; absent if the folder could not be opened")
+    vllm: dict[str, Any] | None = maybe("vLLM's own answers; with --with-vllm only")
+
+
+class WorstExpert(Part):
+    """One of the experts with the fewest routed tokens."""
+
+    layer: int = key("Its layer")
+    expert: int = key("Its number")
+    tokens: int = key("Its routed tokens", "tokens")
+    share_of_even: float = key("The same relative to an even load", "relative")
+    sent_by: dict[str, float] = key("Categories that send most, per thousand of their tokens", "tokens")
+    nearly_sent_by: dict[str, float] = key("Categories that nearly send most, per thousand of their tokens", "tokens")
+
+
+class CoverageReport(Coverage):
+    """What `quantize coverage --json` prints of one set."""
+
+    model: str = key("As it was given")
+    set: str = key("Name of the set")
+    tokens: dict[str, int] = key("Tokens by category", "tokens")
+    tied_choices: int = key("Choices that were a tie", "choices")
+    worst: list[WorstExpert] = key("The experts with the fewest tokens")
+    counts: dict[str, list[list[int]]] = key("By category: routed tokens by layer and expert", "tokens")
+    gates: list[Gate] = key("The gates on coverage")
+    drawn: Drawn | None = maybe("What was drawn; absent where the whole set is used")
+
+
+JSON_REPORTS: tuple[type[Part], ...] = (RunReport, StitchReport, EvalReport, VerifyReport, CoverageReport)
+
+
+def checked(report: dict[str, Any]) -> RunReport | StitchReport:
+    """A report of a run or a stitch, as read from JSON.
+
+    Raises:
+        pydantic.ValidationError: it does not have the schema, as those of other versions may not.
+    """
+    return (StitchReport if "stitched" in report else RunReport).model_validate(report)

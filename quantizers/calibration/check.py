@@ -1,0 +1,291 @@
+"""Report on a calibration set: contents, languages, duplicates, and contradictions of what it claims."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .language_id import CODES, identify
+from .load_set import WORKERS, load_set
+from .samples import Sample, grouped, language_counts, missing_languages, row_of
+from .set import KINDS, CalibrationSet, Kind, read_set
+
+HELD_OUT = "held-out.yaml"  # next to a set: the texts that it must not contain
+SHINGLE = 5  # words
+NEAR = 0.5  # texts with at least this Jaccard similarity of their shingles are near-duplicates
+# Share of a set's or a category's tokens that may be cut off without a warning. A text that is cut loses its end: the
+# answer after the reasoning, the code after the imports. No measurement stands behind the number.
+MOST = 0.25
+NAMED = 5  # categories that a warning names at most
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+
+
+@dataclass(frozen=True)
+class CategoryRow:
+    """One row of the table: lengths in tokens; `truncated` samples lost `cut` tokens in total, a share `cut_share`."""
+
+    category: str
+    samples: int
+    tokens: int
+    median: int
+    maximum: int
+    truncated: int
+    cut: int
+    cut_share: float
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Twins:
+    """The places of two samples that are equal (similarity 1) or nearly equal."""
+
+    first: str
+    second: str
+    similarity: float
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A sample whose text is not in the language that its category claims."""
+
+    place: str
+    claimed: str
+    identified: str
+
+
+@dataclass(frozen=True)
+class SetReport:
+    """The result of checking a set.
+
+    Attributes:
+        tokenizer: the folder or Hub id of the model whose tokenizer counted the tokens.
+        summary: see `CalibrationData.summary`.
+        languages: number of samples by language, in the order of the set's lists.
+        duplicates: pairs of samples within the set.
+        held_out: path of the held-out set that it was compared with, or None.
+        shared: pairs of a sample and a sample of the held-out set.
+        identified: how many local samples of spoken languages were checked by language identification.
+        findings: contradictions of the set's claims, one line each; empty if there are none.
+        warnings: what contradicts nothing but is probably not intended, one line each.
+    """
+
+    path: str
+    tokenizer: str
+    summary: dict[str, Any]
+    categories: tuple[CategoryRow, ...]
+    languages: dict[Kind, dict[str, int]]
+    missing: dict[Kind, list[str]]
+    duplicates: tuple[Twins, ...]
+    held_out: str | None
+    shared: tuple[Twins, ...]
+    identified: int
+    mismatches: tuple[Mismatch, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Contradictions of the set's claims, one line each."""
+        return (
+            *(f"no sample shows {', '.join(self.missing[kind])} ({kind})" for kind in KINDS if self.missing[kind]),
+            *(f"{pair.second} repeats {pair.first} (similarity {pair.similarity})" for pair in self.duplicates),
+            *(f"{pair.first} is also held out: {pair.second} ({pair.similarity})" for pair in self.shared),
+            *(f"{text.place} claims {text.claimed}, but reads like {text.identified}" for text in self.mismatches),
+        )
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no findings; with findings the command ends with exit code 3."""
+        return not self.findings
+
+    @property
+    def verdict(self) -> str:
+        """One line: fine, what contradicts the set by kind and number, and how many warnings there are."""
+        kinds = (
+            (sum(map(len, self.missing.values())), "language without a text", "languages without a text"),
+            (len(self.duplicates), "pair of equal texts", "pairs of equal texts"),
+            (len(self.shared), "text that is also held out", "texts that are also held out"),
+            (len(self.mismatches), "text in another language", "texts in another language"),
+        )
+        wrong = ", ".join(f"{count:,} {one if count == 1 else many}" for count, one, many in kinds if count)
+        warned = f"{len(self.warnings)} warning{'s' if len(self.warnings) > 1 else ''}" if self.warnings else ""
+        if wrong:
+            return f"contradicts what the set claims: {wrong}{f'; and {warned}' if warned else ''}"
+        return f"nothing contradicts the set, but {warned}" if warned else "fine: nothing contradicts the set"
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as one JSON object."""
+        return asdict(self) | {"findings": self.findings, "ok": self.ok, "verdict": self.verdict}
+
+
+def check_set(
+    path: Path,
+    tokenizer: str,
+    held_out: Path | None = None,
+    *,
+    revision: str = "main",
+    trust_remote_code: bool = False,
+    workers: int = WORKERS,
+) -> SetReport:
+    """Load a set and check it.
+
+    Args:
+        tokenizer: a model's folder or Hub id.
+        held_out: a set with which it must share no text; None for `held-out.yaml` next to the set, if that exists.
+        revision, trust_remote_code, workers: see `load_set`.
+
+    Raises:
+        CalibrationError: as `load_set`, except that a missing language is a finding, not an error.
+    """
+    load = partial(
+        load_set,
+        tokenizer=tokenizer,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+        workers=workers,
+        require_languages=False,
+    )
+    calibration, data = read_set(path), load(path)
+    if held_out is None and path.name != HELD_OUT and (path.parent / HELD_OUT).is_file():
+        held_out = path.parent / HELD_OUT
+    others = load(held_out).samples if held_out else ()
+    duplicates, shared = _twins(data.samples, others)
+    identified, mismatches = _identification(calibration, data.samples)
+    return SetReport(
+        path=str(path),
+        tokenizer=tokenizer,
+        summary=data.summary(),
+        categories=tuple(_category_row(name, members) for name, members in grouped(data.samples).items()),
+        languages=language_counts(calibration, data.samples),
+        missing=missing_languages(calibration, data.samples),
+        duplicates=duplicates,
+        held_out=str(held_out) if held_out else None,
+        shared=shared,
+        identified=identified,
+        mismatches=mismatches,
+        warnings=truncation_warnings(data.samples),
+    )
+
+
+def _category_row(category: str, members: Sequence[Sample]) -> CategoryRow:
+    lengths, counts = [len(sample.tokens) for sample in members], row_of(members)
+    return CategoryRow(
+        category=category,
+        samples=counts["samples"],
+        tokens=counts["tokens"],
+        median=int(median(lengths)),
+        maximum=max(lengths),
+        truncated=counts["truncated"],
+        cut=counts["truncated_tokens"],
+        cut_share=round(cut_share(members), 4),
+        sources=tuple(dict.fromkeys(sample.source for sample in members)),
+    )
+
+
+def _twins(samples: Sequence[Sample], others: Sequence[Sample]) -> tuple[tuple[Twins, ...], tuple[Twins, ...]]:
+    """Pairs within the set, and pairs of one sample of the set and one of the other set."""
+    both = [*samples, *others]
+    within: list[Twins] = []
+    across: list[Twins] = []
+    for first, second, similarity in find_duplicates([sample.text for sample in both]):
+        if first < len(samples):
+            pairs = within if second < len(samples) else across
+            pairs.append(Twins(both[first].place, both[second].place, round(similarity, 3)))
+    return tuple(within), tuple(across)
+
+
+def _identification(calibration: CalibrationSet, samples: Iterable[Sample]) -> tuple[int, tuple[Mismatch, ...]]:
+    """Identify the language of every local text of a spoken language, and count the texts.
+
+    Samples with an assigned language are left out: their prompt asks for that language, their text may be in another.
+    """
+    local = {source.dataset for source in calibration.sources if source.is_local}
+    spoken = set(calibration.languages.spoken) & CODES.keys()
+    identified = [
+        Mismatch(sample.place, name, identify(sample.text))
+        for sample in samples
+        if sample.source in local and not sample.dealt
+        for name in sample.languages
+        if name in spoken
+    ]
+    return len(identified), tuple(text for text in identified if text.claimed != text.identified)
+
+
+def find_duplicates(texts: Sequence[str]) -> list[tuple[int, int, float]]:
+    """All pairs of near-duplicates: their positions, ascending, and the Jaccard similarity of their five-word shingles.
+
+    The similarity is 1 only if all words and their order are equal. Case, spaces and punctuation are ignored; Chinese
+    and Japanese, which are written without spaces, count characters as words. An inverted index counts the shingles
+    that two texts share, so no approximation such as MinHash is needed for sets of this size.
+    """
+    words = [_WORD.findall(unicodedata.normalize("NFKC", text).casefold()) for text in texts]
+    shingles = [_shingles(text) for text in words]
+    holders: dict[int, list[int]] = defaultdict(list)
+    for position, text_shingles in enumerate(shingles):
+        for shingle in text_shingles:
+            holders[shingle].append(position)
+    shared: Counter[tuple[int, int]] = Counter()
+    for positions in holders.values():
+        shared.update(combinations(positions, 2))
+    duplicates = []
+    for (first, second), count in sorted(shared.items()):
+        similarity = count / (len(shingles[first]) + len(shingles[second]) - count)
+        if similarity >= NEAR:
+            equal = words[first] == words[second]
+            duplicates.append((first, second, 1.0 if equal else min(similarity, 0.999)))
+    return duplicates
+
+
+def _shingles(words: list[str]) -> set[int]:
+    """CRC-32 checksums of all runs of five words, or of the whole text if it is shorter."""
+    if not words:
+        return set()
+    starts = range(max(1, len(words) - SHINGLE + 1))
+    return {zlib.crc32(" ".join(words[start : start + SHINGLE]).encode()) for start in starts}
+
+
+def cut_share(samples: Iterable[Sample]) -> float:
+    """The share of the texts' tokens that was cut off, 0 to 1."""
+    counts = row_of(samples)
+    return counts["truncated_tokens"] / (counts["tokens"] + counts["truncated_tokens"])
+
+
+def truncation_warnings(samples: Sequence[Sample]) -> tuple[str, ...]:
+    """One line if more than `MOST` of the tokens are cut: of the whole set, or else of single categories."""
+    if (share := cut_share(samples)) > MOST:
+        return (f"{share:.0%} of the set's tokens are cut {_where(samples)}; {_remedy(samples)}",)
+    groups = grouped(samples)
+    shares = {name: cut_share(members) for name, members in groups.items()}
+    over = sorted((name for name in shares if shares[name] > MOST), key=lambda name: (-shares[name], name))
+    if not over:
+        return ()
+    affected = [sample for name in over for sample in groups[name]]
+    names = ", ".join(f"{name} {shares[name]:.0%}" for name in over[:NAMED])
+    more = f" and {len(over) - NAMED} more" if len(over) > NAMED else ""
+    count = "1 category" if len(over) == 1 else f"{len(over)} categories"
+    cut = f"of {count} more than {MOST:.0%} of the tokens are cut {_where(affected)}: {names}{more}"
+    return (f"{cut}; {_remedy(affected)}",)
+
+
+def _where(samples: Iterable[Sample]) -> str:
+    limits = sorted({len(sample.tokens) for sample in samples if sample.truncated})
+    return f"at {' or '.join(f'{limit:,}' for limit in limits)} tokens"
+
+
+def _remedy(samples: Sequence[Sample]) -> str:
+    """The smallest doubling of the smallest limit that cuts no more than `MOST`."""
+    length = min(len(sample.tokens) for sample in samples if sample.truncated)
+    wholes = [(len(sample.tokens), len(sample.tokens) + sample.truncated) for sample in samples]
+    total, share = sum(whole for _, whole in wholes), 1.0
+    while share > MOST:
+        length *= 2
+        share = sum(max(0, whole - max(length, kept)) for kept, whole in wholes) / total
+    return f"raise sequence_length ({length:,} would cut {share:.0%})"

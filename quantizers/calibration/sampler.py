@@ -1,0 +1,186 @@
+"""Samples of one source: as many as the set asks for, in an order that the seed decides.
+
+Rows are tried in the source's order. An unusable row is counted under its reason, and the next row is
+tried instead. A row whose own category names a language that the set does not list is left out, and counted
+too: so a language that is taken from a list is no longer calibrated on. Languages are assigned round robin, in
+an order that the seed decides, over all samples of the set that need one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .render import Renderer
+from .row_formats import Rejected, instruct, read_row
+from .rows import Row, SourceError, check_columns, file_rows, local_file, order
+from .samples import Dropped, Sample
+from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, seeded, slug
+
+# Stop reading a source after this many rows per sample, so that a chat template that refuses every row
+# does not read a streamed dataset to its end.
+PATIENCE = 50
+PATIENCE_AT_LEAST = 1000
+
+
+def order_of(calibration: CalibrationSet, index: int) -> str:
+    """The seed of the order in which the rows of source number `index` are tried.
+
+    It depends on the source and not on its neighbours, so editing the rest of a set does not change it. If a local
+    file gives `order`, that is the seed, and the file's name does not matter.
+    """
+    sources = calibration.sources
+    if sources[index].order:
+        return str(sources[index].order)
+    key = (sources[index].dataset, sources[index].subset, sources[index].split)
+    repeats = sum((other.dataset, other.subset, other.split) == key for other in sources[:index])
+    text = ":".join(map(str, (calibration.seed, *key, repeats)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if sources[index].is_local else text
+
+
+def read_rows(source: DataSource, folder: Path, revision: str, seed: str) -> Iterator[Row]:
+    """The rows of a source: in file order for `samples: all`, else shuffled with the seed.
+
+    A streamed dataset is shuffled as `datasets` does it: the order of its files, and the rows within a buffer of eight
+    rows for each sample asked for.
+
+    Args:
+        folder: the folder to which the path of a local file is relative.
+        revision: the commit of a Hub dataset; a local file has none.
+        seed: with the data, the only thing that decides the order.
+
+    Raises:
+        SourceError: the source cannot be read, or lacks a column.
+    """
+    if source.is_local:
+        rows = file_rows(local_file(source, folder), source.dataset)
+        check_columns(source, {column for row in rows for column in row.values})
+        return (rows[index] for index in order(len(rows), source, seed))
+    from .hub import hub_rows
+
+    return hub_rows(source, revision, seed)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The samples of one source, and its skipped rows: the unusable ones, then those left out."""
+
+    samples: list[Sample]
+    dropped: list[Dropped]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Takes samples from the sources of one set.
+
+    Attributes:
+        folder: the folder to which paths of local files are relative.
+        renderer: turns content into token ids.
+        accepted: called with the dataset's name after each sample.
+    """
+
+    calibration: CalibrationSet
+    folder: Path
+    renderer: Renderer
+    accepted: Callable[[str], None]
+
+    def sample(self, index: int, revision: str) -> Sampled:
+        """The samples of source number `index`.
+
+        Args:
+            revision: the commit of a Hub dataset; a local file has none.
+
+        Raises:
+            SourceError: it cannot be read, or has too few usable rows.
+        """
+        source = self.calibration.sources[index]
+        if not self.renderer.has_template and (source.shape != "text" or source.prompt):
+            reason = "the tokenizer has no chat template to render it with"
+            raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
+        seed, languages_at = order_of(self.calibration, index), self._dealer(index)
+        wanted = source.samples
+        most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
+        samples: list[Sample] = []
+        rejected: dict[str, list[str]] = {}  # reason -> places
+        left_out: dict[str, list[str]] = {}
+        read = 0
+        for row in read_rows(source, self.folder, revision, seed):
+            if len(samples) == wanted or read == most_rows:
+                break
+            read += 1
+            if unlisted := self._unlisted(row, source):
+                left_out.setdefault(unlisted, []).append(row.place)
+                continue
+            try:
+                samples.append(self._sample(row, source, languages_at(len(samples)), seed))
+            except Rejected as failure:
+                rejected.setdefault(str(failure), []).append(row.place)
+            else:
+                self.accepted(source.dataset)
+        dropped = [
+            Dropped(source.dataset, why, len(at), at[0], left_out=places is left_out)
+            for places in (rejected, left_out)
+            for why, at in sorted(places.items())
+        ]
+        usable = read - sum(map(len, left_out.values()))
+        if len(samples) < (usable if wanted == "all" else wanted):
+            raise _shortfall(source, len(samples), read, dropped)
+        return Sampled(samples, dropped)
+
+    def _unlisted(self, row: Row, source: DataSource) -> str | None:
+        """Why a row is left out: its own category names a language that the set's list of that kind does not have."""
+        category = row.values.get(source.category.column) if isinstance(source.category, FromColumn) else None
+        kind = self.calibration.languages.lacking(category) if isinstance(category, str) else None
+        return f"{category} is not in languages.{kind}" if kind else None
+
+    def _sample(self, row: Row, source: DataSource, dealt: dict[Kind, str], seed: str) -> Sample:
+        content = read_row(row.values, source, seed)
+        if source.prompt:
+            content = instruct(content, fill(source.prompt, dealt))
+        category = _category(source, row, dealt)
+        tokens = self.renderer.tokens(content)
+        length = self.calibration.length_of(source)
+        return Sample(
+            tokens=tokens[:length],
+            category=category,
+            source=source.dataset,
+            truncated=max(0, len(tokens) - length),
+            long=self.calibration.is_long(source),
+            languages=(*dealt.values(), *self._named_by(category, dealt)),
+            dealt=bool(dealt),
+            place=row.place,
+            text=content.text,
+        )
+
+    def _dealer(self, index: int) -> Callable[[int], dict[Kind, str]]:
+        """A function from a sample's position in the source to the languages assigned to it."""
+        first = list(self.calibration.first_slots())[index]
+        orders = {kind: list(self.calibration.languages.of(kind)) for kind in self.calibration.sources[index].deals}
+        for kind, names in orders.items():
+            seeded(f"{self.calibration.seed}:{kind}").shuffle(names)
+        return lambda position: {kind: names[(first[kind] + position) % len(names)] for kind, names in orders.items()}
+
+    def _named_by(self, category: str, dealt: dict[Kind, str]) -> list[str]:
+        name = self.calibration.languages.named_by(category)
+        return [name] if name and name not in dealt.values() else []
+
+
+def _category(source: DataSource, row: Row, dealt: dict[Kind, str]) -> str:
+    if isinstance(source.category, FromColumn):
+        category = row.values.get(source.category.column)
+        if not isinstance(category, str) or not category.strip() or not category.isprintable():
+            raise Rejected(f"no category in column {source.category.column}")
+        return category
+    return fill(source.category, {kind: slug(name) for kind, name in dealt.items()})
+
+
+def _shortfall(source: DataSource, taken: int, read: int, dropped: list[Dropped]) -> SourceError:
+    left_out = sum(item.count for item in dropped if item.left_out)
+    asked = f"all {read - left_out}" if source.samples == "all" else f"the {source.samples}"
+    reasons = ", ".join(f"{item.reason} ({item.count}, first at {item.first})" for item in dropped)
+    reason = f"{taken} of {asked} samples; {reasons or f'it has only {read} rows'}"
+    remedy = f"correct the rows, or ask for at most {taken}" if taken else "correct the rows, columns or shape"
+    remedy = f"list these languages, {remedy}" if left_out else remedy
+    return SourceError(source.dataset, reason, remedy)

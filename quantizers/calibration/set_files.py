@@ -1,0 +1,258 @@
+"""Files of calibration sets: lists and copies the shipped ones, and writes a new one for a file of texts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantizers.system.errors import CalibrationError, InputError, OutputError
+from quantizers.system.output_files import HELD_OUT
+from quantizers.system.package_data import shipped
+from quantizers.system.strict_yaml import dump
+
+from .language_id import CODES
+from .lock import lock_path
+from .row_formats import Rejected, read_row
+from .rows import Row, SourceError, file_rows, local_file
+from .set import (
+    KINDS,
+    LOCAL_SUFFIXES,
+    CalibrationSet,
+    DataSource,
+    Kind,
+    Languages,
+    Shape,
+    claimed_language,
+    read_set,
+    slug,
+)
+
+
+def rows() -> list[dict[str, str]]:
+    """One row for every shipped set, sorted by name: name, samples, where its sources are, and what it holds."""
+    return [_row(path) for path in sorted(shipped("calibration").glob("*.yaml"))]
+
+
+def _row(path: Path) -> dict[str, str]:
+    calibration = read_set(path)
+    local = sum(source.is_local for source in calibration.sources)
+    hub = len(calibration.sources) - local
+    places = [f"{local} local" if local else "", f"{hub} on the Hub" if hub else ""]
+    return {
+        "name": path.stem,
+        "samples": _samples(calibration, path.parent),
+        "sources": ", ".join(filter(None, places)),
+        "about": _about(path),
+    }
+
+
+def _samples(calibration: CalibrationSet, folder: Path) -> str:
+    """How many samples a set asks for; of a Hub dataset of which it takes all rows the number is not known."""
+    counts = [
+        source.samples
+        if source.samples != "all" or not source.is_local
+        else len(file_rows(local_file(source, folder), source.dataset))
+        for source in calibration.sources
+    ]
+    total = sum(count for count in counts if count != "all")
+    return f"{total:,} and more" if "all" in counts else f"{total:,}"
+
+
+def _about(path: Path) -> str:
+    """The first sentence of the comment with which the file begins."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comment = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
+    return " ".join(line.removeprefix("#").strip() for line in comment).partition(". ")[0].rstrip(".")
+
+
+def copy_set(name: str, folder: Path) -> list[Path]:
+    """Copy a shipped set with its data and lock, and the held-out set that a check compares it with, with its data.
+
+    The files keep their places relative to each other, and so the samples: the order of a local file's rows depends on
+    its name in the set. Files that are there already with the same bytes stay.
+
+    Returns:
+        The copies, the set itself first.
+
+    Raises:
+        CalibrationError: no shipped set has this name.
+        OutputError: a file is there that differs, or one cannot be written; then nothing was copied.
+    """
+    path = shipped("calibration") / f"{name.removesuffix('.yaml')}.yaml"
+    if Path(name).name != name or not path.is_file():
+        raise CalibrationError(f"{name}: no such set; `quantize calibration list` lists them")
+    sets = dict.fromkeys(each for each in (path, path.parent / HELD_OUT) if each.is_file())
+    wanted = dict.fromkeys(file for each in sets for file in _files(each))
+    contents = {folder / file.relative_to(path.parent): file.read_bytes() for file in wanted}
+    write_together(contents)
+    return list(contents)
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Write files, all or none of them, and overwrite nothing; one that is there with the same bytes stays.
+
+    Raises:
+        OutputError: one is there and differs, or cannot be written.
+    """
+    for target, content in contents.items():
+        if target.exists() and not (target.is_file() and target.read_bytes() == content):
+            raise OutputError(f"{target}: exists, and is another file; give another name or folder")
+    written: list[Path] = []
+    try:
+        for target, content in contents.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                written.append(target)
+                target.write_bytes(content)
+    except OSError as failure:
+        for target in written:
+            target.unlink(missing_ok=True)
+        raise OutputError(f"{failure.filename}: cannot be written ({failure.strerror}); give another place") from None
+
+
+def _files(path: Path) -> list[Path]:
+    """A set's file, its lock if it has one, and its local data."""
+    data = [source.dataset for source in read_set(path).sources if source.is_local]
+    locks = [lock_path(path)] if lock_path(path).is_file() else []
+    return [path, *locks, *(Path(os.path.normpath(path.parent / name)) for name in data)]
+
+
+# Names that columns usually have on the Hub, likelier ones first.
+MESSAGES = ("messages", "conversations", "conversation")
+ASKED = ("prompt", "instruction", "question", "query", "input", "problem")
+ANSWERED = ("answer", "response", "output", "completion", "solution")
+TEXT = ("text", "content", "story", "document", "body", "code")
+CATEGORY = "category"
+
+EXAMPLE = Path(__file__).with_name("example.jsonl")
+
+
+@dataclass(frozen=True)
+class NewSet:
+    """What `new_set` made: bytes by path, the set first, and what the user should know, one line each."""
+
+    contents: dict[Path, bytes]
+    notes: tuple[str, ...]
+
+
+def new_set(path: Path, data: Path | None) -> NewSet:
+    """A set for the texts of a file, or for three example rows that are written beside it.
+
+    Raises:
+        CalibrationError: the file cannot be read, or no shape fits its rows.
+        InputError: one of the two has a suffix that its kind of file does not have.
+    """
+    if path.suffix in LOCAL_SUFFIXES:
+        raise InputError(
+            f"{path}: is the name of a data file; name the set such as mine.yaml, and give texts by --data"
+        )
+    contents: dict[Path, bytes] = {}
+    if data is None:
+        data = path.with_suffix(".jsonl")
+        contents[data], rows = EXAMPLE.read_bytes(), file_rows(EXAMPLE, str(data))
+        notes = [f"replace the rows of {data} with your own"]
+    else:
+        if data.suffix not in LOCAL_SUFFIXES:
+            raise InputError(f"{data}: not a file in {', '.join(LOCAL_SUFFIXES)}; convert it to one")
+        try:
+            rows, notes = file_rows(data, str(data)), []
+        except SourceError as failure:
+            raise CalibrationError(f"{failure.subject}: {failure.reason}; {failure.remedy}") from None
+    source, unusable = _readable(rows, data)
+    if unusable:
+        place, reason = unusable[0]
+        notes.append(f"{len(unusable)} of {len(rows)} rows cannot be used ({reason}, first at {place})")
+    text = _text(path, data, source, len(unusable), rows)
+    return NewSet({path: text.encode(), **contents}, tuple(notes))
+
+
+def _readable(rows: Sequence[Row], data: Path) -> tuple[DataSource, list[tuple[str, str]]]:
+    """The shape and columns that read most rows, the first of equal ones; place and reason of each row left over."""
+    present = list(dict.fromkeys(column for row in rows for column in row.values))
+    tried = [(source, _unusable(rows, source)) for source in _candidates(present, rows[0].values)]
+    best = min(tried, key=lambda found: len(found[1]), default=None)
+    if best is None or len(best[1]) == len(rows):
+        raise CalibrationError(
+            f"{data}: no shape fits its columns ({', '.join(present)}); name them as in docs/calibration.md, Shapes"
+        )
+    return best
+
+
+def _candidates(present: Sequence[str], first: dict[str, Any]) -> Iterator[DataSource]:
+    def source(shape: Shape, *columns: str) -> DataSource:
+        return DataSource(dataset="a.jsonl", columns=columns, shape=shape, samples=1, category="x")
+
+    if {"name", "description", "solutions"} <= set(present):
+        yield source("code-contests", "name")
+    tools = ("tools",) if "tools" in present else ()
+    for column in (name for name in MESSAGES if name in present):
+        yield source("chat", column, *tools)
+        yield source("sharegpt", column, *tools)
+    for asked in (name for name in ASKED if name in present):
+        for answered in (name for name in ANSWERED if name in present):
+            yield source("prompt-answer", asked, answered)
+    texts = [name for name in present if isinstance(first.get(name), str) and name != CATEGORY]
+    for column in [*(name for name in TEXT if name in present), *(texts if len(texts) == 1 else [])]:
+        yield source("text", column)
+
+
+def _unusable(rows: Sequence[Row], source: DataSource) -> list[tuple[str, str]]:
+    unusable = []
+    for row in rows:
+        try:
+            read_row(row.values, source, "0")
+        except Rejected as reason:
+            unusable.append((row.place, str(reason)))
+    return unusable
+
+
+def _text(path: Path, data: Path, source: DataSource, unusable: int, rows: Sequence[Row]) -> str:
+    categories = [row.values.get(CATEGORY) for row in rows]
+    named = [category for category in categories if isinstance(category, str) and category.strip()]
+    own = len(named) == len(rows)
+    relative = os.path.relpath(data.absolute(), path.absolute().parent)
+    languages = _languages(named) if own else Languages()
+    listed = {kind: list(languages.of(kind)) for kind in KINDS if languages.of(kind)}
+    example = "# languages: {programming: [Rust, C++], spoken: [Hindi], required: true}"
+    return f"""\
+# A calibration set. All keys are in docs/calibration.md of moe-quantizers; `quantize calibration schema` prints them.
+{_line("name", path.stem)}
+sequence_length: 2048            # tokens at which a text is cut
+seed: 42                         # decides which rows a number of samples takes
+{_line("languages", listed) if listed else example}
+sources:
+  - {_line("dataset", relative if relative.startswith("..") else f"./{relative}")}
+    {_line("columns", list(source.columns))}
+    shape: {source.shape}
+    samples: {len(rows) - unusable if unusable else "all"}                 # all, or how many
+    {_line("category", {"column": CATEGORY} if own else slug(data.stem) or "text")}
+  # - dataset: HuggingFaceH4/no_robots     # a data set on the Hub
+  #   columns: [messages]
+  #   shape: chat                  # text | prompt-answer | chat | sharegpt | code-contests
+  #   samples: 12
+  #   category: chat
+"""
+
+
+def _line(key: str, value: Any) -> str:
+    """A key and its value in one line of YAML."""
+    return dump({key: value}, width=10_000, short_in_one_line=not isinstance(value, str)).rstrip("\n")
+
+
+def _languages(categories: Sequence[str]) -> Languages:
+    """The languages that categories name, by the names of the shipped lists where those have them."""
+    shipped_lists = read_set(shipped("calibration") / "embedded.yaml").languages
+    known = {slug(name): name for kind in KINDS for name in shipped_lists.of(kind)} | {
+        slug(name): name for name in CODES
+    }
+    found: dict[Kind, dict[str, str]] = {kind: {} for kind in KINDS}
+    for category in categories:
+        kind, slugs = claimed_language(category) or (None, set[str]())
+        if kind:
+            part = category.split("/")[1]
+            name = next((known[each] for each in sorted(slugs) if each in known), part)
+            found[kind].setdefault(slug(name), name)
+    return Languages(programming=tuple(found["programming"].values()), spoken=tuple(found["spoken"].values()))

@@ -1,0 +1,216 @@
+"""Terminal output of the calibration commands: the report of a check, a difference, and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from quantizers.system.errors import InputError
+
+from .check import SetReport
+from .diff import SetDiff, TextsDiff
+from .load_set import load_set
+from .render import Renderer
+from .samples import CalibrationData, Sample
+from .set import KINDS
+
+LINES = 20  # findings, or texts, that are shown; JSON has all of them
+NAMED = 20  # names that a message lists at most
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One sample as the model reads it, special tokens included; `position` in the whole set counts from 0."""
+
+    position: int
+    category: str
+    place: str
+    tokens: int
+    truncated: int
+    text: str
+
+
+def render(report: SetReport, about_tokens: str = "") -> RenderableType:
+    """A report: the verdict, what is wrong and what is warned of, then the table by category and the rest.
+
+    Args:
+        about_tokens: said after the name of the tokenizer.
+    """
+    total = report.summary
+    style = "red" if not report.ok else "yellow" if report.warnings else "green"
+    parts: list[RenderableType] = [Text(f"{total['name']}: {report.verdict}", style=f"bold {style}")]
+    parts += [Text(line, style="red") for line in _first(report.findings, "--json lists all of them")]
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings]
+    parts += [Text(""), _categories(report), Text(_totals(total))]
+    parts.append(Text(f"tokens are counted with the tokenizer of {report.tokenizer}{about_tokens}"))
+    parts += [_languages(kind, report.languages[kind]) for kind in KINDS if report.languages[kind]]
+    parts += [Text(_dropped(row), style="yellow") for row in total["dropped"]]
+    if report.identified:
+        confirmed = report.identified - len(report.mismatches)
+        parts.append(Text(f"language identification confirms {confirmed} of {report.identified} spoken texts"))
+    parts.append(Text(f"compared with {report.held_out or 'no held-out set'}"))
+    return Group(*parts)
+
+
+def _first(lines: Iterable[str], rest: str) -> list[str]:
+    """The first `LINES` lines, and how many more there are."""
+    every = list(lines)
+    return every if len(every) <= LINES else [*every[:LINES], f"and {len(every) - LINES:,} more; {rest}"]
+
+
+def _totals(total: Mapping[str, Any]) -> str:
+    limits = " or ".join(f"{length:,}" for length in total["lengths"])
+    cut = f"{total['truncated_samples']:,} cut at {limits}, which lost {total['truncated_tokens']:,} tokens"
+    long = f"of these {total['long_samples']:,} long ones, {total['long_tokens']:,} tokens\n"
+    return (
+        f"{total['samples']:,} sample{'s' if total['samples'] != 1 else ''}, {total['tokens']:,} tokens; "
+        f"{cut if total['truncated_samples'] else 'none cut'}\n{long if total['long_samples'] else ''}"
+        f"digest {total['digest']}{''.join(f' ({note})' for note in total['notes'])}"
+    )
+
+
+def _dropped(row: Mapping[str, Any]) -> str:
+    if row["left_out"]:
+        texts = f"{row['count']:,} text{'s' if row['count'] > 1 else ''}"
+        return f"left out: {row['reason']} ({texts}, first at {row['first']})"
+    return f"dropped {row['count']} of {row['source']}: {row['reason']} (first {row['first']})"
+
+
+def _categories(report: SetReport) -> Table:
+    table = Table(title=f"{report.summary['name']} ({report.path})", title_justify="left")
+    table.add_column("category")
+    for heading in ("samples", "tokens", "median", "maximum", "cut", "tokens cut"):
+        table.add_column(heading, justify="right")
+    table.add_column("sources", overflow="fold")
+    for row in report.categories:
+        figures = (row.samples, row.tokens, row.median, row.maximum, row.truncated)
+        share = f"{row.cut_share:.0%}" if row.cut else ""
+        table.add_row(row.category, *(f"{figure:,}" for figure in figures), share, ", ".join(row.sources))
+    return table
+
+
+def _languages(kind: str, counts: Mapping[str, int]) -> Text:
+    line = Text(f"{kind} languages, {sum(map(bool, counts.values()))} of {len(counts)}: ")
+    for name, count in counts.items():
+        line.append(f"{name} {count}  ", style="" if count else "bold red")
+    return line
+
+
+def render_diff(diff: SetDiff, texts: TextsDiff | None = None, note: str = "") -> RenderableType:
+    """A difference as lines, `+` for what was added, `-` for what was removed, and as a table by category.
+
+    Args:
+        texts: of the loaded sets; None if they were not loaded.
+        note: why they were not.
+    """
+    lines = [f"{key}: {before} -> {after}" for key, (before, after) in diff.settings.items()]
+    for kind, (added, removed) in diff.languages.items():
+        lines += [f"+ {kind} {name}" for name in added] + [f"- {kind} {name}" for name in removed]
+    lines += [f"+ {name}: {samples} samples" for name, samples in diff.added.items()]
+    lines += [f"- {name}: {samples} samples" for name, samples in diff.removed.items()]
+    for name, changes in diff.changed.items():
+        lines += [f"  {name}: {key}: {before} -> {after}" for key, (before, after) in changes.items()]
+    if texts is None:  # otherwise the table has the numbers that were really taken
+        lines += [f"  samples of {name}: {old or 0} -> {new or 0}" for name, (old, new) in diff.samples.items()]
+    if not diff:
+        lines = ["no difference" if texts is None else "no difference between the files"]
+    parts = [*map(_signed, lines), *(_texts(texts) if texts is not None else ())]
+    return Group(*parts, *([Text(note, style="yellow")] if note else []))
+
+
+def _texts(texts: TextsDiff) -> list[RenderableType]:
+    """Texts and tokens before and after: of the set, of each category that changed, and the texts themselves."""
+    total = (
+        f"texts: {_change(texts.texts)} ({len(texts.gained):,} gained, {len(texts.lost):,} lost); "
+        f"tokens: {_change(texts.tokens)}, counted with the tokenizer of {texts.tokenizer}"
+    )
+    parts: list[RenderableType] = [Text(total if texts else f"the same texts; {total}")]
+    if texts.categories:
+        table = Table("category")
+        table.add_column("texts", justify="right")
+        table.add_column("tokens", justify="right")
+        for name, changes in texts.categories.items():
+            table.add_row(name, _change(changes["texts"]), _change(changes["tokens"]))
+        parts.append(table)
+    for sign, members in (("+", texts.gained), ("-", texts.lost)):
+        lines = (f"{text.place} ({text.category}, {text.tokens:,} tokens)" for text in members)
+        parts += [_signed(f"{sign} {line}") for line in _first(lines, "--json lists all of them")]
+    return parts
+
+
+def _signed(line: str) -> Text:
+    return Text(line, style={"+": "green", "-": "red"}.get(line[0], ""))
+
+
+def _change(change: tuple[int, int]) -> str:
+    before, after = change
+    return f"{before:,}" if before == after else f"{before:,} -> {after:,}"
+
+
+def show_samples(
+    path: Path,
+    count: int,
+    tokenizer: str,
+    *,
+    source: str | None = None,
+    category: str | None = None,
+    revision: str = "main",
+    trust_remote_code: bool = False,
+) -> list[Shown]:
+    """`count` samples of a set at evenly spaced positions, with the chat template and its special tokens.
+
+    Args:
+        source: only those of sources whose name contains this.
+        category: only those of this category and the ones below it: `code` takes `code/rust` too.
+
+    Raises:
+        CalibrationError: as `load_set`.
+        InputError: the set has no such sample.
+    """
+    data = load_set(path, tokenizer, trust_remote_code, revision=revision, require_languages=False)
+    chosen = _chosen(data, source, category)
+    decoder = Renderer(tokenizer, revision, trust_remote_code)
+    shown = []
+    for number in sorted({number * len(chosen) // count for number in range(count)}):
+        position, sample = chosen[number]
+        text = decoder.text(sample.tokens)
+        shown.append(Shown(position, sample.category, sample.place, len(sample.tokens), sample.truncated, text))
+    return shown
+
+
+def _chosen(data: CalibrationData, source: str | None, category: str | None) -> list[tuple[int, Sample]]:
+    """Positions and samples that pass both filters."""
+    chosen = [
+        (position, sample)
+        for position, sample in enumerate(data.samples)
+        if (source is None or source in sample.source)
+        and (category is None or f"{sample.category}/".startswith(f"{category.rstrip('/')}/"))
+    ]
+    if not chosen:
+        asked = " and ".join(text for text in (source and f"source {source}", category) if text)
+        sources = _some({sample.source for sample in data.samples})
+        families = _some({sample.category.partition("/")[0] for sample in data.samples})
+        raise InputError(f"{data.name}: no sample of {asked}; it has {families}, from {sources}")
+    return chosen
+
+
+def _some(names: set[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(sorted(names)[:NAMED]) + more
+
+
+def render_samples(shown: Iterable[Shown]) -> RenderableType:
+    """Samples with a headline each; rich does not interpret their text as markup."""
+    parts: list[RenderableType] = []
+    for sample in shown:
+        cut = f", {sample.truncated} cut" if sample.truncated else ""
+        title = f"{sample.position}: {sample.category}, {sample.place}, {sample.tokens} tokens{cut}"
+        parts += [Rule(Text(title), align="left"), Text(sample.text)]
+    return Group(*parts)

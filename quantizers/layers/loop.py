@@ -1,0 +1,97 @@
+"""The loop over a checkpoint's layers: each is read once, the next one while its consumers work on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+import torch
+
+from quantizers.checkpoint.ahead import held_ahead
+from quantizers.checkpoint.held import layer_names
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.device.allocator import release_free_memory
+from quantizers.device.kind import accelerated
+from quantizers.device.pinned import pin
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.system.errors import QuantizeError
+from quantizers.system.progress import doing
+from quantizers.team.team import ALONE, Team
+
+from .brought import Brought
+from .step import Consumer, LayerStep, Watch, run_step
+
+
+def layer_steps(
+    source: Checkpoint,
+    tensors: Mapping[int, Sequence[str]],
+    consumers: Sequence[Consumer],
+    model: LayeredModel | None = None,
+    *,
+    check: Callable[[], None] = lambda: None,
+    team: Team = ALONE,
+    early: bool = False,
+) -> Generator[LayerStep]:
+    """Call the consumers layer by layer.
+
+    Args:
+        source: the whole checkpoint, from which each layer is read once.
+        tensors: the names of the tensors to read, by the layer's number, in the order of the layers; see
+            `all_tensors`.
+        consumers: called in this order at each place of a step, see `Consumer`.
+        model: the source's structure and device; None if the consumers need bytes alone, on the CPU.
+        check: called between layers; may raise to interrupt.
+        team: the processes that share the work.
+        early: whether there is room on the device for the next layer's bytes, which are then copied while one is
+            worked on. (Of several processes on a machine each has read only a share of them by then.)
+
+    Yields:
+        Each step after its consumers. Its tensors are valid until the next one is asked for. Close the iterator to
+        stop reading ahead.
+
+    Raises:
+        QuantizeError: an output is not finite, or the device's memory is full.
+        CheckpointError: a layer cannot be read.
+    """
+    device = torch.device("cpu") if model is None else model.device
+    brought = Brought(device, early=early and accelerated(device) and not team.here.several)
+
+    def prepare(buffer: torch.Tensor) -> None:
+        pin(buffer, device)
+        brought.make_room(buffer)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(brought.give_up)  # once nothing is read ahead any more
+        parts = held_ahead(source, list(tensors.values()), team, prepare, brought.begin)
+        ahead = stack.enter_context(contextlib.closing(parts))
+        for number in tensors:
+            check()
+            doing("reading")
+            watch = Watch()
+            loaded = next(ahead)
+            watch.lap("read")
+            with device_memory_errors(number):
+                step = LayerStep(number, loaded, brought.take(loaded), watch)
+                run_step(step, model, consumers)
+            del loaded
+            yield step
+            # The caller may keep the step while the next bytes are read.
+            step.source = step.there = step.source.only(())
+            release_free_memory()
+
+
+def all_tensors(model: LayeredModel, source: Checkpoint, first: int = 0) -> dict[int, list[str]]:
+    """The names of all tensors of each layer from `first` on, by the layer's number."""
+    return {number: layer_names(source, model.facts, number) for number in range(first, model.sizes["layers"])}
+
+
+@contextlib.contextmanager
+def device_memory_errors(number: int) -> Iterator[None]:
+    """Turn a full device, while layer `number` is worked on, into a line that says how to resume."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise QuantizeError(
+            f"layer {number}: the device's memory is full; give the same command again with a smaller --device-memory, "
+            "and the run resumes"
+        ) from None

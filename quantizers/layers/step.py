@@ -1,0 +1,107 @@
+"""The layer step: what happens to one decoder layer while its bytes are loaded, and who takes part in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from quantizers.checkpoint.held import Held
+from quantizers.forward.layered_model import LayeredModel
+
+Need = Literal["bytes", "attention", "experts"]
+
+
+class Watch:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the last lap to this phase."""
+        now = time.monotonic()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+@dataclass
+class LayerStep:
+    """The work on one layer.
+
+    Attributes:
+        number: of the layer.
+        source: its tensors on the host, as read from the source.
+        there: the same tensors on the device; on a CPU the same memory.
+        watch: seconds by phase.
+    """
+
+    number: int
+    source: Held
+    there: Held
+    watch: Watch = field(default_factory=Watch)
+
+
+class Consumer:
+    """One use of the loop over the layers: quantizing, comparing, counting routes, measuring schemes, mixing.
+
+    The loop (`loop.layer_steps`) reads the source's bytes of each layer once. At each layer every process calls every
+    consumer, in the order in which they were given, at three fixed places:
+
+        source_layer(step, layer)      `layer` is the decoder layer with all of the source's weights
+        without_experts(step, layer)   the same module; the routed experts' weights are freed, attention, norms and
+                                       router are there: this is where a layer is solved
+        after_source(step)             the module is freed; the source's stored tensors are still there: this is where
+                                       other versions of the layer are made and run
+
+    Then the loop yields the step, so that its caller writes a journal or shows progress. A new use (comparing
+    calibration sets, an importance matrix, scales of a KV cache) is one more class with those methods that it needs;
+    the inherited ones do nothing. Consumers own their states: the loop carries none from one layer to the next.
+
+    Attributes:
+        needs: what the loop prepares: `bytes` for the stored tensors alone, `attention` for the module without its
+            experts' weights, `experts` for all of it. Only a consumer that needs `experts` is called with
+            `source_layer`, and none that needs `bytes` with `without_experts`.
+    """
+
+    needs: Need
+
+    def source_layer(self, step: LayerStep, layer: torch.nn.Module) -> None:
+        """The layer with all of the source's weights."""
+
+    def without_experts(self, step: LayerStep, layer: torch.nn.Module) -> None:
+        """The layer without the weights of its experts, which are to be left as they are."""
+
+    def after_source(self, step: LayerStep) -> None:
+        """The source's module is freed, its stored tensors are there."""
+
+
+def run_step(step: LayerStep, model: LayeredModel | None, consumers: Sequence[Consumer]) -> None:
+    """Call the consumers at their places.
+
+    Args:
+        model: the source's; None if no consumer needs more than bytes.
+    """
+    needs = {consumer.needs for consumer in consumers}
+    if needs - {"bytes"}:
+        assert model is not None
+        _with_source(step, model, consumers, experts="experts" in needs)
+    for consumer in consumers:
+        consumer.after_source(step)
+
+
+def _with_source(step: LayerStep, model: LayeredModel, consumers: Sequence[Consumer], *, experts: bool) -> None:
+    with model.layer(step.number, step.there, experts=experts) as layer:
+        step.watch.lap("materialise")
+        for consumer in consumers:
+            if consumer.needs == "experts":
+                consumer.source_layer(step, layer)
+        if experts and step.number not in model.sizes.dense:
+            model.release_experts(layer)
+        for consumer in consumers:
+            if consumer.needs != "bytes":
+                consumer.without_experts(step, layer)

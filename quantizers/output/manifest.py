@@ -1,0 +1,78 @@
+"""report.json as the record of a finished folder: the hashes of its files, protected by a seal.
+
+files      the names of all files that the run wrote
+sha256     their hashes, except the shards' (whose digests are under `audit`) and the card's
+card       the card's front matter and the hash of its text: the text may be edited later, the front matter may not
+seal       SHA-256 over the rest of report.json, which reveals changes of the record itself
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantizers.system.files import disk_errors, file_sha256, json_finite, write_json
+from quantizers.system.output_files import CARD, FACTS, PAGE, REPORT
+
+
+def seal_of(report: dict[str, Any]) -> str:
+    """SHA-256, hexadecimal, over everything in a report except its seal."""
+    rest = {key: value for key, value in report.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def describe_files(folder: Path, texts: Mapping[str, str], later: Iterable[str] = ()) -> dict[str, Any]:
+    """`files` and `sha256` of a folder that is complete except for report.json and the files made from it.
+
+    Args:
+        texts: the original text of some files, by name; their hashes cover this text, not the file on disk.
+        later: names of files that will be added later.
+
+    Raises:
+        QuantizeError: a file cannot be read.
+    """
+    own = {REPORT, CARD, PAGE}
+    names = {path.name for path in folder.iterdir()} - own
+    with disk_errors(folder):
+        hashes = {name: file_sha256(folder / name) for name in names if not name.endswith(".safetensors")}
+    hashes |= {name: text_sha256(text) for name, text in texts.items()}
+    return {"files": sorted(names | set(later)), "sha256": hashes}
+
+
+def text_sha256(text: str) -> str:
+    """SHA-256, hexadecimal, of a text as it is written."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def add_files(folder: Path, report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The report with these files of its folder added to `files` and `sha256`."""
+    added = {name: file_sha256(folder / name) for name in names}
+    return report | {"files": sorted({*report["files"], *added}), "sha256": report["sha256"] | added}
+
+
+def carried_facts(folder: Path) -> Path | None:
+    """The user's own facts with which a finished output was made; None if its report.json lists no such file.
+
+    A facts.yaml that is not listed is no part of the output and is not read. One that is listed may be gone.
+    """
+    try:
+        files = json.loads((folder / REPORT).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return folder / FACTS if isinstance(files, list) and FACTS in files else None
+
+
+def write_record(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Seal a report and write report.json; returns the report as it will be read back."""
+    report = as_read(report)
+    report["seal"] = seal_of(report)
+    write_json(folder / REPORT, report)
+    return report
+
+
+def as_read(report: dict[str, Any]) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(json.dumps(json_finite(report), sort_keys=True))
+    return read

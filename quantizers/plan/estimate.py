@@ -1,0 +1,293 @@
+"""Disk, memory and time of a run before it starts: an estimate from shapes, not a measurement.
+
+Bytes follow from the shapes of the plan. Time follows from the closed form below and nominal rates (gpus.py), of which
+assumed shares are reached. For one layer with experts of MiniMax-M2.1, Qwen3-30B-A3B and GLM-4.5-Air on an H100 it lies
+within a quarter of a trace of every operation of the program, made once (issue 37). `quantize plan --measure` times a
+layer on the machine at hand instead.
+
+Legend: E experts, K of them chosen per token, H hidden, I expert width, T calibration tokens, V evaluation tokens, L
+the length of a sequence, A columns of the attention's output matrix, P numbers in the layer's kept matrices.
+
+    products in bfloat16 (float32 on a CPU), each a multiplication and an addition:
+        kept matrices and attention   2 (T + 2V) P + 2 A Σ L²
+        every expert sees every token 4 T E H I
+        Hessians                      T (E I² + K H² + H²)
+        correction of w2              1.7 K T (4 H I + 2 I²), padded to the busiest expert of a batch
+        routed passes                 6 K (T + 2V) H I
+    products in float32:
+        search, over g grid points    g E (H² I / 4 + H I² / 4)
+        rounding                      6 E (2 H² I + H I²)
+    factorizations in float32         4/3 E (H³ + I³)
+    bytes of device memory            36 T E I + 500 · 3 E H I
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantizers.calibration.set import DataSource, read_set
+from quantizers.recipe.read import set_location
+
+from .gpus import RATES, Rates, rates_in_words, this_cpu
+from .job import Job
+from .solve_memory import DeviceMemory, device_memory
+from .states import calibration_bytes
+
+ITEMSIZES = {"CPU": 4, "GPU": 2}  # bytes of one element of a hidden state
+HOST = 1 << 30  # bytes of host memory for the program and its libraries
+OF_A_GPU = 0.9  # share of its memory that a run uses
+DISK = 1e9  # bytes a second read from or written to files, unless the user says otherwise
+PADDED = 1.7  # routed rows of an expert batch, padded to its busiest expert, to those that are routed
+MOVED_PER_ROW, MOVED_PER_WEIGHT = 36, 500  # bytes of device memory
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of each kind, bytes of device memory read and written, and bytes of files."""
+
+    products: float = 0.0
+    float32: float = 0.0
+    factorization: float = 0.0
+    moved: float = 0.0
+    files: float = 0.0
+
+    @property
+    def operations(self) -> float:
+        """Multiplications and additions of all kinds."""
+        return self.products + self.float32 + self.factorization
+
+    def seconds(self, rates: Rates, processes: int = 1, disk: float = DISK) -> float:
+        """Computing divided by the number of processes, or the files if they take longer: both happen at once.
+
+        Every machine reads the whole source, and the first one writes the output, so files are not divided.
+        """
+        computing = (
+            self.products / rates.reached("products")
+            + self.float32 / rates.reached("float32")
+            + self.factorization / rates.reached("factorization")
+            + self.moved / rates.reached("bandwidth")
+        )
+        return max(computing / processes, self.files / disk)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All sizes in bytes, times in seconds.
+
+    Attributes:
+        tokens, held_out: upper bounds for the calibration set and the evaluation set; None if the size is unknown until
+            the set is read. 0 evaluation tokens mean that there is no evaluation.
+        source: bytes of the source.
+        output: disk space needed in addition to the source.
+        states: activations of the calibration set during the run, by kind of device: host memory, or disk space where
+            they do not fit.
+        host: host memory for two layers of the source and two of the output, the non-layer tensors, and the program.
+        memory: device memory, by kind of device: with the Hessians of one expert batch at a time, and with all that is
+            worth keeping there.
+        operations: multiplications and additions of the layers and the scoring.
+        seconds: `layers`, `verification`, and `all` for their sum, on this machine's CPU and on every known GPU that
+            has the memory, by its name.
+        drawn: whether `tokens` are those of the recipe's calibration.tokens.
+        processes: among which the computing in `several` is divided.
+        several: the same as `seconds`, by so many processes with a GPU each.
+        disk: bytes a second that a machine reads from or writes to files.
+    """
+
+    tokens: int | None
+    held_out: int | None
+    source: int
+    output: int
+    states: dict[str, int] | None
+    host: int
+    memory: dict[str, tuple[int, int]]
+    operations: float | None = None
+    seconds: dict[str, dict[str, float]] | None = None
+    drawn: bool = False
+    processes: int = 1
+    several: dict[str, dict[str, float]] | None = None
+    disk: float = DISK
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, with the assumptions."""
+        return asdict(self) | {"assumptions": assumptions(self)}
+
+
+def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = DISK) -> Estimate:
+    """Estimate a run of this job. This reads the YAML files of its sets, but none of their data.
+
+    Args:
+        output_bytes: size of the finished checkpoint.
+        processes: with a GPU each, whose run is estimated besides that of one.
+        disk: bytes a second that each machine reads from or writes to files.
+    """
+    lengths, drawn = calibration_lengths(job)
+    texts = evaluation_lengths(job)
+    plan, numbers = job.plan, range(job.plan.layers)
+    layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in numbers)
+    layer_output = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
+    tokens = None if lengths is None else sum(lengths)
+    held_out = None if texts is None else sum(texts)
+    memory = {}
+    for name in ITEMSIZES:
+        whole = device_memory(plan, job.sizes, _longest(job), name == "GPU", None, tokens, held_out=held_out or 0)
+        memory[name] = (whole.smallest, whole.peak)
+    needs = Estimate(
+        tokens,
+        held_out,
+        sum(action.spec.bytes for action in plan.actions),
+        output_bytes,
+        None if tokens is None else {n: calibration_bytes(job.sizes, tokens, size) for n, size in ITEMSIZES.items()},
+        2 * (layer_source + layer_output) + sum(action.spec.bytes for action in plan.of_layer(None)) + HOST,
+        memory,
+        drawn=drawn,
+        processes=processes,
+        disk=disk,
+    )
+    if lengths is None or texts is None or plan.experts.engine != "gram":
+        return needs
+    alike = {number: (number in job.sizes.dense, plan.schemes[number]) for number in numbers}
+    first = {kind: number for number, kind in reversed(alike.items())}
+    of_kind = {kind: layer_work(job, number, lengths, texts) for kind, number in first.items()}
+    work = [of_kind[kind] for kind in alike.values()]
+    around = Work(files=2.0 * sum(a.spec.bytes for part in plan.kept_parts for a in plan.of_layer(part)))
+    logits = Work(4.0 * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"])
+    smallest = memory["GPU"][0]
+    gpus = [rates for rates in RATES.values() if smallest <= OF_A_GPU * rates.memory]
+
+    def seconds(rates: Rates, count: int) -> dict[str, float]:
+        layers = sum(one.seconds(rates, count, disk) for one in (*work, around))
+        verification = logits.seconds(rates, count) + output_bytes / disk
+        return {"layers": layers, "verification": verification, "all": layers + verification}
+
+    return replace(
+        needs,
+        operations=sum(one.operations for one in (*work, logits)),
+        seconds={rates.name: seconds(rates, 1) for rates in (this_cpu(), *gpus)},
+        several={rates.name: seconds(rates, processes) for rates in gpus} if processes > 1 else None,
+    )
+
+
+def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[int]) -> Work:
+    """The work on one layer, by the closed form above.
+
+    Args:
+        lengths, texts: tokens of each calibration sequence, and of each evaluation text.
+    """
+    sizes, settings = job.sizes, job.plan.experts
+    hidden, width, experts, chosen = (float(sizes[name]) for name in ("hidden", "width", "experts", "chosen"))
+    kept = [action for action in job.plan.of_layer(number) if action.is_kept_matrix]
+    numbers = sum(math.prod(action.spec.shape) for action in kept)
+    outputs = (a.spec.shape[1] for a in kept if "attn" in a.source and a.spec.shape[0] == sizes["hidden"])
+    tokens, passes = sum(lengths), sum(lengths) + 2 * sum(texts)
+    pairs = sum(n * n for n in lengths) + 2 * sum(n * n for n in texts)
+    products = 2.0 * passes * numbers + 2.0 * max(outputs, default=0) * pairs
+    files = float(sum(action.spec.bytes for action in job.plan.of_layer(number)))
+    files += sum(spec.bytes for spec in job.plan.shard(number).values())
+    if number in sizes.dense:
+        return Work(products, files=files)
+    products += 4 * tokens * experts * hidden * width
+    products += tokens * (experts * width**2 + (chosen + 1) * hidden**2)
+    products += 6 * chosen * passes * hidden * width
+    search = settings.awq.grid * experts * (hidden**2 * width + hidden * width**2) / 4 if settings.awq else 0.0
+    rounding = factorization = 0.0
+    if settings.rounding == "gptq":
+        products += PADDED * chosen * tokens * (4 * hidden * width + 2 * width**2)
+        rounding = 6 * experts * (2 * hidden**2 * width + hidden * width**2)
+        factorization = 4 / 3 * experts * (hidden**3 + width**3)
+    moved = MOVED_PER_ROW * tokens * experts * width + MOVED_PER_WEIGHT * 3 * experts * hidden * width
+    return Work(products, search + rounding, factorization, moved, files)
+
+
+def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
+    """What a run on a GPU keeps there within `limit` bytes.
+
+    Raises:
+        InputError: the limit is too small even for one expert batch at a time.
+    """
+    lengths, _ = calibration_lengths(job)
+    tokens = None if lengths is None else sum(lengths)
+    return device_memory(
+        job.plan, job.sizes, _longest(job), True, limit, tokens, held_out=sum(evaluation_lengths(job) or ())
+    )
+
+
+def assumptions(needs: Estimate) -> list[str]:
+    """The assumptions behind the figures, one line each."""
+    devices = [rates for rates in (this_cpu(), *RATES.values()) if rates.name in (needs.seconds or ())]
+    lines = [
+        "tokens: the recipe's calibration.tokens; every evaluation text as long as its sequence_length allows"
+        if needs.drawn
+        else "tokens: every sample as long as its sequence_length allows, which few are",
+        "time: an estimate in closed form at nominal rates, with evaluation passes, logits and one last reading of the "
+        "shards, without measuring for a budget; --measure times a layer on this machine",
+        *rates_in_words(devices),
+        f"files: {needs.disk / 1e9:g} GB/s read or written, beside the computing",
+        "memory: with the Hessians of one expert batch at a time, and with those of all and the activations as well",
+    ]
+    if needs.processes > 1:
+        lines.append(
+            f"{needs.processes} processes: computing divided by {needs.processes}; not what they send to each other"
+        )
+    return lines
+
+
+def longest_possible(path: Path) -> list[int] | None:
+    """Tokens of every sequence of a set if each is as long as its source allows; None if the set must be read to know.
+
+    Args:
+        path: of the set's YAML file.
+    """
+    calibration = read_set(path)
+    lengths: list[int] = []
+    for source in calibration.sources:
+        samples = _most_samples(source, path.parent)
+        if samples is None:
+            return None
+        lengths += [calibration.length_of(source)] * samples
+    return lengths
+
+
+def _most_samples(source: DataSource, folder: Path) -> int | None:
+    """Upper bound for a source's samples; None if it would have to be read to know."""
+    if source.samples != "all":
+        return source.samples
+    file = folder / source.dataset
+    if not source.is_local or file.suffix != ".jsonl" or not file.is_file():
+        return None
+    with file.open("rb") as stream:
+        return sum(1 for line in stream if line.strip())
+
+
+def cut_to(lengths: list[int], tokens: int) -> list[int]:
+    """The sequences of a part of a set with so many tokens, the last one cut."""
+    part: list[int] = []
+    for length in lengths:
+        if tokens <= 0:
+            break
+        part.append(min(length, tokens))
+        tokens -= length
+    return part
+
+
+def _longest(job: Job) -> int:
+    return read_set(set_location(job.recipe.calibration_set, job.path)).lengths[-1]
+
+
+def calibration_lengths(job: Job) -> tuple[list[int] | None, bool]:
+    """Tokens of each calibration sequence at most, None if unknown; and whether they are a part of the set."""
+    most = longest_possible(set_location(job.recipe.calibration_set, job.path))
+    asked = job.recipe.calibration_tokens
+    if asked is None or (most is not None and asked >= sum(most)):
+        return most, False
+    longest = _longest(job)
+    return cut_to([longest] * -(-asked // longest) if most is None else most, asked), True
+
+
+def evaluation_lengths(job: Job) -> list[int] | None:
+    """Tokens of each evaluation text at most; none where nothing is evaluated, and None if unknown."""
+    perplexity = job.recipe.verify and job.recipe.verify.perplexity
+    return longest_possible(set_location(perplexity.data, job.path)) if perplexity else []

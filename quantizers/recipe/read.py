@@ -1,0 +1,127 @@
+"""Reads a recipe, and locates what it names: a shipped recipe, its source, its sets, the user's own facts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quantizers.architectures.families import published_models
+from quantizers.system.errors import RecipeError, did_you_mean
+from quantizers.system.package_data import find, shipped, shipped_names
+from quantizers.system.pydantic_errors import Origin, Place, dotted
+from quantizers.system.strict_yaml import fit, origins_in, parse
+
+from .changes import Change, changed
+from .schema import Recipe
+
+
+def read_recipe(name: str, changes: Sequence[Change] = ()) -> tuple[Recipe, Path]:
+    """Read and check a recipe.
+
+    Args:
+        name: see `find_recipe`.
+        changes: settings that are given instead of those in the file.
+
+    Returns:
+        The recipe and its path; relative paths in the recipe start from that path's folder.
+
+    Raises:
+        RecipeError: the recipe is wrong; a line for each fault, naming file, line and key.
+    """
+    path = find_recipe(name)
+    data, origins = _values(path, changes)
+    return fit(data, origins, Origin(f"{path}:1", 1), Recipe, RecipeError), path
+
+
+def _values(path: Path, changes: Sequence[Change]) -> tuple[dict[str, Any], dict[Place, Origin]]:
+    data, lines = parse(path, RecipeError)
+    return changed(data, origins_in(path, lines), changes)
+
+
+def given_at(place: Place, path: Path, changes: Sequence[Change] = ()) -> str:
+    """Where a key's value comes from, for messages: `recipe.yaml:7: experts.budget`, or the option that gave it."""
+    origin = _values(path, changes)[1].get(place, Origin(f"{path}:1", 1))
+    return origin.shown if origin.key == dotted(place) else f"{origin.shown}: {dotted(place)}"
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe, from a path, the bare name of a shipped one, or a model's Hub id.
+
+    Raises:
+        RecipeError: there is no such file; or several recipes are shipped for the model.
+    """
+    path = find(name, "recipes")
+    if os.path.isfile(path):
+        return path
+    if os.path.isdir(path) and (path / "config.json").is_file():
+        raise RecipeError(f"{name}: is a model's folder, no recipe; `quantize new {name}` writes a recipe for it")
+    return _shipped_for(name) or _refuse(name)
+
+
+def shipped_recipe(name: str) -> Path:
+    """The file of a shipped recipe, from its name or a model's Hub id.
+
+    Raises:
+        RecipeError: as `find_recipe`.
+    """
+    path = shipped("recipes") / f"{name.removesuffix('.yaml')}.yaml"
+    if Path(name).name == name and os.path.isfile(path):
+        return path
+    return _shipped_for(name) or _refuse(name)
+
+
+def _models() -> dict[str, str]:
+    """The model of each shipped recipe, by the recipe's name."""
+    return {name: parse(shipped("recipes") / f"{name}.yaml")[0]["source"]["model"] for name in shipped_names("recipes")}
+
+
+def _shipped_for(model: str) -> Path | None:
+    """The recipe that is shipped for a model on the Hub; None if there is none.
+
+    Raises:
+        RecipeError: there are several.
+    """
+    made = [name for name, source in _models().items() if source.lower() == model.lower()]
+    if len(made) > 1:
+        raise RecipeError(f"{model}: {len(made)} recipes are shipped for this model; name one: {', '.join(made)}")
+    return shipped("recipes") / f"{made[0]}.yaml" if made else None
+
+
+def _refuse(name: str) -> Path:
+    """Raise RecipeError with what may have been meant."""
+    if name in published_models():
+        raise RecipeError(f"{name}: no recipe is shipped for this model; `quantize new {name}` writes one")
+    models = _models()
+    on_the_hub = {source for source in models.values() if not source.startswith(".")}
+    hint = did_you_mean(name.removesuffix(".yaml"), [*models, *sorted(on_the_hub)])
+    raise RecipeError(f"{name}: no such recipe{hint}; give a file, or a name that `quantize recipes` lists")
+
+
+def source_location(recipe: Recipe, path: Path) -> str:
+    """The source's folder if the recipe names an existing one, else the Hub id as written."""
+    folder = Path(os.path.expanduser(recipe.source.model))
+    if not folder.is_absolute():
+        folder = path.parent / folder
+    return str(folder.resolve()) if os.path.isdir(folder) else recipe.source.model
+
+
+def facts_location(recipe: Recipe, path: Path) -> Path | None:
+    """The file with the user's own facts that a recipe names, relative to the recipe; None if it names none.
+
+    Raises:
+        RecipeError: there is no such file.
+    """
+    if recipe.source.facts is None:
+        return None
+    file = path.parent / os.path.expanduser(recipe.source.facts)
+    if not file.is_file():
+        where = given_at(("source", "facts"), path)
+        raise RecipeError(f"{where}: {recipe.source.facts}: no such file; correct the path")
+    return file
+
+
+def set_location(recipe_value: str, path: Path) -> Path:
+    """The path of a calibration set that a recipe names: relative to the recipe, or a shipped set."""
+    return find(recipe_value, "calibration", beside=path.parent)

@@ -1,0 +1,93 @@
+"""Atomic writes and checksums of files: a file appears under its name only when it is complete and on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from .errors import QuantizeError
+
+BLOCK = 1 << 20  # bytes held in memory while a file is copied
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON with sorted keys, atomically.
+
+    Raises:
+        ValueError: the data contains NaN or infinity, which JSON does not have; see `json_finite`.
+    """
+    write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a small file atomically: temporary file, fsync, rename, fsync of the folder."""
+    with disk_errors(path), atomic(path) as stream:
+        stream.write(text.encode())
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's bytes atomically."""
+    with disk_errors(target), atomic(target) as stream, source.open("rb") as read:
+        shutil.copyfileobj(read, stream, BLOCK)
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file that gets its name when the block ends without an exception."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn the exceptions of a full or failing disk into a one-line message that says how to continue."""
+    try:
+        yield
+    except OSError as failure:
+        raise QuantizeError(
+            f"{path}: cannot be written ({failure.strerror or failure}); make room or check the disk, "
+            "then give the same command again"
+        ) from None
+    except Exception as failure:
+        # safetensors reports a full disk with its own exception type.
+        if type(failure).__name__ != "SafetensorError":
+            raise
+        raise QuantizeError(
+            f"{path}: cannot be written ({failure}); make room or check the disk, then give the same command again"
+        ) from None
+
+
+def json_finite(data: Any) -> Any:
+    """The same data with None in place of every NaN or infinity; tuples become lists."""
+    if isinstance(data, dict):
+        return {key: json_finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [json_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, hexadecimal. Raises OSError if it cannot be read."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,24 @@
+"""Names of the files that a run adds to the checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+REPORT, CARD, PAGE = "report.json", "README.md", "report.html"
+RECIPE, CALIBRATION, HELD_OUT, LOCK = "recipe.yaml", "calibration.yaml", "held-out.yaml", ".lock.json"
+FACTS = "facts.yaml"  # the user's own facts about the family, where the kept ones were not used
+CALIBRATION_PICTURE, COVERAGE_PICTURE = "calibration.png", "coverage.png"
+DATA = re.compile(r"data-([0-9a-f]{16})\.\w+")  # a set's local data file, named by the first 16 digits of its SHA-256
+SETS = (CALIBRATION, f"calibration{LOCK}", HELD_OUT, f"held-out{LOCK}")
+OWN = (REPORT, CARD, PAGE, RECIPE, FACTS, *SETS, CALIBRATION_PICTURE, COVERAGE_PICTURE)
+
+
+def is_own(name: str) -> bool:
+    """Whether a run adds a file with this name; the source's files have other names."""
+    return name in OWN or DATA.fullmatch(name) is not None
+
+
+def is_plain(name: object) -> bool:
+    """Whether a name in a report is a plain file name, so that it cannot point outside the report's folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name

@@ -1,0 +1,157 @@
+"""The benchmarks on the smallest sizes: what they return and print, not how long anything takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import compare
+import families
+import layer
+import methods
+import pytest
+import torch
+from conftest import REPOSITORY
+from tiny import write_job
+
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.plan.job import Job, prepare
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job(tmp_path_factory.mktemp("job"), layers=1)
+
+
+@pytest.fixture(scope="module")
+def small_job(recipe: Path) -> Job:
+    return prepare(str(recipe))
+
+
+@pytest.fixture
+def printed(recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """What a script prints for the small recipe and these options."""
+
+    def of(script: Any, *words: str) -> str:
+        monkeypatch.setattr("sys.argv", [script.__name__, str(recipe), "--device", "cpu", *words])
+        script.main()
+        return capsys.readouterr().out
+
+    return of
+
+
+def test_all_methods_go_through_a_whole_model(small_job: Job, printed: Any) -> None:
+    text = printed(methods, "--tokens", "256")
+    asked = methods.methods(small_job.recipe.experts, small_job.facts, torch.float32)
+    names = [method.name for method in asked.rows]
+    rows = {name: next(line for line in text.splitlines() if line.startswith(f"{name}  ")) for name in names}
+    assert all(float(row.removeprefix(name).split()[0]) > 0 for name, row in rows.items())  # KL
+    assert any("norm not folded" in name for name in names)
+    assert asked.left_out == {"gram AWQ, default, router in F32": "the default is that"}  # as MiniMax-M2's is served
+    assert text.endswith("\nleft out: gram AWQ, default, router in F32: the default is that\n")
+
+
+def test_both_engines_and_both_routes_are_compared(printed: Any) -> None:
+    sizes = ("--experts", "4", "--hidden", "128", "--width", "64", "--tokens", "48")
+    found = json.loads(printed(compare, *sizes, "--json"))
+    assert found["layer"]["tokens"] == 48
+    for who in ("ours", "library"):
+        assert found["layer"][who]["seconds"] > 0
+        assert found["route"][who]["kl"] > 0
+    assert set(found["route"]["library"]["bytes"]) == {"bf16", "saved", "stitched"}
+    text = compare.compare_table(found)
+    assert "4 experts of 128 x 64, 48 tokens" in text
+
+
+def test_a_layer_beside_the_devices_rates(printed: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    text = printed(layer, "--tokens", "64", "--trace", str(trace))
+    assert "the whole run: " in text
+    assert "of the matmul's peak: forced pass " in text
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_every_script_is_in_the_readme() -> None:
+    page = (REPOSITORY / "benchmarks" / "README.md").read_text()
+    for file in (REPOSITORY / "benchmarks").glob("*.py"):
+        assert file.name in page
+
+
+def test_where_the_norm_has_another_reader_rows_with_a_fold_are_left_out_by_name(small_job: Job) -> None:
+    """Nothing is folded there, so no router is left out, kept or rounded; but the library folds nevertheless."""
+    base, facts = small_job.recipe.experts, small_job.facts
+    norm = facts.norm.model_copy(update={"readers": [*facts.norm.readers, "self_attn.q_proj"]})
+    other = facts.model_copy(update={"norm": norm})
+    found = methods.methods(base, other, torch.float32)
+    assert len(found.rows) == 8
+    assert [row.name for row in found.rows if row.others_left_out] == ["llm-compressor AWQ, other readers left out"]
+    assert found.base == "llm-compressor AWQ, norm not folded"
+    assert not found.left_out.keys() & {row.name for row in found.rows}
+    assert len(found.left_out) == 4
+    (why,) = set(found.left_out.values())
+    assert why.startswith("post_attention_layernorm.weight is also read by self_attn.q_proj, ")
+    jobs = {row.name: methods.variant(replace(small_job, facts=other), row) for row in found.rows}
+    assert [name for name, job in jobs.items() if job.plan.folds] == ["llm-compressor AWQ, other readers left out"]
+    table = methods.methods_table(
+        {
+            "rows": [{"method": name, "kl": 1, "top1": 1, "router": 1, "increase": 0, "seconds": 1} for name in jobs],
+            "base": found.base,
+            "left_out": found.left_out,
+            "calibration": {"tokens": 1},
+            "held_out_tokens": 1,
+            "machine": {"threads": 1},
+            "repeats": 1,
+        }
+    )
+    assert table.count("left out: ") == 1
+    assert all(name in table for name in found.left_out)
+
+
+@pytest.mark.slow
+def test_a_router_written_in_float32_is_measured_unrounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = prepare(str(families.write_job(tmp_path, "qwen3_moe")))
+    base, facts = job.recipe.experts, job.facts
+    assert not any(method.router for method in methods.methods(base, facts, torch.bfloat16).rows)  # it would be rounded
+    compared = methods.methods(base, facts, torch.float32)
+    rows = [m for m in compared.rows if m.router or m.name.endswith("(default)")]
+    compared = replace(compared, rows=rows)
+    assert [row.router for row in rows] == [None, "F32"]
+    seen = []
+
+    def measure(source: Checkpoint, candidates: list[Checkpoint], *arguments: Any, **options: Any) -> Any:
+        for candidate in candidates:
+            model = LayeredModel(candidate, facts, job.sizes, CPU, torch.float32)
+            with model.layer(0) as layer:
+                seen.append(layer.mlp.gate.weight.clone())
+        return measured_by_all(source, candidates, *arguments, **options)
+
+    measured_by_all = methods.measure
+    monkeypatch.setattr(methods, "methods", lambda *arguments: compared)
+    monkeypatch.setattr(methods, "measure", measure)
+    result = methods.compare_methods(job, CPU, repeats=1, most_tokens=256)
+    rounded, unrounded = seen
+    assert torch.equal(rounded, unrounded.bfloat16().float())
+    assert not torch.equal(rounded, unrounded)
+    assert result["rows"][0]["kl"] != result["rows"][1]["kl"]
+
+
+@pytest.mark.slow
+def test_the_librarys_mapping_without_the_shared_expert_is_far_worse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a model with a dense layer, whose seconds are none."""
+    job = prepare(str(families.write_job(tmp_path, "glm4_moe")))
+    found = methods.methods(job.recipe.experts, job.facts, torch.float32)
+    rows = [row for row in found.rows if row.others_left_out or row.name == found.base]
+    found = replace(found, rows=rows)
+    monkeypatch.setattr(methods, "methods", lambda *arguments: found)
+    result = methods.compare_methods(job, CPU, repeats=1, most_tokens=256)
+    left_out, exact = result["rows"]
+    assert left_out["method"] == "llm-compressor AWQ, other readers left out"
+    assert left_out["kl"] > 5 * exact["kl"]
+    assert exact["seconds"] > 0

@@ -1,0 +1,133 @@
+"""The first hour with a GPU, with a CPU in its place; and what is measured and said on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from tiny import write_job
+
+from quantizers.plan.job import prepare
+from quantizers.plan.solve_memory import device_memory
+from quantizers.system.errors import InputError
+from quantizers.system.formatting import parse_bytes
+
+SCRIPT, FIGURES = REPOSITORY / "scripts" / "first_hour_gpu.sh", REPOSITORY / "scripts" / "first_hour_figures.py"
+STEPS = ["machine", "memory", "cpu", "layer", "profile", "resume", "two"]  # without the tests
+
+
+def first_hour(output: Path, **variables: str) -> tuple[int, dict[str, tuple[str, str]], str]:
+    """Exit code, result and figure of each step, and what was said on standard error."""
+    given = {"DEVICE": "cpu", "OUT": str(output), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | given | variables
+    done = subprocess.run([SCRIPT], capture_output=True, text=True, check=False, env=environment)
+    table = output / "table.md"
+    rows = [line.strip("| ").split(" | ") for line in table.read_text().splitlines()[2:]] if table.exists() else []
+    assert not done.stdout or done.stdout.endswith(table.read_text())
+    return done.returncode, {step: (result, figure) for step, result, figure, _ in rows}, done.stderr
+
+
+@pytest.mark.slow
+def test_the_first_hour_on_a_cpu(tmp_path: Path) -> None:
+    """All steps but the tests, at the smallest sizes."""
+    recipe = write_job(tmp_path / "job", layers=3)
+    small = {"RECIPE": str(recipe), "HELD_OUT": str(recipe.parent / "held-out.yaml"), "STEPS": " ".join(STEPS)}
+    code, table, said = first_hour(tmp_path / "out", **small)
+    logs = {step: (tmp_path / "out" / f"{step}.log").read_text() for step in table}
+    assert list(table) == STEPS
+    assert {step: result for step, (result, _) in table.items()} == dict.fromkeys(STEPS, "PASS"), (table, logs)
+    assert (code, said) == (0, "")
+    for step in ("memory", "resume", "two"):
+        assert re.fullmatch(r"the same bytes in \d\d files", table[step][1])
+    kl = re.fullmatch(r"the same \d gates; KL (\S+), of the CPU's output (\S+)", table["cpu"][1])
+    assert kl
+    assert kl[1] == kl[2] != "0.00000"
+    assert "resuming after layer 1 of 3" in logs["resume"]
+    assert "one of 2 processes" in logs["two"]
+    assert f"{torch.__version__}" in table["machine"][1]
+    code, _, said = first_hour(tmp_path / "out")
+    assert (code, said) == (
+        2,
+        f"{tmp_path / 'out'}: holds an earlier hour; remove it, or give another folder with OUT=\n",
+    )
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_is_in_the_table(tmp_path: Path) -> None:
+    """A step that fails does not keep the others from being done."""
+    code, table, _ = first_hour(tmp_path / "out", STEPS="memory machine", RECIPE="nothing-of-that-name")
+    assert code == 1
+    assert table["memory"][0] == "FAIL"
+    assert "nothing-of-that-name" in table["memory"][1]
+    assert table["machine"][0] == "PASS"
+    code, table, said = first_hour(tmp_path / "other", STEPS="machine nonsense")
+    assert (code, table) == (2, {})
+    assert said.startswith("STEPS: nonsense is no step; the steps are machine rates")
+
+
+@pytest.fixture
+def figures(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Exit code and line of scripts/first_hour_figures.py, for these objects as its files."""
+
+    def ask(command: str, *contents: Any) -> tuple[int, str]:
+        files = []
+        for number, content in enumerate(contents):
+            files.append(str(tmp_path / f"{number}.json"))
+            Path(files[-1]).write_text(json.dumps(content))
+        words = [sys.executable, str(FIGURES), command, *files]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=PATHS)
+        assert not done.stderr
+        return done.returncode, done.stdout.strip()
+
+    return ask
+
+
+PATHS = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+
+
+def test_other_gates_or_another_kl_fail(figures: Callable[..., tuple[int, str]]) -> None:
+    def report(kl: bool) -> dict[str, Any]:
+        return {"gates": [{"name": "audit", "passed": True}, {"name": "kl", "passed": kl}]}
+
+    def evaluation(*kl: float) -> dict[str, Any]:
+        return {"candidates": [{"kl": {"mean": one}} for one in kl]}
+
+    said = "the same 2 gates; KL 0.01000, of the CPU's output 0.01050"
+    assert figures("gates", report(True), report(True), evaluation(0.01, 0.0105)) == (0, said)
+    assert figures("gates", report(True), report(True), evaluation(0.01, 0.012))[0] == 1
+    code, line = figures("gates", report(True), report(False), evaluation(0.01, 0.01))
+    assert (code, line.partition(";")[0]) == (1, "gates differ: kl")
+
+
+def test_a_layers_line(figures: Callable[..., tuple[int, str]]) -> None:
+    rates = {"matmul": 5e14, "matmul_float32": 5e13, "copy": 2.5e12, "launch": 6e-6}
+    phases = [{"seconds": 2.0}, {"seconds": 3.5}]
+    measured = {"phases": phases, "rates": rates, "run": 5400, "tokens": 131072, "sizes": {"experts": 256}}
+    said = "5.50 s for 131,072 tokens and 256 experts, 1.5 h for the run; matmul 500, float32 50 TFLOP/s, "
+    assert figures("layer", measured) == (0, said + "copy 2500 GB/s, launch 6.0 us")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "accelerator"), [("cpu", False), ("cuda:1", True)])
+def test_the_least_memory_with_which_the_tiny_model_is_made_again(device: str, accelerator: bool) -> None:
+    """A byte less is refused; on a CPU one unit of two is held with it, on a GPU neither inputs nor states."""
+    words = [sys.executable, str(FIGURES), "least", "tiny-minimax-m2-fp8-int4", device]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=PATHS)
+    limit = parse_bytes(done.stdout, "least")
+    job = prepare("tiny-minimax-m2-fp8-int4")
+    tokens, longest = 76_544, 256  # as the run says, and the set's sequence_length
+    whole = device_memory(job.plan, job.sizes, longest, accelerator, 4 * 2**30, tokens)
+    less = device_memory(job.plan, job.sizes, longest, accelerator, limit, tokens)
+    held = [(memory.resident, memory.inputs, memory.states) for memory in (whole, less)]
+    assert held == ([(1, True, True), (1, False, False)] if accelerator else [(2, False, False), (1, False, False)])
+    with pytest.raises(InputError, match="of device memory is too little"):
+        device_memory(job.plan, job.sizes, longest, accelerator, limit - 1, tokens)

@@ -1,0 +1,355 @@
+"""Loading a set from local files: which samples, in which order, and what is said about the others."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from calibration_tokenizer import write_tokenizer
+from rich.console import Console
+
+from quantizers.calibration.load_set import load_set, progress_line
+from quantizers.calibration.lock import lock_path, lock_set
+from quantizers.calibration.samples import CalibrationData, digest_of
+from quantizers.system.errors import CalibrationError
+from quantizers.system.package_data import shipped
+
+SETS = shipped("calibration")
+
+
+def jsonl(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_set(folder: Path, sources: str, head: str = "", length: int = 64) -> Path:
+    path = folder / "set.yaml"
+    path.write_text(f"name: test\nsequence_length: {length}\n{head}sources:\n{sources}", encoding="utf-8")
+    return path
+
+
+def source(dataset: str, **changes: object) -> str:
+    keys = {"dataset": dataset, "columns": ["text"], "shape": "text", "samples": "all", "category": "x"}
+    return f"  - {json.dumps(keys | changes)}\n"
+
+
+def numbers(data: CalibrationData) -> list[str]:
+    return [sample.text for sample in data.samples]
+
+
+@pytest.fixture
+def hundred(tmp_path: Path) -> Path:
+    jsonl(tmp_path / "a.jsonl", [{"text": f"text number {i}"} for i in range(100)])
+    return tmp_path
+
+
+def test_all_keeps_the_files_order_and_cuts(hundred: Path, tokenizer: str) -> None:
+    data = load_set(write_set(hundred, source("a.jsonl"), length=12), tokenizer)
+    assert numbers(data) == [f"text number {i}" for i in range(100)]
+    first, last = data.samples[0], data.samples[-1]
+    assert (len(first.tokens), first.truncated) == (12, 1)
+    assert (len(last.tokens), last.truncated) == (12, 2)
+    assert first.tokens.dtype == np.int32
+    assert data.summary()["truncated_tokens"] == 10 * 1 + 90 * 2
+    assert first.place == "a.jsonl:1"
+
+
+def test_a_source_is_cut_at_its_own_length(hundred: Path, tokenizer: str) -> None:
+    """Shorter than the set's, longer, or none; only what is longer makes long texts."""
+    jsonl(hundred / "a.jsonl", [{"text": "a" * 14}])
+    jsonl(hundred / "b.jsonl", [{"text": "b" * 40}, {"text": "c" * 10}])
+    sources = source("a.jsonl") + source("a.jsonl", sequence_length=5)
+    path = write_set(hundred, sources + source("b.jsonl", sequence_length=30), length=12)
+    for cache in (None, hundred / "cache", hundred / "cache"):  # the third time from the cache
+        data = load_set(path, tokenizer, cache=cache)
+        found = [(len(sample.tokens), sample.truncated, sample.long) for sample in data.samples]
+        assert found == [(12, 2, False), (5, 9, False), (30, 10, True), (10, 0, True)]
+        assert (data.sequence_length, data.lengths) == (12, (5, 12, 30))
+        summary = data.summary()
+        assert (summary["long_samples"], summary["long_tokens"], summary["truncated_tokens"]) == (2, 40, 21)
+
+
+def test_another_length_of_a_source_is_not_taken_from_the_cache(hundred: Path, tokenizer: str) -> None:
+    lengths, cache = [], hundred / "cache"
+    for length in (9, 12, 9):
+        path = write_set(hundred, source("a.jsonl", samples=2, sequence_length=length), length=10)
+        lengths.append({len(s.tokens) for s in load_set(path, tokenizer, cache=cache).samples})
+    assert lengths == [{9}, {12}, {9}]
+    assert len(list(cache.glob("*.parquet"))) == 2
+
+
+def test_which_texts_are_long_is_part_of_the_digest(hundred: Path, tokenizer: str) -> None:
+    """The same tokens, once as short texts and once as long ones, give other figures."""
+    short, long = (
+        load_set(write_set(hundred, source("a.jsonl", sequence_length=20), length=length), tokenizer)
+        for length in (20, 19)
+    )
+    assert [s.tokens.tolist() for s in short.samples] == [s.tokens.tolist() for s in long.samples]
+    assert short.digest != long.digest
+    plain = load_set(write_set(hundred, source("a.jsonl"), length=20), tokenizer)
+    assert plain.digest == short.digest
+
+
+def test_digests_of_sets_without_long_texts_are_what_they_were(tiny_model: Path) -> None:
+    """Those from before a source could have a length of its own; the short part of held-out is the whole of then."""
+    embedded, held_out = (load_set(SETS / f"{name}.yaml", str(tiny_model)) for name in ("embedded", "held-out"))
+    assert embedded.digest == "cc0f97c125c04ead05edb929e10b3896bd9622e831fdf15e6fe226b7959706c1"
+    short = [sample for sample in held_out.samples if not sample.long]
+    assert digest_of(short) == "0a32d69f8ba67946d5dbab018a26f06a8b2f53c1a9c7e26a1f03af2ae595b189"
+    assert len(held_out.samples) - len(short) == 8
+
+
+def test_a_number_takes_a_seeded_choice(hundred: Path, tokenizer: str) -> None:
+    taken = [
+        numbers(load_set(write_set(hundred, source("a.jsonl", samples=20), f"seed: {seed}\n"), tokenizer))
+        for seed in (1, 1, 2)
+    ]
+    assert taken[0] == taken[1] != taken[2]
+    assert len(set(taken[0])) == 20
+    assert taken[0] != sorted(taken[0])
+
+
+def test_other_sources_do_not_change_the_choice(hundred: Path, tokenizer: str) -> None:
+    jsonl(hundred / "b.jsonl", [{"text": "another"}])
+    alone = load_set(write_set(hundred, source("a.jsonl", samples=5)), tokenizer)
+    both = load_set(write_set(hundred, source("b.jsonl") + source("a.jsonl", samples=5)), tokenizer)
+    assert numbers(both)[1:] == numbers(alone)
+
+
+def test_the_same_file_twice_gives_different_samples(hundred: Path, tokenizer: str) -> None:
+    twice = load_set(write_set(hundred, source("a.jsonl", samples=9) * 2), tokenizer)
+    assert numbers(twice)[:9] != numbers(twice)[9:]
+
+
+def test_json_and_parquet_hold_the_same(hundred: Path, tokenizer: str) -> None:
+    rows = [{"text": f"text number {i}"} for i in range(100)]
+    (hundred / "a.json").write_text(json.dumps(rows, indent=1))
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
+    (hundred / "a.parquet").write_bytes(buffer.getvalue())
+    digests = {
+        load_set(write_set(hundred, source(f"a.{suffix}")), tokenizer).digest for suffix in ("jsonl", "json", "parquet")
+    }
+    assert len(digests) == 1
+
+
+def test_a_refused_row_is_replaced_and_counted(tmp_path: Path, tokenizer: str) -> None:
+    good = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    no_call = [*good, {"role": "tool", "content": "3"}]
+    rows = [{"m": no_call if i % 3 == 0 else good} for i in range(30)] + [{"m": []}]
+    jsonl(tmp_path / "a.jsonl", rows)
+    chat = {"columns": ["m"], "shape": "chat"}
+    data = load_set(write_set(tmp_path, source("a.jsonl", samples=20, **chat)), tokenizer)
+    assert len(data.samples) == 20
+    counts = {dropped.reason: dropped.count for dropped in data.dropped}
+    assert set(counts) <= {
+        "the chat template refuses it: a tool turn without a call",
+        "m is not a list of turns",
+    }
+    assert all(":" in dropped.first for dropped in data.dropped)
+    with pytest.raises(CalibrationError, match=r"20 of the 21 samples; .*without a call \(10, first at .*at most 20"):
+        load_set(write_set(tmp_path, source("a.jsonl", samples=21, **chat)), tokenizer)
+
+
+def test_prompts_render_in_the_users_turn(tmp_path: Path, tokenizer: str) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"text": "fn main() {}", "kind": "code/rust"}])
+    path = write_set(tmp_path, source("a.jsonl", prompt="Explain.", category={"column": "kind"}))
+    (sample,) = load_set(path, tokenizer).samples
+    ids = sample.tokens.tolist()
+    assert (ids[0], ids[-1]) == (1, 0)  # [turn] ... [end]
+    assert sample.text == "Explain.\n\nfn main() {}"
+    assert sample.category == "code/rust"
+
+
+LANGUAGES = "languages: {programming: [C++, Rust, Zig], spoken: [Hindi, Hebrew], required: true}\n"
+
+
+def test_languages_are_dealt_in_turn_over_the_whole_set(hundred: Path, tokenizer: str) -> None:
+    one = source("a.jsonl", samples=4, prompt="In {programming_language}:", category="code/{programming_language}")
+    two = source("a.jsonl", samples=5, prompt="{programming_language}, {spoken_language}", category="code")
+    data = load_set(write_set(hundred, one + source("a.jsonl", samples=3) + two, LANGUAGES), tokenizer)
+    dealt = [sample.languages for sample in data.samples if sample.dealt]
+    assert len(dealt) == 9
+    assert Counter(names[0] for names in dealt) == {"C++": 3, "Rust": 3, "Zig": 3}
+    assert [names[0] for names in dealt[:6]] == [names[0] for names in dealt[3:]]
+    assert sorted(Counter(names[1] for names in dealt if len(names) == 2).values()) == [2, 3]
+    first = data.samples[0]
+    assert first.category == {"C++": "code/cpp", "Rust": "code/rust", "Zig": "code/zig"}[first.languages[0]]
+    assert first.text.startswith(f"In {first.languages[0]}:\n\n")
+
+
+def test_a_replaced_row_does_not_use_up_a_language(tmp_path: Path, tokenizer: str) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"text": "good"}, {"text": ""}] * 9)
+    path = write_set(tmp_path, source("a.jsonl", samples=9, category="code/{programming_language}"), LANGUAGES)
+    data = load_set(path, tokenizer, require_languages=False)
+    assert Counter(sample.category for sample in data.samples) == {"code/cpp": 3, "code/rust": 3, "code/zig": 3}
+
+
+def test_a_missing_language_is_an_error_where_required(hundred: Path, tokenizer: str) -> None:
+    path = write_set(hundred, source("a.jsonl", category="spoken/hindi"), LANGUAGES)
+    with pytest.raises(CalibrationError, match=r"no sample shows C\+\+, Rust, Zig, Hebrew; add samples"):
+        load_set(path, tokenizer)
+    path.write_text(path.read_text().replace("required: true", "required: false"))
+    assert load_set(path, tokenizer).samples[0].languages == ("Hindi",)
+
+
+GOOD = '{"text": "good"}\n'
+CHAT = {"columns": ["m"], "shape": "chat"}
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        (GOOD, {"columns": ["txt"]}, "no column 'txt' (it has text)"),
+        (GOOD, {"category": {"column": "kind"}}, "no column 'kind' (it has text)"),
+        (GOOD + '{"text": broken}\n', {}, "a.jsonl:2: not valid JSON (Expecting value, column 10)"),
+        (GOOD.encode() + b'{"text": "\xff"}\n', {}, "a.jsonl:2: not UTF-8"),
+        (GOOD + '["text"]\n', {}, "a.jsonl:2: not a JSON object"),
+        (GOOD + '{"text": ""}\n', {}, "1 of all 2 samples; an empty text (1, first at a.jsonl:2)"),
+        (GOOD + '{"text": "x"}\n', {}, "fewer than 2 tokens (1, first at a.jsonl:2)"),
+        (GOOD, {"samples": 2}, "1 of the 2 samples; it has only 1 rows; correct the rows, or ask for at most 1"),
+        ('{"text": "\\ud800 half"}\n', {}, "half of a surrogate pair"),
+        ("", {}, "a.jsonl: no rows"),
+        ('{"m": [{"role": "narrator", "content": "x"}]}\n', CHAT, "unknown role narrator (1, first at a.jsonl:1)"),
+        (
+            '{"c": [{"from": "narrator", "value": "x"}]}\n',
+            {"columns": ["c"], "shape": "sharegpt"},
+            "unknown role narrator",
+        ),
+        ('{"m": [{"role": "tool", "content": "x"}]}\n', CHAT, "0 of all 1 samples; the chat template refuses it"),
+    ],
+)
+def test_wrong_data_is_refused_in_one_line(
+    tmp_path: Path, tokenizer: str, content: str | bytes, changes: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    path = write_set(tmp_path, source("a.jsonl", **changes))
+    with pytest.raises(CalibrationError) as failure:
+        load_set(path, tokenizer)
+    assert failure.value.exit_code == 2
+    assert str(failure.value).startswith(f"{path}:4: ")
+    assert message in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_a_template_that_refuses_everything(tmp_path: Path) -> None:
+    refusing = str(write_tokenizer(tmp_path / "refusing", "{{ raise_exception('never') }}"))
+    without = str(write_tokenizer(tmp_path / "without", None))
+    jsonl(tmp_path / "a.jsonl", [{"text": "some text"}])
+    path = write_set(tmp_path, source("a.jsonl", prompt="Read."))
+    with pytest.raises(CalibrationError, match=r"0 of all 1 samples; the chat template refuses it: never \(1, first"):
+        load_set(path, refusing)
+    with pytest.raises(CalibrationError, match=r"set.yaml:4: a.jsonl: the tokenizer has no chat template"):
+        load_set(path, without)
+    assert len(load_set(write_set(tmp_path, source("a.jsonl")), without).samples) == 1
+
+
+def test_bad_sources_are_told_together(hundred: Path, tokenizer: str) -> None:
+    (hundred / "broken.jsonl").write_text("{")
+    (hundred / "not.parquet").write_text("PAR")
+    names = ("missing.jsonl", "broken.jsonl", "a.jsonl", "not.parquet", "also-missing.json")
+    path = write_set(hundred, "".join(map(source, names)))
+    for workers in (1, 4):
+        with pytest.raises(CalibrationError) as failure:
+            load_set(path, tokenizer, workers=workers)
+        lines = str(failure.value).splitlines()
+        assert lines[0] == (
+            f"{path}:4: {hundred}/missing.jsonl, {hundred}/also-missing.json (line 8): "
+            "cannot be read (No such file or directory); give an existing file"
+        )
+        assert lines[1].startswith(f"{path}:5: {hundred}/broken.jsonl:1: not valid JSON")
+        assert lines[2].startswith(f"{path}:7: {hundred}/not.parquet: not a Parquet file")
+        assert len(lines) == 3
+
+
+def test_a_wrong_tokenizer_is_one_line(hundred: Path) -> None:
+    with pytest.raises(CalibrationError, match="no tokenizer can be read") as failure:
+        load_set(write_set(hundred, source("a.jsonl")), str(hundred))
+    assert "\n" not in str(failure.value)
+
+
+def test_the_cache_serves_while_nothing_changed(hundred: Path, tokenizer: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    path = write_set(hundred, source("a.jsonl", samples=9))
+    fresh = load_set(path, tokenizer, cache=cache)
+    seen: list[tuple[int, str]] = []
+    again = load_set(path, tokenizer, cache=cache, progress=lambda *call: seen.append(call))
+    assert (fresh.notes, again.notes, seen) == ((), (), [])
+    assert again.digest == fresh.digest
+    assert [s.text for s in again.samples] == [s.text for s in fresh.samples]
+    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(again.samples, fresh.samples, strict=True))
+    jsonl(hundred / "a.jsonl", [{"text": f"other {i}"} for i in range(10)])
+    assert load_set(path, tokenizer, cache=cache).digest != fresh.digest
+
+
+def test_a_damaged_cache_is_not_used(hundred: Path, tokenizer: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    path = write_set(hundred, source("a.jsonl"))
+    fresh = load_set(path, tokenizer, cache=cache)
+    (entry,) = cache.iterdir()
+    raw = entry.read_bytes()
+    other = pyarrow.parquet.read_table(entry)
+    tokens = [[*row["tokens"][:-1], 7] for row in other.to_pylist()]
+    pyarrow.parquet.write_table(other.set_column(0, "tokens", pyarrow.array(tokens)), entry)
+    for damage in (entry.read_bytes(), raw[:50], raw[:-50], b""):
+        entry.write_bytes(damage)
+        again = load_set(path, tokenizer, cache=cache)
+        assert (again.digest, again.notes) == (fresh.digest, ())
+
+
+def test_progress_counts_every_sample(hundred: Path, tokenizer: str) -> None:
+    seen: list[tuple[int, str]] = []
+    path = write_set(hundred, source("a.jsonl", samples=3) + source("a.jsonl", samples=2))
+    load_set(path, tokenizer, workers=2, progress=lambda *call: seen.append(call))
+    assert seen == [(number, "a.jsonl") for number in range(1, 6)]
+
+
+def test_a_lock_holds_local_files(hundred: Path, tokenizer: str) -> None:
+    path = write_set(hundred, source("a.jsonl"))
+    assert lock_set(path) == lock_path(path) == hundred / "set.lock.json"
+    data = load_set(path, tokenizer)
+    assert data.lock
+    assert data.notes == ("versions are those of the set's lock",)
+    jsonl(hundred / "a.jsonl", [{"text": "changed"}])
+    with pytest.raises(CalibrationError, match=r"set.yaml:4: a.jsonl: changed since it was locked"):
+        load_set(path, tokenizer)
+    lock_set(path)
+    assert load_set(path, tokenizer).lock
+
+
+def test_a_lock_of_another_set_is_refused(hundred: Path, tokenizer: str) -> None:
+    path = write_set(hundred, source("a.jsonl"))
+    lock_set(path)
+    write_set(hundred, source("a.jsonl") * 2)
+    with pytest.raises(CalibrationError, match=r"set.lock.json: has 1 sources, the set 2; run `quantize"):
+        load_set(path, tokenizer)
+    write_set(hundred, source("b.jsonl"))
+    with pytest.raises(CalibrationError, match=r"dataset was a.jsonl, the set now says b.jsonl"):
+        load_set(path, tokenizer)
+    lock_path(path).write_text("{}")
+    with pytest.raises(CalibrationError, match="not a readable lock"):
+        load_set(path, tokenizer)
+
+
+def test_progress_is_one_moving_line() -> None:
+    """On a terminal: drawn again over itself, and wiped away at the end. Elsewhere nothing."""
+    again, wiped = "\r\x1b[2K", "\n\x1b[?25h\r\x1b[1A\x1b[2K"
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    pipe = Console(file=io.StringIO(), force_terminal=False)
+    for console in (terminal, pipe):
+        with progress_line(console) as progress:
+            progress(3, "some/dataset")
+            progress(1234, "other/dataset")
+    drawn = terminal.file.getvalue()
+    assert drawn.endswith(wiped)
+    assert "\n" not in drawn.removesuffix(wiped)
+    first, *_, last = drawn.removesuffix(wiped).split(again)[1:]
+    assert "loading calibration data" in first
+    assert "calibration: 1,234 samples, now other/dataset" in last
+    assert pipe.file.getvalue() == ""

@@ -1,0 +1,160 @@
+"""Rows in every shape, and every reason for which a row is passed over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quantizers.calibration.row_formats import SHAREGPT_ROLES, Content, Rejected, instruct, read_row
+from quantizers.calibration.set import DataSource
+
+
+def source(shape: str, *columns: str) -> DataSource:
+    values = {"dataset": "a.jsonl", "columns": columns, "shape": shape, "samples": 1, "category": "x"}
+    return DataSource.model_validate(values)
+
+
+def read(shape: str, columns: tuple[str, ...], row: dict[str, Any]) -> Content:
+    return read_row(row, source(shape, *columns), "seed")
+
+
+def chat(*messages: Any, tools: Any = None) -> Content:
+    return read("chat", ("m", "tools"), {"m": list(messages), "tools": tools})
+
+
+def sharegpt(*messages: Any) -> Content:
+    return read("sharegpt", ("c",), {"c": list(messages)})
+
+
+def test_text_is_taken_as_it_is() -> None:
+    assert read("text", ("t",), {"t": " a\nb "}) == Content((), (), " a\nb ")
+
+
+def test_prompt_and_answer_are_two_turns() -> None:
+    content = read("prompt-answer", ("q", "a"), {"q": "Why?", "a": "Because."})
+    assert [(turn["role"], turn["content"]) for turn in content.turns] == [
+        ("user", "Why?"),
+        ("assistant", "Because."),
+    ]
+    assert content.text == "Why?\n\nBecause."
+
+
+def test_chat_keeps_reasoning_calls_and_results() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    content = chat(
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "I need f.",
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"x": [1, null]}'}}],
+        },
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+        tools=[tool],
+    )
+    assert [turn["role"] for turn in content.turns] == ["system", "user", "assistant", "tool", "assistant"]
+    assert content.turns[1]["content"] == "one\ntwo"
+    call = content.turns[2]["tool_calls"][0]["function"]
+    assert call == {"name": "f", "arguments": {"x": [1, None]}}
+    assert content.turns[2]["reasoning_content"] == "I need f."
+    assert content.tools == (tool,)
+    assert content.text == "Be brief.\n\none\ntwo\n\nI need f.\n\n3\n\nIt is 3."
+
+
+def test_structures_may_be_json_text() -> None:
+    content = read("chat", ("m", "tools"), {"m": '[{"role": "user", "content": "hi"}]', "tools": '[{"a": 1}]'})
+    assert content.turns[0]["content"] == "hi"
+    assert content.tools == ({"a": 1},)
+
+
+@pytest.mark.parametrize("name", [name for name, role in SHAREGPT_ROLES.items() if role != "call"])
+def test_sharegpt_knows_its_role_names(name: str) -> None:
+    (turn,) = sharegpt({"from": name.upper(), "value": "hello"}).turns
+    assert (turn["role"], turn["content"]) == (SHAREGPT_ROLES[name], "hello")
+
+
+def test_sharegpt_markup_becomes_fields() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    content = sharegpt(
+        {"from": "human", "value": "go"},
+        {"from": "gpt", "value": f"<think>\nhm\n</think>\nCalling.\n{call}\n{call}"},
+        {"from": "tool", "value": "<tool_response>\n1\n</tool_response>"},
+        {"from": "function_call", "value": '{"name": "g", "arguments": "{}"}'},
+    )
+    assistant, tool, called = content.turns[1:]
+    assert (assistant["reasoning_content"], assistant["content"]) == ("hm", "Calling.")
+    assert [c["function"]["arguments"] for c in assistant["tool_calls"]] == [{"x": 1}, {"x": 1}]
+    assert tool == {"role": "tool", "content": "1"}
+    assert called["tool_calls"][0]["function"] == {"name": "g", "arguments": {}}
+
+
+def test_contests_take_one_solution_by_the_seed() -> None:
+    row = {
+        "name": "1_A",
+        "description": "Add.",
+        "solutions": {"language": [2, 3, 4], "solution": ["int a;", "a = 1\n", "class A {}"]},
+    }
+    answers = {
+        seed: read_row(row, source("code-contests", "name"), seed).turns[1]["content"] for seed in map(str, range(20))
+    }
+    assert set(answers.values()) == {
+        "```cpp\nint a;\n```",
+        "```python\na = 1\n```",
+        "```java\nclass A {}\n```",
+    }
+    assert answers["0"] == read_row(row, source("code-contests", "name"), "0").turns[1]["content"]
+
+
+def test_an_instruction_goes_into_the_users_turn() -> None:
+    assert instruct(Content((), (), "fn main() {}"), "Explain.").turns == (
+        {"role": "user", "content": "Explain.\n\nfn main() {}"},
+    )
+    talk = chat({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
+    assert [turn["content"] for turn in instruct(talk, "I").turns] == ["s", "I\n\nu"]
+    with pytest.raises(Rejected, match="no user turn"):
+        instruct(chat({"role": "assistant", "content": "a"}), "I")
+
+
+@pytest.mark.parametrize(
+    ("shape", "columns", "row", "reason"),
+    [
+        ("text", ("t",), {"t": ""}, "an empty text"),
+        ("text", ("t",), {"t": " \n"}, "an empty text"),
+        ("text", ("t",), {"t": 3}, "t is not text"),
+        ("text", ("t",), {}, "t is not text"),
+        ("prompt-answer", ("q", "a"), {"q": "x", "a": None}, "a is not text"),
+        ("chat", ("m",), {"m": []}, "m is not a list of turns"),
+        ("chat", ("m",), {"m": "hello"}, "m is not a list of turns"),
+        ("chat", ("m",), {"m": ["hello"]}, "unknown role None"),
+        ("chat", ("m",), {"m": [{"role": "narrator", "content": "x"}]}, "unknown role narrator"),
+        ("chat", ("m",), {"m": [{"role": "user", "content": " "}]}, "an empty turn"),
+        ("chat", ("m",), {"m": [{"role": "user", "content": [{"type": "image"}]}]}, "a turn that is not text"),
+        ("chat", ("m",), {"m": [{"role": "user", "content": 5}]}, "a turn that is not text"),
+        ("chat", ("m", "t"), {"m": [{"role": "user", "content": "x"}], "t": "none"}, "not a list of tools"),
+        (
+            "chat",
+            ("m",),
+            {"m": [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}]},
+            "a tool call without a name",
+        ),
+        (
+            "chat",
+            ("m",),
+            {"m": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}]},
+            "tool call arguments are not a JSON object",
+        ),
+        ("sharegpt", ("c",), {"c": [{"from": "narrator", "value": "x"}]}, "unknown role narrator"),
+        ("sharegpt", ("c",), {"c": [{"value": "x"}]}, "unknown role None"),
+        ("sharegpt", ("c",), {"c": [{"from": "gpt", "value": "<tool_call>x</tool_call>"}]}, "without a name"),
+        ("code-contests", ("n",), {"n": "1_A", "description": "d", "solutions": {"solution": []}}, "no solution"),
+        ("code-contests", ("n",), {"n": "1_A", "description": "d"}, "no solution"),
+    ],
+)
+def test_a_row_that_cannot_be_used_says_why(
+    shape: str, columns: tuple[str, ...], row: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(Rejected, match=reason):
+        read(shape, columns, row)

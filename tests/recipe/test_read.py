@@ -1,0 +1,147 @@
+"""How a recipe is called: by file, by name, by a model's Hub id; and what is suggested for a name that is near."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import quantize
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantizers.calibration.set import read_set
+from quantizers.recipe.read import find_recipe, read_recipe, set_location, shipped_recipe
+from quantizers.system.errors import RecipeError, did_you_mean
+from quantizers.system.package_data import shipped, shipped_names
+
+LISTED = "give a file, or a name that `quantize recipes` lists"
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("tiny-minimax-m2-fp8-int4", "tiny-minimax-m2-fp8-int4"),
+        ("MiniMaxAI/MiniMax-M2", "minimax-m2-fp8-int4"),
+        ("minimaxai/minimax-m2.5", "minimax-m2.5-fp8-int4"),  # the Hub knows no upper case either
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b-instruct-int4"),
+    ],
+)
+def test_a_model_with_one_recipe_stands_for_it(name: str, recipe: str) -> None:
+    assert find_recipe(name) == shipped_recipe(name) == shipped("recipes") / f"{recipe}.yaml"
+
+
+@pytest.mark.parametrize("find", [find_recipe, shipped_recipe])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "MiniMaxAI/MiniMax-M2.1",
+            "2 recipes are shipped for this model; name one: minimax-m2.1-fp8-int4, minimax-m2.1-fp8-int4-131k",
+        ),
+        (
+            "minimax-m2.1",
+            "no such recipe (did you mean minimax-m2.1-fp8-int4 or minimax-m2.1-fp8-int4-131k?); " + LISTED,
+        ),
+        ("minimax-m21-fp8-int4", "no such recipe (did you mean minimax-m2.1-fp8-int4?); " + LISTED),
+        ("MiniMaxAI/MiniMax-M27", "no such recipe (did you mean MiniMaxAI/MiniMax-M2.7?); " + LISTED),
+        ("nothing at all", "no such recipe; " + LISTED),
+        (
+            "Qwen/Qwen3-30B-A3B-FP8",
+            "no recipe is shipped for this model; `quantize new Qwen/Qwen3-30B-A3B-FP8` writes one",
+        ),
+    ],
+)
+def test_what_is_said_of_any_other_name(find: object, name: str, said: str) -> None:
+    assert callable(find)
+    with pytest.raises(RecipeError) as refused:
+        find(name)
+    assert str(refused.value) == f"{name}: {said}"
+
+
+def test_a_model_s_folder_is_no_recipe(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The remedy that the line names works."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(tiny_model)
+    assert quantize(monkeypatch, "plan", "model") == 2
+    assert capsys.readouterr().err == (
+        "quantize: model: is a model's folder, no recipe; `quantize new model` writes a recipe for it\n"
+    )
+    assert quantize(monkeypatch, "new", "model") == 0
+    written = json.loads(json.dumps(capsys.readouterr().out)).split("; ")[0].removeprefix("wrote ")
+    assert quantize(monkeypatch, "plan", written) == 0
+
+
+def test_copy_names_the_file_after_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert quantize(monkeypatch, "recipes", "copy", "MiniMaxAI/MiniMax-M2") == 0
+    assert (tmp_path / "minimax-m2-fp8-int4.yaml").is_file()
+    assert quantize(monkeypatch, "recipes", "show", "minimax-m2-fp8") == 2
+    assert "(did you mean minimax-m2-fp8-int4?)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("coverage", "--model", "x", "--data", "embeded"),
+        ("calibration", "embeded"),
+        ("eval", "x", "y", "--data", "embeded"),
+        ("plan", "tiny-minimax-m2-fp8-int4", "--calibration", "embeded"),
+        ("plan", "r.yaml"),
+    ],
+)
+def test_a_set_s_name_that_is_near_is_suggested(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text("source: {model: a/b}\ncalibration: embeded\n")
+    assert quantize(monkeypatch, *words) == 2
+    assert "embeded: no such " in (said := capsys.readouterr().err)
+    assert "(did you mean embedded?); " in said
+
+
+@given(st.text(), st.lists(st.text()))
+def test_a_suggestion_is_of_the_names(name: str, known: list[str]) -> None:
+    hint = did_you_mean(name, known)
+    assert not hint or any(one in hint for one in known)
+
+
+def test_shipped_names_are_those_of_the_files() -> None:
+    assert shipped_names("recipes") == sorted(
+        path.stem for path in shipped("recipes").iterdir() if path.suffix == ".yaml"
+    )
+    assert set(shipped_names("calibration")) == {"creative-writing", "embedded", "held-out", "software-engineer"}
+
+
+LARGE = [name for name in shipped_names("recipes") if not name.startswith("tiny")]
+PART = "minimax-m2.1-fp8-int4-131k"
+
+
+def comment(name: str) -> str:
+    """The comment at the head of a shipped recipe, in one line."""
+    lines = (shipped("recipes") / f"{name}.yaml").read_text().splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_set_is_as_large_as_the_recipe_says(name: str) -> None:
+    recipe, path = read_recipe(name)
+    calibration = read_set(set_location(recipe.calibration_set, path))
+    samples = sum(source.samples for source in calibration.sources if source.samples != "all")
+    assert not any(source.is_local or source.samples == "all" for source in calibration.sources)
+    assert f"{samples} samples of " in comment(name)
+    assert f"{len({source.dataset for source in calibration.sources})} data sets of the Hub" in comment(name)
+    if name == PART:
+        assert recipe.calibration_tokens == 131_072
+    else:
+        assert f"samples of up to {calibration.lengths[-1]:,} tokens" in comment(name)
+        assert recipe.calibration_tokens is None
+
+
+def test_the_two_recipes_of_one_model_differ_in_nothing_but_the_tokens() -> None:
+    whole, part = (read_recipe(name)[0].settings() for name in ("minimax-m2.1-fp8-int4", PART))
+    assert part == whole | {"calibration": {"set": whole["calibration"], "tokens": 131_072}}
