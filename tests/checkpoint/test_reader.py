@@ -213,6 +213,7 @@ def test_json_must_be_an_object(tmp_path: Path) -> None:
         read_json(tmp_path)
 
 
+@pytest.mark.altered_report
 def test_side_files(folder: Path) -> None:
     wanted = ["LICENSE", "chat_template.jinja", "modeling.py", "tokenizer.json"]
     for name in [*wanted, "README.md", "report.json", "recipe.yaml", "x.bin", "x.gguf", ".hidden", "y.index.json"]:

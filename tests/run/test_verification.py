@@ -83,7 +83,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         section(lambda s: s["config_groups"][EXPERTS]["weights"].update(observer_kwargs=None)),
         ["validation error"],
     ),
-    "ignore that hits gate_proj": (section(lambda s: s["ignore"].append("re:.*gate.*")), ["experts", "stops before"]),
+    "ignore that hits gate_proj": (
+        section(lambda s: s["ignore"].append("re:.*gate.*")),
+        ["experts", "refuses it"],
+    ),
     "an expert's scales missing": (no_scales, ["weight_scale is missing", "zeros in older releases, then NaN"]),
 }
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantizers.solve import ordered_sum
+from quantizers.solve import symmetric
 
-LANES = tl.constexpr(ordered_sum.LANES)
+LANES = tl.constexpr(symmetric.LANES)
 
 
 @triton.jit
