@@ -84,7 +84,9 @@ def quantize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 def is_full(code: int, errors: str) -> None:
     """Exit 1, and one line of ours beside those that a run says anyway."""
-    others = r"(quantizing|verifying|evaluating|scoring): |.* → "  # of the progress, and the line with which it begins
+    others = (
+        r"(quantizing|verifying|evaluating|scoring): |forecast |.* → "  # progress, and the line with which it begins
+    )
     ours = [line for line in errors.splitlines() if not re.match(others, line)]
     assert code == 1, errors
     assert len(ours) == 1, errors
