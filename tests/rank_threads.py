@@ -28,12 +28,16 @@ def together(
 ) -> list[Result | Exception]:
     """`work` by `count` ranks: what each returned or raised. A rank that raises tells the others, as main() does."""
     store = store or HashStore()
+    groups: list[
+        DistributedGroup
+    ] = []  # all live until every rank has ended: one that goes takes its connections along
 
     def one(rank: int) -> Result | Exception:
         dist = joined(store, rank, count, nodes)
+        groups.append(dist)
         try:
             result = work(dist)
-            dist.barrier()  # a rank that ends takes its connections with it
+            dist.barrier()
         except Exception as failure:
             dist.final_message(str(failure), getattr(failure, "exit_code", 1))
             return failure

@@ -24,7 +24,7 @@ import torch
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.solve.symmetric import gram
+from quantizers.solve.symmetric import transposed_product
 from quantizers.system.files import atomic, disk_errors
 from quantizers.system.progress import Step
 
@@ -130,10 +130,10 @@ def score_text(
 def logits(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """states · headᵀ, (T, V) float32, from (T, H) and (V, H) of the same dtype."""
     if head.dtype == torch.float32:
-        return gram(states.mT, head.mT)
+        return transposed_product(states.mT, head.mT)
     product = torch.empty(len(states), len(head), dtype=torch.float32, device=head.device)
     for start in range(0, len(head), HEAD_ROWS):
-        product[:, start : start + HEAD_ROWS] = gram(states.mT, head[start : start + HEAD_ROWS].mT)
+        product[:, start : start + HEAD_ROWS] = transposed_product(states.mT, head[start : start + HEAD_ROWS].mT)
     return product
 
 

@@ -166,10 +166,10 @@ class SchemeMeasurement(Consumer):
         count = min(MEASURED_EXPERTS, len(weights[0]))
         recorded = self._recorded(layer)
         schemes, awq = self.job.allocation.candidates, bool(self.job.recipe.experts.awq)
+        outer = column_scale(recorded.x) if awq and self.job.plan.folds else None
         own = []
         for expert in dist.partition(count):
-            smooth = (awq and self.job.plan.folds, awq)
-            own.append(scheme_errors(recorded, weights, expert, schemes, experts.act_fn, smooth=smooth))
+            own.append(scheme_errors(recorded, weights, expert, schemes, experts.act_fn, outer=outer, inner=awq))
             self.context.check()
         lost = [
             one for part in dist.all_gather_object([one for one, _ in own]) for one in part
@@ -212,14 +212,16 @@ def scheme_errors(
     schemes: Sequence[Scheme],
     activation: Activation,
     *,
-    smooth: tuple[bool, bool],
+    outer: torch.Tensor | None,
+    inner: bool,
 ) -> tuple[dict[Scheme, dict[str, float]], tuple[torch.Tensor, torch.Tensor]]:
     """What each scheme does to the outputs of one expert.
 
     Args:
         recorded: what the MoE block saw, in all rows.
         weights: gate_up (E, 2I, H) and down (E, H, I), in the dtype of the forward pass.
-        smooth: whether the inputs of gate and up, and those of down, are scaled before rounding.
+        outer: the scale (H,) of the inputs of gate and up, see `column_scale`; None for none.
+        inner: whether the inputs of down are scaled before rounding.
 
     Returns:
         Σ r² ‖error‖² by scheme, and by which matrix alone was rounded (or all of them); and gate_up (2I, H) and down
@@ -231,11 +233,8 @@ def scheme_errors(
     rows = chosen.any(-1).nonzero()[:, 0]
     share = (recorded.weight * chosen).sum(-1)[rows].double().square()
     x = recorded.x[rows].float()
-    inner, wanted = _forward(x, source, activation)
-    outer_scale, inner_scale = (
-        _scale(of) if wished else None for of, wished in zip((recorded.x, inner), smooth, strict=True)
-    )
-    scales = {"gate": outer_scale, "up": outer_scale, "down": inner_scale}
+    h, wanted = _forward(x, source, activation)
+    scales = {"gate": outer, "up": outer, "down": column_scale(h) if inner else None}
     lost = {}
     for scheme in schemes:
         stored = {matrix: _rounded(weight, scheme, scales[matrix]) for matrix, weight in source.items()}
@@ -249,7 +248,7 @@ def scheme_errors(
     return lost, coarsest
 
 
-def _scale(inputs: torch.Tensor) -> torch.Tensor:
+def column_scale(inputs: torch.Tensor) -> torch.Tensor:
     """The root of the inputs' mean magnitudes (C,), by which columns are multiplied before they are rounded."""
     return inputs.float().abs().mean(0).nan_to_num(1.0).clamp(min=1e-4).sqrt()
 

@@ -201,10 +201,6 @@ def _read_cache(
     return data if data.digest == about["digest"] else None
 
 
-def _agree(now: str | SourceError, then: str) -> bool:
-    return isinstance(now, Unreachable) or now == then
-
-
 def _write_cache(file: Path, data: CalibrationData) -> None:
     """Write a row for each sample, and the rest as JSON in the metadata. Failing to write is not an error."""
     import pyarrow.parquet

@@ -223,9 +223,9 @@ def _expert_bytes(sizes: Sizes, rows: int, itemsize: int) -> int:
     # The weights in float32 and as served, and one matrix being rounded.
     held = stored + 2 * (gate_up + down) + narrow
     rounding = max(
-        squares * gram + matrices * weight + panels * min(PANEL, columns) * weight // columns
+        squares * hessian + matrices * weight + panels * min(PANEL, columns) * weight // columns
         for squares, matrices, panels in (FACTORIZED, ROUNDED)
-        for gram, weight, columns in ((square, gate_up, hidden), (narrow, down, width))
+        for hessian, weight, columns in ((square, gate_up, hidden), (narrow, down, width))
     )
     return max(inputs, serving, held + rounding)
 

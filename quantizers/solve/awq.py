@@ -84,12 +84,14 @@ def grid_scales(x_mean: torch.Tensor, w_mean: torch.Tensor, grid: int, duo_scali
     return torch.cat([identity, torch.where(torch.isfinite(s) & (s > 0), s, identity)])
 
 
-def scale_losses(weight: torch.Tensor, gram: torch.Tensor, scales: torch.Tensor, group: int, bits: int) -> torch.Tensor:
+def scale_losses(
+    weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor, group: int, bits: int
+) -> torch.Tensor:
     """The loss of every candidate for every expert, Q with min-max scales as they would be stored.
 
     Args:
         weight: (E, R, C) float32.
-        gram: (B, C, C) float32.
+        hessian: (B, C, C) float32.
         scales: (P, B, C) float32.
 
     Returns:
@@ -98,7 +100,7 @@ def scale_losses(weight: torch.Tensor, gram: torch.Tensor, scales: torch.Tensor,
     table = []
     for errors in _tried_errors(weight, scales, group, bits):
         experts, _, points, rows = errors.shape
-        table.append(row_losses(errors.flatten(2).mT, gram).view(experts, points, rows).sum(-1))
+        table.append(row_losses(errors.flatten(2).mT, hessian).view(experts, points, rows).sum(-1))
     losses = torch.cat(table, 1).T
     return torch.where(torch.isfinite(losses), losses, torch.full_like(losses, torch.inf))
 
@@ -176,9 +178,9 @@ def divided(scale: torch.Tensor, codes: torch.Tensor, s: torch.Tensor) -> torch.
     return torch.where(unread | (quotient == 0), torch.ones_like(quotient), quotient)
 
 
-def fold_gram(gram: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """The Gram matrix of x / s from that of x: G / (s sᵀ). gram (E, C, C), s (E, C) or (1, C)."""
-    return gram / (s.unsqueeze(-1) * s.unsqueeze(-2))
+def fold_hessian(hessian: torch.Tensor, s: torch.Tensor) -> None:
+    """Turn the Hessian of x into that of x / s, in place: H / (s sᵀ). hessian (E, C, C); s (E, C), or (C,) for all."""
+    hessian.div_(s.unsqueeze(-1) * s.unsqueeze(-2))
 
 
 # The scale that is folded into the norm: one for all of its readers, searched over all experts.
@@ -210,7 +212,7 @@ def norm_scale(
         The scale; and the objective before and after, two numbers on the device.
     """
     assert isinstance(settings.awq, Awq)
-    group, bits, device = settings.group_size, settings.bits, inputs.gram.device
+    group, bits, device = settings.group_size, settings.bits, inputs.hessian.device
 
     def means(unit: ExpertBatch) -> torch.Tensor:
         return weight_means(gate_up(unit).float(), group)
@@ -218,7 +220,9 @@ def norm_scale(
     def losses(points: torch.Tensor, unit: ExpertBatch) -> torch.Tensor:
         rows = gate_up(unit)
         step = row_step(experts * rows.shape[1], SEARCH_ROWS)
-        return scale_losses(rows[:, ::step].float(), inputs.gram.unsqueeze(0), points, group, bits).T * step  # (c, P)
+        return (
+            scale_losses(rows[:, ::step].float(), inputs.hessian.unsqueeze(0), points, group, bits).T * step
+        )  # (c, P)
 
     def of_all(rows: Rows) -> torch.Tensor:
         parts = [within_memory(partial(rows, unit)) for unit in units]

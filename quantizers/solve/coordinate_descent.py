@@ -1,6 +1,6 @@
 """After GPTQ: every group's scale and codes once more, given all the others.
 
-Legend: E experts, R rows, C columns, g group size, n = C / g groups, G the columns' Gram matrix.
+Legend: E experts, R rows, C columns, g group size, n = C / g groups, G the columns' Hessian.
 
 GPTQ decides each column once, with scales fixed beforehand. With P = (W − Ŵ) G at hand, the loss
 tr((W − Ŵ) G (W − Ŵ)ᵀ) is a parabola in a single group's scale, and in a single code, so each can be
@@ -25,13 +25,13 @@ PANEL = 256  # columns, rounded down to whole groups
 
 
 def refine(
-    weight: torch.Tensor, gram: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bits: int, *, sweeps: int = 1
+    weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bits: int, *, sweeps: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sweeps over all groups of columns.
 
     Args:
         weight: (E, R, C) float32.
-        gram: (E, C, C) float32, damped, so that its diagonal is positive.
+        hessian: (E, C, C) float32, damped, so that its diagonal is positive.
         codes: (E, R, C) int8.
         scale: (E, R, n) bfloat16.
 
@@ -43,15 +43,15 @@ def refine(
     codes, scale = (tensor.mT.clone(memory_format=torch.contiguous_format) for tensor in (codes, scale))
     difference = _dequantized(codes, scale)
     torch.sub(weight.mT, difference, out=difference)
-    by_group = gram.view(len(gram), -1, group, gram.shape[2] // group, group)
+    by_group = hessian.view(len(hessian), -1, group, hessian.shape[2] // group, group)
     own = by_group.diagonal(dim1=1, dim2=3).movedim(-1, 1).contiguous()  # (E, n, g, g)
     for _ in range(sweeps):
-        _sweep(gram, own, codes, scale, difference, bits=bits)
+        _sweep(hessian, own, codes, scale, difference, bits=bits)
     return codes.mT.contiguous(), scale.mT.contiguous()
 
 
 def _sweep(
-    gram: torch.Tensor,
+    hessian: torch.Tensor,
     own: torch.Tensor,
     codes: torch.Tensor,
     scale: torch.Tensor,
@@ -70,7 +70,7 @@ def _sweep(
     refine_one = launch.refine_group if use_kernel("refine_group", codes.device) else refine_group
     for first in range(0, columns, panel):
         here = slice(first, min(first + panel, columns))
-        near = torch.bmm(gram[:, here], difference)  # Pᵀ
+        near = torch.bmm(hessian[:, here], difference)  # Pᵀ
         change = codes[:, here].float()
         groups = slice(first // group, here.stop // group)
         image = own[:, groups] @ change.view(experts, -1, group, rows)
@@ -78,7 +78,7 @@ def _sweep(
             whole = slice(at * group, (at + 1) * group)
             part = slice(whole.start - first, whole.stop - first)
             if part.start:
-                near[:, part].baddbmm_(gram[:, whole, first : whole.start], change[:, : part.start])
+                near[:, part].baddbmm_(hessian[:, whole, first : whole.start], change[:, : part.start])
             refine_one(
                 own[:, at], scale[:, at], near[:, part], image[:, at - groups.start], codes[:, whole], change[:, part],
                 bits,

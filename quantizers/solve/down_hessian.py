@@ -23,7 +23,7 @@ from quantizers.forward.recorded import Recorded, usable_rows
 from .input_hessian import ExpertBatch
 from .kernels import launch
 from .routing_weights import Blend, Routed, Survey, rows_of, token_roots
-from .symmetric import add_gram, add_product, mirror
+from .symmetric import add_hessian, add_product, mirror
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -61,10 +61,10 @@ def add_weighed(h: torch.Tensor, root: torch.Tensor, total: torch.Tensor, magnit
     """
     if _by_kernel(h):
         launch.weigh_rows(h, root, magnitude)
-        add_gram(total, h.mT, h.mT)
+        add_hessian(total, h.mT, h.mT)
         return
     weigh_rows(h, root)
-    add_gram(total, h.mT, h.mT)
+    add_hessian(total, h.mT, h.mT)
     magnitude += h.abs_().mul_(root.unsqueeze(1)).sum(-1, keepdim=True, dtype=torch.float32)
 
 
@@ -88,7 +88,7 @@ class DownHessian:
     """Blended Hessians of h for the experts of a batch, each of total weight 1.
 
     Attributes:
-        gram: Σ h hᵀ (c, I, I) float32.
+        hessian: Σ h hᵀ (c, I, I) float32.
         mean: mean |h| (c, I) float32.
         changes: Σ d hᵀ (c, I, I) float32, where h + d is what the source's w1 and w3 give; over routed
             tokens only, weighted as in the blend. None where it was not asked for.
@@ -96,7 +96,7 @@ class DownHessian:
         dropped: (c,) int64, rows left out: not usable themselves, or in the block's input.
     """
 
-    gram: torch.Tensor
+    hessian: torch.Tensor
     mean: torch.Tensor
     changes: torch.Tensor | None
     seen: torch.Tensor

@@ -26,7 +26,7 @@ from quantizers.device.timing import phase
 from quantizers.forward.codes import dequantize
 from quantizers.recipe.schema import Awq, Experts
 
-from .awq import divided, divided_first, grid_scales, row_step, scale_losses, weight_means
+from .awq import divided, divided_first, fold_hessian, grid_scales, row_step, scale_losses, weight_means
 from .coordinate_descent import refine
 from .down_hessian import DownHessian
 from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest
@@ -89,19 +89,19 @@ def solve_batch(
     del rounded
     if sums.changes is not None:
         with phase("rounding"):
-            down = corrected(down, sums.gram, sums.changes, DAMPING)
+            down = corrected(down, sums.hessian, sums.changes, DAMPING)
     gate_codes, up_codes = codes.chunk(2, dim=1)
     gate_scales, up_scales = scales.chunk(2, dim=1)
     if settings.awq and not early:
         s, searched = _width_scale(down, sums, settings)
         # w3's codes stay as they are. (Its scales are rounded to bfloat16 once more, by far less than the codes were.)
         up_scales = divided(up_scales, up_codes, s)
-    width_gram = sums.gram
+    width_hessian = sums.hessian
     if settings.awq:
         down.mul_(s.unsqueeze(1))
-        width_gram.div_(s.unsqueeze(-1) * s.unsqueeze(-2))  # see awq.fold_gram
+        fold_hessian(width_hessian, s)
     with phase("rounding"):
-        down_codes, down_scales, damping, lost = _round(down, width_gram, settings, "down", exact=exact)
+        down_codes, down_scales, damping, lost = _round(down, width_hessian, settings, "down", exact=exact)
     return SolvedBatch(
         {"gate": gate_codes, "up": up_codes, "down": down_codes},
         {"gate": gate_scales, "up": up_scales, "down": down_scales},
@@ -119,7 +119,7 @@ def _width_scale(
         means = weight_means(down, settings.group_size)
         grid = grid_scales(sums.mean, means, settings.awq.grid, settings.awq.duo_scaling)
         step = row_step(down.shape[1], SEARCH_ROWS)
-        losses = scale_losses(down[:, ::step], sums.gram, grid, settings.group_size, settings.bits) * step  # (P, c)
+        losses = scale_losses(down[:, ::step], sums.hessian, grid, settings.group_size, settings.bits) * step  # (P, c)
         best = losses.argmin(0)
         chosen = grid[best, torch.arange(len(best), device=best.device)]
         after = losses.gather(0, best.unsqueeze(0))[0].double()
@@ -128,14 +128,14 @@ def _width_scale(
 
 def _round(
     weight: torch.Tensor,
-    gram: torch.Tensor,
+    hessian: torch.Tensor,
     settings: Experts,
     name: str,
     rows: torch.Tensor | None = None,
     *,
     exact: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Gram matrix (c, C, C).
+    """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Hessian (c, C, C).
 
     Args:
         rows: (c, R, 1), what the rows were divided by; losses are those of the rows as they were.
@@ -146,14 +146,14 @@ def _round(
     damping: dict[str, torch.Tensor] = {}
     weight = weight.mT.contiguous().mT  # whatever follows takes its columns one by one: transposed once
     if settings.scales == "mse":
-        scale = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), settings.group_size, settings.bits)
+        scale = mse_scales(weight, hessian.diagonal(dim1=-2, dim2=-1), settings.group_size, settings.bits)
     else:
         scale = minmax_scales(weight, settings.group_size, settings.bits)
     if settings.rounding == "gptq":
-        codes, used = gptq(weight, gram, scale, settings.bits, DAMPING, exact=exact)
+        codes, used = gptq(weight, hessian, scale, settings.bits, DAMPING, exact=exact)
         damping[name] = used
         solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
-        refined = refine(weight, damped(gram, used), codes, scale, settings.bits, sweeps=SWEEPS)
+        refined = refine(weight, damped(hessian, used), codes, scale, settings.bits, sweeps=SWEEPS)
         codes, scale = torch.where(solvable, refined[0], codes), torch.where(solvable, refined[1], scale)
     else:
         codes = nearest(weight, scale, settings.bits)
@@ -163,8 +163,8 @@ def _round(
     if rows is not None:
         lost, whole = lost.mul_(rows[:, ::step]), whole * rows[:, ::step]
     totals = {
-        f"{name}_lost": quadratic_loss(lost, gram).double() * step,
-        f"{name}_whole": quadratic_loss(whole, gram).double() * step,
+        f"{name}_lost": quadratic_loss(lost, hessian).double() * step,
+        f"{name}_whole": quadratic_loss(whole, hessian).double() * step,
     }
     return codes, scale, damping, totals
 
@@ -180,17 +180,17 @@ def _round(
 # router sends to the expert: only their error reaches the model's output.
 
 
-def corrected(down: torch.Tensor, gram: torch.Tensor, changes: torch.Tensor, damping: float) -> torch.Tensor:
+def corrected(down: torch.Tensor, hessian: torch.Tensor, changes: torch.Tensor, damping: float) -> torch.Tensor:
     """w2* (c, H, I) float32, see above; w2 where there is no solution.
 
     Args:
         down: (c, H, I) float32, w2.
-        gram: Σ h hᵀ (c, I, I) float32.
+        hessian: Σ h hᵀ (c, I, I) float32.
         changes: Σ d hᵀ (c, I, I) float32, see `down_hessian.DownHessian`.
-        damping: λ, as a share of the Gram matrix's mean diagonal.
+        damping: λ, as a share of the Hessian's mean diagonal.
     """
-    share = torch.full_like(gram[:, 0, 0], damping)
-    lower, info = torch.linalg.cholesky_ex(damped(gram, share))
+    share = torch.full_like(hessian[:, 0, 0], damping)
+    lower, info = torch.linalg.cholesky_ex(damped(hessian, share))
     step = torch.cholesky_solve((down @ changes).mT, lower).mT
     solved = (info == 0) & torch.isfinite(torch.linalg.vector_norm(step, torch.inf, dim=(-2, -1)))
     return step.masked_fill_(~solved[:, None, None], 0).add_(down)

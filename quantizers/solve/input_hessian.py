@@ -22,7 +22,7 @@ from quantizers.forward.recorded import Recorded
 from quantizers.plan.device_memory import Residents
 
 from .routing_weights import Blend, Survey, rows_of
-from .symmetric import add_gram, mirror
+from .symmetric import add_hessian, mirror
 
 ExpertBatch = tuple[int, int]  # first and last (exclusive) of its experts, in the order in which they are solved
 
@@ -32,11 +32,11 @@ class InputHessian:
     """Hessian of x over all usable rows, float32.
 
     Attributes:
-        gram: Σ x xᵀ (H, H).
+        hessian: Σ x xᵀ (H, H).
         mean: mean |x| (H,).
     """
 
-    gram: torch.Tensor
+    hessian: torch.Tensor
     mean: torch.Tensor
 
 
@@ -59,23 +59,23 @@ def sweep(
     routed = {unit: torch.zeros(unit[1] - unit[0], hidden, hidden, device=device) for unit in units}
     for block, table in zip(blocks, found.tables, strict=True):
         if with_all:
-            add_gram(total, block.x, block.x)
+            add_hessian(total, block.x, block.x)
             size += torch.linalg.vector_norm(block.x, 1, dim=0, dtype=torch.float32)
-        for unit, gram in routed.items():
+        for unit, hessian in routed.items():
             for rows, weight in table.routed(*unit):
-                _add_routed(gram, block.x, rows, weight)
-    for gram in routed.values():
-        mirror(gram)
+                _add_routed(hessian, block.x, rows, weight)
+    for hessian in routed.values():
+        mirror(hessian)
     return InputHessian(mirror(total), size / max(found.blended.tokens, 1)) if with_all else None, routed
 
 
 def _add_routed(total: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
     """Add Σ r² x xᵀ (c, H, H) over the rows (c, m) of a token chunk that are routed to a batch's experts."""
     picked = rows_of(x, rows).mul_(weight.unsqueeze(-1).to(x.dtype))  # (c, m, H)
-    add_gram(total, picked, picked)
+    add_hessian(total, picked, picked)
 
 
-def blended_hessian(routed: torch.Tensor, all_gram: torch.Tensor, blended: Blend, unit: ExpertBatch) -> torch.Tensor:
+def blended_hessian(routed: torch.Tensor, all_hessian: torch.Tensor, blended: Blend, unit: ExpertBatch) -> torch.Tensor:
     """Blended Σ x xᵀ (c, H, H) of an expert batch, each of total weight 1, in the memory of `routed`.
 
     Args:
@@ -83,7 +83,7 @@ def blended_hessian(routed: torch.Tensor, all_gram: torch.Tensor, blended: Blend
         all_gram: (H, H), see `InputHessian`.
     """
     of_routed, of_all = blended.factors(*unit)
-    return routed.mul_(of_routed[:, None, None]).addcmul_(all_gram, of_all[:, None, None])
+    return routed.mul_(of_routed[:, None, None]).addcmul_(all_hessian, of_all[:, None, None])
 
 
 Made = TypeVar("Made")

@@ -82,7 +82,7 @@ def fallbacks(numbers: Numbers, found: Survey, settings: Experts, groups: Mappin
         matrix = key.removeprefix("damping.")
         for expert, used in enumerate(damping.tolist() if matrix != key else ()):
             if math.isinf(used):
-                lines.append(f"expert {expert}: {matrix}: rounded to nearest, because its Gram matrix is not usable")
+                lines.append(f"expert {expert}: {matrix}: rounded to nearest, because its Hessian is not usable")
             elif used > 1.5 * DAMPING:
                 lines.append(f"expert {expert}: {matrix}: damping raised to {used:g}")
     return lines + zero_lines({matrix: numbers[f"{matrix}_zero"].tolist() for matrix in MATRICES}, groups)

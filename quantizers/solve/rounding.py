@@ -25,7 +25,7 @@ from quantizers.forward.codes import code_range, grouped
 from .kernels import launch
 from .symmetric import ordered_sum
 
-DAMPING = 0.01  # of Gram matrices, as a share of their mean diagonal
+DAMPING = 0.01  # of Hessians, as a share of their mean diagonal
 MSE_COUNT, MSE_FIRST, MSE_LESS = 20, 1.05, 0.02
 MSE_FACTORS = tuple(MSE_FIRST - MSE_LESS * k for k in range(MSE_COUNT))
 BLOCK = 32  # GPTQ columns handled by one kernel; before it they get, by one matmul, what their panel has made of errors
@@ -74,7 +74,7 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
 
     Args:
         weight: (E, R, C) float32.
-        importance: (E, C) float32, not negative: the diagonal of the columns' Gram matrix.
+        importance: (E, C) float32, not negative: the diagonal of the columns' Hessian.
 
     Returns:
         (E, R, n) bfloat16; min-max where nothing is smaller, as where the importance is all zero.
@@ -113,18 +113,18 @@ def mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int) -> torch.
     return chosen
 
 
-def damped(gram: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
+def damped(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
     """gram (E, C, C) + damping (E,) times its mean diagonal on the diagonal; 1 where that is not finite or zero."""
-    added = damping * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+    added = damping * hessian.diagonal(dim1=-2, dim2=-1).mean(-1)
     added = torch.where(torch.isfinite(added) & (added > 0), added, torch.ones_like(added))
-    result = gram.clone()
+    result = hessian.clone()
     result.diagonal(dim1=-2, dim2=-1).add_(added.unsqueeze(-1))
     return result
 
 
 def gptq(
     weight: torch.Tensor,
-    gram: torch.Tensor,
+    hessian: torch.Tensor,
     scale: torch.Tensor,
     bits: int,
     damping: float = DAMPING,
@@ -135,7 +135,7 @@ def gptq(
 
     Args:
         weight: (E, R, C) float32.
-        gram: (E, C, C) float32: Σ x xᵀ of what multiplies the columns.
+        hessian: (E, C, C) float32: Σ x xᵀ of what multiplies the columns.
         scale: (E, R, n) bfloat16, fixed beforehand.
         damping: share of the mean diagonal added to the diagonal.
         exact: see `cholesky_inverse`.
@@ -145,8 +145,8 @@ def gptq(
         Where that is infinite the codes are those of `nearest`.
     """
     experts, rows, columns = weight.shape
-    order = gram.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
-    factor, used = cholesky_inverse(_in_order(_in_order(gram, order).mT, order), damping, exact=exact)
+    order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
+    factor, used = cholesky_inverse(_in_order(_in_order(hessian, order).mT, order), damping, exact=exact)
     # An error's share in each later column.
     factor.div_(factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone())
     # Transposed, (E, C, R): a column then lies in one piece, and so do all later ones.
@@ -235,7 +235,7 @@ def in_groups(part: torch.Tensor, group: int) -> torch.Tensor:
 ATTEMPTS = 4  # dampings tried, each ten times the one before
 
 
-def cholesky_inverse(gram: torch.Tensor, damping: float, *, exact: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def cholesky_inverse(hessian: torch.Tensor, damping: float, *, exact: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = gram + d I.
 
     With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H
@@ -243,7 +243,7 @@ def cholesky_inverse(gram: torch.Tensor, damping: float, *, exact: bool = True) 
     first and factoring the inverse would need three.
 
     Args:
-        gram: (E, C, C) float32, symmetric, positive semi-definite.
+        hessian: (E, C, C) float32, symmetric, positive semi-definite.
         damping: share of the mean diagonal that is added to the diagonal.
         exact: raise the damping where it is too small. That looks at a number, for which an accelerator stops;
             without it only the first damping is tried.
@@ -252,10 +252,10 @@ def cholesky_inverse(gram: torch.Tensor, damping: float, *, exact: bool = True) 
         U (E, C, C) and the damping used (E,): ten times as much, again and again, for an expert
         whose H is not positive definite; infinity where nothing helped, and U is the identity.
     """
-    work = gram.flip(-1, -2)
+    work = hessian.flip(-1, -2)
     diagonal = work.diagonal(dim1=-2, dim2=-1)
     before = diagonal.clone()  # (E, C)
-    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)  # (E,)
+    mean = hessian.diagonal(dim1=-2, dim2=-1).mean(-1)  # (E,)
     used = torch.full_like(mean, damping)
     for _ in range(ATTEMPTS if exact else 1):
         torch.add(before, (used * mean).unsqueeze(-1), out=diagonal)

@@ -132,8 +132,8 @@ def survey(
     Args:
         experts: E.
         routed_weight: the recipe's a, 0 to 1.
-        full_share_at: n0. The hidden size is used: with fewer tokens than columns the routed Gram
-            matrix is singular.
+        full_share_at: n0. The hidden size is used: with fewer tokens than columns the routed Hessian is
+            singular.
         unit: experts of a unit, if they are to be solved in the order of `units.by_load`; None for that of their
             numbers.
     """

@@ -30,7 +30,7 @@ from quantizers.plan.device_memory import Residents
 from quantizers.plan.units import rows_of_block, unit_of_experts, units_of
 from quantizers.recipe.schema import Experts
 
-from .awq import fold_norm, norm_scale
+from .awq import fold_hessian, fold_norm, norm_scale
 from .down_hessian import Activation, DownHessian, collect_down_hessian
 from .expert_batch import SolvedBatch, solve_batch
 from .input_hessian import ExpertBatch, HessianCache, blended_hessian
@@ -103,7 +103,7 @@ def solve(
                 dist=dist,
             )
             folded, smooth = fold_norm(norm, shared, offset)
-    one = partial(_solve_batch, held, weights, inputs.gram, smooth, activation, settings)
+    one = partial(_solve_batch, held, weights, inputs.hessian, smooth, activation, settings)
     solved = _solve_batches(one, held, units, exact=exact)
     solved |= _solve_batches(one, held, [] if exact else _in_doubt(solved, units), exact=True)
     places = found.blended.experts.argsort()  # of each expert, in the order in which they were solved
@@ -134,7 +134,7 @@ def _solve_batches(
 def _solve_batch(
     held: HessianCache,
     weights: Weights,
-    all_gram: torch.Tensor,
+    all_hessian: torch.Tensor,
     smooth: torch.Tensor,
     activation: Activation,
     settings: Experts,
@@ -144,19 +144,19 @@ def _solve_batch(
 ) -> SolvedBatch:
     """Solve the first of the waiting expert batches."""
     unit, found = waiting[0], held.found
-    gram = held.take(waiting)
+    hessian = held.take(waiting)
     with phase("dequantize"):
         own, down = weights(found.experts[slice(*unit)])
     with phase("sums"):
-        gram = blended_hessian(gram, all_gram, found.blended, unit)
-        gram.div_(smooth.unsqueeze(-1) * smooth)  # see awq.fold_gram
+        hessian = blended_hessian(hessian, all_hessian, found.blended, unit)
+        fold_hessian(hessian, smooth)
     width_inputs = partial(collect_down_hessian, held.blocks, found, activation=activation, unit=unit)
     every = max(1, found.rows // (SEARCH_TOKENS * down.shape[-1]))
     zero = _zero_groups(own, down, settings.group_size)
     solved = solve_batch(
         own * smooth,
         down.float(),
-        gram,
+        hessian,
         partial(width_inputs, own, every=every),
         partial(_sums_when_rounded, width_inputs, own, smooth),
         settings,

@@ -2,7 +2,7 @@
 
 Legend: E matrices, T tokens, R rows, C columns, b columns of a block.
 
-Both a Gram matrix aᵀ b and the loss tr(D G Dᵀ) are sums over pairs of columns that do not depend on
+Both a Hessian aᵀ b and the loss tr(D G Dᵀ) are sums over pairs of columns that do not depend on
 the pair's order. So pairs of blocks of columns are enough: each block with itself and those after it,
 which for many blocks is half of the multiplications. All of this is batched over E.
 """
@@ -25,7 +25,7 @@ def blocks(columns: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + width, columns)) for start in range(0, columns, width))
 
 
-def gram(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def transposed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """aᵀ b with float32 accumulation and result, for (T, M) and (T, N) of one dtype."""
     if a.dtype != torch.float32 and is_accelerator(a.device):
         return torch.mm(a.mT, b, out_dtype=torch.float32)
@@ -47,7 +47,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.baddbmm_(a.float().mT, b.float())
 
 
-def add_gram(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_hessian(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += aᵀ b in the lower blocks, where aᵀ b is symmetric; call `mirror` once all is added.
 
     Args:
@@ -72,30 +72,30 @@ def mirror(total: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def quadratic_loss(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+def quadratic_loss(delta: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """tr(D G Dᵀ) = ‖D X‖², (E,), of the arguments of `row_losses`."""
-    return row_losses(delta, gram).sum(-1)
+    return row_losses(delta, hessian).sum(-1)
 
 
-def row_losses(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+def row_losses(delta: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """d G dᵀ of each row d of D.
 
     Args:
         delta: (E, R, C), or a transposed view, whose columns lie in one piece.
-        gram: (E, C, C), or (1, C, C) where all share it; symmetric.
+        hessian: (E, C, C), or (1, C, C) where all share it; symmetric.
 
     Returns:
         (E, R) in delta's dtype, added as symmetric.py says.
     """
     columns = delta.mT if delta.stride(-2) == 1 else delta.mT.contiguous()  # (E, C, R)
-    gram = gram.expand(len(columns), -1, -1)
+    hessian = hessian.expand(len(columns), -1, -1)
     product = torch.empty_like(columns)
     for start, end in blocks(columns.shape[1]):
         # The block with itself counts once, each of those after it twice.
         own, after, made = columns[:, start:end], columns[:, end:], product[:, start:end]
-        torch.bmm(gram[:, start:end, start:end], own, out=made)
+        torch.bmm(hessian[:, start:end, start:end], own, out=made)
         if end < columns.shape[1]:
-            made.baddbmm_(gram[:, start:end, end:], after, alpha=2)
+            made.baddbmm_(hessian[:, start:end, end:], after, alpha=2)
     return ordered_sum(product.mul_(columns))
 
 

@@ -56,6 +56,7 @@ def test_all_methods_go_through_a_whole_model(small_job: Job, printed: Any) -> N
     assert text.endswith("\nleft out: gram AWQ, default, router in F32: the default is that\n")
 
 
+@pytest.mark.slow
 def test_both_engines_and_both_routes_are_compared(printed: Any) -> None:
     sizes = ("--experts", "4", "--hidden", "128", "--width", "64", "--tokens", "48")
     found = json.loads(printed(compare, *sizes, "--json"))
@@ -68,6 +69,7 @@ def test_both_engines_and_both_routes_are_compared(printed: Any) -> None:
     assert "4 experts of 128 x 64, 48 tokens" in text
 
 
+@pytest.mark.slow
 def test_a_layer_beside_the_devices_rates(printed: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     text = printed(layer, "--tokens", "64", "--trace", str(trace))

@@ -21,7 +21,7 @@ from torch import Tensor
 from eval.report.schemes import choice_lines
 from eval.serving.check import STORED
 from quantizers.budget import choice, measure
-from quantizers.budget.measure import scheme_errors
+from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
@@ -94,7 +94,7 @@ def test_errors_are_those_of_an_experts_outputs() -> None:
 
     for expert in range(experts):
         found, coarsest = scheme_errors(
-            recorded, (gate_up, down), expert, schemes, torch.nn.functional.silu, smooth=(False, False)
+            recorded, (gate_up, down), expert, schemes, torch.nn.functional.silu, outer=None, inner=False
         )
         source = [gate_up[expert, :width], gate_up[expert, width:], down[expert]]
         for scheme in schemes:
@@ -118,7 +118,9 @@ def test_columns_are_scaled_by_their_inputs() -> None:
     chosen = torch.randint(2, (50, 1))
     silu = torch.nn.functional.silu
     recorded = seen_by(x, chosen, torch.ones(50, 1))
-    _, (both, w2) = scheme_errors(recorded, (gate_up, down), 1, [Scheme(4, 32)], silu, smooth=(True, True))
+    _, (both, w2) = scheme_errors(
+        recorded, (gate_up, down), 1, [Scheme(4, 32)], silu, outer=column_scale(x), inner=True
+    )
     own = x[chosen[:, 0] == 1]
     inner = silu(own @ gate_up[1, :32].T) * (own @ gate_up[1, 32:].T)
     for stored, weight, inputs in ((both, gate_up[1], x), (w2, down[1], inner)):

@@ -131,6 +131,7 @@ def test_the_recipes_key(said: str, trusts: bool, tmp_path: Path) -> None:
     assert source.model_dump()["trust_remote_code"] == {"": False, "tokenizer": "tokenizer"}.get(said, said == "true")
 
 
+@pytest.mark.slow
 def test_commands_without_a_recipe_take_an_option(folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": f"{TEXT} {n} " * 4}) + "\n" for n in range(3)))

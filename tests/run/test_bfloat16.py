@@ -48,15 +48,15 @@ def test_sums_of_bfloat16_inputs_are_float32_sums() -> None:
     sums, _ = sweep(half, found, [], x.shape[1], with_all=True)
     assert sums is not None
     length = (x.square().sum(0)).sqrt()
-    assert sums.gram.dtype == torch.float32
-    assert ((sums.gram.double() - x.mT @ x).abs() <= 1e-6 * length[:, None] * length).all()
+    assert sums.hessian.dtype == torch.float32
+    assert ((sums.hessian.double() - x.mT @ x).abs() <= 1e-6 * length[:, None] * length).all()
     got = collect_down_hessian(half, found, layer.gate_up.bfloat16(), activation=silu, unit=(0, 5))
-    assert got.gram.dtype == torch.float32
+    assert got.hessian.dtype == torch.float32
     gate, up = (x @ layer.gate_up.double().mT).chunk(2, dim=-1)
     h = silu(gate) * up
     wanted = h.mT @ h / len(x)
     length = wanted.diagonal(dim1=-2, dim2=-1).sqrt()
-    error = (got.gram.double() - wanted).abs() / (length.unsqueeze(-1) * length.unsqueeze(-2))
+    error = (got.hessian.double() - wanted).abs() / (length.unsqueeze(-1) * length.unsqueeze(-2))
     assert float(error.max()) < 2**-7
     assert float(error.mean()) < 2**-11
 

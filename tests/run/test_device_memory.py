@@ -76,6 +76,7 @@ def test_two_limits_give_the_same_bytes(job: Path, tmp_path: Path, held: list[in
         assert found == wanted
 
 
+@pytest.mark.slow
 def test_another_limit_at_every_resume(
     job: Path, tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,7 +202,7 @@ def test_the_sums_are_those_of_a_hook_on_the_whole_model(made: Made, whole: Any,
     x = torch.cat(seen)
     wanted = x.mT @ x
     assert found.blended.tokens == len(x)
-    assert float((sums.gram.double() - wanted).norm() / wanted.norm()) < 1e-6
+    assert float((sums.hessian.double() - wanted).norm() / wanted.norm()) < 1e-6
     assert torch.allclose(sums.mean.double(), x.abs().mean(0), rtol=1e-5)
     assert torch.equal(torch.bincount(recorded.chosen.flat.flatten()), torch.bincount(torch.cat(chosen)))
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizers.solve.awq import fold_gram, fold_norm, grid_scales, scale_losses, weight_means
+from quantizers.solve.awq import fold_hessian, fold_norm, grid_scales, scale_losses, weight_means
 from quantizers.solve.symmetric import quadratic_loss
 
 FEW = settings(max_examples=20, deadline=None, database=None, derandomize=True)
@@ -19,7 +19,7 @@ FEW = settings(max_examples=20, deadline=None, database=None, derandomize=True)
 def random_case(
     seed: int, experts: int, rows: int, columns: int, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights (E, R, C), inputs (T, C) with outlier and dead columns, and their Gram matrix from float64."""
+    """Weights (E, R, C), inputs (T, C) with outlier and dead columns, and their Hessian from float64."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(experts, rows, columns, generator=generator) * columns**-0.5
     spread = torch.randn(columns, generator=generator).exp()
@@ -51,9 +51,9 @@ def slow_delta(weight: torch.Tensor, s: torch.Tensor, group: int, bits: int) -> 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_grid_points_loss_is_the_replayed_loss(seed: int, duo: bool, bits: int) -> None:
     """Oracle: ‖D X‖² in float64 from the inputs themselves, at every point of the grid; 1e-6 relative."""
-    weight, x, gram = random_case(seed, experts=3, rows=48, columns=96, tokens=200)
+    weight, x, hessian = random_case(seed, experts=3, rows=48, columns=96, tokens=200)
     grid = grid_scales(x.abs().mean(0, keepdim=True), weight_means(weight, 32).mean(0, keepdim=True), 20, duo)
-    losses = scale_losses(weight, gram.unsqueeze(0), grid, 32, bits)
+    losses = scale_losses(weight, hessian.unsqueeze(0), grid, 32, bits)
     assert losses.shape == (20, 3)
     for point in range(20):
         for expert in range(3):
@@ -86,23 +86,26 @@ def test_losses_are_replayed_losses_for_any_shape(
     shared: bool,
 ) -> None:
     """Oracle as above; 1e-6 of Σ |D| |G| |D|ᵀ, which is what float32 can promise where terms cancel (T < C)."""
-    weight, x, gram = random_case(seed, experts, rows, groups * group, tokens)
+    weight, x, hessian = random_case(seed, experts, rows, groups * group, tokens)
     means = weight_means(weight, group)
     magnitude = x.abs().mean(0, keepdim=True)
     if shared:
-        grid, grams = grid_scales(magnitude, means.mean(0, keepdim=True), points, True), gram.unsqueeze(0)
+        grid, hessians = grid_scales(magnitude, means.mean(0, keepdim=True), points, True), hessian.unsqueeze(0)
     else:
-        grid, grams = grid_scales(magnitude.expand(experts, -1), means, points, True), gram.expand(experts, -1, -1)
-    losses = scale_losses(weight, grams, grid, group, bits)
+        grid, hessians = (
+            grid_scales(magnitude.expand(experts, -1), means, points, True),
+            hessian.expand(experts, -1, -1),
+        )
+    losses = scale_losses(weight, hessians, grid, group, bits)
     for point in range(points):
         for expert in range(experts):
             delta = slow_delta(weight[expert], grid[point, 0 if shared else expert], group, bits).double()
             replayed = float((delta @ x.double().mT).square().sum())
-            scale = float((delta.abs() @ gram.double().abs() * delta.abs()).sum())
+            scale = float((delta.abs() @ hessian.double().abs() * delta.abs()).sum())
             assert abs(float(losses[point, expert]) - replayed) <= 1e-6 * scale, (point, expert)
 
 
-def test_quadratic_loss_in_float64_is_the_brute_force_loss_and_shares_a_gram() -> None:
+def test_quadratic_loss_in_float64_is_the_brute_force_loss_and_shares_a_hessian() -> None:
     """Oracle: a sum over rows and tokens of the squared scalar product, one at a time."""
     weight, x, _ = random_case(3, experts=2, rows=4, columns=16, tokens=9)
     weight, x = weight.double(), x.double()
@@ -111,27 +114,27 @@ def test_quadratic_loss_in_float64_is_the_brute_force_loss_and_shares_a_gram() -
         for row in range(4):
             for token in range(9):
                 slow[expert] += float(torch.dot(weight[expert, row], x[token])) ** 2
-    gram = x.mT @ x
-    torch.testing.assert_close(quadratic_loss(weight, gram.unsqueeze(0)), slow, rtol=1e-12, atol=0)
-    torch.testing.assert_close(quadratic_loss(weight, gram.expand(2, -1, -1)), slow, rtol=1e-12, atol=0)
+    hessian = x.mT @ x
+    torch.testing.assert_close(quadratic_loss(weight, hessian.unsqueeze(0)), slow, rtol=1e-12, atol=0)
+    torch.testing.assert_close(quadratic_loss(weight, hessian.expand(2, -1, -1)), slow, rtol=1e-12, atol=0)
 
 
 def test_a_loss_that_is_not_finite_is_infinite_and_leaves_other_experts_alone() -> None:
-    """A NaN or infinite Gram matrix must never win the search."""
-    weight, x, gram = random_case(4, experts=3, rows=4, columns=32, tokens=40)
-    grams = gram.repeat(3, 1, 1)
-    grams[0, 5, 5], grams[2, 1, 1] = float("nan"), float("inf")
+    """A NaN or infinite Hessian must never win the search."""
+    weight, x, hessian = random_case(4, experts=3, rows=4, columns=32, tokens=40)
+    hessians = hessian.repeat(3, 1, 1)
+    hessians[0, 5, 5], hessians[2, 1, 1] = float("nan"), float("inf")
     grid = grid_scales(x.abs().mean(0).expand(3, -1), weight_means(weight, 32), 5, True)
-    losses = scale_losses(weight, grams, grid, 32, 4)
+    losses = scale_losses(weight, hessians, grid, 32, 4)
     assert torch.isinf(losses[:, [0, 2]]).all()
-    torch.testing.assert_close(losses[:, 1:2], scale_losses(weight[1:2], gram[None], grid[:, 1:2], 32, 4))
+    torch.testing.assert_close(losses[:, 1:2], scale_losses(weight[1:2], hessian[None], grid[:, 1:2], 32, 4))
 
 
 def test_loss_of_the_identity_in_closed_form() -> None:
     """Whole weights with one of 7.5 per group: the step is exactly 1, and only the 7.5 is off, by a half."""
     weight = torch.tensor([[[7.5, 3, -2, 0, 1, -7.5, 7, -4], [-7.5, 1, 1, 1, 7.5, 2, 3, -6]]])
-    gram = torch.diag(torch.tensor([1.0, 2, 4, 8, 16, 32, 64, 128]))
-    losses = scale_losses(weight, gram[None], torch.ones(1, 1, 8), 4, 4)
+    hessian = torch.diag(torch.tensor([1.0, 2, 4, 8, 16, 32, 64, 128]))
+    losses = scale_losses(weight, hessian[None], torch.ones(1, 1, 8), 4, 4)
     assert losses.tolist() == [[0.25 * (1 + 32 + 1 + 16)]]
 
 
@@ -269,12 +272,12 @@ class LibrarySearch:
 def test_grid_and_losses_are_llm_compressors(duo: bool, bits: int) -> None:
     """Oracle: the library's own grid search, every scale that it tries and every loss that it measures."""
     points = 20 if bits == 4 else 5
-    weight, x, gram = random_case(7, experts=1, rows=24, columns=64, tokens=50)
+    weight, x, hessian = random_case(7, experts=1, rows=24, columns=64, tokens=50)
     library = LibrarySearch(weight[0], x, points, duo, bits, group=32)
     grid = grid_scales(x.abs().mean(0, keepdim=True), weight_means(weight, 32), points, duo)
     for point in range(points):
         torch.testing.assert_close(library.scales(point).float(), grid[point, 0], rtol=2e-6, atol=0)
-    ours = scale_losses(weight, gram.unsqueeze(0), grid, 32, bits)[:, 0]
+    ours = scale_losses(weight, hessian.unsqueeze(0), grid, 32, bits)[:, 0]
     torch.testing.assert_close(ours, torch.tensor(library.losses), rtol=1e-5 if bits == 4 else 1e-4, atol=0)
 
 
@@ -318,10 +321,11 @@ def test_folding_leaves_alone_what_cannot_be_divided(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_folded_gram_is_the_gram_of_the_divided_inputs(shared: bool) -> None:
+def test_a_folded_hessian_is_that_of_the_divided_inputs(shared: bool) -> None:
     """Oracle: divide the inputs themselves, in float64."""
     generator = torch.Generator().manual_seed(9)
     x = torch.randn(3, 40, 24, generator=generator, dtype=torch.float64)
-    s = torch.rand(1 if shared else 3, 24, generator=generator, dtype=torch.float64) * 30 + 0.1
-    divided = x / s.unsqueeze(1)
-    torch.testing.assert_close(fold_gram(x.mT @ x, s), divided.mT @ divided, rtol=1e-12, atol=1e-12)
+    s = torch.rand((24,) if shared else (3, 24), generator=generator, dtype=torch.float64) * 30 + 0.1
+    divided, hessian = x / s.unsqueeze(-2), x.mT @ x
+    fold_hessian(hessian, s)
+    torch.testing.assert_close(hessian, divided.mT @ divided, rtol=1e-12, atol=1e-12)

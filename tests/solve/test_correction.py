@@ -72,7 +72,7 @@ def test_the_sums_are_those_of_the_tokens(share: float) -> None:
     sums = sums_of(sequences, source, served, share)
     assert sums.changes is not None
     for e, (d, h, weight, routed) in enumerate(slow(sequences, source, served, share)):
-        close(sums.gram[e], (h * weight[:, None]).T @ h)
+        close(sums.hessian[e], (h * weight[:, None]).T @ h)
         close(sums.changes[e], (d * routed[:, None]).T @ h)
 
 
@@ -86,7 +86,7 @@ def test_one_unit_or_several_is_the_same() -> None:
         unit = e, e + 1
         one = collect_down_hessian(sequences, found, served[part], activation=silu, unit=unit, source=source[part])
         assert one.changes is not None
-        assert torch.equal(one.gram[0], whole.gram[e])
+        assert torch.equal(one.hessian[0], whole.hessian[e])
         assert torch.equal(one.changes[0], whole.changes[e])
 
 
@@ -109,7 +109,7 @@ def test_the_corrected_matrix_is_the_ridge_regression() -> None:
     sums = sums_of(sequences, source, served, 0.9)
     assert sums.changes is not None
     down = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=torch.Generator().manual_seed(4))
-    found = corrected(down, sums.gram, sums.changes, 0.01)
+    found = corrected(down, sums.hessian, sums.changes, 0.01)
     for e, (d, h, weight, routed) in enumerate(slow(sequences, source, served, 0.9)):
         w2, root = down[e].double(), weight.sqrt()[:, None]
         target = (h + d * (routed / weight)[:, None]) @ w2.T

@@ -243,7 +243,7 @@ def slow_replay(weight: torch.Tensor, s: torch.Tensor, x: torch.Tensor, share: t
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("routed_weight", [0.0, 0.9])
 def test_a_whole_layer_solved_again_by_replaying_its_inputs(routed_weight: float, bits: int) -> None:
-    """Min-max and nearest. Oracle: no Gram matrix anywhere: every grid point is run on every token in float64,
+    """Min-max and nearest. Oracle: no Hessian anywhere: every grid point is run on every token in float64,
 
     expert by expert; the best is folded; compressed-tensors gives scales and codes.
     """
@@ -521,7 +521,7 @@ def test_any_sequence_class_will_do_and_it_is_read_in_order() -> None:
 
 @pytest.mark.parametrize("routed_weight", [0.0, 0.9])
 def test_rounding_reads_the_inputs_as_they_are_after_folding(routed_weight: float) -> None:
-    """MSE scales, GPTQ, the sweep and the reported errors. Oracle: Gram matrices of explicitly divided inputs.
+    """MSE scales, GPTQ, the sweep and the reported errors. Oracle: Hessians of explicitly divided inputs.
 
     The scales of the search are the same as with min-max and nearest, so they come from a grid that is
     searched again here; rounding.py's own functions then round what they are given (test_rounding.py).
@@ -533,11 +533,11 @@ def test_rounding_reads_the_inputs_as_they_are_after_folding(routed_weight: floa
     lost, whole = {"gate_up": 0.0, "down": 0.0}, {"gate_up": 0.0, "down": 0.0}
 
     def slow_rounded(source: torch.Tensor, read: torch.Tensor, each: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gram = ((read * each[:, None]).mT @ read).float()[None]
-        scale = mse_scales(source[None], gram.diagonal(dim1=-2, dim2=-1), GROUP, 4)
-        codes, used = gptq(source[None], gram, scale, 4)
+        hessian = ((read * each[:, None]).mT @ read).float()[None]
+        scale = mse_scales(source[None], hessian.diagonal(dim1=-2, dim2=-1), GROUP, 4)
+        codes, used = gptq(source[None], hessian, scale, 4)
         for _ in range(2):
-            codes, scale = refine(source[None], damped(gram, used), codes, scale, 4)
+            codes, scale = refine(source[None], damped(hessian, used), codes, scale, 4)
         return codes[0], scale[0]
 
     def account(name: str, delta: torch.Tensor, source: torch.Tensor, read: torch.Tensor, each: torch.Tensor) -> None:
@@ -561,8 +561,8 @@ def test_rounding_reads_the_inputs_as_they_are_after_folding(routed_weight: floa
         # LayerResult for what the rounded w1 and w3 give it, on the tokens that are routed here.
         h = silu(x @ layer.gate_up[expert, :WIDTH].mT) * (x @ layer.gate_up[expert, WIDTH:].mT)
         changes = ((h.double() - served) * routed[:, None]).mT @ served
-        gram = ((served * each[:, None]).mT @ served).float()
-        down = corrected(layer.down[expert][None], gram[None], changes.float()[None], 0.01)[0]
+        hessian = ((served * each[:, None]).mT @ served).float()
+        down = corrected(layer.down[expert][None], hessian[None], changes.float()[None], 0.01)[0]
         means = (served.abs() * each[:, None]).sum(0).float()
         grid = grid_scales(means[None], weight_means(down[None], GROUP), 8, True)[:, 0]
         s = min(grid, key=lambda point: slow_replay(down, point, served, each, 4))

@@ -92,7 +92,7 @@ def assert_finite(output: Path) -> None:
         assert not tensor.is_floating_point() or bool(torch.isfinite(tensor.float()).all()), name
 
 
-NEAREST = "rounded to nearest, because its Gram matrix is not usable"
+NEAREST = "rounded to nearest, because its Hessian is not usable"
 # The fault, with whatever must hold in the run that it is compared with, and what is said of the expert.
 FAULTS: dict[str, tuple[list[Fault], list[Fault], list[str]]] = {
     "too large": ([scaled(1e9, "w1", "w3")], [], ["rows not finite or too large, left out of the sums", NEAREST]),

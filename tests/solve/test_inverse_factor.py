@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grams import broken_grams, correlated_gram
+from hessians import broken_hessians, correlated_hessian
 
 from quantizers.solve.rounding import cholesky_inverse
 
@@ -13,13 +13,13 @@ from quantizers.solve.rounding import cholesky_inverse
 @pytest.mark.parametrize("columns", [1, 32, 160, 170])
 @pytest.mark.parametrize("tokens", [20, 500])
 def test_inverse_factor_against_float64(columns: int, tokens: int, device: torch.device) -> None:
-    """Oracle: inverse(H) in float64, H with 1 % of the mean diagonal added; singular Gram matrices included."""
-    gram = correlated_gram(6, 2, max(columns, 5), tokens)[:, :columns, :columns]
-    factor, used = (found.cpu() for found in cholesky_inverse(gram.to(device), 0.01))
+    """Oracle: inverse(H) in float64, H with 1 % of the mean diagonal added; singular Hessians included."""
+    hessian = correlated_hessian(6, 2, max(columns, 5), tokens)[:, :columns, :columns]
+    factor, used = (found.cpu() for found in cholesky_inverse(hessian.to(device), 0.01))
     assert used.tolist() == pytest.approx([0.01, 0.01])
     assert torch.equal(factor, factor.triu())
     assert (factor.diagonal(dim1=-2, dim2=-1) > 0).all()
-    damped = gram.double().clone()
+    damped = hessian.double().clone()
     for expert in range(2):
         mean = float(damped[expert].diagonal().mean())
         damped[expert].diagonal().add_(0.01 * mean)
@@ -38,10 +38,10 @@ def test_damping_is_raised_tenfold_until_the_matrix_is_positive(lowest: float, e
     # The mean of the diagonal is the mean eigenvalue: 1 when the others make up for the lowest.
     values = torch.full((size,), (size - lowest) / (size - 1))
     values[0] = lowest
-    gram = torch.stack([basis @ torch.diag(values) @ basis.mT, torch.eye(size)])
-    factor, used = cholesky_inverse(gram, 0.01)
+    hessian = torch.stack([basis @ torch.diag(values) @ basis.mT, torch.eye(size)])
+    factor, used = cholesky_inverse(hessian, 0.01)
     assert used.tolist() == pytest.approx([expected, 0.01])
-    damped = gram[0].double() + expected * torch.eye(size, dtype=torch.float64)
+    damped = hessian[0].double() + expected * torch.eye(size, dtype=torch.float64)
     torch.testing.assert_close(
         factor[0].double().mT @ factor[0].double() @ damped, torch.eye(size).double(), rtol=0, atol=1e-3
     )
@@ -49,8 +49,8 @@ def test_damping_is_raised_tenfold_until_the_matrix_is_positive(lowest: float, e
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_healthy_keep_theirs_beside_those_that_have_none(exact: bool) -> None:
-    grams = broken_grams(70)
-    factor, used = cholesky_inverse(grams, 0.01, exact=exact)
+    hessians = broken_hessians(70)
+    factor, used = cholesky_inverse(hessians, 0.01, exact=exact)
     assert used.isinf().tolist() == [True] * 5 + [False]
     assert torch.equal(factor[:5], torch.eye(70).expand(5, -1, -1))
-    torch.testing.assert_close(factor[5:], cholesky_inverse(grams[5:], 0.01)[0])
+    torch.testing.assert_close(factor[5:], cholesky_inverse(hessians[5:], 0.01)[0])

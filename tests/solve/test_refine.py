@@ -18,15 +18,15 @@ def case(experts: int, rows: int, groups: int, bits: int, seed: int) -> tuple[to
     x = torch.randn(experts, 3 * columns, columns, generator=generator)
     x = x @ (torch.eye(columns) + 0.3 * torch.randn(columns, columns, generator=generator) / columns**0.5 * 4)
     weight = torch.randn(experts, rows, columns, generator=generator)
-    gram = damped(x.mT @ x, torch.full((experts,), 0.01))
-    scale = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), 32, bits)
-    return weight, gram, gptq(weight, gram, scale, bits)[0], scale
+    hessian = damped(x.mT @ x, torch.full((experts,), 0.01))
+    scale = mse_scales(weight, hessian.diagonal(dim1=-2, dim2=-1), 32, bits)
+    return weight, hessian, gptq(weight, hessian, scale, bits)[0], scale
 
 
-def loss(weight: torch.Tensor, gram: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def loss(weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """(E, R) float64, by the definition."""
     delta = (weight - dequantize(codes, scale)).double()
-    return ((delta @ gram.double()) * delta).sum(-1)
+    return ((delta @ hessian.double()) * delta).sum(-1)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -34,9 +34,9 @@ def loss(weight: torch.Tensor, gram: torch.Tensor, codes: torch.Tensor, scale: t
 def test_no_row_gets_worse_and_codes_and_scales_stay_valid(
     experts: int, rows: int, groups: int, bits: int, seed: int
 ) -> None:
-    weight, gram, codes, scale = case(experts, rows, groups, bits, seed)
-    finer, finer_scale = refine(weight, gram, codes, scale, bits)
-    before, after = loss(weight, gram, codes, scale), loss(weight, gram, finer, finer_scale)
+    weight, hessian, codes, scale = case(experts, rows, groups, bits, seed)
+    finer, finer_scale = refine(weight, hessian, codes, scale, bits)
+    before, after = loss(weight, hessian, codes, scale), loss(weight, hessian, finer, finer_scale)
     assert bool((after <= before * (1 + 1e-5) + 1e-9).all())
     low, high = code_range(bits)
     assert finer.dtype == torch.int8
@@ -47,18 +47,18 @@ def test_no_row_gets_worse_and_codes_and_scales_stay_valid(
 
 
 def test_it_wins_on_gptq() -> None:
-    weight, gram, codes, scale = case(4, 64, 4, 4, 7)
-    finer = refine(weight, gram, codes, scale, 4)
-    gain = loss(weight, gram, *finer).sum() / loss(weight, gram, codes, scale).sum()
+    weight, hessian, codes, scale = case(4, 64, 4, 4, 7)
+    finer = refine(weight, hessian, codes, scale, 4)
+    gain = loss(weight, hessian, *finer).sum() / loss(weight, hessian, codes, scale).sum()
     assert gain < 0.97
 
 
 def test_a_slow_version_in_float64_makes_the_same_choices() -> None:
     """The same sweep written out for one row at a time, the loss evaluated afresh for every choice."""
-    weight, gram, codes, scale = case(1, 3, 2, 4, 11)
-    finer, finer_scale = refine(weight, gram, codes, scale, 4)
+    weight, hessian, codes, scale = case(1, 3, 2, 4, 11)
+    finer, finer_scale = refine(weight, hessian, codes, scale, 4)
     for row in range(3):
-        w, g = weight[0, row].double(), gram[0].double()
+        w, g = weight[0, row].double(), hessian[0].double()
         q, s = codes[0, row].double().clone(), scale[0, row].double().clone()
 
         def value(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor = w, g: torch.Tensor = g) -> float:
@@ -84,10 +84,10 @@ def test_a_slow_version_in_float64_makes_the_same_choices() -> None:
 
 
 def test_it_is_the_same_for_one_expert_alone_and_in_a_batch() -> None:
-    weight, gram, codes, scale = case(3, 8, 2, 4, 5)
-    together = refine(weight, gram, codes, scale, 4)
+    weight, hessian, codes, scale = case(3, 8, 2, 4, 5)
+    together = refine(weight, hessian, codes, scale, 4)
     for expert in range(3):
-        alone = refine(*(t[expert : expert + 1] for t in (weight, gram, codes, scale)), 4)
+        alone = refine(*(t[expert : expert + 1] for t in (weight, hessian, codes, scale)), 4)
         assert torch.equal(alone[0][0], together[0][expert])
         assert torch.equal(alone[1][0], together[1][expert])
 
@@ -96,14 +96,14 @@ def test_weights_on_the_grid_stay_as_they_are() -> None:
     codes = torch.randint(-8, 8, (1, 4, 64), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
     scale = torch.full((1, 4, 2), 0.25, dtype=torch.bfloat16)
     weight = dequantize(codes, scale)
-    gram = torch.eye(64).unsqueeze(0)
+    hessian = torch.eye(64).unsqueeze(0)
     assert torch.equal(nearest(weight, scale, 4), codes)
-    finer, finer_scale = refine(weight, gram, codes, scale, 4)
+    finer, finer_scale = refine(weight, hessian, codes, scale, 4)
     assert torch.equal(finer, codes)
     assert torch.equal(finer_scale, scale)
 
 
 @pytest.mark.parametrize("value", [0.0, float("inf")])
 def test_damping_that_means_nothing_leaves_a_positive_diagonal(value: float) -> None:
-    gram = torch.zeros(1, 4, 4)
-    assert bool((damped(gram, torch.tensor([value])).diagonal(dim1=-2, dim2=-1) > 0).all())
+    hessian = torch.zeros(1, 4, 4)
+    assert bool((damped(hessian, torch.tensor([value])).diagonal(dim1=-2, dim2=-1) > 0).all())

@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, quantize
 from compressed_tensors.quantization import dequantize as library_dequantize
 from compressed_tensors.quantization.utils import calculate_qparams
-from grams import broken_grams, correlated_gram
+from hessians import broken_hessians, correlated_hessian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -124,13 +124,13 @@ def test_an_all_zero_group_gets_scale_one_and_codes_zero(bits: int) -> None:
     weight = random_weight(3, 2, 4, 96)
     whole = minmax_scales(weight, 32, bits)
     weight[0, 1, 32:64] = 0
-    gram = correlated_gram(3, 2, 96, 200)
-    best = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), 32, bits)
+    hessian = correlated_hessian(3, 2, 96, 200)
+    best = mse_scales(weight, hessian.diagonal(dim1=-2, dim2=-1), 32, bits)
     scale = minmax_scales(weight, 32, bits)
     assert float(scale[0, 1, 1]) == 1
     assert float(best[0, 1, 1]) == 1
     assert int((scale != whole).sum()) == 1
-    for codes in (nearest(weight, scale, bits), gptq(weight, gram, best, bits)[0]):
+    for codes in (nearest(weight, scale, bits), gptq(weight, hessian, best, bits)[0]):
         assert torch.isfinite(codes).all()
     assert (nearest(weight, scale, bits)[0, 1, 32:64] == 0).all()
     assert (minmax_scales(torch.zeros(1, 2, 64), 32, bits) == 1).all()
@@ -170,7 +170,7 @@ def test_mse_scales_are_the_best_of_brute_force(seed: int, bits: int, device: to
     """Oracle: float64 loss of min-max and of 1.05, 1.03 … 0.67 times it, group by group."""
     assert pytest.approx([1.05 - 0.02 * k for k in range(20)]) == MSE_FACTORS
     weight = random_weight(seed, 2, 6, 96)
-    importance = correlated_gram(seed, 2, 96, 50).diagonal(dim1=-2, dim2=-1)
+    importance = correlated_hessian(seed, 2, 96, 50).diagonal(dim1=-2, dim2=-1)
     there = weight.to(device)
     base = minmax_scales(there, 32, bits).cpu()
     chosen = mse_scales(there, importance.to(device), 32, bits).cpu()
@@ -195,7 +195,7 @@ def test_mse_scales_are_the_best_of_brute_force(seed: int, bits: int, device: to
 def test_mse_scales_are_never_worse_than_minmax(seed: int, bits: int, group: int) -> None:
     """In the weighted error that they minimise, group by group, in float64."""
     weight = random_weight(seed, 1, 5, 128)
-    importance = correlated_gram(seed, 1, 128, 20).diagonal(dim1=-2, dim2=-1)
+    importance = correlated_hessian(seed, 1, 128, 20).diagonal(dim1=-2, dim2=-1)
     base, chosen = minmax_scales(weight, group, bits), mse_scales(weight, importance, group, bits)
     for r in range(5):
         for n in range(128 // group):
@@ -220,51 +220,53 @@ def test_mse_scales_without_a_usable_importance_are_minmax(value: float) -> None
 
 @pytest.mark.on_device
 @bit_widths
-def test_gptq_without_a_usable_gram_rounds_to_nearest(bits: int, device: torch.device) -> None:
+def test_gptq_without_a_usable_hessian_rounds_to_nearest(bits: int, device: torch.device) -> None:
     """Damping infinity and nearest codes for the broken ones; the healthy one is as it is alone."""
-    weight, grams = random_weight(8, 6, 5, 64).to(device), broken_grams(64).to(device)
+    weight, hessians = random_weight(8, 6, 5, 64).to(device), broken_hessians(64).to(device)
     scale = minmax_scales(weight, 32, bits)
-    codes, used = gptq(weight, grams, scale, bits)
+    codes, used = gptq(weight, hessians, scale, bits)
     assert torch.isinf(used[:5]).all()
     assert float(used[5]) == pytest.approx(0.01)
     assert torch.equal(codes[:5], nearest(weight[:5], scale[:5], bits))
-    alone, _ = gptq(weight[5:], grams[5:], scale[5:], bits)
+    alone, _ = gptq(weight[5:], hessians[5:], scale[5:], bits)
     assert torch.equal(codes[5:], alone)
     assert not torch.equal(codes[5:], nearest(weight[5:], scale[5:], bits))
 
 
-def test_gptq_of_a_singular_gram_needs_only_the_usual_damping() -> None:
+def test_gptq_of_a_singular_hessian_needs_only_the_usual_damping() -> None:
     """One token: rank 1. Codes are whole, within range, and lose less than nearest."""
     weight = random_weight(9, 1, 8, 64)
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(9))
-    gram = x.mT @ x
+    hessian = x.mT @ x
     scale = minmax_scales(weight, 32, 4)
-    codes, used = gptq(weight, gram, scale, 4)
+    codes, used = gptq(weight, hessian, scale, 4)
     assert float(used) == pytest.approx(0.01)
-    assert float(loss(weight, codes, scale, gram)) < 0.05 * float(loss(weight, nearest(weight, scale, 4), scale, gram))
+    assert float(loss(weight, codes, scale, hessian)) < 0.05 * float(
+        loss(weight, nearest(weight, scale, 4), scale, hessian)
+    )
 
 
-def loss(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+def loss(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """tr(D G Dᵀ) per expert in float64."""
     delta = dequantize(codes, scale).double() - weight.double()
-    return (delta @ gram.double() * delta).sum((-1, -2))
+    return (delta @ hessian.double() * delta).sum((-1, -2))
 
 
 def textbook_gptq(
-    weight: torch.Tensor, gram: torch.Tensor, scale: torch.Tensor, bits: int, damping: float = 0.01
+    weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, bits: int, damping: float = 0.01
 ) -> torch.Tensor:
     """One expert's codes in float64, as the paper derives the method, without Cholesky factors or blocks.
 
     Columns by falling diagonal. Round one, add its error times inverse(H)[j, rest] / inverse(H)[j, j] to
     the rest, and remove row and column j from inverse(H) by one step of Gaussian elimination.
     """
-    weight, gram = weight.double().clone(), gram.double()
+    weight, hessian = weight.double().clone(), hessian.double()
     low, high = code_range(bits)
     group = weight.shape[1] // scale.shape[1]
-    damped = gram + damping * gram.diagonal().mean() * torch.eye(gram.shape[0], dtype=torch.float64)
+    damped = hessian + damping * hessian.diagonal().mean() * torch.eye(hessian.shape[0], dtype=torch.float64)
     inverse = torch.linalg.inv(damped)
     codes = torch.zeros_like(weight)
-    left = sorted(range(weight.shape[1]), key=lambda j: -float(gram[j, j]))
+    left = sorted(range(weight.shape[1]), key=lambda j: -float(hessian[j, j]))
     while left:
         j = left.pop(0)
         step = scale[:, j // group].double()
@@ -282,23 +284,25 @@ def textbook_gptq(
 def test_gptq_is_the_textbooks(columns: int, group: int, tokens: int, bits: int) -> None:
     """Oracle: `textbook_gptq`. A float32 tie that falls the other way changes the rest of its row: few rows may."""
     rows = 24
-    weight, gram = random_weight(columns, 2, rows, columns), correlated_gram(columns, 2, columns, tokens)
-    scale = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), group, bits)
-    codes, _ = gptq(weight, gram, scale, bits)
-    expected = torch.stack([textbook_gptq(weight[e], gram[e], scale[e], bits) for e in range(2)]).float()
+    weight, hessian = random_weight(columns, 2, rows, columns), correlated_hessian(columns, 2, columns, tokens)
+    scale = mse_scales(weight, hessian.diagonal(dim1=-2, dim2=-1), group, bits)
+    codes, _ = gptq(weight, hessian, scale, bits)
+    expected = torch.stack([textbook_gptq(weight[e], hessian[e], scale[e], bits) for e in range(2)]).float()
     different = (codes != expected).any(-1)
     assert int(different.sum()) <= 2 * rows * (0.05 if bits == 4 else 0.15), f"{int(different.sum())} rows"
-    torch.testing.assert_close(loss(weight, codes, scale, gram), loss(weight, expected, scale, gram), rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        loss(weight, codes, scale, hessian), loss(weight, expected, scale, hessian), rtol=0.01, atol=0
+    )
 
 
 @pytest.mark.parametrize("block", [1, 7, 64, 1000])
 def test_gptqs_block_size_changes_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: blocks of 128, of which 160 columns are one and a quarter. Blocks are only a matter of speed."""
-    weight, gram = random_weight(10, 1, 24, 160), correlated_gram(10, 1, 160, 600)
+    weight, hessian = random_weight(10, 1, 24, 160), correlated_hessian(10, 1, 160, 600)
     scale = minmax_scales(weight, 32, 4)
-    expected, _ = gptq(weight, gram, scale, 4)
+    expected, _ = gptq(weight, hessian, scale, 4)
     monkeypatch.setattr(rounding, "BLOCK", block)
-    codes, _ = gptq(weight, gram, scale, 4)
+    codes, _ = gptq(weight, hessian, scale, 4)
     assert int((codes != expected).any(-1).sum()) <= 1
 
 
@@ -306,34 +310,36 @@ def test_gptqs_block_size_changes_nothing(block: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("seed", range(6))
 def test_gptq_loses_less_than_nearest(seed: int, bits: int) -> None:
     """tr(D G Dᵀ) in float64, for every expert of every seed tried."""
-    weight, gram = random_weight(seed, 3, 16, 128), correlated_gram(seed, 3, 128, 40 + 100 * seed)
+    weight, hessian = random_weight(seed, 3, 16, 128), correlated_hessian(seed, 3, 128, 40 + 100 * seed)
     scale = minmax_scales(weight, 32, bits)
-    codes, _ = gptq(weight, gram, scale, bits)
+    codes, _ = gptq(weight, hessian, scale, bits)
     low, high = code_range(bits)
     assert torch.equal(codes, codes.round())
     assert low <= int(codes.min()) <= int(codes.max()) <= high
-    assert (loss(weight, codes, scale, gram) < 0.9 * loss(weight, nearest(weight, scale, bits), scale, gram)).all()
+    assert (
+        loss(weight, codes, scale, hessian) < 0.9 * loss(weight, nearest(weight, scale, bits), scale, hessian)
+    ).all()
 
 
 @FEW
 @given(seed=st.integers(0, 10_000), columns=st.sampled_from([32, 64, 160]), bits=st.sampled_from([4, 8]))
 def test_gptq_of_independent_inputs_is_nearest(seed: int, columns: int, bits: int) -> None:
-    """A diagonal Gram matrix has nothing to spread: identity and any positive diagonal, whatever the order."""
+    """A diagonal Hessian has nothing to spread: identity and any positive diagonal, whatever the order."""
     weight = random_weight(seed, 2, 4, columns)
     diagonal = torch.randn(columns, generator=torch.Generator().manual_seed(seed)).exp()
-    gram = torch.stack([torch.eye(columns), torch.diag(diagonal)])
+    hessian = torch.stack([torch.eye(columns), torch.diag(diagonal)])
     scale = minmax_scales(weight, 32, bits)
-    codes, _ = gptq(weight, gram, scale, bits)
+    codes, _ = gptq(weight, hessian, scale, bits)
     assert torch.equal(codes, nearest(weight, scale, bits))
 
 
 @pytest.mark.parametrize("first_is_larger", [True, False])
 def test_gptq_of_two_columns_in_closed_form(first_is_larger: bool) -> None:
     """The larger column is rounded first; its error e moves the other by e · G01 / (G11 + damping)."""
-    gram = torch.tensor([[4.0, 1.5], [1.5, 1.0]]) if first_is_larger else torch.tensor([[1.0, 1.5], [1.5, 4.0]])
+    hessian = torch.tensor([[4.0, 1.5], [1.5, 1.0]]) if first_is_larger else torch.tensor([[1.0, 1.5], [1.5, 4.0]])
     weight = torch.tensor([[2.4, 1.3]]) if first_is_larger else torch.tensor([[1.3, 2.4]])
     moved = 1.3 + 0.4 * 1.5 / (1.0 + 0.01 * 2.5)  # 1.885: rounds to 2, where nearest gives 1
-    codes, _ = gptq(weight[None], gram[None], torch.ones(1, 1, 1, dtype=torch.bfloat16), 4)
+    codes, _ = gptq(weight[None], hessian[None], torch.ones(1, 1, 1, dtype=torch.bfloat16), 4)
     expected = [2.0, float(round(moved))]
     assert codes[0, 0].tolist() == (expected if first_is_larger else expected[::-1])
     assert expected == [2.0, 2.0]
@@ -341,20 +347,20 @@ def test_gptq_of_two_columns_in_closed_form(first_is_larger: bool) -> None:
 
 def test_gptq_does_not_care_in_which_order_columns_lie() -> None:
     """One group over all columns: permuted columns get permuted codes, since the order is the diagonal's."""
-    weight, gram = random_weight(11, 1, 16, 64), correlated_gram(11, 1, 64, 300)
+    weight, hessian = random_weight(11, 1, 16, 64), correlated_hessian(11, 1, 64, 300)
     scale = minmax_scales(weight, 64, 4)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(11))
-    codes, _ = gptq(weight, gram, scale, 4)
-    permuted, _ = gptq(weight[:, :, order], gram[:, order][:, :, order], scale, 4)
+    codes, _ = gptq(weight, hessian, scale, 4)
+    permuted, _ = gptq(weight[:, :, order], hessian[:, order][:, :, order], scale, 4)
     assert int((permuted != codes[:, :, order]).any(-1).sum()) <= 1
 
 
 def test_gptq_of_a_batch_is_gptq_of_each_and_leaves_its_arguments_alone() -> None:
     """Oracle: the experts one by one; every argument compared with a copy."""
-    weight, gram = random_weight(12, 3, 8, 160), correlated_gram(12, 3, 160, 500)
-    scale = mse_scales(weight, gram.diagonal(dim1=-2, dim2=-1), 32, 4)
-    before = [t.clone() for t in (weight, gram, scale)]
-    together, _ = gptq(weight, gram, scale, 4)
-    assert all(torch.equal(a, b) for a, b in zip(before, (weight, gram, scale), strict=True))
-    alone = torch.cat([gptq(weight[i : i + 1], gram[i : i + 1], scale[i : i + 1], 4)[0] for i in range(3)])
+    weight, hessian = random_weight(12, 3, 8, 160), correlated_hessian(12, 3, 160, 500)
+    scale = mse_scales(weight, hessian.diagonal(dim1=-2, dim2=-1), 32, 4)
+    before = [t.clone() for t in (weight, hessian, scale)]
+    together, _ = gptq(weight, hessian, scale, 4)
+    assert all(torch.equal(a, b) for a, b in zip(before, (weight, hessian, scale), strict=True))
+    alone = torch.cat([gptq(weight[i : i + 1], hessian[i : i + 1], scale[i : i + 1], 4)[0] for i in range(3)])
     assert int((together != alone).any(-1).sum()) <= 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantizers.device.timing import Clock, listening, phase
-from quantizers.solve.symmetric import add_gram, blocks, mirror, quadratic_loss
+from quantizers.solve.symmetric import add_hessian, blocks, mirror, quadratic_loss
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_weighted_sums_of_outer_products(columns: int, dtype: torch.dtype, devic
         v = torch.randn(2, tokens, columns, generator=generator).to(dtype)
         # A power of two, so that w v is exact in bfloat16 too.
         weighted = v * 2.0 ** torch.randint(-3, 3, (2, tokens, 1), generator=generator).to(dtype)
-        add_gram(total, weighted.to(device), v.to(device))
+        add_hessian(total, weighted.to(device), v.to(device))
         wanted += weighted.double().mT @ v.double()
     mirror(total)
     total = total.cpu()
@@ -49,17 +49,17 @@ def test_weighted_sums_of_outer_products(columns: int, dtype: torch.dtype, devic
 @pytest.mark.on_device
 @pytest.mark.parametrize("columns", [8, 128, 200, 300])
 def test_the_loss_is_that_of_all_inputs(columns: int, device: torch.device) -> None:
-    """Oracle: ‖D X‖² in float64, with a Gram matrix for each and one for all; arguments left alone."""
+    """Oracle: ‖D X‖² in float64, with a Hessian for each and one for all; arguments left alone."""
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn(3, 40, columns, generator=generator, dtype=torch.float64)
     delta = torch.randn(3, 5, columns, generator=generator, dtype=torch.float64)
-    gram = x.mT @ x
-    there = delta.to(device, copy=True), gram.to(device, copy=True)
+    hessian = x.mT @ x
+    there = delta.to(device, copy=True), hessian.to(device, copy=True)
     own, shared = quadratic_loss(*there).cpu(), quadratic_loss(there[0], there[1][:1]).cpu()
     torch.testing.assert_close(own, (delta @ x.mT).square().sum((1, 2)), rtol=1e-12, atol=0)
     torch.testing.assert_close(shared, (delta @ x[:1].mT).square().sum((1, 2)), rtol=1e-12, atol=0)
     assert torch.equal(delta, there[0].cpu())
-    assert torch.equal(gram, there[1].cpu())
+    assert torch.equal(hessian, there[1].cpu())
 
 
 def test_a_clock_counts_blocks_while_it_listens() -> None:

@@ -40,15 +40,15 @@ def case(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def work(name: str) -> Callable[[], object]:
-    weight, gram = case()
+    weight, hessian = case()
     scale = minmax_scales(weight, GROUP, 4)
     s = torch.ones(2, EXPERTS, COLUMNS)
     return {
-        "gptq": lambda: gptq(weight, gram, scale, 4),
-        "refine": lambda: refine(weight, gram, nearest(weight, scale, 4), scale, 4, sweeps=2),
-        "mse_scales": lambda: mse_scales(weight, gram[:, 0].abs(), GROUP, 4),
-        "scale_losses": lambda: scale_losses(weight, gram, s, GROUP, 4),
-        "corrected": lambda: corrected(weight, gram, gram, 0.01),
+        "gptq": lambda: gptq(weight, hessian, scale, 4),
+        "refine": lambda: refine(weight, hessian, nearest(weight, scale, 4), scale, 4, sweeps=2),
+        "mse_scales": lambda: mse_scales(weight, hessian[:, 0].abs(), GROUP, 4),
+        "scale_losses": lambda: scale_losses(weight, hessian, s, GROUP, 4),
+        "corrected": lambda: corrected(weight, hessian, hessian, 0.01),
     }[name]
 
 
@@ -72,12 +72,12 @@ def test_the_watch_sees_a_wide_array_and_lets_a_view_pass() -> None:
 def test_parts_of_a_matrix_give_what_the_whole_gives(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One group at a time, three groups, one expert, all experts. Oracle: the formulas written out in float64."""
     monkeypatch.setattr(rounding, "PART", part)
-    weight, gram = case(2)
+    weight, hessian = case(2)
     seen = torch.zeros(EXPERTS, COLUMNS)
     for experts, columns in rounding.column_parts(weight.mT, GROUP):
         seen[experts, columns] += 1
     assert bool((seen == 1).all())
-    importance = gram.diagonal(dim1=-2, dim2=-1)
+    importance = hessian.diagonal(dim1=-2, dim2=-1)
     monkeypatch.setattr(rounding, "PART", 2**30)
     whole = mse_scales(weight, importance, GROUP, 4)
     monkeypatch.setattr(rounding, "PART", part)
@@ -87,22 +87,22 @@ def test_parts_of_a_matrix_give_what_the_whole_gives(part: int, monkeypatch: pyt
     torch.testing.assert_close(weight_means(weight, GROUP).double(), means, rtol=1e-5, atol=0)
     scale = minmax_scales(weight, GROUP, 4)
     lost = nearest(weight, scale, 4).double() * scale.double().repeat_interleave(GROUP, -1) - weight.double()
-    for grams in (gram, gram[:1]):
-        losses = scale_losses(weight, grams, torch.ones(1, len(grams), COLUMNS), GROUP, 4)
-        wanted = ((lost @ grams.double()) * lost).sum((-1, -2))
+    for hessians in (hessian, hessian[:1]):
+        losses = scale_losses(weight, hessians, torch.ones(1, len(hessians), COLUMNS), GROUP, 4)
+        wanted = ((lost @ hessians.double()) * lost).sum((-1, -2))
         torch.testing.assert_close(losses[0].double(), wanted, rtol=1e-5, atol=0)
 
 
 def test_two_sweeps_are_one_after_the_other() -> None:
     """Every sweep begins with the slope computed afresh, so the bits are the same."""
-    weight, gram = case(3)
-    gram = damped(gram, torch.full((EXPERTS,), 0.01))
+    weight, hessian = case(3)
+    hessian = damped(hessian, torch.full((EXPERTS,), 0.01))
     start = minmax_scales(weight, GROUP, 4)
     codes = nearest(weight, start, 4)
     before = codes.clone(), start.clone()
-    once = refine(weight, gram, codes, start, 4)
-    twice = refine(weight, gram, *once, 4)
-    together = refine(weight, gram, codes, start, 4, sweeps=2)
+    once = refine(weight, hessian, codes, start, 4)
+    twice = refine(weight, hessian, *once, 4)
+    together = refine(weight, hessian, codes, start, 4, sweeps=2)
     assert not torch.equal(once[0], twice[0])
     assert all(torch.equal(a, b) for a, b in zip(twice, together, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(before, (codes, start), strict=True))
@@ -110,12 +110,14 @@ def test_two_sweeps_are_one_after_the_other() -> None:
 
 def test_without_a_look_only_the_first_damping_is_tried() -> None:
     """Experts that do not fail get the same bits either way; one that does gets infinity and the identity."""
-    weight, gram = case(4)
-    weight, gram = weight.repeat(2, 1, 1), gram.repeat(2, 1, 1)
-    gram[1] -= 0.05 * gram[1].diagonal().mean() * torch.eye(COLUMNS) + gram[1].diag().diag() * 0.5  # a larger one helps
-    gram[3] = float("nan")  # nothing helps
-    factor, used = cholesky_inverse(gram, 0.01)
-    quick, tried = cholesky_inverse(gram, 0.01, exact=False)
+    weight, hessian = case(4)
+    weight, hessian = weight.repeat(2, 1, 1), hessian.repeat(2, 1, 1)
+    hessian[1] -= (
+        0.05 * hessian[1].diagonal().mean() * torch.eye(COLUMNS) + hessian[1].diag().diag() * 0.5
+    )  # a larger one helps
+    hessian[3] = float("nan")  # nothing helps
+    factor, used = cholesky_inverse(hessian, 0.01)
+    quick, tried = cholesky_inverse(hessian, 0.01, exact=False)
     assert used[[0, 2]].tolist() == pytest.approx([0.01, 0.01])
     assert 0.01 < float(used[1]) < float("inf")
     assert torch.isinf(tried[[1, 3]]).all()
@@ -123,7 +125,7 @@ def test_without_a_look_only_the_first_damping_is_tried() -> None:
     assert torch.equal(quick[[0, 2]], factor[[0, 2]])
     assert all(torch.equal(matrix, torch.eye(COLUMNS)) for matrix in (quick[1], quick[3], factor[3]))
     scale = minmax_scales(weight, GROUP, 4)
-    (codes, _), (plain, marked) = (gptq(weight, gram, scale, 4, exact=exact) for exact in (True, False))
+    (codes, _), (plain, marked) = (gptq(weight, hessian, scale, 4, exact=exact) for exact in (True, False))
     assert torch.equal(plain[[0, 2]], codes[[0, 2]])
     assert torch.equal(plain[[1, 3]], nearest(weight, scale, 4)[[1, 3]])
     assert torch.isinf(marked[[1, 3]]).all()
@@ -133,13 +135,13 @@ def test_without_a_look_an_accelerator_is_never_waited_for() -> None:
     """On the meta device there is no number to look at: to ask for one is an error."""
     columns = 2 * GROUP
     weight = torch.empty(EXPERTS, ROWS, columns, device="meta")
-    gram = torch.empty(EXPERTS, columns, columns, device="meta")
-    scale = mse_scales(weight, gram[:, 0], GROUP, 4)
-    codes, used = gptq(weight, gram, scale, 4, exact=False)
-    finer, _ = refine(weight, damped(gram, used), codes, scale, 4, sweeps=2)
-    losses = scale_losses(weight, gram, torch.empty(3, EXPERTS, columns, device="meta"), GROUP, 4)
-    moved = corrected(weight, gram, gram, 0.01)
+    hessian = torch.empty(EXPERTS, columns, columns, device="meta")
+    scale = mse_scales(weight, hessian[:, 0], GROUP, 4)
+    codes, used = gptq(weight, hessian, scale, 4, exact=False)
+    finer, _ = refine(weight, damped(hessian, used), codes, scale, 4, sweeps=2)
+    losses = scale_losses(weight, hessian, torch.empty(3, EXPERTS, columns, device="meta"), GROUP, 4)
+    moved = corrected(weight, hessian, hessian, 0.01)
     assert finer.shape == moved.shape == weight.shape
     assert losses.shape == (3, EXPERTS)
     with pytest.raises(RuntimeError, match="meta"):
-        gptq(weight, gram, scale, 4)
+        gptq(weight, hessian, scale, 4)

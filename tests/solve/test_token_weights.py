@@ -23,7 +23,7 @@ from quantizers.solve import routing_weights
 from quantizers.solve.down_hessian import collect_down_hessian
 from quantizers.solve.input_hessian import InputHessian, blended_hessian, sweep
 from quantizers.solve.routing_weights import Blend, Survey, survey, token_roots
-from quantizers.solve.symmetric import gram
+from quantizers.solve.symmetric import transposed_product
 
 FEW = settings(max_examples=15, deadline=None, database=None, derandomize=True)
 EXPERTS, HIDDEN, WIDTH = 4, 128, 64
@@ -82,7 +82,7 @@ class Sums:
     """`input_grams` and `collect_down_hessian` of all experts."""
 
     input_hessian: torch.Tensor
-    width_gram: torch.Tensor
+    width_hessian: torch.Tensor
     width_mean: torch.Tensor
     seen: torch.Tensor
     dropped: torch.Tensor
@@ -104,10 +104,10 @@ def all_sums(
     assert inputs is not None
     parts = []
     for unit in units:
-        grams = blended_hessian(routed[unit], inputs.gram, found.blended, unit)
+        hessians = blended_hessian(routed[unit], inputs.hessian, found.blended, unit)
         sums = collect_down_hessian(recorded, found, gate_up[slice(*unit)], activation=silu, unit=unit)
         assert sums.changes is None
-        parts.append((grams, sums.gram, sums.mean, sums.seen, sums.dropped))
+        parts.append((hessians, sums.hessian, sums.mean, sums.seen, sums.dropped))
     return Sums(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
@@ -151,7 +151,7 @@ def slow_sums(
     return torch.as_tensor(of_x), torch.as_tensor(of_h), torch.as_tensor(mean)
 
 
-def assert_grams_close(ours: torch.Tensor, slow: torch.Tensor, relative: float = 1e-6) -> None:
+def assert_hessians_close(ours: torch.Tensor, slow: torch.Tensor, relative: float = 1e-6) -> None:
     """To `relative` of the product of the two columns' lengths: an off-diagonal sum may cancel to nothing."""
     length = slow.diagonal(dim1=-2, dim2=-1).sqrt()
     bound = relative * length.unsqueeze(-1) * length.unsqueeze(-2)
@@ -184,9 +184,9 @@ def test_input_sums_are_float64_sums(observed: Observed) -> None:
     """Oracle: all tokens in one float64 matrix; 1e-6 relative."""
     x = torch.cat([sequence.x for sequence in observed.recorded]).double()
     sums, found = inputs_of(observed.recorded)
-    assert sums.gram.dtype == sums.mean.dtype == torch.float32
+    assert sums.hessian.dtype == sums.mean.dtype == torch.float32
     assert found.rows == found.blended.tokens == sum(LENGTHS)
-    assert_grams_close(sums.gram, x.mT @ x)
+    assert_hessians_close(sums.hessian, x.mT @ x)
     torch.testing.assert_close(sums.mean.double(), x.abs().mean(0), rtol=1e-6, atol=0)
 
 
@@ -194,7 +194,7 @@ def test_input_sums_change_nothing(observed: Observed) -> None:
     """Twice the same bits, and the recorded inputs stay as they were."""
     before = [sequence.x.clone() for sequence in observed.recorded]
     first, second = inputs_of(observed.recorded)[0], inputs_of(observed.recorded)[0]
-    assert torch.equal(first.gram, second.gram)
+    assert torch.equal(first.hessian, second.hessian)
     assert torch.equal(first.mean, second.mean)
     assert all(torch.equal(a, s.x) for a, s in zip(before, observed.recorded, strict=True))
 
@@ -210,21 +210,21 @@ def test_input_rows_that_are_not_finite_are_left_out_and_counted(observed: Obser
     good = torch.ones(len(x), dtype=torch.bool)
     good[[5, LENGTHS[0] + LENGTHS[1]]] = False
     assert (found.blended.tokens, found.rows) == (sum(LENGTHS) - 2, sum(LENGTHS))
-    assert_grams_close(sums.gram, x[good].double().mT @ x[good].double())
+    assert_hessians_close(sums.hessian, x[good].double().mT @ x[good].double())
     torch.testing.assert_close(sums.mean.double(), x[good].double().abs().mean(0), rtol=1e-6, atol=0)
 
 
 def test_all_token_sums_are_those_of_hooks_on_transformers_experts(observed: Observed) -> None:
-    """Routed weight 0. Oracle: plain float64 Gram matrices of what each expert's w2 reads, of all tokens."""
+    """Routed weight 0. Oracle: plain float64 Hessians of what each expert's w2 reads, of all tokens."""
     sums = all_sums(observed.recorded, observed.gate_up, routed_weight=0.0, full_share_at=HIDDEN)
     x = torch.cat([sequence.x for sequence in observed.recorded])
     assert sums.seen.tolist() == [sum(LENGTHS)] * EXPERTS
     assert sums.dropped.tolist() == [0] * EXPERTS
     for expert in range(EXPERTS):
         h = down_inputs(observed, x, expert).double()
-        assert_grams_close(sums.width_gram[expert], h.mT @ h / len(x))
+        assert_hessians_close(sums.width_hessian[expert], h.mT @ h / len(x))
         torch.testing.assert_close(sums.width_mean[expert].double(), h.abs().mean(0), rtol=1e-6, atol=0)
-        assert_grams_close(sums.input_hessian[expert], x.double().mT @ x.double() / len(x))
+        assert_hessians_close(sums.input_hessian[expert], x.double().mT @ x.double() / len(x))
 
 
 @pytest.mark.parametrize(("routed_weight", "full_share_at"), [(0.9, HIDDEN), (0.9, 10), (1.0, 1), (0.3, 1000)])
@@ -238,8 +238,8 @@ def test_blended_sums_are_the_definition_token_by_token(
         of_x, of_h, mean = slow_sums(
             observed.recorded, lambda x, e: down_inputs(observed, x, e), expert, routed_weight, full_share_at
         )
-        assert_grams_close(sums.input_hessian[expert], of_x, 2e-6)
-        assert_grams_close(sums.width_gram[expert], of_h, 2e-6)
+        assert_hessians_close(sums.input_hessian[expert], of_x, 2e-6)
+        assert_hessians_close(sums.width_hessian[expert], of_h, 2e-6)
         torch.testing.assert_close(sums.width_mean[expert].double(), mean, rtol=2e-6, atol=0)
 
 
@@ -249,8 +249,8 @@ def test_any_number_of_experts_at_a_time_gives_the_same_sums(observed: Observed,
     wanted = all_sums(observed.recorded, observed.gate_up, routed_weight=routed_weight, full_share_at=40)
     for chunk in (1, 2, 3):
         got = all_sums(observed.recorded, observed.gate_up, routed_weight=routed_weight, full_share_at=40, chunk=chunk)
-        assert_grams_close(got.input_hessian, wanted.input_hessian.double(), 3e-7)
-        assert_grams_close(got.width_gram, wanted.width_gram.double(), 3e-7)
+        assert_hessians_close(got.input_hessian, wanted.input_hessian.double(), 3e-7)
+        assert_hessians_close(got.width_hessian, wanted.width_hessian.double(), 3e-7)
         torch.testing.assert_close(got.width_mean, wanted.width_mean, rtol=1e-6, atol=0)
         assert torch.equal(got.seen, wanted.seen)
 
@@ -314,7 +314,7 @@ def test_blended_sums_for_any_shape(
     for expert in range(experts):
         of_x, of_h, mean = slow_sums(recorded, read, expert, a, full_share_at)
         torch.testing.assert_close(sums.input_hessian[expert].double(), of_x, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(sums.width_gram[expert].double(), of_h, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(sums.width_hessian[expert].double(), of_h, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(sums.width_mean[expert].double(), mean, rtol=1e-5, atol=1e-6)
 
 
@@ -350,9 +350,9 @@ def test_an_expert_without_routed_tokens_is_solved_from_all_tokens() -> None:
     plain = all_sums(recorded, gate_up, routed_weight=0.0, full_share_at=4)
     for expert in (1, 3):
         assert torch.equal(sums.input_hessian[expert], plain.input_hessian[expert])
-        assert torch.equal(sums.width_gram[expert], plain.width_gram[expert])
+        assert torch.equal(sums.width_hessian[expert], plain.width_hessian[expert])
         assert torch.equal(sums.width_mean[expert], plain.width_mean[expert])
-    assert not torch.equal(sums.width_gram[0], plain.width_gram[0])
+    assert not torch.equal(sums.width_hessian[0], plain.width_hessian[0])
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
@@ -372,7 +372,7 @@ def test_rows_of_h_that_are_not_finite_are_left_out_and_counted(observed: Observ
     assert sums.dropped.tolist() == [0, 0, bad, 0]
     assert sums.seen.tolist() == [sum(LENGTHS), sum(LENGTHS), sum(LENGTHS) - bad, sum(LENGTHS)]
     clean = all_sums(recorded, observed.gate_up, routed_weight=0.0, full_share_at=HIDDEN)
-    for name in ("input_hessian", "width_gram", "width_mean"):
+    for name in ("input_hessian", "width_hessian", "width_mean"):
         ours, wanted = getattr(sums, name), getattr(clean, name)
         assert torch.isfinite(ours).all()
         assert torch.equal(ours[[0, 1, 3]], wanted[[0, 1, 3]])
@@ -381,14 +381,14 @@ def test_rows_of_h_that_are_not_finite_are_left_out_and_counted(observed: Observ
     gate, up = (x.double() @ observed.gate_up[2].double().mT).chunk(2, dim=-1)
     h = silu(gate) * up
     if len(h):
-        assert_grams_close(sums.width_gram[2], h.mT @ h / len(h), 2e-6)
+        assert_hessians_close(sums.width_hessian[2], h.mT @ h / len(h), 2e-6)
         torch.testing.assert_close(sums.width_mean[2].double(), h.abs().mean(0), rtol=2e-6, atol=0)
     else:
-        assert torch.equal(sums.width_gram[2], torch.zeros(WIDTH, WIDTH))
+        assert torch.equal(sums.width_hessian[2], torch.zeros(WIDTH, WIDTH))
 
 
 def test_left_out_input_rows_leave_the_blended_input_sums_a_weighted_mean(observed: Observed) -> None:
-    """A Gram matrix of constant inputs stays what it is however many rows are left out: total weight 1."""
+    """A Hessian of constant inputs stays what it is however many rows are left out: total weight 1."""
     constant = [torch.ones_like(s.x) for s in observed.recorded]
     constant[2][:30, 0] = float("nan")
     recorded = [seen_by(x, s.chosen, s.weight) for x, s in zip(constant, observed.recorded, strict=True)]
@@ -453,11 +453,11 @@ def test_experts_of_a_unit_have_about_as_many_tokens_so_that_little_is_padded() 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gram_accumulates_in_float32(dtype: torch.dtype) -> None:
+def test_transposed_product_accumulates_in_float32(dtype: torch.dtype) -> None:
     """Oracle: the float64 product of the same values; a bfloat16 accumulator would be off by 2^-9."""
     generator = torch.Generator().manual_seed(6)
     a, b = (torch.randn(300, 8, generator=generator).to(dtype) for _ in range(2))
-    product = gram(a, b)
+    product = transposed_product(a, b)
     assert product.dtype == torch.float32
     bound = 1e-6 * (a.double().abs().mT @ b.double().abs())
     assert ((product.double() - a.double().mT @ b.double()).abs() <= bound).all()

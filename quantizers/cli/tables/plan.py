@@ -117,11 +117,12 @@ def measured_table(result: dict[str, Any]) -> str:
     sizes, dense = result["sizes"], result["dense_layers"]
     evaluated = f" and {result['held_out']:,} evaluation tokens" if result["held_out"] else ""
     others = f" and {dense} without at {_seconds(result['dense_layer'])}" if dense else ""
+    threads = result["machine"]["threads"]
     return "\n".join(
         [
-            f"measured on {result['machine']['device']}, {result['machine']['threads']} threads: one layer of random "
-            f"weights, {sizes['experts']} of {result['run_experts']} experts of {sizes['hidden']} x {sizes['width']}, "
-            f"{result['tokens']:,} of {result['run_tokens']:,} calibration tokens{evaluated}",
+            f"measured on {result['machine']['device']}, {threads} thread{'s' if threads > 1 else ''}: one layer of "
+            f"random weights, {sizes['experts']} of {result['run_experts']} experts of {sizes['hidden']} x "
+            f"{sizes['width']}, {result['tokens']:,} of {result['run_tokens']:,} calibration tokens{evaluated}",
             "",
             text_table(("phase", "seconds", "grows with", "in a layer of the run"), rows),
             "",

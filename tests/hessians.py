@@ -1,12 +1,12 @@
-"""Gram matrices as inputs have them, and as they should not be."""
+"""Hessians as inputs have them, and as they should not be."""
 
 from __future__ import annotations
 
 import torch
 
 
-def correlated_gram(seed: int, experts: int, columns: int, tokens: int) -> torch.Tensor:
-    """(E, C, C) Gram matrices of inputs that are mixtures of few directions, with outlier columns."""
+def correlated_hessian(seed: int, experts: int, columns: int, tokens: int) -> torch.Tensor:
+    """(E, C, C) Hessians of inputs that are mixtures of few directions, with outlier columns."""
     generator = torch.Generator().manual_seed(seed)
     directions = torch.randn(experts, columns // 4, columns, generator=generator)
     x = torch.randn(experts, tokens, columns // 4, generator=generator) @ directions / (columns // 4) ** 0.5
@@ -16,13 +16,13 @@ def correlated_gram(seed: int, experts: int, columns: int, tokens: int) -> torch
     return (x.double().mT @ x.double() / tokens).float()
 
 
-def broken_grams(size: int) -> torch.Tensor:
+def broken_hessians(size: int) -> torch.Tensor:
     """Zero, NaN, NaN off the diagonal only, infinity, hopelessly indefinite; the last one is healthy."""
-    grams = torch.eye(size).repeat(6, 1, 1)
-    grams[0] = 0
-    grams[1] = float("nan")
-    grams[2, 1, 3] = grams[2, 3, 1] = float("nan")
-    grams[3, 2, 2] = float("inf")
-    grams[4, 0, 1] = grams[4, 1, 0] = 1e6
-    grams[5] += 0.1
-    return grams
+    hessians = torch.eye(size).repeat(6, 1, 1)
+    hessians[0] = 0
+    hessians[1] = float("nan")
+    hessians[2, 1, 3] = hessians[2, 3, 1] = float("nan")
+    hessians[3, 2, 2] = float("inf")
+    hessians[4, 0, 1] = hessians[4, 1, 0] = 1e6
+    hessians[5] += 0.1
+    return hessians
