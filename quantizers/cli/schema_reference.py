@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from eval.report.schema import JSON_REPORTS, RunReport, StitchReport
+from eval.report.command_schema import JSON_REPORTS
+from eval.report.schema import RunReport, StitchReport
 from quantizers.calibration.set import CalibrationSet
 from quantizers.recipe.schema import Recipe
 from quantizers.system.schema_docs import json_schema, key_table, part_tables

@@ -15,7 +15,8 @@ from commands import quantize
 from conftest import REPOSITORY, Finished
 from pydantic import ValidationError
 
-from eval.report.schema import JSON_REPORTS, CoverageReport, EvalReport, Part, VerifyReport, checked
+from eval.report.command_schema import JSON_REPORTS, CoverageReport, EvalReport, VerifyReport
+from eval.report.schema import Part, checked
 from quantizers.system.schema_docs import part_tables
 
 

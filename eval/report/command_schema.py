@@ -1,0 +1,97 @@
+"""The schema of what `eval`, `verify` and `coverage` print with --json; the parts that report.json has too are its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .schema import (
+    AuditFigures,
+    Coverage,
+    Drawn,
+    Engines,
+    Fidelity,
+    Gate,
+    Number,
+    Part,
+    RunReport,
+    StitchReport,
+    key,
+    maybe,
+)
+
+
+class EvaluatedCandidate(Fidelity):
+    """A candidate of `quantize eval`."""
+
+    model: str = key("As it was given")
+
+
+class Difference(Part):
+    """Mean KL of a candidate minus that of the first, over some texts."""
+
+    texts: int = key("Texts", "texts")
+    tokens: int = key("Scored tokens", "tokens")
+    first: Number = key("Mean KL of the first candidate", "nats")
+    other: Number = key("Mean KL of this candidate", "nats")
+    difference: Number = key("Other minus first; negative is closer to the source", "nats")
+    interval: list[Number] | None = key("95 % bootstrap-t interval; None with too few texts", "nats")
+
+
+class PartDifference(Difference):
+    """The same with details."""
+
+    categories: dict[str, Difference] = key("By category")
+    families: dict[str, Difference] = key("By family of categories")
+
+
+class PairedCandidate(PartDifference):
+    """A candidate of `quantize eval` against the first one."""
+
+    model: str = key("As it was given")
+    against: str = key("The first")
+    note: str = key("How to read it")
+    long: PartDifference | None = maybe("Over the long texts; absent where all texts are of one kind")
+
+
+class EvalReport(Part):
+    """What `quantize eval --json` prints."""
+
+    source: str = key("As it was given")
+    candidates: list[EvaluatedCandidate] = key("In the order of the command line")
+    notes: list[str] = key("What a reader should know")
+    paired: list[PairedCandidate] | None = maybe("Each candidate but the first; absent with a single one")
+
+
+class VerifyReport(AuditFigures):
+    """What `quantize verify --json` prints."""
+
+    notes: list[str] = key("What is not a fault but worth knowing")
+    consumers: Engines | None = maybe("Serving engines; absent if the folder could not be opened")
+    vllm: dict[str, Any] | None = maybe("vLLM's own answers; with --with-vllm only")
+
+
+class WorstExpert(Part):
+    """One of the experts with the fewest routed tokens."""
+
+    layer: int = key("Its layer")
+    expert: int = key("Its number")
+    tokens: int = key("Its routed tokens", "tokens")
+    share_of_even: float = key("The same relative to an even load", "relative")
+    sent_by: dict[str, float] = key("Categories that send most, per thousand of their tokens", "tokens")
+    nearly_sent_by: dict[str, float] = key("Categories that nearly send most, per thousand of their tokens", "tokens")
+
+
+class CoverageReport(Coverage):
+    """What `quantize coverage --json` prints of one set."""
+
+    model: str = key("As it was given")
+    set: str = key("Name of the set")
+    tokens: dict[str, int] = key("Tokens by category", "tokens")
+    tied_choices: int = key("Choices that were a tie", "choices")
+    worst: list[WorstExpert] = key("The experts with the fewest tokens")
+    counts: dict[str, list[list[int]]] = key("By category: routed tokens by layer and expert", "tokens")
+    gates: list[Gate] = key("The gates on coverage")
+    drawn: Drawn | None = maybe("What was drawn; absent where the whole set is used")
+
+
+JSON_REPORTS: tuple[type[Part], ...] = (RunReport, StitchReport, EvalReport, VerifyReport, CoverageReport)
