@@ -1,4 +1,4 @@
-"""The schema of what `eval`, `verify` and `coverage` print with --json; the parts that report.json has too are its own."""
+"""The schema of what `eval`, `verify` and `coverage` print with --json, with parts of that of report.json."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The schema of report.json; command_schema.py has that of what other commands print with --json.
 
-A report is filled in one place, `quantizers/run/report.py`, and checked against this schema when it is written.
-docs/report.md and docs/schemas/report.schema.json are made from it. Unless a description says otherwise, None stands
-for a number that is not finite, and a key that may be absent has the default None.
+Reports are filled in `quantizers/run/report.py`, and checked against this schema when written; docs/report.md and
+docs/schemas/report.schema.json are made from it. Unless a description says otherwise, None stands for a number that is
+not finite, and a key that may be absent has the default None.
 """
 
 from __future__ import annotations
@@ -496,9 +496,6 @@ class Serving(Part):
     fits: list[Fit] = key("Common GPUs")
     assumptions: list[str] = key("On which the arithmetic rests")
     cards_unknown: str | None = maybe("Why there is no arithmetic; absent where there is")
-
-
-# The report --------------------------------------------------------------------------------------------------------
 
 
 class CardRecord(Part):
