@@ -180,7 +180,7 @@ def test_record_is_what_transformers_calls_its_experts_with(observed: Observed) 
         torch.testing.assert_close(ours.weight.sum(-1), torch.ones(length))
 
 
-def test_input_sums_are_float64_sums(observed: Observed) -> None:
+def test_input_hessians_are_float64_sums(observed: Observed) -> None:
     """Oracle: all tokens in one float64 matrix; 1e-6 relative."""
     x = torch.cat([sequence.x for sequence in observed.recorded]).double()
     sums, found = inputs_of(observed.recorded)
@@ -190,7 +190,7 @@ def test_input_sums_are_float64_sums(observed: Observed) -> None:
     torch.testing.assert_close(sums.mean.double(), x.abs().mean(0), rtol=1e-6, atol=0)
 
 
-def test_input_sums_change_nothing(observed: Observed) -> None:
+def test_input_hessians_change_nothing(observed: Observed) -> None:
     """Twice the same bits, and the recorded inputs stay as they were."""
     before = [sequence.x.clone() for sequence in observed.recorded]
     first, second = inputs_of(observed.recorded)[0], inputs_of(observed.recorded)[0]
@@ -387,7 +387,7 @@ def test_rows_of_h_that_are_not_finite_are_left_out_and_counted(observed: Observ
         assert torch.equal(sums.width_hessian[2], torch.zeros(WIDTH, WIDTH))
 
 
-def test_left_out_input_rows_leave_the_blended_input_sums_a_weighted_mean(observed: Observed) -> None:
+def test_left_out_input_rows_leave_the_blended_hessian_a_weighted_mean(observed: Observed) -> None:
     """A Hessian of constant inputs stays what it is however many rows are left out: total weight 1."""
     constant = [torch.ones_like(s.x) for s in observed.recorded]
     constant[2][:30, 0] = float("nan")
