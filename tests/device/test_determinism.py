@@ -17,7 +17,7 @@ from one_layer import GROUP, make_layer, sliced
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.fidelity.scoring import score_text
-from quantizers.budget.measure import scheme_errors
+from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.cli import main as cli
 from quantizers.device import devices, triton_support
 from quantizers.device.determinism import ALLOCATOR, LT_WORKSPACE, UNDOING, WORKSPACE, ordered
@@ -407,7 +407,8 @@ def test_a_layer_is_solved_without_operations_that_have_no_order(rounding: Any, 
             norm=layer.norm, router=layer.router, activation=silu, settings=settings, unit=2,
             residents=Residents(2, 2, 0),
         )  # fmt: skip
-        scheme_errors(seen[0], (gate_up, down), 1, [Scheme(4, GROUP)], silu, smooth=(True, True))
+        outer = column_scale(seen[0].x)
+        scheme_errors(seen[0], (gate_up, down), 1, [Scheme(4, GROUP)], silu, outer=outer, inner=True)
     assert {"scatter_add", "cumsum", "sum", "bmm"} <= watch.seen, "the watch saw the work"
 
 
