@@ -41,15 +41,15 @@ from quantizers.forward.states import Rows
 from quantizers.forward.weights import ExpertWeights
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.plan.device_memory import Residents
-from quantizers.plan.job import Job
-from quantizers.plan.units import rows_of_block
+from quantizers.pipeline.layer_measurement import resized, write_random
+from quantizers.pipeline.measure import measure
+from quantizers.pipeline.pipeline import assemble
+from quantizers.pipeline.quantize import quantize_layers
+from quantizers.planning.device_memory import Residents
+from quantizers.planning.job import Job
+from quantizers.planning.units import rows_of_block
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Experts
-from quantizers.run.layer_measurement import resized, write_random
-from quantizers.run.measure import measure
-from quantizers.run.pipeline import assemble
-from quantizers.run.quantize import quantize_layers
 from quantizers.solve.solver import solve_layer
 from quantizers.system.formatting import size, text_table
 

@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from quantizers.cli.tables.plan import measured_table
 from quantizers.device.devices import choose_device, forward_dtype, is_accelerator, use_threads
-from quantizers.plan.job import prepare
-from quantizers.run.layer_measurement import measure_layer
+from quantizers.pipeline.layer_measurement import measure_layer
+from quantizers.planning.job import prepare
 
 ROWS = 25  # operations of a profile that are printed
 LAUNCHES = 1000
@@ -69,7 +69,7 @@ def _seconds(device: torch.device, work: Callable[[], Any]) -> float:
 
 
 def shares(result: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
-    """The share of the peak rate of matmuls that the two phases reach, by the closed form of plan/estimate.py."""
+    """The share of the peak rate of matmuls that the two phases reach, by the closed form of planning/estimate.py."""
     sizes, seconds = result["sizes"], {row["phase"]: row["seconds"] for row in result["phases"]}
     experts, hidden, width, chosen = (float(sizes[name]) for name in ("experts", "hidden", "width", "chosen"))
     work = {

@@ -54,7 +54,7 @@ def library_route(
     Returns:
         seconds by step, bytes written by step, and the folder of the result.
     """
-    from quantizers.run.stitched import stitch
+    from quantizers.pipeline.stitched import stitch
 
     folders = {name: work / name for name in ("bf16", "saved", "stitched")}
     seconds: dict[str, float] = {}

@@ -26,14 +26,14 @@ from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.device.devices import choose_device, forward_dtype, machine, use_threads, versions
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.plan.assign_actions import make_plan, obstacle
-from quantizers.plan.device_memory import Residents
-from quantizers.plan.job import Job, prepare
+from quantizers.pipeline.measure import measure
+from quantizers.pipeline.pipeline import assemble
+from quantizers.pipeline.quantize import quantize_layers
+from quantizers.planning.assign_actions import make_plan, obstacle
+from quantizers.planning.device_memory import Residents
+from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.run.measure import measure
-from quantizers.run.pipeline import assemble
-from quantizers.run.quantize import quantize_layers
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import text_table
 

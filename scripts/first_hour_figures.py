@@ -36,7 +36,7 @@ def machine(file: str, device: str) -> int:
 
 def source(recipe: str) -> int:
     """The folder of a recipe's model."""
-    from quantizers.plan.job import prepare
+    from quantizers.planning.job import prepare
 
     job = prepare(recipe)
     print(job.opened.folder)
@@ -46,8 +46,8 @@ def source(recipe: str) -> int:
 def least(recipe: str, device: str) -> int:
     """The bytes of a device with which as little as possible is held there."""
     from quantizers.calibration.load_set import load_set
-    from quantizers.plan.device_memory import device_memory
-    from quantizers.plan.job import prepare
+    from quantizers.planning.device_memory import device_memory
+    from quantizers.planning.job import prepare
     from quantizers.recipe.read import set_location
 
     job = prepare(recipe)

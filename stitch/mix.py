@@ -34,8 +34,8 @@ from quantizers.forward.weights import read_weight
 from quantizers.layers.loop import layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
 from quantizers.output import journal
-from quantizers.plan.assign_actions import make_plan
-from quantizers.plan.plan import KEPT, Plan
+from quantizers.planning.assign_actions import make_plan
+from quantizers.planning.plan import KEPT, Plan
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import write_json

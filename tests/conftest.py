@@ -159,9 +159,9 @@ def finished(
     """The pipeline run once, in this process, on a small set."""
     import torch
 
-    from quantizers.plan.job import prepare
-    from quantizers.run.options import Options
-    from quantizers.run.pipeline import run
+    from quantizers.pipeline.options import Options
+    from quantizers.pipeline.pipeline import run
+    from quantizers.planning.job import prepare
 
     folder = tmp_path_factory.mktemp("finished")
     recipe = write_recipe(folder)
@@ -218,6 +218,6 @@ def whole_model() -> Callable[[dict[str, Any], dict[str, Any]], Any]:
 @pytest.fixture(scope="session")
 def published_job() -> Any:
     """MiniMax-M2.1 as its shipped recipe plans it from the kept facts: 190,000 tensors, so it is planned once."""
-    from quantizers.plan.job import prepare
+    from quantizers.planning.job import prepare
 
     return prepare("minimax-m2.1-fp8-int4", offline_facts=True)

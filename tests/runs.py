@@ -16,10 +16,10 @@ import yaml
 from tiny import write_job
 
 from quantizers.calibration.lock import lock_set
-from quantizers.plan.job import Job
-from quantizers.run import quantizer
-from quantizers.run.options import Options
-from quantizers.run.pipeline import run
+from quantizers.pipeline import quantizer
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.job import Job
 from quantizers.system.errors import QuantizeError
 
 VARYING = {"report.json", "README.md"}  # these carry times and memory

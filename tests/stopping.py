@@ -19,7 +19,7 @@ from typing import Any
 from quantizers.budget import measure
 from quantizers.cli import main as cli
 from quantizers.device import devices
-from quantizers.run import quantize, quantizer
+from quantizers.pipeline import quantize, quantizer
 
 devices.SMALL_LAYER = 0
 real = quantize.write_json

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.plan.job import given_folder
+from quantizers.planning.job import given_folder
 from quantizers.recipe.changes import Change
 from quantizers.recipe.read import facts_location, read_recipe, set_location, source_location
 from quantizers.recipe.schema import CoverageGate

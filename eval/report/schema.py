@@ -1,6 +1,6 @@
 """The schema of report.json; command_schema.py has that of what other commands print with --json.
 
-Reports are filled in `quantizers/run/report.py`, and checked against this schema when written; docs/report.md and
+Reports are filled in `quantizers/pipeline/report.py`, and checked against this schema when written; docs/report.md and
 docs/schemas/report.schema.json are made from it. Unless a description says otherwise, None stands for a number that is
 not finite, and a key that may be absent has the default None.
 """

@@ -20,7 +20,7 @@ from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.safetensors_header import Stored
-from quantizers.plan.tensor_parallel import obstacles, unsaid
+from quantizers.planning.tensor_parallel import obstacles, unsaid
 from quantizers.system.errors import InputError
 
 from .config import SECTION, Refused, Rules, ServedScheme, read_rules, validation_errors
@@ -295,7 +295,7 @@ def _read_section(section: Any, packed: bool, own: Iterable[str], findings: Find
 def tensor_parallel(ranks: int, facts: Architecture, sizes: Sizes, lookups: Sequence[Lookup]) -> str:
     """`ok`, or the first reason why vLLM cannot split a checkpoint among tensor-parallel ranks, or why that is unknown.
 
-    The rules for outputs of this program are in quantizers/plan/tensor_parallel.py. Other checkpoints may also break
+    The rules for outputs of this program are in planning/tensor_parallel.py. Other checkpoints may also break
     those of the Marlin kernel, or have experts in FP8 blocks.
 
     Args:

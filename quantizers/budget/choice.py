@@ -12,14 +12,14 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.output.fingerprint import refuse_changes
-from quantizers.plan.allocation import Allocation
+from quantizers.planning.allocation import Allocation
 from quantizers.recipe.schema import Scheme, counted
 from quantizers.system.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
-    from quantizers.plan.job import Job
+    from quantizers.planning.job import Job
 
 CHOICE = "choice.json"
 Entries = Sequence[Mapping[str, Any]]

@@ -58,7 +58,7 @@ from quantizers.forward.recorded import Recorded
 from quantizers.layers.context import Context
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
-from quantizers.plan.job import Job
+from quantizers.planning.job import Job
 from quantizers.recipe.schema import Scheme
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import QuantizeError

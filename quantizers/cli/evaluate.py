@@ -68,8 +68,8 @@ def evaluate(
     from quantizers.device.devices import choose_device, use_threads
     from quantizers.output.fingerprint import begun_with
     from quantizers.output.manifest import carried_facts
-    from quantizers.run.measure import EVALUATION, measure
-    from quantizers.run.report import NOT_SIMULATED
+    from quantizers.pipeline.measure import EVALUATION, measure
+    from quantizers.pipeline.report import NOT_SIMULATED
     from quantizers.system.interrupts import interruptible
 
     dist: ProcessGroup = context.obj or SINGLE_PROCESS

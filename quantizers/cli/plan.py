@@ -24,7 +24,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from quantizers.plan.job import Job
+    from quantizers.planning.job import Job
 
 
 def plan(
@@ -89,7 +89,7 @@ def plan(
     Example: quantize plan minimax-m2.1-fp8-int4 --vram 2x96GiB --vram 4x24GiB --context 196608
     """
     from quantizers.budget.choice import apply_choice
-    from quantizers.plan.job import prepare
+    from quantizers.planning.job import prepare
     from quantizers.recipe.changes import changes_of
 
     if vram is None and (context is not None or tp is not None or kv != "auto"):
@@ -111,9 +111,9 @@ def plan(
         return
     if vram is not None:
         from quantizers.cli.tables.plan import fit_table
-        from quantizers.plan.gpus import parse_gpus
-        from quantizers.plan.serving_memory import assumptions, fit, kv_bytes_per_token, notes, serving_model
-        from quantizers.plan.serving_suggestions import remedies
+        from quantizers.planning.gpus import parse_gpus
+        from quantizers.planning.serving_memory import assumptions, fit, kv_bytes_per_token, notes, serving_model
+        from quantizers.planning.serving_suggestions import remedies
 
         model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
         cards = [parse_gpus(text) for text in vram]
@@ -133,9 +133,9 @@ def plan(
         emit(result, as_json, fit_table(result))
         return
     from quantizers.cli.tables.plan import plan_table, tensors_table
-    from quantizers.plan.estimate import DISK, estimate_run, memory_on_gpu
-    from quantizers.plan.plan import listing, summary
-    from quantizers.plan.tensor_parallel import unsaid
+    from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu
+    from quantizers.planning.plan import listing, summary
+    from quantizers.planning.tensor_parallel import unsaid
 
     numbers = summary(job.plan, job.sizes) | ({"schemes": schemes} if schemes else {})
     numbers |= {"cards_unknown": unsaid(job.facts)}
@@ -161,7 +161,7 @@ def _measure(
     """Time one layer, and print what follows for the whole run."""
     from quantizers.cli.tables.plan import measured_table
     from quantizers.device.devices import choose_device, use_threads
-    from quantizers.run.layer_measurement import measure_layer
+    from quantizers.pipeline.layer_measurement import measure_layer
 
     use_threads(job.sizes)
     found = measure_layer(job, choose_device(device), tokens=tokens, experts=experts, limit=limit)

@@ -62,8 +62,8 @@ def publish(
     from quantizers.hub.checks import check_output, local_files, read_report, rehash
     from quantizers.hub.publication import rewrite, with_publication, with_statement
     from quantizers.hub.upload import upload
+    from quantizers.pipeline.verification import source_of
     from quantizers.recipe.portable import is_hub_id
-    from quantizers.run.verification import source_of
     from quantizers.system.progress import progress
 
     if not is_hub_id(repo):

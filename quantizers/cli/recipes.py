@@ -135,8 +135,8 @@ def new(
 
 def _new_facts(model: str, file: Path | None, like: str | None, as_json: bool) -> None:
     from quantizers.cli.tables.commands import facts_table
-    from quantizers.plan.facts_text import facts_text
-    from quantizers.plan.fit_facts import fit_facts, read_headers
+    from quantizers.planning.facts_text import facts_text
+    from quantizers.planning.fit_facts import fit_facts, read_headers
     from quantizers.recipe.catalogue import write_new
 
     config, tensors, where = read_headers(model)

@@ -30,7 +30,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from quantizers.plan.job import Job
+    from quantizers.planning.job import Job
 
 
 def run(
@@ -92,7 +92,7 @@ def run(
     output = output or folder
     changes = changes_of(settings or (), calibration)
     path = find_recipe(recipe)  # before what takes longer to import
-    from quantizers.plan.job import prepare
+    from quantizers.planning.job import prepare
 
     if output is None:
         output = default_output(run_name(path), say=dist.is_main)
@@ -114,10 +114,10 @@ def run(
     limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
     job = dist.in_turn(begin)
     from quantizers.device.devices import choose_device, use_threads
-    from quantizers.run.finished import of_another_source
-    from quantizers.run.options import Options
-    from quantizers.run.pipeline import assist
-    from quantizers.run.pipeline import run as run_job
+    from quantizers.pipeline.finished import of_another_source
+    from quantizers.pipeline.options import Options
+    from quantizers.pipeline.pipeline import assist
+    from quantizers.pipeline.pipeline import run as run_job
 
     if dist.is_main and of_another_source(job):
         print(

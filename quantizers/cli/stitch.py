@@ -53,8 +53,8 @@ def stitch(
     from quantizers.checkpoint.reader import open_checkpoint
     from quantizers.cli.tables.commands import stitch_table
     from quantizers.device.devices import choose_device
+    from quantizers.pipeline.stitched import stitch as stitch_both
     from quantizers.recipe.portable import source_name
-    from quantizers.run.stitched import stitch as stitch_both
     from quantizers.system.interrupts import interruptible
 
     refuse_unfinished_runs([source, experts])

@@ -40,7 +40,7 @@ def verify(
     from quantizers.cli.tables.commands import audit_table
     from quantizers.device.devices import choose_device
     from quantizers.output.manifest import carried_facts
-    from quantizers.run.verification import source_of, verify_folder
+    from quantizers.pipeline.verification import source_of, verify_folder
 
     refuse_unfinished_runs([candidate, *([source] if source else [])])
     verification = verify_folder(candidate, source_of(candidate, source, revision), choose_device(device), facts)

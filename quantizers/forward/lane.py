@@ -16,7 +16,7 @@ import torch
 
 from quantizers.device.devices import is_accelerator
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.plan.units import rows_of_block
+from quantizers.planning.units import rows_of_block
 from quantizers.system.errors import QuantizeError
 
 from .halves import attend, finish

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantizers.output.journal import refuse_unfinished
 from quantizers.output.manifest import carried_facts, seal_of
-from quantizers.run.manifest_check import check_manifest
+from quantizers.pipeline.manifest_check import check_manifest
 from quantizers.system.errors import OutputError
 from quantizers.system.formatting import gate_figures
 from quantizers.system.output_files import CARD, REPORT
@@ -130,7 +130,7 @@ def check_output(
     """
     with_source = thorough or not is_complete(report, files)
     if with_source:
-        from quantizers.run.verification import verify_folder
+        from quantizers.pipeline.verification import verify_folder
 
         found = verify_folder(folder, source(), device)
         problems = [*found.differences, *found.misread, *_failed_gates(report, ALWAYS)]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.output.manifest import add_files, write_record
+from quantizers.pipeline.report_files import read_front_matter, write_with_card
 from quantizers.recipe.portable import is_hub_id
-from quantizers.run.report_files import read_front_matter, write_with_card
 from quantizers.system.errors import InputError
 from quantizers.system.files import write_text
 from quantizers.system.output_files import CARD, PAGE, REPORT

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.plan.device_memory import Place, Residents
+from quantizers.planning.device_memory import Place, Residents
 
 if TYPE_CHECKING:
     import torch

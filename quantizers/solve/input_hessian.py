@@ -5,7 +5,7 @@ is the input.
 
 Hessians are float32 and added token chunk by token chunk, in order, one chunk a matmul. As many as memory has room for
 are cached. Where the device's memory is full, the cache is dropped and the step repeated with half as many, see
-plan/device_memory.py; an interrupted step leaves no trace, since all of it is computed again from the captured inputs.
+planning/device_memory.py; an interrupted step leaves no trace: all is computed again from the captured inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from quantizers.device.malloc_tuning import release_free_memory
 from quantizers.device.timing import phase
 from quantizers.forward.recorded import Recorded
-from quantizers.plan.device_memory import Residents
+from quantizers.planning.device_memory import Residents
 
 from .routing_weights import Blend, Survey, rows_of
 from .symmetric import add_hessian, mirror

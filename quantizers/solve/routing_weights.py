@@ -24,7 +24,7 @@ import torch
 
 from quantizers.device.prefetch import tensor_to_host
 from quantizers.forward.recorded import Recorded, route_counts, routing_of
-from quantizers.plan.units import ALIGNED, ROUTED_ROWS, by_load
+from quantizers.planning.units import ALIGNED, ROUTED_ROWS, by_load
 
 Routed = tuple[torch.Tensor, torch.Tensor]  # rows of a block (c, m) int32, and their routing weights (c, m) float32
 

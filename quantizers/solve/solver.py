@@ -4,8 +4,8 @@ Order: one sweep over the routing ─► one over the token chunks, for the Hess
 its readers, where it is folded ─► expert batch by expert batch, see expert_batch.py. The other engine, llm-compressor's
 own, is llmcompressor_engine.py.
 
-Every matmul works on one token chunk or one expert batch, see plan/units.py. Memory decides for how many expert batches
-the Hessians of x are collected in one sweep, see plan/device_memory.py, and nothing else.
+Every matmul works on one token chunk or one expert batch, see planning/units.py. Memory says for how many expert batches
+the Hessians of x are collected in one sweep, see planning/device_memory.py, and nothing else.
 
 Legend: E experts, c experts of an expert batch, H hidden, I expert width, G Hessian.
 """
@@ -26,8 +26,8 @@ from quantizers.device.timing import phase
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import Recorded, RecordedRows
-from quantizers.plan.device_memory import Residents
-from quantizers.plan.units import rows_of_block, unit_of_experts, units_of
+from quantizers.planning.device_memory import Residents
+from quantizers.planning.units import rows_of_block, unit_of_experts, units_of
 from quantizers.recipe.schema import Experts
 
 from .awq import fold_hessian, fold_norm, norm_scale
@@ -248,7 +248,7 @@ def solve_layer(
         norm: (H,) as stored, in the source's dtype: the one that AWQ folds its scales into; None if it is kept.
         recorded: what the experts were called with.
         weights: see `solver.solve`.
-        residents: see plan/device_memory.py.
+        residents: see planning/device_memory.py.
         entering: hidden states entering the layer, (T, H) each; the llmcompressor engine runs the layer itself.
         check: called between sequences; may raise to interrupt.
         compensate_router: False leaves the published defect in, for comparison (llmcompressor only).

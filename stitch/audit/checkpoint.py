@@ -23,8 +23,8 @@ from quantizers.checkpoint.formats import readable
 from quantizers.checkpoint.fused_experts import with_experts_apart
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, block_size, open_folder, read_json
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.plan.assign_actions import make_plan
-from quantizers.plan.plan import Plan
+from quantizers.planning.assign_actions import make_plan
+from quantizers.planning.plan import Plan
 from quantizers.recipe.schema import Experts, Scheme
 from quantizers.system.errors import CheckpointError
 from quantizers.system.output_files import REPORT, is_plain
@@ -179,7 +179,7 @@ def _recorded(folder: Path) -> Mapping[str, ShardDigest]:
     try:
         report = read_json(folder / REPORT)
     except CheckpointError:
-        return {}  # there is no report, or it is damaged, which quantizers/run/manifest_check.py reports
+        return {}  # there is no report, or it is damaged, which quantizers/pipeline/manifest_check.py reports
     return {name: digest for name, digest in recorded_digests(report).items() if is_plain(name)}
 
 

@@ -21,8 +21,8 @@ from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, reader_state, router_state
 from quantizers.forward.weights import ExpertWeights, read_weight
-from quantizers.plan.plan import KEPT, Action
-from quantizers.plan.units import unit_of_experts, units_of
+from quantizers.planning.plan import KEPT, Action
+from quantizers.planning.units import unit_of_experts, units_of
 from quantizers.system.errors import CheckpointError
 
 ROUTER_ULPS = 2

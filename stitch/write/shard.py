@@ -16,7 +16,7 @@ from quantizers.checkpoint.tensor_bytes import torch_dtype
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers
 from quantizers.forward.packing import pack
-from quantizers.plan.plan import KEPT, METADATA, Action, Plan
+from quantizers.planning.plan import KEPT, METADATA, Action, Plan
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import CheckpointError, QuantizeError
 from quantizers.system.files import disk_errors, sync_folder

@@ -18,7 +18,7 @@ from tiny import write_job
 
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.plan.job import Job, prepare
+from quantizers.planning.job import Job, prepare
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ import torch
 from conftest import REPOSITORY
 from tiny import write_job
 
-from quantizers.plan.device_memory import device_memory
-from quantizers.plan.job import prepare
+from quantizers.planning.device_memory import device_memory
+from quantizers.planning.job import prepare
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
 

@@ -30,13 +30,13 @@ from quantizers.forward.recorded import recorded as seen_by
 from quantizers.forward.weights import layer_weights, read_weight
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.plan.job import Job, prepare
-from quantizers.plan.plan import file_size
+from quantizers.pipeline import pipeline
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.stitched import stitch
+from quantizers.planning.job import Job, prepare
+from quantizers.planning.plan import file_size
 from quantizers.recipe.schema import ALL, Scheme
-from quantizers.run import pipeline
-from quantizers.run.options import Options
-from quantizers.run.pipeline import run
-from quantizers.run.stitched import stitch
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import OutputError, QuantizeError
 from stitch.audit.checkpoint import verify

@@ -20,7 +20,7 @@ from quantizers.calibration.load_set import load_set
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.plan.job import prepare
+from quantizers.planning.job import prepare
 
 CPU = torch.device("cpu")
 FAMILY = "glm4_moe"  # its first layer has no experts

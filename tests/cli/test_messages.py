@@ -18,7 +18,7 @@ from conftest import Finished
 from quantizers.device.devices import choose_device
 from quantizers.output import journal
 from quantizers.output.fingerprint import refuse_changes
-from quantizers.run import quantize as quantizing
+from quantizers.pipeline import quantize as quantizing
 from quantizers.system.errors import InputError, QuantizeError
 
 Said = Callable[..., tuple[int, str, str]]
@@ -101,7 +101,7 @@ def test_a_run_begins_with_what_how_big_to_where_and_on_what(
 def test_an_unfinished_stitch_names_its_command(
     finished: Finished, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantizers.run import stitched
+    from quantizers.pipeline import stitched
 
     def cut(*_: Any, **__: Any) -> None:
         raise QuantizeError("cut here")

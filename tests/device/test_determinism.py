@@ -24,7 +24,7 @@ from quantizers.device.determinism import ALLOCATOR, LT_WORKSPACE, UNDOING, WORK
 from quantizers.device.gpu_settings import SETTINGS, settings_in_force
 from quantizers.forward.recorded import Recorded, usable_rows
 from quantizers.forward.recorded import recorded as seen_by
-from quantizers.plan.device_memory import Residents
+from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts, Scheme
 from quantizers.solve.routing_weights import squared_weights, survey
 from quantizers.solve.solver import solve

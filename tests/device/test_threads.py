@@ -25,7 +25,7 @@ from quantizers.device import devices
 from quantizers.device.devices import use_threads
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.output.fingerprint import begun_with
-from quantizers.run import quantize as quantizing
+from quantizers.pipeline import quantize as quantizing
 from quantizers.system.errors import OutputError
 
 

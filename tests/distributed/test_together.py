@@ -20,13 +20,13 @@ from quantizers.device import determinism
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output import journal
-from quantizers.plan import units
-from quantizers.plan.device_memory import Residents
-from quantizers.plan.job import prepare
+from quantizers.pipeline.measure import measure
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning import units
+from quantizers.planning.device_memory import Residents
+from quantizers.planning.job import prepare
 from quantizers.recipe.schema import Awq, CoverageGate, Experts
-from quantizers.run.measure import measure
-from quantizers.run.options import Options
-from quantizers.run.pipeline import run
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError, OutputError, QuantizeError

@@ -19,7 +19,7 @@ from eval.report.plots import calibration_figure, draw
 from quantizers.architectures.families import architecture_for
 from quantizers.calibration.language_id import CODES
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.run.report import server_options
+from quantizers.pipeline.report import server_options
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 Report = dict[str, Any]

@@ -26,11 +26,11 @@ from eval.report.plot_style import save
 from eval.report.plots import comparison_figure
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
-from quantizers.plan.job import prepare
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.job import prepare
 from quantizers.recipe.read import read_recipe
 from quantizers.recipe.schema import CoverageGate
-from quantizers.run.options import Options
-from quantizers.run.pipeline import run
 from quantizers.system.errors import InputError, RecipeError
 
 CPU = torch.device("cpu")

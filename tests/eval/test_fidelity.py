@@ -25,7 +25,7 @@ from quantizers.checkpoint.formats import readable
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.forward import layered_model
 from quantizers.forward.weights import read_weight
-from quantizers.run.measure import measure
+from quantizers.pipeline.measure import measure
 from quantizers.system.errors import CheckpointError, Interrupted, OutputError
 
 CPU = torch.device("cpu")

@@ -29,9 +29,9 @@ from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli.tables.run import run_table
 from quantizers.forward.layered_model import LayeredModel
+from quantizers.pipeline.final_verification import fidelity_gates
+from quantizers.pipeline.measure import measure
 from quantizers.recipe.schema import PerplexityGate
-from quantizers.run.final_verification import fidelity_gates
-from quantizers.run.measure import measure
 from quantizers.system.errors import Interrupted
 
 CPU = torch.device("cpu")

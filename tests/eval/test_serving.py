@@ -40,7 +40,7 @@ from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.fp8 import ROWS
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.plan.assign_actions import expected_tensors, make_plan
+from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.recipe.schema import Experts, Scheme
 from quantizers.system.errors import InputError
 from stitch.write.config_files import output_config

@@ -25,9 +25,9 @@ from eval.serving.check import check_folder
 from eval.serving.engines import VLLM
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known
-from quantizers.plan.job import prepare
-from quantizers.run.options import Options
-from quantizers.run.pipeline import run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.job import prepare
 
 EXPERTS = "model.layers.1.block_sparse_moe.experts"
 BLOCKS = "FP8 block 128x128"

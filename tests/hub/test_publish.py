@@ -19,9 +19,9 @@ from publishing import REPO, TOKEN, Publish, break_a_byte, contents
 from runs import private_job
 
 from quantizers.output.manifest import write_record
-from quantizers.plan.job import prepare
-from quantizers.run.options import Options
-from quantizers.run.pipeline import run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.job import prepare
 
 # huggingface_hub's own way of sending a file by the LFS protocol, in this process.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard
 from publishing import REPO, SHARD, Publish, break_a_byte, contents
 
 from quantizers.output.manifest import write_record
-from quantizers.run import verification
+from quantizers.pipeline import verification
 
 # huggingface_hub's own way of sending a file by the LFS protocol, in this process.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from runs import change, cut_in_layer, hashes
 from tiny import write_job
 
-from quantizers.plan.job import prepare
+from quantizers.pipeline.options import Options
+from quantizers.planning.job import prepare
 from quantizers.recipe.changes import changed, changes_of
 from quantizers.recipe.portable import settings_hash
 from quantizers.recipe.read import read_recipe
 from quantizers.recipe.schema import Recipe
-from quantizers.run.options import Options
 from quantizers.system.package_data import shipped
 from quantizers.system.pydantic_errors import Origin
 from quantizers.system.strict_yaml import dump

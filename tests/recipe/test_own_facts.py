@@ -22,13 +22,13 @@ from quantizers.architectures.families import architecture_for, known
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.plan.job import prepare
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.verification import verify_folder
+from quantizers.planning.job import prepare
 from quantizers.recipe.portable import resolve_recipe, settings_hash
 from quantizers.recipe.read import read_recipe
 from quantizers.recipe.schema import Recipe
-from quantizers.run.options import Options
-from quantizers.run.pipeline import run
-from quantizers.run.verification import verify_folder
 from quantizers.system.errors import ArchitectureError, OutputError
 from quantizers.system.strict_yaml import dump, parse
 

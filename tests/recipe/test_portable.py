@@ -19,12 +19,12 @@ from tiny import write_job
 
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.set import read_set
-from quantizers.plan.job import prepare
+from quantizers.pipeline import pipeline, verification
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.job import prepare
 from quantizers.recipe.portable import resolve_recipe, source_name
 from quantizers.recipe.read import read_recipe
-from quantizers.run import pipeline, verification
-from quantizers.run.options import Options
-from quantizers.run.pipeline import run
 from quantizers.system.errors import CalibrationError, InputError, OutputError
 from quantizers.system.package_data import shipped
 

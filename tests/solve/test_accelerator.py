@@ -11,7 +11,7 @@ import torch
 from on_meta import META, Operation, Trace, looks_answered, tensors
 
 from quantizers.forward.recorded import Recorded
-from quantizers.plan.device_memory import Residents
+from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import solver
 from quantizers.solve.result import LayerResult

@@ -17,7 +17,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.plan.assign_actions import expected_tensors, folds, make_plan
+from quantizers.planning.assign_actions import expected_tensors, folds, make_plan
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.awq import fold_norm
 from quantizers.system.errors import ArchitectureError, RecipeError

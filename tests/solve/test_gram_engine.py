@@ -12,7 +12,7 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.codes import dequantize
 from quantizers.forward.recorded import Recorded
 from quantizers.forward.recorded import recorded as seen
-from quantizers.plan.device_memory import Residents
+from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import expert_batch
 from quantizers.solve.awq import grid_scales, weight_means

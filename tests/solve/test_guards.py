@@ -14,9 +14,9 @@ import yaml
 from calibration_tokenizer import write_tokenizer
 
 from quantizers.checkpoint.reader import open_folder
-from quantizers.plan.job import prepare
-from quantizers.run.options import Options
-from quantizers.run.pipeline import run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.job import prepare
 from quantizers.system.errors import QuantizeError
 
 LAYERS, EXPERTS, FAULTY = 2, 8, 3

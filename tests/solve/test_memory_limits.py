@@ -10,7 +10,7 @@ import torch
 from one_layer import GROUP, Layer, assert_same, make_layer, silu, sums_held
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantizers.plan.device_memory import Residents
+from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import input_hessian, solver
 from quantizers.solve.result import LayerResult

@@ -11,9 +11,9 @@ import torch
 from whole_models import run_whole, source_weights
 
 from quantizers.calibration.load_set import load_set
-from quantizers.plan.job import prepare
-from quantizers.run.options import Options
-from quantizers.run.pipeline import run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.job import prepare
 
 GRID = 6
 

@@ -18,7 +18,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.recorded import Recorded, route_counts
 from quantizers.forward.recorded import recorded as seen_by
-from quantizers.plan.units import ALIGNED, by_load, units_of
+from quantizers.planning.units import ALIGNED, by_load, units_of
 from quantizers.solve import routing_weights
 from quantizers.solve.down_hessian import collect_down_hessian
 from quantizers.solve.input_hessian import InputHessian, blended_hessian, sweep

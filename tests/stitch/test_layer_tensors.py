@@ -17,8 +17,8 @@ from quantizers.checkpoint.held import Held, held_tensors, hold, layer_names
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.forward.weights import read_weight
-from quantizers.plan.assign_actions import make_plan
-from quantizers.plan.plan import KEPT, Plan
+from quantizers.planning.assign_actions import make_plan
+from quantizers.planning.plan import KEPT, Plan
 from quantizers.recipe.schema import Experts
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import QuantizeError

@@ -15,8 +15,8 @@ from huggingface_hub import ModelCard
 
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
-from quantizers.run.measure import measure
-from quantizers.run.stitched import stitch
+from quantizers.pipeline.measure import measure
+from quantizers.pipeline.stitched import stitch
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import file_sha256 as sha256
 from stitch.audit.checkpoint import verify

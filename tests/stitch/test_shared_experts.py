@@ -15,7 +15,7 @@ from torch import Tensor
 from whole_models import stored
 
 from quantizers.checkpoint.reader import open_folder, side_files
-from quantizers.run.stitched import stitch
+from quantizers.pipeline.stitched import stitch
 from quantizers.system.errors import CheckpointError
 from stitch.audit.checkpoint import verify
 

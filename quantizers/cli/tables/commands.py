@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.checkpoint.safetensors_header import printed
-from quantizers.plan.fit_facts import Fitted
+from quantizers.planning.fit_facts import Fitted
 from quantizers.system.formatting import collapse_lines, gib, size, text_table
 from quantizers.system.output_files import CARD, PAGE, REPORT
 

@@ -1,0 +1,420 @@
+"""Time and memory of one layer on this machine: random weights of a model's real size through the code of a run.
+
+The layer is quantized, verified and evaluated by `quantize_layers`, as every layer of a run is. Layers without experts
+that come before the first one with experts are measured as well. From these, the time of the whole run follows: phases
+that read calibration tokens grow with their number, those of the evaluation texts with theirs, and those that work on
+the experts' matrices with the number of experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from eval.fidelity.metrics import Text
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import Sizes, sizes_of
+from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
+from quantizers.checkpoint.fp8 import SCALE, SCALE_INV
+from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, declared_block, open_folder
+from quantizers.checkpoint.safetensors_header import FP8, Spec
+from quantizers.checkpoint.tensor_bytes import torch_dtype
+from quantizers.device.devices import device_limit, is_accelerator, machine
+from quantizers.device.timing import Clock, listening
+from quantizers.layers.context import Context
+from quantizers.output import journal
+from quantizers.planning.assign_actions import expected_tensors, make_plan
+from quantizers.planning.device_memory import DeviceMemory, Residents, device_memory
+from quantizers.planning.estimate import calibration_lengths, cut_to, evaluation_lengths, layer_work
+from quantizers.planning.gpus import this_cpu
+from quantizers.planning.job import Job
+from quantizers.planning.plan import METADATA
+from quantizers.planning.units import rows_of_block
+from quantizers.recipe.schema import Stop
+from quantizers.solve.kernel_check import verify_kernels
+from quantizers.system.errors import ArchitectureError, InputError
+from quantizers.system.formatting import gib
+from quantizers.system.host_memory import available
+from quantizers.system.progress import duration, peak_memory
+
+from .quantize import quantize_layers
+
+OUTLIERS = 8  # number of outlier channels in a norm, and the factor that enlarges them
+VOCABULARY = 256  # of the random model: embeddings and logits are not measured
+PROGRAM = 1 << 30  # bytes of host memory for the program and its libraries
+WARM_UP = 16  # tokens of a first layer, which pays for imports, compilation and first calls
+ORDER = (
+    "read", "materialise", "reference", "observe", "dequantize", "forced pass", "sums", "changes", "search", "rounding",
+    "other solving", "pack", "propagate", "candidate", "compare", "write",
+)  # fmt: skip
+# What each phase of a layer grows with. All others are done once, and grow with the bytes of the experts' matrices.
+WITH_TOKENS = {"observe", "forced pass", "sums", "changes", "propagate"}
+WITH_TEXTS = {"reference", "candidate", "compare"}
+# Each token is routed to as many of few experts as of many.
+OF_ROUTED_ROWS = {"observe", "changes", "propagate", *WITH_TEXTS}
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What the measured layer is smaller by than a layer of the run: factors of at least 1, or less for few tokens."""
+
+    tokens: float
+    texts: float
+    experts: float
+    hessians: float  # of all experts: w2's grow with the number of experts, those of routed tokens do not
+
+    def of(self, phase: str) -> tuple[float, str]:
+        """The factor for a phase, and what it grows with, in words."""
+        factor, words = 1.0, []
+        if phase in WITH_TOKENS:
+            factor, words = self.tokens, ["tokens"]
+        if phase in WITH_TEXTS:
+            factor, words = self.texts, ["evaluation tokens"]
+        if phase not in OF_ROUTED_ROWS:
+            factor *= self.hessians if phase == "sums" else self.experts
+            words.append("experts")
+        return factor, " and ".join(words)
+
+
+def measure_layer(
+    job: Job,
+    device: torch.device,
+    *,
+    tokens: int | None = None,
+    experts: int | None = None,
+    limit: int | None = None,
+    work: Path | None = None,
+) -> dict[str, Any]:
+    """Quantize one random layer of the job's model, and extrapolate to the whole run.
+
+    Args:
+        job: of a recipe; the source's shards are not needed.
+        tokens: calibration tokens, and evaluation tokens at most; one token chunk of the device by default.
+        experts: fewer than the model has; by default as many as fit into memory.
+        limit: bytes of device memory that may be used; None for the device's own limit.
+        work: folder for temporary files; the system's by default.
+
+    Returns:
+        `phases` (seconds measured, what they grow with, seconds of a layer of the run), `layer`, `dense_layer` and
+        `run` in seconds, peak memory in bytes, and the sizes that were measured beside those of the run.
+
+    Raises:
+        InputError: the sets' sizes are unknown, or not even the smallest layer fits.
+    """
+    lengths, texts = _lengths(job)
+    schemes = job.allocation.candidates if job.allocation else job.plan.schemes
+    verify_kernels(device, {(scheme.bits, scheme.group_size) for scheme in schemes})
+    tokens = min(tokens or rows_of_block(is_accelerator(device)), sum(lengths))
+    own_lengths, own_texts = cut_to(lengths, tokens), cut_to(texts, tokens)
+    with tempfile.TemporaryDirectory(dir=work, prefix="quantize-measure-") as name:
+        folder = Path(name)
+        small, memory = _fitting(job, own_lengths, sum(own_texts), device, experts, limit, folder)
+        _say(small, own_lengths, own_texts, device)
+        first = _smallest(job, is_accelerator(device))
+        _quantized(first, memory, [WARM_UP], [WARM_UP] if texts else [], device, folder / "warm-up")
+        shutil.rmtree(folder / "warm-up")
+        with listening(Clock(device)) as clock:
+            entries = _quantized(small, memory, own_lengths, own_texts, device, folder)
+    peak = max(peak_memory(device), *(entry["peak_memory_bytes"] for entry in entries))
+    scaling = Scaling(
+        sum(lengths) / tokens,
+        sum(texts) / sum(own_texts) if texts else 0.0,
+        job.sizes["experts"] / small.sizes["experts"],
+        _hessian_work(job.sizes) / _hessian_work(small.sizes),
+    )
+    dense = [entry["seconds"] for entry in entries if entry["layer"] in small.sizes.dense]
+    measured = _with_inner_phases(entries[-1]["seconds"], clock.seconds())
+    return extrapolated(job, measured, dense, scaling) | {
+        "tokens": tokens,
+        "held_out": sum(own_texts),
+        "sizes": dict(small.sizes),
+        "run_tokens": sum(lengths),
+        "run_held_out": sum(texts),
+        "run_experts": job.sizes["experts"],
+        "peak_memory_bytes": peak,
+        "machine": machine(device),
+    }
+
+
+def _quantized(
+    job: Job, memory: DeviceMemory, lengths: list[int], texts: list[int], device: torch.device, folder: Path
+) -> list[dict[str, Any]]:
+    """Quantize a random model of the job's sizes with random tokens; the journal's entries of its layers."""
+    job = replace(job, source=write_random(folder / "model", job.config, job.facts, device))
+    _drop_from_cache(job.opened)
+    for part in ("layers", "output"):
+        (folder / part).mkdir()
+    _reset_peak(device)
+    context = Context(
+        folder,
+        device,
+        Residents(memory.resident, memory.unit, memory.smallest),
+        inputs="device" if memory.inputs else "memory",
+        states="device" if memory.states else "memory",
+        texts_there=memory.texts,
+    )
+    data = _random_data(lengths)
+    with torch.no_grad():
+        # With limits, though none is set, the shard is waited for within the layer: so its time is known.
+        quantize_layers(
+            job, data, token_tensors(data, VOCABULARY), context, [_random_text(n) for n in texts], stop=Stop()
+        )
+    return journal.done_layers(folder, job.sizes["layers"])
+
+
+def _say(job: Job, lengths: list[int], texts: list[int], device: torch.device) -> None:
+    """One line about what is measured, with a warning where that takes long: a CPU's time can be estimated."""
+    sizes, line = job.sizes, f"measuring one layer: {job.sizes['experts']} experts, {sum(lengths):,} tokens"
+    if device.type == "cpu":
+        seconds = layer_work(job, sizes.moe_layers[0], lengths, texts).seconds(this_cpu())
+        if seconds > 60:
+            line += f"; about {duration(seconds)} are estimated, less with fewer --experts and --tokens"
+    print(line, file=sys.stderr, flush=True)
+
+
+def _smallest(job: Job, accelerator: bool) -> Job:
+    """A model with as few experts as the router allows; of the real width on an accelerator, whose kernels know it."""
+    narrow = {} if accelerator else {"hidden": 256, "width": 256}
+    for count in reversed(list(halved(job.sizes["experts"]))):
+        with contextlib.suppress(InputError):
+            return random_job(job, count, **narrow)
+    return random_job(job, job.sizes["experts"])
+
+
+def extrapolated(
+    job: Job, measured: Mapping[str, float], dense: list[dict[str, float]], scaling: Scaling
+) -> dict[str, Any]:
+    """Seconds of a layer with experts, of one without, and of all layers and the last reading of the output.
+
+    A run reads a layer while it computes the one before, so the longer of the two counts.
+
+    Args:
+        measured: seconds by phase of the layer with experts.
+        dense: the same of each layer without experts that was measured.
+    """
+    phases, of_run = [], {}
+    for name in sorted(measured, key=ORDER.index):
+        seconds, (factor, grows_with) = measured[name], scaling.of(name)
+        of_run[name] = seconds * factor
+        phases.append({"phase": name, "seconds": seconds, "grows_with": grows_with, "run": of_run[name]})
+    layer = _overlapped(of_run)
+    only_tokens = replace(scaling, experts=1.0, hessians=1.0)
+    without = [_overlapped({name: seconds * only_tokens.of(name)[0] for name, seconds in one.items()}) for one in dense]
+    moe, others = len(job.sizes.moe_layers), len(job.sizes.dense)
+    dense_layer = sum(without) / len(without) if without else layer if others else 0.0
+    return {
+        "phases": phases,
+        "layer": layer,
+        "layers": moe,
+        "dense_layer": dense_layer,
+        "dense_layers": others,
+        "run": moe * layer + others * dense_layer,
+    }
+
+
+def _hessian_work(sizes: Sizes) -> int:
+    """Multiplications of a token in the Hessians of a layer, see `plan.estimate`."""
+    return sizes["experts"] * sizes["width"] ** 2 + (sizes["chosen"] + 1) * sizes["hidden"] ** 2
+
+
+def _overlapped(seconds: Mapping[str, float]) -> float:
+    reading = seconds.get("read", 0.0)
+    return max(reading, sum(seconds.values()) - reading)
+
+
+def _with_inner_phases(entry: Mapping[str, float], inner: Mapping[str, float]) -> dict[str, float]:
+    """The phases of a layer as its journal entry has them, with those of the solver in place of `solve`."""
+    seconds: dict[str, float] = {}
+    for name, total in entry.items():
+        if name == "solve":
+            seconds |= inner
+            seconds["other solving"] = max(total - sum(inner.values()), 0.0)
+        else:
+            seconds[name] = total
+    return seconds
+
+
+def _lengths(job: Job) -> tuple[list[int], list[int]]:
+    """Tokens of each calibration sequence and evaluation text of the run, at most."""
+    lengths, _ = calibration_lengths(job)
+    texts = evaluation_lengths(job)
+    if lengths is None:
+        raise InputError(
+            f"{job.path}: calibration: the set's size is unknown before it is read; give --set calibration.tokens=N"
+        )
+    if texts is None:
+        raise InputError(
+            f"{job.path}: verify.perplexity.data: the set's size is unknown before it is read; give another set, or "
+            "leave the evaluation out with --set verify.perplexity=null"
+        )
+    return lengths, texts
+
+
+def _fitting(
+    job: Job,
+    lengths: list[int],
+    held_out: int,
+    device: torch.device,
+    experts: int | None,
+    limit: int | None,
+    folder: Path,
+) -> tuple[Job, DeviceMemory]:
+    """The job of a random model as deep as its first layer with experts, with as many experts as fit; and its memory.
+
+    Raises:
+        InputError: the number that was asked for is impossible or does not fit, or none fits.
+    """
+    if experts and experts > job.sizes["experts"]:
+        raise InputError(f"--experts {experts}: the model has {job.sizes['experts']}; give as many, or fewer")
+    refused: InputError | None = None
+    for count in [experts] if experts else halved(job.sizes["experts"]):
+        try:
+            small = random_job(job, count)
+            accelerator, room = is_accelerator(device), limit or device_limit(device)
+            memory = device_memory(
+                small.plan, small.sizes, max(lengths), accelerator, room, sum(lengths), held_out=held_out
+            )
+            _refuse_too_large(small, 0 if accelerator else memory.smallest, folder)
+        except ArchitectureError as impossible:  # fewer are impossible as well
+            raise refused or InputError(f"--experts {count}: {impossible}") from None
+        except InputError as failure:
+            refused = InputError(f"--experts {count}: {failure}")
+        else:
+            return small, memory
+    assert refused is not None
+    raise refused
+
+
+def _refuse_too_large(small: Job, solving: int, folder: Path) -> None:
+    """Refuse a random model that does not fit into host memory, or into the temporary folder.
+
+    Args:
+        solving: bytes of host memory in which its layer is solved.
+    """
+    source = sum(action.spec.bytes for action in small.plan.actions)
+    needs = (
+        ("host memory", 2 * source + solving + PROGRAM, available()),
+        (f"disk space in {folder.parent}", 2 * source, shutil.disk_usage(folder).free),
+    )
+    for kind, needed, free in needs:
+        if needed > free:
+            raise InputError(f"{gib(needed)} of {kind} are needed, and {gib(free)} are free; give fewer experts")
+
+
+def halved(experts: int) -> Iterator[int]:
+    """All experts, half of them, and so on down to two."""
+    while experts > 1:
+        yield experts
+        experts //= 2
+
+
+def random_job(job: Job, experts: int, **narrow: int) -> Job:
+    """The job of quantizing a model like the job's, as deep as its first layer with experts, without a source so far.
+
+    Args:
+        experts: of the layer.
+        narrow: other sizes, by this program's names for them.
+
+    Raises:
+        ArchitectureError: the router of such a model cannot have so many.
+    """
+    first = job.sizes.moe_layers[0]
+    config = resized(job.config, job.facts, layers=first + 1, experts=experts, vocabulary=VOCABULARY, **narrow)
+    config |= {"bos_token_id": 0, "eos_token_id": 1}
+    sizes = sizes_of(job.facts, config, CONFIG)
+    block, specs = declared_block(config, CONFIG), expected_tensors(job.facts, sizes, config, CONFIG)
+    plan = make_plan(job.facts, sizes, specs, job.plan.settings(first), CONFIG, block)
+    return replace(job, sizes=sizes, config=config, plan=plan, source=None, fp8=plan.fp8_form(block), allocation=None)
+
+
+def resized(config: dict[str, Any], facts: Architecture | None = None, **sizes: int) -> dict[str, Any]:
+    """config.json with other sizes, by this program's names for them: layers, experts, hidden, width, …
+
+    Layers that predict further tokens are left out: nothing is computed in them.
+    """
+    facts = facts or architecture_for(config, CONFIG)
+    without = {facts.mtp_layer.layers: 0} if facts.mtp_layer else {}
+    return config | without | {facts.sizes[word].key: size for word, size in sizes.items()}
+
+
+def write_random(
+    folder: Path, config: dict[str, Any], facts: Architecture, device: torch.device, seed: int = 0
+) -> Checkpoint:
+    """Write the checkpoint that a config.json describes, with random weights, and open it.
+
+    Norms have outlier channels; linear weights are scaled by 1/√columns, which preserves the length of a vector.
+    Creates the folder, and writes one safetensors file.
+
+    Args:
+        device: where random numbers are drawn; they differ between devices.
+    """
+    sizes = sizes_of(facts, config, CONFIG)
+    generator = torch.Generator(device).manual_seed(seed)
+    specs = expected_tensors(facts, sizes, config, CONFIG)
+    tensors = {name: _draw(name, spec, facts, specs, generator) for name, spec in specs.items()}
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(json.dumps(config))
+    save_file(tensors, folder / SINGLE, metadata=METADATA)
+    return open_folder(folder)
+
+
+def _draw(
+    name: str, spec: Spec, facts: Architecture, specs: dict[str, Spec], generator: torch.Generator
+) -> torch.Tensor:
+    module, _, suffix = name.rpartition(".")
+    if suffix in (SCALE, SCALE_INV):
+        # FP8 codes are normal with standard deviation 64; the weights' is 1/√columns.
+        return torch.full(spec.shape, specs[f"{module}.weight"].shape[1] ** -0.5 / 64, dtype=torch_dtype(spec.dtype))
+    drawn = torch.randn(spec.shape, generator=generator, device=generator.device)
+    if spec.dtype == FP8:
+        return (drawn * 64).clamp_(-448, 448).to(torch.float8_e4m3fn).cpu()
+    dtype = torch_dtype(spec.dtype)
+    if len(spec.shape) == 1:
+        drawn = 0.02 * drawn if suffix.endswith("bias") else 1 + 0.2 * drawn
+        if suffix == "weight":
+            drawn[:: max(1, drawn.numel() // OUTLIERS)] *= OUTLIERS
+        return drawn.to(dtype).cpu()
+    vocabulary_matrix = name in (facts.embedding, facts.head)
+    return (drawn * (1 if vocabulary_matrix else spec.shape[1] ** -0.5)).to(dtype).cpu()
+
+
+def _drop_from_cache(source: Checkpoint) -> None:
+    """Let the system forget a checkpoint's files, as far as it complies, so that reading them takes the disk's time."""
+    for file in {info.file for info in source.tensors.values()}:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _reset_peak(device: torch.device) -> None:
+    """Forget the memory that writing the random weights took, see `peak_memory`."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _random_tokens(length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(0, VOCABULARY, length, dtype=np.int32)
+
+
+def _random_text(length: int) -> Text:
+    return Text(torch.from_numpy(_random_tokens(length)).long(), "random", length)
+
+
+def _random_data(lengths: list[int]) -> CalibrationData:
+    samples = tuple(Sample(_random_tokens(length), "random", "random") for length in lengths)
+    return CalibrationData("random", max(lengths), (max(lengths),), samples, "", (), ())

@@ -1,0 +1,350 @@
+"""Quantizes a checkpoint layer by layer: the loop over the layers with its journal, resumed where it was interrupted.
+
+A layer is done once its shard and the held-out states after it are on disk: then its journal entry is written, and
+only after that are the states before it removed. A call that resumes first takes the calibration states through the
+finished layers, as stored in their shards; a shard that was damaged meanwhile is made again on the way, and must
+get the bytes that the journal has for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from eval.fidelity.comparison import Comparison
+from eval.fidelity.metrics import Measured, Text
+from eval.fidelity.scoring import measured, score
+from quantizers.calibration.samples import CalibrationData
+from quantizers.checkpoint.held import Held, hold, layer_names
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.device.devices import forward_dtype, is_accelerator
+from quantizers.device.malloc_tuning import use_one_arena
+from quantizers.distributed.process_group import shown
+from quantizers.forward.lane import Lane
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.layers.context import Context
+from quantizers.layers.loop import all_tensors, device_memory_errors, layer_steps
+from quantizers.layers.resume import finished_shard, resume_layers
+from quantizers.layers.step import LayerStep, run_step
+from quantizers.layers.writer import ShardWriter
+from quantizers.output import journal
+from quantizers.planning.job import Job
+from quantizers.recipe.schema import Stop
+from quantizers.system.errors import QuantizeError, Stopped
+from quantizers.system.files import write_json
+from quantizers.system.progress import doing, forecast, layer_line, peak_memory, progress
+from stitch.audit.layer import written_from
+from stitch.write.shard import kept_hashes, layer_tensors, write_shard
+
+from .quantizer import Quantizer, Written, of_shard
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What rank 0 tells the others before the first layer.
+
+    Attributes:
+        done: layers that an earlier call finished.
+        damaged: those of them whose shards must be made again.
+        lengths: tokens of each calibration sequence.
+        ahead: shards that may be on their way while the next layer is worked on; None for the writer's own choice.
+    """
+
+    done: int
+    damaged: tuple[int, ...]
+    lengths: tuple[int, ...]
+    ahead: int | None
+
+
+def quantize_layers(
+    job: Job,
+    data: CalibrationData | None,
+    tokens: Sequence[torch.Tensor] | None,
+    context: Context,
+    texts: Sequence[Text] = (),
+    *,
+    damaged: Sequence[int] = (),
+    stop: Stop | None = None,
+    compensate_router: bool = True,
+) -> Measured | None:
+    """Write all shards, with a journal entry for each, under the context's `work`; measure them on the way.
+
+    All processes of a run call this; rank 0 alone knows what to do, and keeps the journal.
+
+    Args:
+        data, tokens: the calibration samples, and their token ids (T,) int64; None in all ranks except 0.
+        context: its `work` holds `layers/` and `output/`; layers that have a journal entry there are not made again.
+        texts: held-out texts; empty for none.
+        damaged: finished layers whose shards must be made again.
+        stop: the figures of a layer after which the run stops.
+        compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
+
+    Returns:
+        What the output does with the texts, compared with the source; None without texts, and of no use in ranks
+        except 0.
+
+    Raises:
+        QuantizeError: a layer's output is not finite, or disk or device memory is full.
+        Stopped: a layer's figures are beyond `stop`.
+    """
+    dist = context.dist
+    entries = journal.done_layers(context.work, job.sizes["layers"]) if dist.is_main else []
+    for entry in entries:
+        _refuse(entry, stop)
+    # With limits for each layer, a run that stops after one has not worked on the next.
+    lengths = tuple(len(sequence) for sequence in tokens or ())
+    start: _Start = dist.broadcast_object(_Start(len(entries), tuple(damaged), lengths, 0 if stop else None))
+    use_one_arena()
+    with ThreadPoolExecutor(max_workers=1) as background:
+        run = _Run(job, context, start, texts, background, compensate_router=compensate_router)
+        run.begin(tokens)
+        run.resume(entries)
+        if not dist.is_main:
+            _assist(run)
+        else:
+            assert data is not None
+            _with_journal(run, data, entries, stop)
+        return run.measured([entry["held_out"] for entry in entries])
+
+
+class _Run:
+    """The models, states and consumers of one process.
+
+    Args:
+        background: one thread, which writes shards and held-out states.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        context: Context,
+        start: _Start,
+        texts: Sequence[Text],
+        background: Executor,
+        *,
+        compensate_router: bool,
+    ) -> None:
+        self.job, self.context, self.start, self.texts, dist = job, context, start, texts, context.dist
+        outside = hold(job.opened, [action.source for action in job.plan.of_layer(None)])
+        self.model = LayeredModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
+        self.model.head()  # only to check it: otherwise a NaN in it would be found after the last layer
+        folder = context.work / "held-out"
+        if dist.is_main:
+            folder.mkdir(exist_ok=True)
+        there = context.device if context.texts_there else None
+        lane = partial(Lane, durable=True, check=context.check, dist=dist, device=there, writer=background)
+        lengths = [len(text.tokens) for text in texts]
+        self.lanes = [
+            lane(name, self.model, number, lengths, folder)
+            for number, name in enumerate((job.opened.name, "the output"))
+        ]
+        self.writer: ShardWriter[Any, Any] = ShardWriter(
+            dist, background, background=dist.is_distributed or is_accelerator(context.device)
+        )
+        self.quantizer = Quantizer(
+            job,
+            self.model,
+            self.lanes[1],
+            context,
+            start.lengths,
+            writer=self.writer,
+            compensate_router=compensate_router,
+        )
+        self.comparison = Comparison(self.lanes[0], [self.quantizer], texts, dist)
+
+    def begin(self, tokens: Sequence[torch.Tensor] | None) -> None:
+        """Embed the texts, those of the calibration set if they are needed, and write the passthrough shards.
+
+        Of the tensors outside the layers only what the end needs stays in memory.
+
+        Args:
+            tokens: of the calibration set; None in all ranks except 0.
+        """
+        done, job = self.start.done, self.job
+        for lane in self.lanes:
+            if done == 0:
+                lane.embed([text.tokens for text in self.texts])
+            else:
+                lane.resume(done)
+                lane.forget(done - 1)  # which a kill may have left
+        if done < job.sizes["layers"] or self.start.damaged:
+            self.quantizer.embed(tokens)
+        outside = self.model.checkpoint
+        assert isinstance(outside, Held)
+        if self.context.dist.is_main:
+            write_passthrough(job, outside, self.context)
+        self.model.checkpoint = outside.only([job.facts.final_norm, job.facts.head])
+
+    def resume(self, entries: Sequence[dict[str, Any]]) -> None:
+        """Take the calibration states through the finished layers, and make damaged ones again."""
+        start, job, context = self.start, self.job, self.context
+        output = context.work / "output"
+        resume_layers(
+            start.done if start.done < job.sizes["layers"] else max(start.damaged, default=-1) + 1,
+            start.damaged,
+            follow=lambda number: self.quantizer.follow(
+                number, finished_shard(job.opened, output / job.plan.shard_file(number), context.dist)
+            ),
+            make_again=partial(self._make_again, entries),
+            check=context.check,
+            dist=context.dist,
+        )
+
+    def _make_again(self, entries: Sequence[dict[str, Any]], number: int) -> None:
+        source, dist = self.job.opened, self.context.dist
+        loaded = hold(source, layer_names(source, self.job.facts, number))
+        step = LayerStep(number, loaded, loaded.to(self.model.device))
+        run_step(step, self.model, [Comparison(self.lanes[0], [self.quantizer], (), dist)])
+        (shard,) = self.writer.finished(ahead=0).values()
+        if dist.is_main:
+            made = self.quantizer.entry(step) | of_shard(shard)
+            for key, what in (("source", "the source's tensors have"), ("digest", "it gets")):
+                if made[key] != entries[number][key]:
+                    raise QuantizeError(
+                        f"layer {number}: its damaged shard was made again, but {what} other bytes than the first "
+                        "time; start over with --fresh"
+                    )
+            print(f"layer {number}: its shard was made again, with the bytes that it had", file=sys.stderr)
+        dist.barrier()
+
+    def steps(self) -> Any:
+        """The loop over the layers that are left; to be closed."""
+        context, source = self.context, self.job.opened
+        return closing(
+            layer_steps(
+                source,
+                all_tensors(self.model, source, self.start.done),
+                [self.comparison],
+                self.model,
+                check=context.check,
+                dist=context.dist,
+                early=context.next_there,
+            )
+        )
+
+    def written(self, step: LayerStep | None) -> dict[int, Written]:
+        """The shards that are on disk since the last call; after the last step, with None, all the rest."""
+        if step is None:
+            self.quantizer.remove()
+            return self.writer.finished(ahead=0)
+        with device_memory_errors(step.number):  # of the audit, which ran beside the step
+            doing("audit")
+            shards = self.writer.finished(self.start.ahead)
+            step.watch.lap("write")
+        return shards
+
+    def on_disk(self, number: int) -> None:
+        """Wait for the held-out states that left a layer, from which a run resumes once the layer is journaled."""
+        for lane in self.lanes:
+            lane.on_disk(number + 1)
+
+    def forget(self, number: int) -> None:
+        """Remove the held-out states that entered a layer, which is in the journal."""
+        for lane in self.lanes:
+            lane.forget(number)
+
+    def measured(self, compared: Sequence[dict[str, Any]]) -> Measured | None:
+        """Score the texts, and put all figures together; None without texts, and of no use in other processes."""
+        if not self.texts:
+            return None
+        stage = partial(shown, check=self.context.check, dist=self.context.dist)
+        source, output = score(self.lanes, self.texts, stage, dist=self.context.dist)
+        return measured(source, output, self.texts, compared)
+
+
+def _with_journal(run: _Run, data: CalibrationData, entries: list[dict[str, Any]], stop: Stop | None) -> None:
+    """Rank 0's loop: each layer that is done gets its journal entry, which is added to `entries`."""
+    work, begun = run.context.work, dict[int, dict[str, Any]]()  # begun: layers whose shards are not on disk yet
+    say_forecast = forecast(run.job.sizes["layers"])
+    with progress("quantizing", run.job.sizes["layers"], len(entries), "layer", trusted=1) as shown_step:
+
+        def journaled(shards: dict[int, Written]) -> None:
+            for number, shard in shards.items():
+                entry = begun.pop(number) | of_shard(shard)
+                run.on_disk(number)
+                write_json(journal.layer_file(work, number), entry)
+                journal.log(work, layer_line(entry))
+                entries.append(entry)
+                run.forget(number)
+                shown_step(_note(entry))
+                say_forecast(entry)
+                _refuse(entry, stop)
+
+        with run.steps() as steps:
+            for step in steps:
+                shards = run.written(step)
+                begun[step.number] = run.quantizer.entry(step) | {
+                    "routed": run.quantizer.routed(data, step.number),
+                    "held_out": run.comparison.found[0] if run.comparison.found else None,
+                    "peak_memory_bytes": peak_memory(run.context.device),
+                }
+                journaled(shards)
+            journaled(run.written(None))
+
+
+def _assist(run: _Run) -> None:
+    """The other ranks' loop, without a journal."""
+    with run.steps() as steps:
+        for step in steps:
+            for number in run.written(step):
+                run.forget(number)
+        for number in run.written(None):
+            run.forget(number)
+
+
+def write_passthrough(job: Job, outside: Checkpoint, context: Context) -> None:
+    """Write every shard that nothing computes anew, and its journal entry, unless that is done.
+
+    Args:
+        outside: the tensors outside the layers. Those of a layer that predicts further tokens are read here, one layer
+            at a time.
+    """
+    plan, source = job.plan, job.opened
+    for part in plan.kept_parts:
+        file, shard = journal.kept_file(context.work, part), context.work / "output" / plan.shard_file(part)
+        if file.exists() and shard.exists():
+            continue
+        actions = plan.of_layer(part)
+        stored = outside if part is None else hold(source, [action.source for action in actions])
+        kept = kept_hashes(plan, part, stored)
+        digest = write_shard(layer_tensors(plan, part, stored, None).host, shard, kept, plan.carried(part))
+        write_json(file, {"shard": shard.name, "digest": digest, "audit": written_from(actions).as_dict()})
+        context.check()
+
+
+def _refuse(entry: dict[str, Any], stop: Stop | None) -> None:
+    """Stop after a layer whose figures are beyond what the recipe allows."""
+    figures = entry["held_out"]
+    if stop is None or not figures:
+        return
+    error, agreement = figures["hidden_error"], figures["agreement"]
+    problem = ""
+    if stop.max_hidden_error is not None and not error <= stop.max_hidden_error:
+        problem = f"hidden error {error:.4g} > {stop.max_hidden_error:g} (verify.stop.max_hidden_error)"
+    elif stop.min_router_agreement is not None and agreement is not None and not agreement >= stop.min_router_agreement:
+        problem = f"router agreement {agreement:.4g} < {stop.min_router_agreement:g} (verify.stop.min_router_agreement)"
+    if problem:
+        raise Stopped(
+            f"stopped after layer {entry['layer']}: {problem}; give the same command with --ignore-stop to go on"
+        )
+
+
+def _note(entry: dict[str, Any]) -> str:
+    """What is shown of a layer when it is done."""
+    parts = [f"{sum(entry['seconds'].values()):.1f} s"]
+    if entry["routed"]:
+        parts.append(f"rounding {entry['error'].get('down_rounding') or 0.0:.4f}")
+    if entry["closeness"]:
+        parts.append(f"experts within {entry['closeness']['worst']:.1%}")
+    if entry["held_out"]:
+        parts.append(f"hidden error {entry['held_out']['hidden_error']:.4f}")
+        if entry["held_out"]["agreement"] is not None:
+            parts.append(f"router agreement {entry['held_out']['agreement']:.2%}")
+    return ", ".join(parts)

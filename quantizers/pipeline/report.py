@@ -1,0 +1,243 @@
+"""The contents of report.json, all put together here; the schema is in eval/report/schema.py."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eval.coverage.gates import gates as coverage_gates
+from eval.coverage.gates import summarise
+from eval.serving.check import check_folder
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.facts import Options, ServerName
+from quantizers.architectures.sizes import Sizes
+from quantizers.budget.choice import describe_choice
+from quantizers.budget.measure import measuring_seconds, read_measurements
+from quantizers.calibration.render import own_class
+from quantizers.calibration.samples import by_category, by_language, language_counts
+from quantizers.calibration.set import read_set
+from quantizers.checkpoint.reader import Checkpoint, block_size
+from quantizers.checkpoint.source_files import source_digest
+from quantizers.device.devices import machine, versions
+from quantizers.layers.context import Context
+from quantizers.output import journal
+from quantizers.planning.gpus import parse_gpus
+from quantizers.planning.job import Job
+from quantizers.planning.plan import Plan, summary
+from quantizers.planning.serving_memory import assumptions, common_fits, notes, serving_model
+from quantizers.planning.tensor_parallel import unsaid
+from quantizers.recipe.read import set_location
+from quantizers.system.progress import peak_memory
+from stitch.audit.folder import folders_left_out
+from stitch.mix import Mix, as_rows
+from stitch.mix import describe as describe_mix
+
+from .final_verification import fidelity_gates, last_reading, own_gates
+from .foreign_metadata import about_source, told_by
+
+if TYPE_CHECKING:
+    from quantizers.calibration.samples import CalibrationData
+    from quantizers.recipe.portable import Resolved
+    from stitch.audit.checkpoint import Audit
+    from stitch.write.digests import ShardDigest
+
+# Keys of the journal's entries that are elsewhere in the report, or of no use in it.
+JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest", "source", "audit", "held_out")
+NOT_SIMULATED = (
+    "vLLM quantizes activations to FP8 for linear layers whose weights are FP8, at run time; that is not simulated in "
+    "these figures."
+)
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def run_report(
+    job: Job,
+    resolved: Resolved,
+    data: CalibrationData,
+    figures: dict[str, Any] | None,
+    started: float,
+    context: Context,
+) -> dict[str, Any]:
+    """Verify the files in work/output with a last reading, and report all that is known about them.
+
+    Args:
+        resolved: the recipe as it is published with the output.
+        figures: fidelity on the held-out texts, of `metrics.figures`; None without any.
+        started: `time.monotonic()` when this process began.
+        context: of rank 0.
+
+    Returns:
+        `RunReport` without the keys of the files.
+    """
+    recipe, source, model = job.recipe, job.opened, resolved.recipe.source.model
+    layers = journal.done_layers(context.work, job.sizes["layers"])
+    written, audit = last_reading(job, layers, context)
+    engines = check_folder(context.work / "output", job.own)
+    coverage, coverage_checks = _coverage(job, data, layers)
+    limits = recipe.verify.perplexity if recipe.verify else None
+    measured = figures if limits and figures else {}
+    seconds = {
+        "this_process": time.monotonic() - started,
+        "layers": sum(sum(entry["seconds"].values()) for entry in layers),
+    }
+    report: dict[str, Any] = {
+        "source": _source(model, recipe.source.revision, source) | about_source(job.facts, model, source),
+        "settings": {
+            "recipe": resolved.recipe.settings(),
+            "hash": resolved.hash,
+            "file": job.path.name,
+            "machine": machine(context.device),
+        },
+        "versions": versions(),
+        "plan": _plan(job.plan, job.sizes),
+        "calibration": _calibration(job, data, resolved),
+        "layers": [{key: value for key, value in entry.items() if key not in JOURNAL_ONLY} for entry in layers],
+        "coverage": coverage,
+        "audit": audit.as_dict() | {"digests": written},
+        "notes": [NOT_SIMULATED, *folders_left_out(source.folder)],
+        "gates": [
+            *own_gates(audit, engines),
+            *coverage_checks,
+            *(fidelity_gates(measured, limits) if limits and measured else []),
+        ],
+        "serving": serving(job.plan, job.facts, job.sizes, source, model),
+        "seconds": seconds,
+        "peak_memory_bytes": max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)]),
+    }
+    if engines is not None:
+        report["consumers"] = engines.as_dict()
+    if job.allocation:
+        entries = read_measurements(context.work, job.sizes.moe_layers)
+        assert entries is not None
+        report["schemes"] = describe_choice(job.allocation, entries)
+        seconds["measuring"] = measuring_seconds(context.work, job.sizes["layers"])
+    return report | measured
+
+
+def stitch_report(
+    mix: Mix,
+    settings: dict[str, Any],
+    folder: Path,
+    audit: Audit,
+    written: dict[str, ShardDigest],
+    own: Path | None,
+) -> dict[str, Any]:
+    """Report all that is known about a stitched checkpoint; nothing is known of its experts' calibration.
+
+    Args:
+        settings: by which a later call recognizes the output.
+        folder: where the files are.
+        written: digests of the shards, from when they were written.
+        own: a file with the user's own facts about the family.
+
+    Returns:
+        `StitchReport` without the keys of the files.
+    """
+    source, model = mix.source, settings["source"]
+    engines = check_folder(folder, own)
+    schemes = [asdict(scheme) for scheme in dict.fromkeys(mix.plan.schemes)]
+    examined = describe_mix(mix.found)
+    return {
+        "stitched": settings,
+        "source": _source(model, source.revision, source) | about_source(mix.facts, model, source),
+        "experts": _source(settings["experts"], mix.experts.revision, mix.experts)
+        | {"schemes": schemes}
+        | told_by(mix.experts),
+        "plan": _plan(mix.plan, mix.sizes),
+        "versions": versions(),
+        "examined": examined,
+        "notes": [*examined, *folders_left_out(source.folder)],
+        "layers": as_rows(mix.found),
+        "audit": audit.as_dict() | {"digests": written},
+        "gates": own_gates(audit, engines),
+        "serving": serving(mix.plan, mix.facts, mix.sizes, source, model),
+    } | ({"consumers": engines.as_dict()} if engines else {})
+
+
+def _source(model: str, revision: str | None, checkpoint: Checkpoint) -> dict[str, Any]:
+    return {"model": model, "revision": revision, "digest": source_digest(checkpoint)}
+
+
+def _plan(plan: Plan, sizes: Sizes) -> dict[str, Any]:
+    return {key: value for key, value in summary(plan, sizes).items() if key != "shards"}
+
+
+def _calibration(job: Job, data: CalibrationData, resolved: Resolved) -> dict[str, Any]:
+    """The calibration set in numbers; local data files have the names under which they are published."""
+    calibration = read_set(set_location(job.recipe.calibration_set, job.path))
+    found = data.summary()
+    for dropped in found["dropped"]:
+        dropped |= {key: resolved.published(dropped[key]) for key in ("source", "first")}
+    used = {sample.source for sample in data.samples}
+    datasets = (s.dataset for s in calibration.sources if not s.is_local and s.dataset in used)
+    return found | {
+        "categories": by_category(data),
+        "datasets": list(dict.fromkeys(datasets)),
+        "languages": language_counts(calibration, data.samples),
+        "by_language": by_language(calibration, data),
+    }
+
+
+def _coverage(
+    job: Job, data: CalibrationData, layers: list[dict[str, Any]]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The tokens that the router sent to each expert, and the recipe's gates on them."""
+    names = sorted({sample.category for sample in data.samples})
+    routed = {entry["layer"]: np.array(entry["routed"], dtype=np.int64) for entry in layers if entry["routed"]}
+    counts, rule = list(routed.values()), job.recipe.verify.coverage if job.recipe.verify else None
+    coverage = summarise(counts, names, rule.min_routed_tokens if rule else 1, list(routed))
+    seen = [tokens for entry in layers if (tokens := entry["error"].get("expert_tokens")) is not None]
+    if seen:  # in all-expert calibration, whatever the router chose
+        coverage["forced"] = {"min": int(min(seen)), "tokens": sum(len(sample.tokens) for sample in data.samples)}
+    return coverage, coverage_gates(coverage, counts, names, rule) if rule else []
+
+
+def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, name: str) -> dict[str, Any]:
+    """The servers' options, sampling defaults, and how the model fits into the memory of common GPUs; see `Serving`.
+
+    Args:
+        name: of the source, for options that only some models of the family have.
+    """
+    try:
+        generation = json.loads((source.folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        generation = {}
+    about = {
+        "servers": sorted(facts.servers),
+        "sglang": server_options(facts, "sglang", name, source) if "sglang" in facts.servers else None,
+        "parsers": server_options(facts, "vllm", name, source) if "vllm" in facts.servers else {},
+        "sampling": {key: generation[key] for key in SAMPLING_KEYS if key in generation},
+    } | ({} if _in_transformers(facts) else {"transformers": False})
+    if problem := unsaid(facts):
+        longest = source.config.get("max_position_embeddings") or 0
+        return about | {"longest": longest, "fits": [], "assumptions": [], "cards_unknown": problem}
+    model = serving_model(plan, facts, sizes, source.config, plan.fp8_form(block_size(source)))
+    fits = common_fits(model)
+    return about | {
+        "longest": model.longest,
+        "fits": [row.as_dict() for row in fits],
+        "assumptions": [*assumptions([parse_gpus(row.cards) for row in fits]), *notes(model, fits)] if fits else [],
+    }
+
+
+def server_options(facts: Architecture, server: ServerName, model: str, source: Checkpoint) -> Options:
+    """The options of a server: of the family, of this model, and for a tokenizer with code of its own."""
+    published = (one.options.get(server, {}) for one in facts.published if model in one.models)
+    try:
+        settings = json.loads((source.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        settings = {}
+    code: Options = {"trust-remote-code": True} if isinstance(settings, dict) and own_class(settings) else {}
+    return facts.servers[server].options | next(published, {}) | code
+
+
+def _in_transformers(facts: Architecture) -> bool:
+    """Whether transformers knows the model type in config.json, by which it finds the class and fuses the experts."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return facts.model_type in CONFIG_MAPPING_NAMES

@@ -1,0 +1,340 @@
+"""Memory of a run: what is kept on the device, in host memory or in files, and what is recomputed.
+
+Pure arithmetic on sizes and a limit (`--device-memory`), and the one safety net, `Residents`: a device that is full
+all the same drops the cached Hessians, halves their number and repeats the step. Memory decides speed, never a byte
+of the output.
+
+A layer step has four phases, the largest of which is the peak. On an accelerator the source's stored layer stays there
+throughout.
+
+    forward    the layer in the dtype of the forward pass, and attention of a batch or a token chunk at the experts
+    solve      all but its experts, the codes, the Hessians of x, those of the resident expert batches, and one expert
+               batch being solved
+    pack       the codes, and the tensors to write
+    propagate  as forward, with the written tensors
+
+Free memory is given, in order of the time it saves, to the captured MoE inputs, the activations between layers, the
+held-out activations, the Hessians of x of as many expert batches as fit, and the prefetched next layer. The bytes of
+an expert batch follow from the arrays alive at each peak in solve/; tests/planning/test_memory_plan.py measures them.
+
+Legend: E experts, U experts of an expert batch (units.py), H hidden, I expert width, T tokens of the longest sequence,
+K experts chosen per token, b bytes of an element of the forward pass (2 on an accelerator, 4 on a CPU).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from quantizers.architectures.sizes import Sizes
+from quantizers.system.errors import InputError, QuantizeError
+from quantizers.system.formatting import gib
+
+from .plan import Plan
+from .units import ROUTED_ROWS, rows_of_block, unit_of_experts, units_of
+
+Place = Literal["device", "memory", "files"]
+
+FLOAT = 4
+SHARE_FOR_STATES = 0.5  # of the free host memory: calibration activations that need more are kept in files
+# Arrays alive while a matrix is rounded, as numbers of (C, C), (R, C) and (R, panel). While factorizing: the Hessian
+# ordered, damped and factorized, and the transposed matrix. While rounding: these, the residual, the codes, and panels.
+FACTORIZED = 6, 2, 0
+ROUNDED = 3, 4, 5
+PANEL = 256
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on the device, and what is kept there.
+
+    Attributes:
+        unit: experts of an expert batch.
+        units: expert batches of a layer.
+        resident: expert batches whose Hessians of x are kept at a time.
+        inputs, states, texts: whether the captured MoE inputs, the activations between layers, and the held-out
+            activations stay on the device; never on a CPU, which keeps them in host memory or in files.
+        early: whether the source's next layer is prefetched to the device.
+        layer: the source's largest layer as stored; 0 on a CPU, where it is in host memory anyway.
+        forward: the largest layer in the dtype of the forward pass.
+        one_unit: bytes for solving one expert batch.
+        smallest: peak with one expert batch at a time and nothing else kept.
+        peak: peak of the plan.
+    """
+
+    unit: int
+    units: int
+    resident: int
+    inputs: bool
+    states: bool
+    texts: bool
+    early: bool
+    layer: int
+    forward: int
+    one_unit: int
+    smallest: int
+    peak: int
+
+    @property
+    def sweeps(self) -> int:
+        """Passes over the captured inputs for the Hessians of x."""
+        return math.ceil(self.units / self.resident)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"sweeps": self.sweeps}
+
+
+def device_memory(
+    plan: Plan,
+    sizes: Sizes,
+    longest: int,
+    accelerator: bool,
+    limit: int | None,
+    tokens: int | None = None,
+    processes: int = 1,
+    held_out: int = 0,
+) -> DeviceMemory:
+    """Allocation of a device's memory within a limit.
+
+    Args:
+        longest: T, tokens of the longest sequence.
+        accelerator: see `devices.is_accelerator`.
+        limit: usable bytes; None for no limit.
+        tokens: of the calibration set; None if unknown: its activations then stay in host memory.
+        processes: they share the activations; each needs all captured MoE inputs.
+        held_out: tokens of the held-out set.
+
+    Raises:
+        InputError: the limit is too small even for one expert batch at a time.
+    """
+    itemsize = 2 if accelerator else FLOAT
+    unit = unit_of_experts(accelerator, sizes["hidden"], sizes["width"])
+    units = len(units_of(sizes["experts"], unit))
+    rows = rows_of_block(accelerator)
+    phases = _Phases(plan, sizes, longest, itemsize, unit=unit, rows=rows, accelerator=accelerator, tokens=tokens or 0)
+    inputs = states = texts = early = 0
+    resident, smallest = units, phases.peak(1)
+    if accelerator and tokens is not None:
+        inputs = recorded_bytes(sizes, tokens, itemsize)
+        states = between_bytes(sizes, -(-tokens // processes), itemsize)
+        texts = held_out_device_bytes(sizes, -(-held_out // processes), itemsize)
+        early = phases.layer if processes == 1 else 0
+    if limit is not None:
+        if smallest > limit:
+            raise InputError(
+                f"{gib(limit)} of device memory is too little: a layer takes {gib(phases.layer + phases.forward)}, "
+                f"{gib(smallest)} with one batch of {unit} experts at a time; give --device-memory "
+                f"{math.ceil(smallest / 2**20)}MiB, or shorter sequences"
+            )
+        inputs = inputs if smallest + inputs <= limit else 0
+        states = states if smallest + inputs + states <= limit else 0
+        texts = texts if smallest + inputs + states + texts <= limit else 0
+        resident = max(1, min(units, (limit - inputs - states - texts - phases.solve(0)) // phases.routed))
+        early = early if phases.peak(resident) + inputs + states + texts + early <= limit else 0
+    return DeviceMemory(
+        unit,
+        units,
+        resident,
+        bool(inputs),
+        bool(states),
+        bool(texts),
+        bool(early),
+        phases.layer,
+        phases.forward,
+        phases.one_unit,
+        smallest,
+        phases.peak(resident) + inputs + states + texts + early,
+    )
+
+
+class _Phases:
+    """Bytes of each phase of a layer step, without the activations of the calibration set."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        sizes: Sizes,
+        longest: int,
+        itemsize: int,
+        *,
+        unit: int,
+        rows: int,
+        accelerator: bool,
+        tokens: int = 0,
+    ) -> None:
+        experts, hidden, width = sizes["experts"], sizes["hidden"], sizes["width"]
+        numbers = range(plan.layers)
+        self.layer = max(sum(a.spec.bytes for a in plan.of_layer(n)) for n in numbers) if accelerator else 0
+        self.forward = max(_layer_bytes(plan, number, itemsize) for number in numbers)
+        self._rest = max(self.forward - itemsize * 3 * experts * width * hidden, 0)  # of the layer without its experts
+        self._written = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
+        self._codes = 3 * experts * width * hidden
+        batch = max(longest, rows)
+        attention = batch * itemsize * 4 * (hidden + max(_rows_made(plan, number) for number in numbers))
+        # At the experts, for each routed copy of a token: x, gate and up, their activations and h; or x and the output,
+        # and twice the output in float32 times its routing weight. (A CPU computes expert after expert.)
+        copies = max(hidden + 4 * width, 2 * hidden + 2 * hidden * FLOAT // itemsize)
+        routed = rows * itemsize * (sizes["chosen"] * (copies if accelerator else 2 * hidden + 3 * width) + 8 * hidden)
+        self._activations = max(attention, routed)
+        # The Hessian of all rows and a temporary, one token chunk and one being copied, and the routing.
+        self._inputs = 2 * FLOAT * hidden**2 + 2 * rows * hidden * itemsize + 8 * sizes["chosen"] * tokens
+        self.routed = unit * FLOAT * hidden**2
+        self.one_unit = unit * _expert_bytes(sizes, rows, itemsize)
+
+    def solve(self, resident: int) -> int:
+        return self.layer + self._rest + self._codes + self._inputs + resident * self.routed + self.one_unit
+
+    def peak(self, resident: int) -> int:
+        pack = self.layer + self._rest + self._codes + self._written
+        propagate = self.layer + self._written + self.forward + self._activations
+        return max(self.solve(resident), pack, propagate)
+
+
+def _layer_bytes(plan: Plan, number: int, itemsize: int) -> int:
+    weights = (action for action in plan.of_layer(number) if action.is_weight)
+    return sum(math.prod(a.spec.shape) * (FLOAT if a.kind == "compensate" else itemsize) for a in weights)
+
+
+def _rows_made(plan: Plan, number: int) -> int:
+    """Output features of a layer's passthrough matrices, together."""
+    return sum(a.spec.shape[0] for a in plan.of_layer(number) if a.is_kept_matrix)
+
+
+def _expert_bytes(sizes: Sizes, rows: int, itemsize: int) -> int:
+    """Bytes of one expert while its batch is solved, without its routed Hessian.
+
+    Args:
+        rows: of a token chunk.
+    """
+    hidden, width, chosen = sizes["hidden"], sizes["width"], sizes["chosen"]
+    square, narrow = FLOAT * hidden**2, FLOAT * width**2  # the Hessians of x and of h
+    gate_up, down = FLOAT * 2 * width * hidden, FLOAT * width * hidden
+    stored = itemsize * 3 * width * hidden  # the weights as they are served
+    small = rows * (9 * chosen + 40)  # routing weights and row indices
+    # Routed rows: all that are gathered at a time may be one expert's.
+    routed = min(rows, ROUTED_ROWS)
+    inputs = routed * itemsize * 2 * hidden + square // 4 + small
+    # The weights in float32, rounded and as served; gate, up and h of a token chunk, and of its routed rows.
+    batch = itemsize * max(4 * width * rows, 3 * width * rows + (2 * hidden + 3 * width) * routed) + small
+    serving = stored + 3 * gate_up + down + 2 * narrow + batch
+    # The weights in float32 and as served, and one matrix being rounded.
+    held = stored + 2 * (gate_up + down) + narrow
+    rounding = max(
+        squares * hessian + matrices * weight + panels * min(PANEL, columns) * weight // columns
+        for squares, matrices, panels in (FACTORIZED, ROUNDED)
+        for hessian, weight, columns in ((square, gate_up, hidden), (narrow, down, width))
+    )
+    return max(inputs, serving, held + rounding)
+
+
+def placement(
+    sizes: Sizes,
+    memory: DeviceMemory,
+    rows: int,
+    itemsize: int,
+    *,
+    states: Literal["auto", "memory", "files"],
+    free: int,
+    processes: int = 1,
+    machines: int = 1,
+) -> tuple[Place, Place, int]:
+    """Where calibration activations are kept: on the device as planned, else in host memory if they fit, else in files.
+
+    Args:
+        rows: tokens of the calibration set.
+        itemsize: bytes of one element of an activation.
+        states: the user's choice; "auto" for files only where they take more than half of the free memory.
+        free: bytes of host memory that are free on every machine.
+        processes, machines: each process keeps all inputs, and its part of the activations between layers.
+
+    Returns:
+        The place of the captured MoE inputs, that of the activations between layers, and the bytes of those in files.
+    """
+    inputs = 0 if memory.inputs else recorded_bytes(sizes, rows, itemsize) * -(-processes // machines)
+    between = 0 if memory.states else between_bytes(sizes, -(-rows // machines), itemsize)
+    files = states == "files" or (states == "auto" and inputs + between > SHARE_FOR_STATES * free)
+    other: Place = "files" if files else "memory"
+    return other if inputs else "device", other if between else "device", inputs + between if files else 0
+
+
+@dataclass
+class Residents:
+    """The number of expert batches whose Hessians are kept at a time: one number for a run, which only shrinks.
+
+    With one at a time a layer gets the same bytes as with all at once.
+
+    Attributes:
+        count: expert batches, at least 1.
+        unit: experts of an expert batch, for messages.
+        needed: bytes planned for one expert batch at a time.
+    """
+
+    count: int
+    unit: int
+    needed: int
+
+    @classmethod
+    def all_of(cls, experts: int) -> Residents:
+        """No limit, for any size of expert batches."""
+        return cls(experts, 1, 0)
+
+    def as_dict(self) -> dict[str, int]:
+        """For JSON."""
+        return asdict(self)
+
+    def share(self, units: int) -> int:
+        """Expert batches of the next sweep, so that all sweeps have equally many: not 5, 5, 5 and 1."""
+        sweeps = -(-units // self.count)
+        return -(-units // max(sweeps, 1))
+
+    def shrink(self) -> None:
+        """Halve the number after the device was full, with one line that says so.
+
+        Raises:
+            QuantizeError: it was one already.
+        """
+        if self.count <= 1:
+            raise QuantizeError(
+                f"the device's memory is full with the Hessians of one batch of {self.unit} experts at a time, for "
+                f"which {gib(self.needed)} were planned; free memory there, or give a smaller --device-memory "
+                "(activations are then kept elsewhere), a larger device or --device cpu, and the same command again"
+            )
+        self.count //= 2
+        print(
+            f"the device's memory was full: from now on the Hessians of {self.count} expert "
+            f"batch{'es' * (self.count > 1)} of {self.unit} experts are kept at a time; the output stays the same",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def between_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
+    """Activations of the calibration set between two layers.
+
+    Args:
+        itemsize: bytes of one element of a hidden state.
+    """
+    return tokens * itemsize * sizes["hidden"]
+
+
+def recorded_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
+    """Captured MoE inputs of the calibration set, see `forward.recorded.RecordedRows`."""
+    return tokens * (itemsize * sizes["hidden"] + 8 * sizes["chosen"] + 1)
+
+
+def calibration_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
+    """Activations and captured MoE inputs of the calibration set."""
+    return between_bytes(sizes, tokens, itemsize) + recorded_bytes(sizes, tokens, itemsize)
+
+
+def held_out_device_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
+    """Held-out activations on a device: after the layer of source and output, before it of one, and the routing."""
+    return tokens * (3 * itemsize * sizes["hidden"] + 8 * sizes["chosen"])
+
+
+def held_out_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
+    """Held-out activations in files: before and after the layer, of source and output, and the routing."""
+    return tokens * (4 * itemsize * sizes["hidden"] + 8 * sizes["chosen"])

@@ -1,0 +1,135 @@
+"""--device-memory decides how much is held at a time and no byte, whatever it is and whenever it changes."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from calibration_tokenizer import write_tokenizer
+from one_layer import sums_held
+from runs import hashes
+
+from quantizers.calibration.samples import token_tensors
+from quantizers.pipeline import pipeline, quantize
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.quantizer import _by_expert
+from quantizers.planning import units
+from quantizers.planning.device_memory import device_memory
+from quantizers.planning.job import prepare
+from quantizers.solve import solver
+from quantizers.system.errors import Interrupted, OutputError
+
+CPU = torch.device("cpu")
+LAYERS, EXPERTS = 3, 8
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe for layers of eight experts that are solved one by one, so that eight sums can be held at a time."""
+    monkeypatch.setattr(units, "CPU_EXPERTS", 1)
+    monkeypatch.setattr(units, "CPU_ROWS", 32)  # of a layer this small more would need more than its experts
+    folder = tmp_path / "job"
+    write_tokenizer(tiny.make(folder / "model", num_hidden_layers=LAYERS, num_local_experts=EXPERTS))
+    recipe = tiny.write_recipe(folder, words=20, samples=3, awq={"grid": 3})
+    calibration = folder / "calibration.yaml"
+    calibration.write_text(calibration.read_text().replace("sequence_length: 256", "sequence_length: 32"))
+    return recipe
+
+
+def limits(job: Path) -> dict[int, int]:
+    """For every number of sums a limit with which so many are held."""
+    prepared = prepare(str(job))
+    data = pipeline._samples(prepared, prepared.recipe.calibration_set)
+    tokens = sum(len(sequence) for sequence in token_tensors(data, prepared.sizes["vocabulary"]))
+    needs = partial(device_memory, prepared.plan, prepared.sizes, data.lengths[-1], False, tokens=tokens)
+    whole = needs(limit=None)
+    step, found = (whole.peak - whole.smallest) // 100, dict[int, int]()
+    for limit in range(whole.smallest, whole.peak + step, step):
+        found.setdefault(needs(limit=limit).resident, limit)
+    assert list(found) == list(range(1, EXPERTS + 1))
+    return found
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sums were gathered in each sweep."""
+    return sums_held(monkeypatch)
+
+
+def test_two_limits_give_the_same_bytes(job: Path, tmp_path: Path, held: list[int]) -> None:
+    """Shards, index, config: by hash. Of the report the figures, too."""
+    of = limits(job)
+    wanted: Any = None
+    for resident, sweeps in ((8, [8]), (3, [3, 3, 2])):
+        output = tmp_path / f"held-{resident}"
+        report = run(prepare(str(job)), Options(output, CPU, of[resident]))
+        assert held == sweeps * LAYERS
+        held.clear()
+        found = hashes(output), [(layer["error"], layer["fallbacks"]) for layer in report["layers"]], report["kl"]
+        wanted = wanted or found
+        assert found == wanted
+
+
+@pytest.mark.slow
+def test_another_limit_at_every_resume(
+    job: Path, tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted after each layer; and it is the units that a resumed run must keep, not the memory."""
+    of, whole, output = limits(job), tmp_path / "whole", tmp_path / "output"
+    run(prepare(str(job)), Options(whole, CPU))
+    real = quantize.write_json
+
+    def interrupted(path: Path, entry: Any) -> None:
+        real(path, entry)
+        if entry.get("layer") in (0, 1):
+            raise Interrupted("stopped", 15)
+
+    held.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(quantize, "write_json", interrupted)
+        for resident in (2, 6):
+            with pytest.raises(Interrupted):
+                run(prepare(str(job)), Options(output, CPU, of[resident]))
+    with monkeypatch.context() as patched:
+        patched.setattr(units, "CPU_EXPERTS", 2)
+        with pytest.raises(OutputError, match=r"unfinished run with another units\.experts \(1, now 2\)"):
+            run(prepare(str(job)), Options(output, CPU))
+    run(prepare(str(job)), Options(output, CPU, of[1]))
+    assert held == [2] * 4 + [4] * 2 + [1] * 8
+    assert hashes(output) == hashes(whole)
+
+
+def test_a_device_that_is_full_in_the_middle_of_a_run(
+    job: Path, tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the second layer's third expert: half as many sums from then on, one line, and the same bytes."""
+    run(prepare(str(job)), Options(tmp_path / "whole", CPU))
+    real, calls = solver.solve_batch, itertools.count()
+
+    def full(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == EXPERTS + 2:
+            raise torch.OutOfMemoryError("injected")
+        return real(*arguments, **named)
+
+    held.clear()
+    capsys.readouterr()
+    monkeypatch.setattr(solver, "solve_batch", full)
+    run(prepare(str(job)), Options(tmp_path / "output", CPU))
+    assert held == [8, 8, 3, 3, 4, 4]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "memory was full" in line]
+    assert lines == [
+        "the device's memory was full: from now on the Hessians of 4 expert batches of 1 experts are kept at a time; "
+        "the output stays the same"
+    ]
+    assert hashes(tmp_path / "output") == hashes(tmp_path / "whole")
+
+
+def test_fallbacks_are_in_the_order_of_experts_however_they_were_solved() -> None:
+    lines = ["rows left out", "expert 10: a", "expert 2: b", "expert 10: b", "expert 2: a"]
+    assert _by_expert(lines) == ["rows left out", "expert 2: b", "expert 2: a", "expert 10: a", "expert 10: b"]

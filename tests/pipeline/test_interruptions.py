@@ -1,0 +1,290 @@
+"""Runs that are cut off by a signal, a full disk or a vanished source: they go on, to the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from runs import assert_same, cut_in_layer, hashes
+from tiny import write_job
+
+from quantizers.cli import main as cli
+from quantizers.output import journal
+from quantizers.pipeline import pipeline, quantizer
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.job import prepare
+
+MARGIN = 2**19  # for report.json, card, pictures and journal of a small job
+
+
+KILLS = 25
+
+# `quantize` in a process that says at its end which of the slow imports it made.
+NAMES_IMPORTS = """
+import atexit, sys
+slow = {"torch", "transformers", "datasets", "matplotlib", "llmcompressor"}
+atexit.register(lambda: print("heavy:", sorted(slow & set(sys.modules))))
+from quantizers.cli.main import main
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), [("SIGKILL", -9), ("SIGTERM", 143)])
+def test_killed_at_random_moments(name: str, code: int, tmp_path: Path) -> None:
+    """25 times, at seeded moments spread over the whole run; each output is the unbroken run's, byte for byte."""
+    recipe = write_job(tmp_path)
+    script = REPOSITORY / "tests" / "forked_runs.py"
+    done = subprocess.run(
+        [sys.executable, "-P", str(script), str(recipe), str(tmp_path), name, str(KILLS), "20"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    print(f"{name}: {result}")
+    assert result["ended"] == [code] * KILLS
+    assert result["last"] == 0
+    assert len(result["outputs"]) > 2  # killed when it was young and when it was nearly done
+    for output in result["outputs"]:
+        assert_same(tmp_path / output, tmp_path / "whole")
+    logs = "".join(path.read_text() for path in tmp_path.glob("*.log"))
+    assert "Traceback" not in logs
+    stopped = len(re.findall(r"^quantize: interrupted by SIGTERM; give the same command again", logs, re.M))
+    assert stopped == (KILLS if name == "SIGTERM" else 0)
+
+
+@pytest.fixture
+def quantize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """`quantize(*arguments)`: exit code and standard error of the command in this process."""
+
+    def call(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["quantize", *map(str, arguments), "--device", "cpu"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        gc.collect()  # the exception's frames hold maps of the states, and those their blocks on the disk
+        return int(str(ended.value.code)), capsys.readouterr().err
+
+    return call
+
+
+def is_full(code: int, errors: str) -> None:
+    """Exit 1, and one line of ours beside those that a run says anyway."""
+    others = (
+        r"(quantizing|verifying|evaluating|scoring): |forecast |.* → "  # progress, and the line with which it begins
+    )
+    ours = [line for line in errors.splitlines() if not re.match(others, line)]
+    assert code == 1, errors
+    assert len(ours) == 1, errors
+    assert ours[0].startswith("quantize: ")
+    assert "make room" in ours[0]
+
+
+def mounted(place: Path, size: int, *options: str) -> str | None:
+    """Why a file system of `size` bytes cannot be mounted there, None where it was."""
+    place.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs", str(place)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "there is no mount command"
+    return done.stderr.strip() or "mount failed" if done.returncode else None
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small job: its recipe, its finished output in `whole`, and the bytes it asked for in `needed`."""
+    folder = tmp_path_factory.mktemp("job")
+    recipe = write_job(folder, layers=3)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "check_room", lambda _, needed: (folder / "needed").write_text(str(needed)))
+        run(prepare(str(recipe)), Options(folder / "whole", torch.device("cpu")))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "share", [0.01, 0.3, 0.9, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.1, 0.5, 0.7))]
+)
+def test_a_disk_that_fills_while_the_run_works(
+    unbroken: Path, tmp_path: Path, quantize: Callable[..., tuple[int, str]], share: float
+) -> None:
+    """A file system of a share of what is needed, without the look at it before the start; then it is enlarged."""
+    size = int((unbroken / "needed").read_text())
+    place = tmp_path / "disk"
+    if problem := mounted(place, int(size * share) // 4096 * 4096):
+        pytest.skip(f"no small file system can be mounted here: {problem}")
+    command = ("run", unbroken / "recipe.yaml", "--output", place / "output")
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(pipeline, "check_room", lambda *_: None)
+            for _ in range(2):  # and again on the full disk
+                is_full(*quantize(*command))
+                assert not (place / "output" / "config.json").exists()
+        code, errors = quantize(*command)  # now it is looked at
+        is_full(code, errors)
+        if share > 0.01:  # there is room for the lock, so what is said is about the whole
+            assert re.search(r"need [\d.e-]+ GB more, [\d.e-]+ GB are free", errors)
+        assert mounted(place, size + MARGIN, "remount") is None
+        code, errors = quantize(*command)
+        assert code == 0, errors
+        assert_same(place / "output", unbroken / "whole")
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.mark.parametrize("name", ["os.fsync", "os.posix_fallocate", "stitch.write.shard.save_file"])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
+def test_writes_that_find_no_room(
+    unbroken: Path, tmp_path: Path, quantize: Callable[..., tuple[int, str]], name: str, at: int
+) -> None:
+    """Where nothing can be mounted: the n-th of one kind of write says that the disk is full."""
+    count = iter(range(1_000_000))
+    command = ("run", unbroken / "recipe.yaml", "--output", tmp_path / "output")
+    with pytest.MonkeyPatch.context() as patched:
+        module, _, function = name.rpartition(".")
+        real = getattr(sys.modules[module], function)
+
+        def full(*arguments: Any, **named: Any) -> Any:
+            if next(count) == at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*arguments, **named)
+
+        patched.setattr(name, full)
+        is_full(*quantize(*command))
+    assert not (tmp_path / "output" / "config.json").exists()
+    assert quantize(*command)[0] == 0
+    assert_same(tmp_path / "output", unbroken / "whole")
+
+
+def cut_after(layers: int, unbroken: Path, output: Path, **options: Any) -> None:
+    """Leave a run of the job in `unbroken` cut off after some layers."""
+    cut_in_layer(layers, prepare(str(unbroken / "recipe.yaml")), Options(output, torch.device("cpu"), **options))
+
+
+@pytest.fixture
+def job(unbroken: Path, tmp_path: Path) -> Path:
+    """A copy of the job, whose source may be spoiled."""
+    return shutil.copytree(unbroken, tmp_path / "job")
+
+
+SHARD = "model-00001-of-00002.safetensors"
+
+
+def test_a_source_that_changed_between_two_parts(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
+    cut_after(1, job, job / "output")
+    shard, command = job / "model" / SHARD, ("run", job / "recipe.yaml", "--output", job / "output")
+    stat = shard.stat()
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    code, errors = quantize(*command)
+    assert code == 2
+    assert f"source.{SHARD}.changed ({stat.st_mtime_ns}, now {stat.st_mtime_ns + 1})" in errors
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert quantize(*command)[0] == 0
+    assert_same(job / "output", job / "whole")
+
+
+def test_bytes_that_changed_and_kept_size_and_time(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
+    """Only hashes tell, so --paranoid keeps them; without it in the first part, it says so."""
+    shard, output = job / "model" / SHARD, job / "output"
+    command = ("run", job / "recipe.yaml", "--output", output, "--paranoid")
+    cut_after(1, job, output, paranoid=True)
+    stat, raw = shard.stat(), shard.read_bytes()
+    shard.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    code, errors = quantize(*command)
+    assert code == 2
+    assert f"the source's {SHARD} has other bytes than when this run began" in errors
+    shard.write_bytes(raw)
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert quantize(*command)[0] == 0
+    assert_same(output, job / "whole")
+    shutil.rmtree(output)
+    cut_after(1, job, output)
+    code, errors = quantize(*command)
+    assert code == 0
+    assert "hashes are kept from now on" in errors
+
+
+def test_a_source_that_vanishes_while_the_run_works(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
+    shard, away = job / "model" / SHARD, job / "away"
+    command = ("run", job / "recipe.yaml", "--output", job / "output")
+    real, count = quantizer.solve_layer, iter(range(1_000_000))
+
+    def vanish(*arguments: Any, **named: Any) -> Any:
+        if next(count) == 1:  # the layer after the next has not been read yet
+            shard.rename(away)
+        return real(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(quantizer, "solve_layer", vanish)
+        code, errors = quantize(*command)
+    assert code == 2
+    assert SHARD in errors.splitlines()[-1]
+    assert "Traceback" not in errors
+    away.rename(shard)
+    assert quantize(*command)[0] == 0
+    assert_same(job / "output", job / "whole")
+
+
+def test_states_that_vanished_are_not_taken_for_zeros(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
+    cut_after(1, job, job / "output")
+    (job / "output" / journal.WORK / "held-out" / "states-0-00001.bin").unlink()
+    code, errors = quantize("run", job / "recipe.yaml", "--output", job / "output")
+    assert code == 1
+    assert "states-0-00001.bin: is gone" in errors
+
+
+def test_a_kill_while_the_traces_are_removed(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
+    """The empty work folder beside a finished output is no unfinished run, and goes away."""
+    work, before = journal.work_folder(job / "whole"), hashes(job / "whole")
+    work.mkdir()
+    (work / "lock").touch()
+    assert quantize("run", job / "recipe.yaml", "--output", job / "whole")[0] == 0
+    assert hashes(job / "whole") == before
+    assert not work.exists()
+
+
+def test_the_log_has_a_line_of_numbers_for_each_layer(job: Path) -> None:
+    cut_after(2, job, job / "output")
+    lines = (job / "output" / journal.WORK / "run.log").read_text().splitlines()
+    assert len(lines) == 2
+    for number, line in enumerate(lines):
+        assert re.search(
+            rf"layer {number}: [\d.]+ s \(read [\d.]+, materialise [\d.]+, reference [\d.]+, observe [\d.]+, "
+            r"solve [\d.]+, .*write [\d.]+\); .*norm_search_before [\d.e+-]+, norm_search_after .*; hidden error "
+            r"[\d.]+, router agreement [\d.]+; \d+ fallbacks; peak memory [\d.]+ GB$",
+            line,
+        )
+
+
+def test_the_second_run_on_a_folder_is_refused_before_anything_heavy_is_imported(job: Path) -> None:
+    """So within a second on a quiet machine; --fresh does not remove what another process works on."""
+    output = job / "output"
+    cut_after(1, job, output)
+    with journal.locked(output):
+        before = {path: path.stat().st_mtime_ns for path in sorted(output.rglob("*"))}
+        for flags in ([], ["--fresh", "--yes"]):
+            done = subprocess.run(
+                [sys.executable, "-c", NAMES_IMPORTS, "run", str(job / "recipe.yaml"), "--output", str(output), *flags],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 2, done.stderr
+            assert f"process {os.getpid()} is working here" in done.stderr
+            assert done.stdout == "heavy: []\n"
+        assert before == {path: path.stat().st_mtime_ns for path in sorted(output.rglob("*"))}

@@ -1,0 +1,126 @@
+"""`quantize plan --measure`: one random layer through the code of a run, and the arithmetic of the whole run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import tiny
+import torch
+from commands import quantize
+
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.pipeline.layer_measurement import (
+    ORDER,
+    Scaling,
+    extrapolated,
+    measure_layer,
+    random_job,
+    resized,
+    write_random,
+)
+from quantizers.planning.assign_actions import expected_tensors
+from quantizers.planning.job import prepare
+
+CPU = torch.device("cpu")
+# What each phase of the tiny layer is multiplied with: 2 of 4 experts, 100 of 1,536 tokens, of both sets.
+TOKENS, EXPERTS = 1536 / 100, 2.0
+HESSIANS = (4 * 64**2 + 3 * 128**2) / (2 * 64**2 + 3 * 128**2)
+FACTORS = {
+    "read": EXPERTS, "materialise": EXPERTS, "dequantize": EXPERTS, "search": EXPERTS, "rounding": EXPERTS,
+    "other solving": EXPERTS, "pack": EXPERTS, "write": EXPERTS, "reference": TOKENS, "candidate": TOKENS,
+    "compare": TOKENS, "observe": TOKENS, "propagate": TOKENS, "changes": TOKENS, "forced pass": TOKENS * EXPERTS,
+    "sums": TOKENS * HESSIANS,
+}  # fmt: skip
+
+
+def test_a_layer_goes_through_every_phase_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the checkpoint's shards, as plan works; the checkpoint and its folder are gone afterwards."""
+    recipe = tiny.write_job(tmp_path / "job", layers=3)
+    for shard in (tmp_path / "job" / "model").glob("*.safetensors"):
+        shard.unlink()
+    sizes = prepare(str(recipe), offline_facts=True).sizes
+    assert (sizes["experts"], sizes["hidden"], sizes["width"], sizes["chosen"]) == (4, 128, 64, 2)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    words = ("plan", recipe, "--measure", "--tokens", "100", "--experts", "2", "--device", "cpu")
+    assert quantize(monkeypatch, *words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)["measured"]
+    assert not list(tmp_path.glob("quantize-measure-*"))
+    assert [row["phase"] for row in found["phases"]] == list(ORDER)
+    for row in found["phases"]:
+        assert row["run"] == pytest.approx(row["seconds"] * FACTORS[row["phase"]])
+        assert row["seconds"] > 0 or row["phase"] in ("write", "other solving")
+    of_run = {row["phase"]: row["run"] for row in found["phases"]}
+    computing = sum(of_run.values()) - of_run["read"]
+    assert found["layer"] == pytest.approx(max(of_run["read"], computing))
+    assert found["run"] == pytest.approx(3 * found["layer"])
+    assert (found["tokens"], found["held_out"], found["run_tokens"]) == (100, 100, 1536)
+    assert found["peak_memory_bytes"] > 1e8
+
+
+def test_a_whole_run_by_hand() -> None:
+    """DeepSeek-V3: 58 layers with experts and 3 without, a second in each phase, and 200 of reading."""
+    job = prepare("deepseek-v3.1-fp8-int4", offline_facts=True)
+    scaling = Scaling(tokens=10, texts=4, experts=2, hessians=1.5)
+    phases = dict.fromkeys(ORDER, 1.0)
+    found = extrapolated(job, phases, [{"observe": 3.0, "pack": 1.0, "reference": 1.0}] * 3, scaling)
+    # dequantize, search, rounding, other solving, pack, write, materialise; observe, propagate, changes; forced; sums
+    layer = 7 * 2 + 3 * 10 + 20 + 15 + 3 * 4
+    assert found["layer"] == layer
+    assert found["dense_layer"] == 3 * 10 + 1 + 4
+    assert found["run"] == 58 * layer + 3 * 35
+    assert extrapolated(job, phases | {"read": 200.0}, [], scaling)["layer"] == 400
+
+
+def test_layers_without_experts_are_measured_too(tmp_path: Path) -> None:
+    job = prepare(str(families.write_job(tmp_path, "glm4_moe")))
+    found = measure_layer(job, CPU, tokens=64, work=tmp_path)
+    assert found["dense_layers"] == len(job.sizes.dense) > 0
+    assert 0 < found["dense_layer"] < found["layer"]
+    assert found["sizes"]["experts"] == job.sizes["experts"]  # all fit
+
+
+def test_a_random_checkpoint_has_the_published_layout(tmp_path: Path) -> None:
+    """Names, dtypes and shapes as planned; weights of the size that keeps a vector's length."""
+    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
+    small = {"layers": 2, "vocabulary": 256, "hidden": 128, "width": 64, "experts": 8, "heads": 2, "kv_heads": 1}
+    config = resized(job.config, job.facts, **small)
+    checkpoint = write_random(tmp_path / "model", config, job.facts, CPU)
+    wanted = expected_tensors(job.facts, sizes_of(job.facts, config, ""), config, "")
+    assert {name: Spec(info.dtype, info.shape) for name, info in checkpoint.tensors.items()} == wanted
+    module = job.facts.expert(1, 3, "gate")
+    weight = checkpoint.tensor(f"{module}.weight").float() * checkpoint.tensor(f"{module}.weight_scale_inv")
+    assert float(weight.square().mean().sqrt()) == pytest.approx(128**-0.5, rel=0.1)
+
+
+def test_a_published_models_layer_has_its_real_size_and_needs_no_files() -> None:
+    """As deep as the first layer with experts, and without the layer that predicts further tokens."""
+    job = prepare("deepseek-v3.1-fp8-int4", offline_facts=True)
+    small = random_job(job, 16)
+    assert (small.sizes["layers"], small.sizes["hidden"], small.sizes["width"]) == (4, 7168, 2048)
+    assert small.sizes.dense == {0, 1, 2}
+    assert not small.plan.mtp
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "said"),
+    [
+        ("tiny-minimax-m2-fp8-int4", ("--tokens", "64"), "--tokens: only with --measure; add it"),
+        ("tiny-minimax-m2-fp8-int4", ("--measure", "--vram", "2xH100"), "--measure times a layer in one process"),
+        ("tiny-minimax-m2-fp8-int4", ("--measure", "--experts", "17"), "--experts 17: the model has 16; give as many"),
+        ("tiny-minimax-m2-fp8-int4", ("--measure", "--device", "tpu"), "--device tpu: only the CPU and GPUs of"),
+        ("deepseek-v3.1-fp8-int4", ("--measure", "--experts", "8"), "n_routed_experts 8 are not two or more in each"),
+        ("tiny-minimax-m2-fp8-int4", ("--measure", "--device-memory", "1MiB"), "of device memory is too little"),
+    ],
+)
+def test_wrong_options_are_refused(
+    recipe: str, words: tuple[Any, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quantize(monkeypatch, "plan", recipe, *words) == 2
+    assert said in capsys.readouterr().err

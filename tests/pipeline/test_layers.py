@@ -1,0 +1,477 @@
+"""A run's layers: what is read how often, what is measured on the way, what stops a run, and how it resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import Finished
+from delayed_copies import Delayed, delay
+from runs import assert_same, cut_in_layer, hashes, leaves
+from safetensors.torch import save_file
+from tiny import make, write_job
+
+from quantizers.checkpoint.reader import open_folder
+from quantizers.checkpoint.safetensors_header import read_header
+from quantizers.cli import main as cli
+from quantizers.forward.states import Rows
+from quantizers.layers import loop
+from quantizers.output import journal
+from quantizers.pipeline import pipeline, quantize, quantizer
+from quantizers.pipeline.measure import measure
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.device_memory import DeviceMemory, placement
+from quantizers.planning.job import Job, prepare
+from quantizers.system.errors import QuantizeError
+from stitch.audit.checkpoint import verify
+from stitch.write import shard as writing
+from stitch.write.shard import LayerTensors
+
+CPU = torch.device("cpu")
+SHARD = "model-00002-of-00005.safetensors"
+KEPT = "model.layers.1.self_attn.q_proj.weight"
+PACKED = "model.layers.1.block_sparse_moe.experts.3.w2.weight_packed"
+
+
+class Counting:
+    """A file that counts the bytes that are read from it."""
+
+    def __init__(self, stream: Any, count: Callable[[int], None]) -> None:
+        self._stream, self._count = stream, count
+
+    def read(self, *size: int) -> bytes:
+        found: bytes = self._stream.read(*size)
+        self._count(len(found))
+        return found
+
+    def readinto(self, buffer: Any) -> int:
+        found: int = self._stream.readinto(buffer)
+        self._count(found)
+        return found
+
+    def __enter__(self) -> Counting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Bytes read from safetensors files so far, by the folder that they lie in."""
+    counts, real = Counter[str](), Path.open
+
+    def opened(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        stream = real(path, mode, *arguments, **named)
+        if ".safetensors" not in path.name or "r" not in mode:
+            return stream
+
+        def count(size: int) -> None:
+            counts[path.parent.name] += size
+
+        return Counting(stream, count)
+
+    monkeypatch.setattr(Path, "open", opened)
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("experts", "source_limit"), [({}, 1.02), ({"bits_per_weight": 4.4}, 2.04)])
+def test_each_byte_is_read_once(
+    experts: dict[str, Any], source_limit: float, tmp_path: Path, read: Counter[str]
+) -> None:
+    """Of a model large enough for its headers and what identifies it not to count; twice where a budget measures."""
+    recipe = write_job(tmp_path, words=20, samples=3, awq={"grid": 3}, **experts)
+    sizes = {"hidden_size": 384, "intermediate_size": 512, "num_local_experts": 16, "num_hidden_layers": 2}
+    make(tmp_path / "model", shards=1, **sizes)
+    for old in (tmp_path / "model").glob("model-*-of-00002.safetensors"):
+        old.unlink()
+    source = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
+    read.clear()
+    run(prepare(str(recipe)), Options(tmp_path / "out", CPU))
+    output = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    print({"source": read["model"] / source, "output": read["output"] / output})
+    assert source <= read["model"] <= source_limit * source
+    assert 2 * output <= read["output"] <= 2.1 * output
+
+
+def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
+    small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states that leave it, of source and output; however slow the disk. Where it is full, nothing is journaled."""
+    events: list[str] = []
+    flush, write = Rows.flush, quantize.write_json
+
+    def slowly(rows: Rows) -> None:
+        time.sleep(0.1)
+        flush(rows)
+        assert rows.path is not None
+        events.append(rows.path.name)
+
+    def noted(path: Path, *content: Any) -> None:
+        events.append(path.name)
+        write(path, *content)
+
+    monkeypatch.setattr(Rows, "flush", slowly)
+    monkeypatch.setattr(quantize, "write_json", noted)
+    run(job_of(small), Options(tmp_path / "output", CPU))
+    layers = job_of(small).sizes["layers"]
+    for number in range(layers):
+        entry = events.index(journal.layer_file(tmp_path, number).name)
+        assert all(events.index(f"states-{lane}-{number + 1:05d}.bin") < entry for lane in (0, 1))
+    assert len(events) == 3 * layers + 1, "and the entry of the shard outside the layers"
+
+    def full(_: Rows) -> None:
+        raise QuantizeError("states: no room")
+
+    monkeypatch.setattr(Rows, "flush", full)
+    with pytest.raises(QuantizeError, match="states: no room"):
+        run(job_of(small), Options(tmp_path / "other", CPU))
+    assert journal.done_layers(journal.work_folder(tmp_path / "other"), layers) == []
+
+
+def test_the_figures_of_a_run_are_those_of_its_files(finished: Finished, tmp_path: Path) -> None:
+    """What the run measured on the way is what `quantize eval` finds in the finished files."""
+    source, output = open_folder(finished.source), open_folder(finished.folder)
+    (found,) = measure(source, [output], finished.held_out, CPU, tmp_path / "eval", weights=True)
+    found.pop("weight_error")
+    wanted, of_files = leaves({key: finished.report[key] for key in found}), leaves(found)
+    assert of_files.keys() == wanted.keys()
+    assert {".kl.mean", ".perplexity.candidate", ".top1", ".router.agreement.3", ".hidden_error.3"} < wanted.keys()
+    for place, value in wanted.items():
+        assert of_files[place] == pytest.approx(value, rel=1e-9, abs=1e-12), place
+
+
+def test_the_audit_of_a_run_is_that_of_its_files(finished: Finished) -> None:
+    found = verify(finished.folder, open_folder(finished.source), CPU).as_dict()
+    written = {key: value for key, value in finished.report["audit"].items() if key != "digests"}
+    assert found.pop("weight_error") == pytest.approx(written.pop("weight_error"), rel=1e-9)
+    assert found == written
+    assert found["kept_tensors"] > 0
+
+
+def flip(file: Path, tensor: str) -> None:
+    """Change one bit in the middle of a tensor."""
+    info = read_header(file)[tensor]
+    with file.open("rb+") as stream:
+        stream.seek((info.start + info.end) // 2)
+        (byte,) = stream.read(1)
+        stream.seek(-1, 1)
+        stream.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The recipe of a random model of four layers, and what an unbroken run makes of it."""
+    folder = tmp_path_factory.mktemp("small")
+    recipe = write_job(folder)
+    run(prepare(str(recipe)), Options(folder / "whole", CPU))
+    return recipe, folder / "whole"
+
+
+def job_of(small: tuple[Path, Path]) -> Job:
+    return prepare(str(small[0]))
+
+
+@pytest.mark.parametrize("tensor", [KEPT, PACKED])
+def test_a_byte_flipped_between_memory_and_file_is_found_at_once(
+    tensor: str, small: tuple[Path, Path], tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+
+    def flipped(tensors: dict[str, torch.Tensor], path: Path, **named: Any) -> None:
+        save_file(tensors, path, **named)
+        if path.name.startswith(SHARD):
+            flip(path, tensor)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(writing, "save_file", flipped)
+        said = f"{SHARD}: {tensor} has other bytes in the file than it was written with"
+        with pytest.raises(QuantizeError, match=f"{said}.*; check disk and memory, then give the same command again"):
+            run(job_of(small), Options(output, CPU))
+    work = journal.work_folder(output)
+    assert [entry["layer"] for entry in journal.done_layers(work, 4)] == [0]
+    assert not list((work / "output").glob(f"{SHARD}*"))
+    run(job_of(small), Options(output, CPU))
+    assert_same(output, small[1])
+
+
+def test_a_kept_byte_that_changed_in_memory_is_found_at_once(small: tuple[Path, Path], tmp_path: Path) -> None:
+    """Buffer and file then agree: only the hash taken when the source was read can tell."""
+    real = quantizer.layer_tensors
+
+    def changed(plan: Any, layer: int, source: Any, solved: Any, **near: Any) -> LayerTensors:
+        tensors = real(plan, layer, source, solved, **near)
+        if layer == 1:
+            tensors.host[KEPT].view(torch.uint8).view(-1)[7] ^= 1  # the source's own memory
+        return tensors
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(quantizer, "layer_tensors", changed)
+        with pytest.raises(QuantizeError, match=f"{SHARD}: {KEPT} has other bytes than the source's"):
+            run(job_of(small), Options(tmp_path / "output", CPU))
+
+
+@pytest.mark.parametrize("tensor", [KEPT, pytest.param(PACKED, marks=pytest.mark.slow)])
+def test_a_byte_flipped_between_layer_and_end_is_found_and_the_layer_made_again(
+    tensor: str, small: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, real = tmp_path / "output", pipeline.assemble
+    shard = output / ".quantize" / "output" / SHARD
+
+    def damaged(*arguments: Any) -> None:
+        real(*arguments)
+        flip(shard, tensor)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "assemble", damaged)
+        with pytest.raises(QuantizeError, match=f"{tensor}: changed since the run wrote it; check the disk"):
+            run(job_of(small), Options(output, CPU))
+    assert not (output / "config.json").exists()
+    capsys.readouterr()
+    run(job_of(small), Options(output, CPU))
+    said = capsys.readouterr().err
+    assert f"layer 1: {SHARD} has other bytes than were written; it is made again" in said
+    assert "layer 1: its shard was made again, with the bytes that it had" in said
+    assert_same(output, small[1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda file: flip(file, PACKED), "has other bytes than were written"),
+        pytest.param(lambda file: file.unlink(), "cannot be read", marks=pytest.mark.slow),
+        pytest.param(lambda file: file.write_bytes(file.read_bytes()[:-1]), "were written", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_goes_on_makes_a_damaged_shard_again(
+    damage: Callable[[Path], object],
+    said: str,
+    small: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The layers after it are not: they were made from the states that the undamaged shard gives."""
+    options = Options(tmp_path / "output", CPU)
+    cut_in_layer(3, job_of(small), options)
+    damage(options.output / ".quantize" / "output" / SHARD)
+    solved, real = list[int](), quantizer.solve_layer
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        solved.append(1)
+        return real(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(quantizer, "solve_layer", counted)
+        run(job_of(small), options)
+    assert len(solved) == 2, "layer 1 again, and layer 3"
+    shown = capsys.readouterr().err
+    assert said in shown
+    last = [line for line in shown.splitlines() if line.startswith("quantizing")][-1]
+    assert all(part in last for part in ("hidden error 0.", "router agreement", "experts within"))
+    assert_same(options.output, small[1])
+
+
+def test_a_damaged_shard_is_not_made_again_from_another_source(small: tuple[Path, Path], tmp_path: Path) -> None:
+    """Same size and time, one bit of it other: what was hashed when the layer was read tells."""
+    folder = tmp_path / "job"
+    shutil.copytree(small[0].parent, folder, ignore=lambda *_: ["whole"])
+    moved, options = (folder / "recipe.yaml", small[1]), Options(tmp_path / "output", CPU)
+    cut_in_layer(3, job_of(moved), options)
+    (options.output / ".quantize" / "output" / SHARD).unlink()
+    source = open_folder(folder / "model").tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    stat = source.file.stat()
+    flip(source.file, source.name)
+    os.utime(source.file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(QuantizeError, match=r"layer 1: .* but the source's tensors have other bytes than the first"):
+        run(job_of(moved), options)
+
+
+def test_the_outer_shard_is_written_again_where_it_was_damaged(small: tuple[Path, Path], tmp_path: Path) -> None:
+    options = Options(tmp_path / "output", CPU)
+    cut_in_layer(1, job_of(small), options)
+    flip(options.output / ".quantize" / "output" / "model-00005-of-00005.safetensors", "lm_head.weight")
+    run(job_of(small), options)
+    assert_same(options.output, small[1])
+
+
+def test_where_calibration_states_are_kept_decides_no_byte(small: tuple[Path, Path], tmp_path: Path) -> None:
+    options = Options(tmp_path / "output", CPU, states="files")
+    cut_in_layer(1, job_of(small), options)
+    files = {file.name for file in journal.work_folder(options.output).glob("*.bin")}
+    assert files == {"states.bin", "x.bin", "chosen.bin", "weight.bin", "usable.bin"}
+    run(job_of(small), options)
+    assert hashes(options.output) == hashes(small[1])
+
+
+def test_what_is_copied_beside_the_work_has_the_same_bytes(
+    small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accelerator's way, on the CPU: the source's next layer, all hidden states, and what was packed."""
+    stream = Delayed()
+    hosts, make_rows = delay(monkeypatch, stream), Rows.__init__
+
+    def make_there(self: Rows, *arguments: Any, **named: Any) -> None:
+        make_rows(self, *arguments, **named)
+        hosts.add(self.flat)
+
+    monkeypatch.setattr(Rows, "__init__", make_there)
+    for module in (loop, quantize, quantizer, writing):
+        monkeypatch.setattr(module, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(
+        quantize, "layer_steps", lambda *given, **named: loop.layer_steps(*given, **named | {"early": True})
+    )
+    run(job_of(small), Options(tmp_path / "output", CPU))
+    assert_same(tmp_path / "output", small[1])
+    assert stream.under_way == 0
+    assert stream.copied > 50
+    assert stream.most > 1
+
+
+def test_little_memory_sends_states_to_files() -> None:
+    """What a device has no room for lies in host memory as long as it takes at most half of what is free."""
+    sizes: Any = {"hidden": 16, "chosen": 2}
+    nothing, inputs = (DeviceMemory(1, 1, 1, held, False, False, False, 0, 0, 0, 0, 0) for held in (False, True))
+    states: Any  # one of the three
+    rows = 100
+    of_states, of_inputs = rows * 16 * 4, rows * (16 * 4 + 8 * 2 + 1)
+    for memory, bytes_elsewhere, where in (
+        (nothing, of_states + of_inputs, ("memory", "memory")),
+        (inputs, of_states, ("device", "memory")),
+    ):
+        in_files = tuple(place.replace("memory", "files") for place in where)
+        for free, states, found in (
+            (2 * bytes_elsewhere, "auto", where),
+            (2 * bytes_elsewhere - 2, "auto", in_files),
+            (0, "memory", where),
+            (10**12, "files", in_files),
+        ):
+            *got, on_disk = placement(sizes, memory, rows, 4, states=states, machines=1, free=free)
+            assert tuple(got) == found
+            assert on_disk == (bytes_elsewhere if "files" in found else 0)
+
+
+def test_another_held_out_set_is_refused_by_name(small: tuple[Path, Path], tmp_path: Path) -> None:
+    """Layers that are done were measured on the first one."""
+    folder = tmp_path / "job"
+    shutil.copytree(small[0].parent, folder, ignore=lambda *_: ["whole"])
+    moved, options = (folder / "recipe.yaml", small[1]), Options(tmp_path / "output", CPU)
+    cut_in_layer(2, job_of(moved), options)
+    rows = (folder / "held-out.jsonl").read_text().splitlines()
+    (folder / "held-out.jsonl").write_text("\n".join(rows[1:]) + "\n")
+    with pytest.raises(QuantizeError, match=r"unfinished run with another held_out .*; restore it, or start over"):
+        run(job_of(moved), options)
+
+
+def test_a_run_may_go_on_without_a_held_out_set_but_not_begin_with_one_half_way(
+    small: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Where logits overflow, the remedy is to leave it out."""
+    folder = tmp_path / "job"
+    shutil.copytree(small[0].parent, folder, ignore=lambda *_: ["whole"])
+    with_set, without = folder / "recipe.yaml", folder / "without.yaml"
+    body = yaml.safe_load(with_set.read_text())
+    without.write_text(yaml.safe_dump({key: value for key, value in body.items() if key != "verify"}))
+    first, second = (Options(tmp_path / name, CPU) for name in ("first", "second"))
+    cut_in_layer(2, prepare(str(with_set)), first)
+    report = run(prepare(str(without)), first)
+    assert "kl" not in report
+    shards = {name: digest for name, digest in hashes(small[1]).items() if name.endswith(".safetensors")}
+    assert shards.items() <= hashes(first.output).items()
+    cut_in_layer(2, prepare(str(without)), second)
+    with pytest.raises(QuantizeError, match=r"measured on no held-out set; leave verify\.perplexity out as before"):
+        run(prepare(str(with_set)), second)
+
+
+def make_bad(numbers: set[int], patched: pytest.MonkeyPatch) -> None:
+    """Let the experts of some layers come out with their first codes turned round."""
+    real, model_layers = quantizer.layer_tensors, numbers
+
+    def bad(plan: Any, layer: int, source: Any, solved: Any, **near: Any) -> Any:
+        if layer in model_layers:
+            for codes in solved.codes.values():
+                codes[:, :, ::2] = -codes[:, :, ::2].clamp(min=-7)
+        return real(plan, layer, source, solved, **near)
+
+    patched.setattr(quantizer, "layer_tensors", bad)
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ({"max_hidden_error": 0.05}, r"hidden error 0\.\d+ > 0\.05 \(verify\.stop\.max_hidden_error\)"),
+        pytest.param(
+            {"min_router_agreement": 0.97},
+            r"router agreement 0\.\d+ < 0\.97 \(verify\.stop\.min_router_agreement\)",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_bad_layers_stop_the_run_at_the_first(
+    limit: dict[str, float],
+    said: str,
+    finished: Finished,
+    write_recipe: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two layers of four are bad; exit 3, the folder unfinished, again and again; --ignore-stop goes on to the end."""
+    assert max(finished.report["hidden_error"]) < 0.5
+    recipe = write_recipe(tmp_path)
+    body = yaml.safe_load(recipe.read_text())
+    body["verify"]["stop"] = limit
+    recipe.write_text(yaml.safe_dump(body))
+    make_bad({1, 3}, monkeypatch)
+    output = tmp_path / "output"
+
+    def quantize(*flags: str) -> int:
+        words = ["quantize", "run", str(recipe), "--output", str(output), "--device", "cpu", *flags]
+        monkeypatch.setattr("sys.argv", words)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(str(ended.value.code or 0))
+
+    for _ in range(2):
+        assert quantize() == 3
+        last = capsys.readouterr().err.splitlines()[-1]
+        layer = 1 if "max_hidden_error" in limit else 2  # a router sees what the layer before it did
+        assert re.search(rf"stopped after layer {layer}: {said}; .* --ignore-stop", last), last
+        assert journal.unfinished(output)
+        assert not (output / "config.json").exists()
+        assert len(journal.done_layers(journal.work_folder(output), 4)) == layer + 1
+    quantize("--ignore-stop")
+    assert (output / "config.json").exists()
+    report = json.loads((output / "report.json").read_text())
+    assert report["hidden_error"][1] > 0.05
+    assert (
+        report["settings"]["recipe"]["verify"]["stop"]
+        == {
+            "max_hidden_error": None,
+            "min_router_agreement": None,
+        }
+        | limit
+    )
+
+
+def test_a_stop_needs_something_to_be_measured_on(tmp_path: Path) -> None:
+    recipe = write_job(tmp_path)
+    body = yaml.safe_load(recipe.read_text())
+    body["verify"] = {"stop": {"max_hidden_error": 0.1}}
+    recipe.write_text(yaml.safe_dump(body))
+    with pytest.raises(QuantizeError, match=r"recipe\.yaml:\d+: verify\.stop: .*give verify\.perplexity\.data"):
+        prepare(str(recipe))

@@ -1,0 +1,187 @@
+"""What a plan says beyond actions: sizes as written under several recipes, headers from the Hub, needs of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from conftest import REPOSITORY
+from hub_stand_in import HubStandIn
+
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.estimate import Work, estimate_run, layer_work, memory_on_gpu
+from quantizers.planning.gpus import Rates
+from quantizers.planning.job import Job, prepare
+from quantizers.planning.plan import listing, summary
+from quantizers.system.progress import duration
+
+REPO = "me/tiny"
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {"bits": 4, "group_size": 32, "rounding": "nearest"},
+        pytest.param({"bits": 8, "group_size": 64, "rounding": "nearest", "scales": "minmax"}, marks=pytest.mark.slow),
+        pytest.param({"bits": 4, "group_size": 64, "awq": False, "rounding": "nearest"}, marks=pytest.mark.slow),
+    ],
+)
+def test_planned_and_written_sizes_are_equal(
+    experts: dict[str, Any], tmp_path: Path, write_recipe: Callable[..., Path]
+) -> None:
+    job = prepare(str(write_recipe(tmp_path, **experts)))
+    planned = summary(job.plan, job.sizes)
+    run(job, Options(tmp_path / "out", torch.device("cpu")))
+    written = {path.name: path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")}
+    index = (tmp_path / "out" / "model.safetensors.index.json").stat().st_size
+    assert planned["shards"] == written
+    assert planned["index_bytes"] == index
+    assert planned["output_bytes"] == sum(written.values()) + index
+
+
+def test_kinds_and_listing_hold_every_tensor(published_job: Job) -> None:
+    job = published_job
+    numbers = summary(job.plan, job.sizes)
+    kinds: Any = numbers["kinds"]
+    rows = listing(job.plan)
+    assert len(rows) == len(job.plan.actions) == sum(row["tensors"] for row in kinds)
+    assert sum(row["bytes_before"] for row in kinds) == numbers["source_bytes"]
+    w2 = next(row for row in kinds if row["kind"] == "model.layers.*.block_sparse_moe.experts.*.w2.weight")
+    assert (w2["action"], w2["tensors"], w2["bytes_before"]) == ("quantize", 62 * 256, 62 * 256 * 3072 * 1536)
+
+
+@pytest.mark.slow
+def test_needs_of_the_published_model(published_job: Job) -> None:
+    job = published_job
+    needs = estimate_run(job, 131_803_409_011)
+    assert needs.tokens == 590 * 8192
+    assert needs.states is not None
+    assert needs.states["CPU"] == 590 * 8192 * (2 * 4 * 3072 + 2 * 4 * 8 + 1)
+    assert needs.held_out == 88 * 256 + 8 * 8192
+    assert needs.seconds is not None
+    for part in ("layers", "verification", "all"):
+        assert needs.seconds["H100"][part] < needs.seconds["CPU"][part]
+    for seconds in needs.seconds.values():
+        assert seconds["all"] == seconds["layers"] + seconds["verification"]
+    assert len(needs.as_dict()["assumptions"]) >= 4
+
+
+def test_the_closed_form_by_hand() -> None:
+    """One layer of MiniMax-M2.1: 3072 x 1536, 256 experts of which 8 are chosen, attention of 48 heads of 128."""
+    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
+    lengths, texts = [8192] * 16, [256, 512]
+    tokens, passes = 131_072, 131_072 + 2 * 768
+    kept = 2 * 3072 * 6144 + 2 * 3072 * 1024 + 256 * 3072  # q and o, k and v, the router
+    pairs = 16 * 8192**2 + 2 * (256**2 + 512**2)
+    products = 2 * passes * kept + 2 * 6144 * pairs
+    products += 4 * tokens * 256 * 3072 * 1536 + tokens * (256 * 1536**2 + 9 * 3072**2)
+    products += 6 * 8 * passes * 3072 * 1536 + 1.7 * 8 * tokens * (4 * 3072 * 1536 + 2 * 1536**2)
+    work = layer_work(job, 0, lengths, texts)
+    assert work.products == pytest.approx(products)
+    assert work.factorization == pytest.approx(4 / 3 * 256 * (3072**3 + 1536**3))
+    square = 2 * 3072**2 * 1536 + 3072 * 1536**2
+    assert work.float32 == pytest.approx(6 * 256 * square + 20 * 256 * 3072 * 1536 * (3072 + 1536) / 4)
+    layer = [action.spec.bytes for action in job.plan.of_layer(0)]
+    assert work.files == sum(layer) + sum(spec.bytes for spec in job.plan.shard(0).values())
+
+
+def test_seconds_are_work_over_the_shares_of_nominal_rates() -> None:
+    rates = Rates(
+        "GPU", 80, 100.0, 1000.0, 10.0, {"bandwidth": 0.5, "products": 0.5, "float32": 1, "factorization": 0.1}
+    )
+    work = Work(products=1500, float32=40, factorization=5, moved=300, files=8)
+    assert work.seconds(rates, disk=10) == 3 + 4 + 5 + 6
+    assert work.seconds(rates, processes=6, disk=10) == 3
+    assert work.seconds(rates, processes=6, disk=1) == 8  # files are not divided
+    assert work.operations == 1545
+
+
+def test_a_gpu_that_is_too_small_has_no_time(published_job: Job) -> None:
+    """DeepSeek-V3 does not fit on 24 GB, MiniMax-M2.1 does; by several processes all that fit are faster."""
+    needs = estimate_run(published_job, 131_803_409_011, processes=16, disk=6e9)
+    assert needs.seconds is not None
+    assert needs.several is not None
+    assert list(needs.seconds) == ["CPU", "RTX 4090", "A100", "RTX PRO 6000", "H100", "H200"]
+    for name, seconds in needs.several.items():
+        assert needs.seconds[name]["all"] / 16 < seconds["all"] < needs.seconds[name]["all"] / 12
+    large = prepare("deepseek-v3.1-fp8-int4", offline_facts=True)
+    assert "RTX 4090" not in (estimate_run(large, 1).seconds or ())
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/long-runs.md"])
+def test_the_pages_have_the_time_that_plan_prints(published_job: Job, file: str) -> None:
+    output = summary(published_job.plan, published_job.sizes)["output_bytes"]
+    needs = estimate_run(published_job, int(str(output)))
+    assert needs.seconds is not None
+    (said,) = re.findall(r"estimated, on one H100.*?: (.*?), if every", (REPOSITORY / file).read_text())
+    assert said == duration(needs.seconds["H100"]["all"])
+
+
+def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:
+    """Tokens are counted by source; memory is that of a set whose every sequence is as long as the longest."""
+    tiny.make(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text("source: {model: model}\ncalibration: set.yaml\n")
+    source = "{dataset: a/b, columns: [t], shape: text, samples: 5, category: c%s}"
+
+    def needs(length: int, *own: str) -> tuple[Any, Any]:
+        sources = ", ".join(source % one for one in own)
+        (tmp_path / "set.yaml").write_text(f"name: x\nsequence_length: {length}\nsources: [{sources}]\n")
+        job = prepare(str(tmp_path / "recipe.yaml"))
+        return estimate_run(job, 1000), memory_on_gpu(job, 2**30)
+
+    mixed, held = needs(16, "", ", sequence_length: 3000", ", sequence_length: 7")
+    assert mixed.tokens == 5 * (16 + 3000 + 7)
+    longest, same_held = needs(3000, "")
+    assert mixed.memory["CPU"] == pytest.approx(longest.memory["CPU"], rel=1e-3)
+    assert (held.resident, held.one_unit) == (same_held.resident, same_held.one_unit)
+    assert mixed.memory != needs(16, "")[0].memory
+
+
+def plan_in_a_process(hub: HubStandIn, home: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    return subprocess.run(
+        [sys.executable, "-m", "quantizers", "plan", *map(str, words), "--json"],
+        env=kept | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_headers_from_the_hub_without_shards(tmp_path: Path) -> None:
+    model = tiny.make(tmp_path / "model", num_hidden_layers=3)
+    (tmp_path / "set.yaml").write_text(
+        "name: x\nsequence_length: 16\nsources: [{dataset: a/b, columns: [t], shape: text, samples: 5, category: c}]\n"
+    )
+    local, remote = tmp_path / "local.yaml", tmp_path / "remote.yaml"
+    local.write_text("source: {model: model}\ncalibration: set.yaml\n")
+    remote.write_text(f"source: {{model: {REPO}}}\ncalibration: set.yaml\n")
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    with HubStandIn("hf_x", {REPO: {"main": files}}) as hub:
+        here = json.loads(plan_in_a_process(hub, tmp_path / "home", local).stdout)
+        assert hub.asked == []
+        for _ in range(2):  # the second time the index is in the cache, the shards are not
+            there = plan_in_a_process(hub, tmp_path / "home", remote)
+            assert there.returncode == 0, there.stderr
+            numbers = json.loads(there.stdout)
+            assert numbers["basis"] == f"the headers of {REPO} on the Hub, commit {hub.commit(REPO, 'main')}"
+            assert numbers | {"basis": "", "recipe": ""} == here | {"basis": "", "recipe": ""}
+        assert not list((tmp_path / "home").rglob("*.safetensors"))
+        lost = tmp_path / "lost.yaml"
+        lost.write_text("source: {model: me/lost}\ncalibration: set.yaml\n")
+        gone = plan_in_a_process(hub, tmp_path / "home", lost)
+    assert gone.returncode == 2
+    assert gone.stderr.startswith("quantize: me/lost: the Hub did not give its headers (")
+    assert len(gone.stderr.splitlines()) == 1

@@ -1,0 +1,390 @@
+"""The plan: one action for every tensor, MiniMax-M2's names and numbers, and sizes to the byte."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.families import architecture_for, published_config
+from quantizers.architectures.sizes import Sizes, sizes_of
+from quantizers.checkpoint.reader import open_folder
+from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.cli import main as cli
+from quantizers.planning.assign_actions import expected_tensors, make_plan
+from quantizers.planning.plan import METADATA, Plan, file_size, index_json
+from quantizers.recipe.read import read_recipe, source_location
+from quantizers.recipe.schema import Experts
+from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
+
+BLOCK = (128, 128)
+SAME = ...  # written under the source's name, in its dtype and shape
+EXPERT = "block_sparse_moe.experts.255."
+
+# Layer 61 of MiniMax-M2.1 outside the experts, and its last expert: dtype, shape, action, outputs.
+GOLDEN: dict[str, tuple[str, list[int], str, Any]] = {
+    "input_layernorm.weight": ("BF16", [3072], "keep", SAME),
+    "post_attention_layernorm.weight": ("BF16", [3072], "fold", SAME),
+    "self_attn.q_norm.weight": ("BF16", [6144], "keep", SAME),
+    "self_attn.k_norm.weight": ("BF16", [1024], "keep", SAME),
+    "self_attn.q_proj.weight": ("F8_E4M3", [6144, 3072], "keep", SAME),
+    "self_attn.k_proj.weight": ("F8_E4M3", [1024, 3072], "keep", SAME),
+    "self_attn.v_proj.weight": ("F8_E4M3", [1024, 3072], "keep", SAME),
+    "self_attn.o_proj.weight": ("F8_E4M3", [3072, 6144], "keep", SAME),
+    "self_attn.q_proj.weight_scale_inv": (
+        "F32", [48, 24], "rename", {"self_attn.q_proj.weight_scale": ("F32", [48, 24])}
+    ),
+    "self_attn.k_proj.weight_scale_inv": (
+        "F32", [8, 24], "rename", {"self_attn.k_proj.weight_scale": ("F32", [8, 24])}
+    ),
+    "self_attn.v_proj.weight_scale_inv": (
+        "F32", [8, 24], "rename", {"self_attn.v_proj.weight_scale": ("F32", [8, 24])}
+    ),
+    "self_attn.o_proj.weight_scale_inv": (
+        "F32", [24, 48], "rename", {"self_attn.o_proj.weight_scale": ("F32", [24, 48])}
+    ),
+    "block_sparse_moe.gate.weight": ("F32", [256, 3072], "compensate", SAME),
+    "block_sparse_moe.e_score_correction_bias": ("F32", [256], "keep", SAME),
+    EXPERT + "w1.weight": ("F8_E4M3", [1536, 3072], "quantize", {
+        EXPERT + "w1.weight_packed": ("I32", [1536, 384]),
+        EXPERT + "w1.weight_scale": ("BF16", [1536, 96]),
+        EXPERT + "w1.weight_shape": ("I64", [2]),
+    }),
+    EXPERT + "w3.weight": ("F8_E4M3", [1536, 3072], "quantize", {
+        EXPERT + "w3.weight_packed": ("I32", [1536, 384]),
+        EXPERT + "w3.weight_scale": ("BF16", [1536, 96]),
+        EXPERT + "w3.weight_shape": ("I64", [2]),
+    }),
+    EXPERT + "w2.weight": ("F8_E4M3", [3072, 1536], "quantize", {
+        EXPERT + "w2.weight_packed": ("I32", [3072, 192]),
+        EXPERT + "w2.weight_scale": ("BF16", [3072, 48]),
+        EXPERT + "w2.weight_shape": ("I64", [2]),
+    }),
+    EXPERT + "w1.weight_scale_inv": ("F32", [12, 24], "drop", {}),
+    EXPERT + "w3.weight_scale_inv": ("F32", [12, 24], "drop", {}),
+    EXPERT + "w2.weight_scale_inv": ("F32", [24, 12], "drop", {}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def published() -> tuple[Architecture, Sizes, dict[str, Spec]]:
+    """Facts, sizes and all 96,107 tensors of MiniMax-M2.1, from the kept facts."""
+    kept = published_config("MiniMaxAI/MiniMax-M2.1")
+    assert kept is not None
+    facts, config = kept
+    sizes = sizes_of(facts, config, "kept")
+    return facts, sizes, expected_tensors(facts, sizes, config, "kept")
+
+
+@pytest.fixture(scope="module")
+def plan(published: tuple[Architecture, Sizes, dict[str, Spec]]) -> Plan:
+    facts, sizes, tensors = published
+    return make_plan(facts, sizes, tensors, Experts(), "kept", BLOCK)
+
+
+def small(**changes: Any) -> tuple[Architecture, Sizes, dict[str, Spec]]:
+    config = tiny.config(**changes)
+    facts = architecture_for(config, "config.json")
+    sizes = sizes_of(facts, config, "config.json")
+    return facts, sizes, expected_tensors(facts, sizes, config, "config.json")
+
+
+def planned(tensors: dict[str, Spec] | None = None, experts: Experts | None = None, **changes: Any) -> Plan:
+    facts, sizes, expected = small(**changes)
+    return make_plan(facts, sizes, expected if tensors is None else tensors, experts or Experts(), "here", BLOCK)
+
+
+# MiniMax-M2.1.
+
+
+def test_a_layer_of_the_published_model(plan: Plan) -> None:
+    prefix = "model.layers.61."
+    seen = {
+        action.source.removeprefix(prefix): (
+            action.spec.dtype,
+            list(action.spec.shape),
+            action.kind,
+            {name.removeprefix(prefix): (spec.dtype, list(spec.shape)) for name, spec in action.outputs.items()},
+        )
+        for action in plan.of_layer(61)
+        if ".experts." not in action.source or action.expert == 255
+    }
+    assert seen == {
+        name: (dtype, shape, kind, {name: (dtype, shape)} if outputs is SAME else outputs)
+        for name, (dtype, shape, kind, outputs) in GOLDEN.items()
+    }
+
+
+def test_what_lies_outside_the_layers_is_kept(plan: Plan) -> None:
+    table = Spec("BF16", (200064, 3072))
+    assert {action.source: (action.kind, dict(action.outputs)) for action in plan.of_layer(None)} == {
+        "model.embed_tokens.weight": ("keep", {"model.embed_tokens.weight": table}),
+        "model.norm.weight": ("keep", {"model.norm.weight": Spec("BF16", (3072,))}),
+        "lm_head.weight": ("keep", {"lm_head.weight": table}),
+    }
+
+
+def test_every_tensor_has_exactly_one_action(
+    plan: Plan, published: tuple[Architecture, Sizes, dict[str, Spec]]
+) -> None:
+    _, _, tensors = published
+    assert Counter(action.source for action in plan.actions) == dict.fromkeys(tensors, 1)
+    assert {action.source: action.spec for action in plan.actions} == tensors
+    written = Counter(name for action in plan.actions for name in action.outputs)
+    assert set(written.values()) == {1}
+
+
+def test_the_index_names_every_output_and_its_shard() -> None:
+    shards = planned().shards()
+    weight_map = json.loads(index_json(planned()))["weight_map"]
+    assert weight_map == {name: file for file, tensors in shards.items() for name in tensors}
+
+
+def test_counts_of_the_published_model(plan: Plan) -> None:
+    assert plan.counts() == {
+        "quantize": 47_616,
+        "drop": 47_616,
+        "keep": 62 * (4 + 4) + 3,
+        "rename": 62 * 4,
+        "fold": 62,
+        "compensate": 62,
+    }
+
+
+@pytest.mark.parametrize("version", ["M2", "M2.1", "M2.5", "M2.7"])
+def test_facts_are_kept_for_every_version(version: str, published: tuple[Architecture, Sizes, dict[str, Spec]]) -> None:
+    recipe, path = read_recipe(f"minimax-{version.lower()}-fp8-int4")
+    assert source_location(recipe, path) == f"MiniMaxAI/MiniMax-{version}"
+    kept = published_config(f"MiniMaxAI/MiniMax-{version}")
+    assert kept is not None
+    assert sizes_of(*kept, "kept") == published[1]
+
+
+@pytest.mark.slow
+def test_the_shipped_plan_works_without_network(
+    plan: Plan,
+    published: tuple[Architecture, Sizes, dict[str, Spec]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a plan from kept facts asks the network")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["quantize", "plan", "minimax-m2.1-fp8-int4", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0
+    assert all(line.startswith("counting: ") for line in err.splitlines()), err  # its progress
+    numbers = json.loads(out)
+    assert numbers["basis"].startswith("the built-in architecture spec of MiniMaxAI/MiniMax-M2.1 ")
+    matrices = 62 * 256 * 3
+    assert numbers["quantized_matrices"] == matrices == 47_616
+    assert numbers["kept_attention_tensors"] == 62 * 10
+    assert numbers["expert_bytes"] == matrices * (1536 * 3072 // 2 + 1536 * 96 * 2 + 16)
+    assert round(numbers["expert_bytes"] / 1e8) == 1264
+    assert round(numbers["output_bytes"] / 1e8) == 1318
+    assert numbers["source_bytes"] == sum(spec.bytes for spec in published[2].values())
+    assert round(numbers["source_bytes"] / 1e9) == 230
+    assert list(numbers["shards"]) == [f"model-{n:05d}-of-00063.safetensors" for n in range(1, 64)]
+    assert numbers["output_bytes"] == sum(numbers["shards"].values()) + numbers["index_bytes"]
+    assert numbers["index_bytes"] == len(index_json(plan))
+
+
+# Other settings and other sources.
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "packed", "scale"),
+    [(4, 32, (1536, 384), (1536, 96)), (4, 128, (1536, 384), (1536, 24)), (8, 64, (1536, 768), (1536, 48))],
+)
+def test_bits_and_groups(
+    bits: int,
+    group: int,
+    packed: tuple[int, int],
+    scale: tuple[int, int],
+    published: tuple[Architecture, Sizes, dict[str, Spec]],
+) -> None:
+    facts, sizes = published[0], Sizes(published[1] | {"layers": 1, "experts": 8})
+    tensors = expected_tensors(facts, sizes, facts.published[0].config, "here")
+    experts = Experts.model_validate({"bits": bits, "group_size": group})
+    shard = make_plan(facts, sizes, tensors, experts, "here", BLOCK).shard(0)
+    module = "model.layers.0.block_sparse_moe.experts.0.w1"
+    assert shard[f"{module}.weight_packed"] == Spec("I32", packed)
+    assert shard[f"{module}.weight_scale"] == Spec("BF16", scale)
+
+
+def test_without_awq_nothing_is_folded() -> None:
+    counts = planned(experts=Experts(awq=False)).counts()
+    assert "fold" not in counts
+    assert "compensate" not in counts
+    assert sum(counts.values()) == len(small()[2])
+
+
+def test_a_bfloat16_source_has_no_scales_to_rename_or_drop() -> None:
+    _, _, expected = small()
+    plain = {
+        name: Spec("BF16", spec.shape) if spec.dtype == "F8_E4M3" else spec
+        for name, spec in expected.items()
+        if not name.endswith("_scale_inv")
+    }
+    counts = planned(plain).counts()
+    assert {"rename", "drop"}.isdisjoint(counts)
+    assert counts["quantize"] == 2 * 4 * 3
+
+
+def test_a_bfloat16_router_becomes_float32_where_it_is_compensated() -> None:
+    _, _, tensors = small()
+    router = "model.layers.0.block_sparse_moe.gate.weight"
+    half = tensors | {router: Spec("BF16", tensors[router].shape)}
+    assert planned(half).shard(0)[router].dtype == "F32"
+    assert planned(half, Experts(awq=False)).shard(0)[router].dtype == "BF16"
+
+
+def test_a_checkpoint_on_disk_is_planned_as_expected(tmp_path: Path) -> None:
+    source = open_folder(tiny.make(tmp_path / "model"))
+    _, _, expected = small()
+    assert {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()} == expected
+
+
+def test_scales_round_up_to_whole_blocks() -> None:
+    """160 columns are two blocks of 128."""
+    _, _, tensors = small(hidden_size=160)
+    assert tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"] == Spec("F32", (2, 2))
+    assert tensors["model.layers.0.block_sparse_moe.experts.0.w2.weight_scale_inv"] == Spec("F32", (2, 1))
+    planned(hidden_size=160)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("name", sorted(small(num_hidden_layers=1, num_local_experts=2)[2]))
+def test_every_tensor_must_be_there_in_its_shape(name: str) -> None:
+    changes = {"num_hidden_layers": 1, "num_local_experts": 2}
+    _, _, tensors = small(**changes)
+    less = {other: spec for other, spec in tensors.items() if other != name}
+    with pytest.raises(
+        CheckpointError, match=rf"^here: {name} is missing; the checkpoint is incomplete, download it again$"
+    ):
+        planned(less, **changes)
+    other = tensors | {name: Spec(tensors[name].dtype, (*tensors[name].shape, 1))}
+    with pytest.raises(
+        CheckpointError, match=rf"^here: {name} has shape \[.*\], config.json says \[.*; .* download both again$"
+    ):
+        planned(other, **changes)
+    wrong = tensors | {name: Spec("I64", tensors[name].shape)}
+    with pytest.raises(CheckpointError, match=rf"^here: {name} is I64; .* is needed; give the published checkpoint$"):
+        planned(wrong, **changes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x",
+        "model.layers.2.input_layernorm.weight",
+        "model.layers.0.block_sparse_moe.experts.4.w1.weight",
+        "model.mtp.0",
+    ],
+)
+def test_a_tensor_without_facts_is_refused(name: str) -> None:
+    _, _, tensors = small()
+    with pytest.raises(CheckpointError, match=f"^here: {name} is not among the facts of minimax_m2; .* refused"):
+        planned(tensors | {name: Spec("BF16", (1,))})
+    with pytest.raises(CheckpointError, match=r"\(and 1 more\) is not among"):
+        planned(tensors | {name: Spec("BF16", (1,)), "y": Spec("BF16", (1,))})
+
+
+def test_a_group_that_does_not_divide() -> None:
+    with pytest.raises(RecipeError, match=r"group_size 128 does not divide intermediate_size 64; choose a smaller"):
+        planned(experts=Experts(group_size=128))
+
+
+def test_what_has_no_facts() -> None:
+    assert published_config("MiniMaxAI/MiniMax-M3") is None
+    with pytest.raises(ArchitectureError, match=r"'llama': not a mixture-of-experts"):
+        architecture_for({"model_type": "llama"}, "config.json")
+
+
+# Sizes to the byte.
+
+LIBRARY = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+SPECS = st.builds(Spec, st.sampled_from(sorted(LIBRARY)), st.lists(st.integers(0, 12), max_size=3).map(tuple))
+NAMES = st.text(st.characters(exclude_categories=("Cs",)), max_size=6) | st.sampled_from(["a.weight", "b.weight_scale"])
+
+
+@settings(
+    derandomize=True, deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(specs=st.dictionaries(NAMES.filter(lambda name: name != "__metadata__"), SPECS, max_size=12))
+@example(specs={"a": Spec("I32", (2,)), "b": Spec("F32", (1000,)), "c": Spec("I32", (1,)), "d": Spec("F32", (1,))})
+@example(specs={})
+def test_a_files_size_is_known_before_it_is_written(tmp_path: Path, specs: dict[str, Spec]) -> None:
+    tensors = {name: torch.zeros(spec.shape, dtype=LIBRARY[spec.dtype]) for name, spec in specs.items()}
+    save_file(tensors, tmp_path / "x.safetensors", metadata=METADATA)
+    assert file_size(specs) == (tmp_path / "x.safetensors").stat().st_size
+
+
+def test_a_layers_shard_has_the_planned_size(tmp_path: Path) -> None:
+    for layer in (0, 1, None):
+        specs = planned().shard(layer)
+        tensors = {name: torch.zeros(spec.shape, dtype=LIBRARY[spec.dtype]) for name, spec in specs.items()}
+        save_file(tensors, tmp_path / "x.safetensors", metadata=METADATA)
+        assert file_size(specs) == (tmp_path / "x.safetensors").stat().st_size
+
+
+def test_a_plan_from_a_lone_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.make(tmp_path / "model")
+    source = "{dataset: a/b, columns: [text], shape: text, samples: 5, category: c}"
+    (tmp_path / "set.yaml").write_text(f"name: x\nsequence_length: 16\nsources: [{source}]\n")
+    (tmp_path / "r.yaml").write_text("source: {model: model}\ncalibration: set.yaml\n")
+
+    def numbers() -> dict[str, Any]:
+        monkeypatch.setattr("sys.argv", ["quantize", "plan", str(tmp_path / "r.yaml"), "--json"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+        body: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return body
+
+    whole = numbers()
+    assert whole["basis"] == f"the headers of {model}"
+    config = (model / "config.json").read_text()
+    shutil.rmtree(model)
+    model.mkdir()
+    (model / "config.json").write_text(config)
+    lone = numbers()
+    assert lone["basis"] == f"{model / 'config.json'} alone, without shards"
+    assert {key: value for key, value in lone.items() if key != "basis"} == {
+        key: value for key, value in whole.items() if key != "basis"
+    }
+
+
+def test_what_is_special_about_a_model_is_said_in_the_plan() -> None:
+    """No server, and layers without experts; neither is mentioned where it is not so."""
+    from quantizers.cli.tables.plan import dense_words, unserved
+
+    assert unserved({"servers": ["sglang", "vllm"]}) == []
+    (line,) = unserved({"servers": []})
+    assert "no known release of vLLM" in line
+    assert dense_words({"dense_layers": []}) == ""
+    assert dense_words({"dense_layers": [0, 1]}) == "2 of them without experts, the others with "
