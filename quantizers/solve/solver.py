@@ -4,8 +4,8 @@ Order: one sweep over the routing ─► one over the token chunks, for the Hess
 its readers, where it is folded ─► expert batch by expert batch, see expert_batch.py. The other engine, llm-compressor's
 own, is llmcompressor_engine.py.
 
-Every matmul works on one token chunk or one expert batch, see planning/units.py. Memory says for how many expert batches
-the Hessians of x are collected in one sweep, see planning/device_memory.py, and nothing else.
+Every matmul works on one token chunk or one expert batch, see planning/units.py. Memory only decides for how many
+expert batches the Hessians of x are collected in one sweep, see planning/device_memory.py.
 
 Legend: E experts, c experts of an expert batch, H hidden, I expert width, G Hessian.
 """
