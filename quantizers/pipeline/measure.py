@@ -30,7 +30,7 @@ from quantizers.checkpoint.held import hold, layer_names, outside_names
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.swapped import refuse_swapped
 from quantizers.device.devices import fingerprint, forward_dtype
-from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, shown
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.forward.lane import Lane
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.loop import all_tensors, layer_steps
@@ -174,7 +174,7 @@ def _evaluate(
     comparison = Comparison(lanes[0], candidates, held.texts, dist)
     tensors = all_tensors(models[0], opened[0], done)
     steps = layer_steps(opened[0], tensors, [comparison], models[0], check=check, dist=dist)
-    with shown("evaluating", layers, done, check, dist) as shown_step, contextlib.closing(steps):
+    with rank_0_progress("evaluating", layers, done, check, dist) as shown_step, contextlib.closing(steps):
         for step in steps:
             if dist.is_main:
                 found = [
@@ -188,7 +188,7 @@ def _evaluate(
                 lane.forget(step.number)
             shown_step(f"layer {step.number}")
     kept = work if resumable and dist.node == 0 else None  # on the other machines nobody has made the folder
-    scores = score(lanes, held.texts, partial(shown, check=check, dist=dist), kept, dist)
+    scores = score(lanes, held.texts, partial(rank_0_progress, check=check, dist=dist), kept, dist)
     if not dist.is_main:
         return []
     return [
