@@ -337,7 +337,7 @@ def _refuse(entry: dict[str, Any], stop: Stop | None) -> None:
 
 
 def _note(entry: dict[str, Any]) -> str:
-    """What is rank_0_progress of a layer when it is done."""
+    """What is shown of a layer when it is done."""
     parts = [f"{sum(entry['seconds'].values()):.1f} s"]
     if entry["routed"]:
         parts.append(f"rounding {entry['error'].get('down_rounding') or 0.0:.4f}")
