@@ -33,7 +33,7 @@ def no_source(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
         raise AssertionError("the source was opened")
 
-    monkeypatch.setattr("quantizers.pipeline.verification.source_of", refused)
+    monkeypatch.setattr("quantizers.commands.verify.source_of", refused)
 
 
 @pytest.fixture
