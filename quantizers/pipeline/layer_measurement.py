@@ -39,10 +39,10 @@ from quantizers.output import journal
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.device_memory import DeviceMemory, Residents, device_memory
 from quantizers.planning.estimate import calibration_lengths, cut_to, evaluation_lengths, layer_work
+from quantizers.planning.expert_batches import tokens_per_chunk
 from quantizers.planning.gpus import this_cpu
 from quantizers.planning.job import Job
 from quantizers.planning.plan import METADATA
-from quantizers.planning.units import rows_of_block
 from quantizers.recipe.schema import Stop
 from quantizers.solve.kernel_check import verify_kernels
 from quantizers.system.errors import ArchitectureError, InputError
@@ -117,7 +117,7 @@ def measure_layer(
     lengths, texts = _lengths(job)
     schemes = job.allocation.candidates if job.allocation else job.plan.schemes
     verify_kernels(device, {(scheme.bits, scheme.group_size) for scheme in schemes})
-    tokens = min(tokens or rows_of_block(is_accelerator(device)), sum(lengths))
+    tokens = min(tokens or tokens_per_chunk(is_accelerator(device)), sum(lengths))
     own_lengths, own_texts = cut_to(lengths, tokens), cut_to(texts, tokens)
     with tempfile.TemporaryDirectory(dir=work, prefix="quantize-measure-") as name:
         folder = Path(name)

@@ -37,8 +37,8 @@ from quantizers.planning.device_memory import (
     held_out_bytes,
     placement,
 )
+from quantizers.planning.expert_batches import batch_sizes
 from quantizers.planning.job import Job
-from quantizers.planning.units import work_units
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
 from quantizers.recipe.read import set_location
 from quantizers.solve.kernel_check import verify_kernels
@@ -200,8 +200,8 @@ def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Cal
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
     if dist.is_distributed and memory.units < dist.world_size:
-        units = f"{memory.units} unit{'s' if memory.units > 1 else ''} of {memory.unit} experts"
-        print(f"{units} for {dist.world_size} processes: some have none to solve", file=sys.stderr)
+        batches = f"{memory.units} expert batch{'es' * (memory.units > 1)} of {memory.unit} experts"
+        print(f"{batches} for {dist.world_size} processes: some have none to solve", file=sys.stderr)
     inputs, states, in_files = placement(
         job.sizes,
         memory,
@@ -271,7 +271,7 @@ def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> di
             "source_config": job.config,
             "calibration": data.digest,
             "machine": fingerprint(device),
-            "units": work_units(is_accelerator(device), job.sizes),
+            "batches": batch_sizes(is_accelerator(device), job.sizes),
         }
     )
 
