@@ -112,8 +112,14 @@ def plan(
     if vram is not None:
         from quantizers.cli.tables.plan import fit_table
         from quantizers.planning.gpus import parse_gpus
-        from quantizers.planning.serving_memory import assumptions, fit, kv_bytes_per_token, notes, serving_model
-        from quantizers.planning.serving_suggestions import remedies
+        from quantizers.planning.serving_memory import (
+            assumptions,
+            fit,
+            kv_bytes_per_token,
+            notes,
+            remedies,
+            serving_model,
+        )
 
         model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
         cards = [parse_gpus(text) for text in vram]
@@ -135,7 +141,7 @@ def plan(
     from quantizers.cli.tables.plan import plan_table, tensors_table
     from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu
     from quantizers.planning.plan import listing, summary
-    from quantizers.planning.tensor_parallel import unsaid
+    from quantizers.planning.serving_memory import unsaid
 
     numbers = summary(job.plan, job.sizes) | ({"schemes": schemes} if schemes else {})
     numbers |= {"cards_unknown": unsaid(job.facts)}

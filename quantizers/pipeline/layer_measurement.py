@@ -40,7 +40,7 @@ from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.device_memory import DeviceMemory, Residents, device_memory
 from quantizers.planning.estimate import calibration_lengths, cut_to, evaluation_lengths, layer_work
 from quantizers.planning.expert_batches import tokens_per_chunk
-from quantizers.planning.gpus import this_cpu
+from quantizers.planning.gpus import rates_of_cpu
 from quantizers.planning.job import Job
 from quantizers.planning.plan import METADATA
 from quantizers.recipe.schema import Stop
@@ -179,7 +179,7 @@ def _say(job: Job, lengths: list[int], texts: list[int], device: torch.device) -
     """One line about what is measured, with a warning where that takes long: a CPU's time can be estimated."""
     sizes, line = job.sizes, f"measuring one layer: {job.sizes['experts']} experts, {sum(lengths):,} tokens"
     if device.type == "cpu":
-        seconds = layer_work(job, sizes.moe_layers[0], lengths, texts).seconds(this_cpu())
+        seconds = layer_work(job, sizes.moe_layers[0], lengths, texts).seconds(rates_of_cpu())
         if seconds > 60:
             line += f"; about {duration(seconds)} are estimated, less with fewer --experts and --tokens"
     print(line, file=sys.stderr, flush=True)
