@@ -33,6 +33,7 @@ from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.held import hold, layer_names
 from quantizers.checkpoint.reader import CONFIG, open_folder
+from quantizers.commands.evaluate import measure
 from quantizers.device.devices import choose_device, forward_dtype, is_accelerator, machine, versions
 from quantizers.forward.halves import observe
 from quantizers.forward.layered_model import LayeredModel
@@ -42,7 +43,6 @@ from quantizers.forward.weights import ExpertWeights
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.pipeline.layer_measurement import resized, write_random
-from quantizers.pipeline.measure import measure
 from quantizers.pipeline.pipeline import assemble
 from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.device_memory import Residents
