@@ -28,12 +28,12 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
-from quantizers.checkpoint.fp8 import SCALE, SCALE_INV
 from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, declared_block, open_folder
 from quantizers.checkpoint.safetensors_header import FP8, Spec
 from quantizers.checkpoint.tensor_bytes import torch_dtype
 from quantizers.device.devices import device_limit, is_accelerator, machine
 from quantizers.device.timing import Clock, listening
+from quantizers.formats.fp8 import SCALE, SCALE_INV
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.planning.assign_actions import expected_tensors, make_plan
@@ -164,7 +164,7 @@ def _quantized(
         Residents(memory.resident, memory.unit, memory.smallest),
         inputs="device" if memory.inputs else "memory",
         states="device" if memory.states else "memory",
-        texts_there=memory.texts,
+        texts_on_device=memory.texts,
     )
     data = _random_data(lengths)
     with torch.no_grad():

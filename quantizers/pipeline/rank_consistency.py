@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizers.checkpoint.source_files import source_digest
+from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import fingerprint, versions
 from quantizers.output.fingerprint import differences, short_value
 from quantizers.planning.job import Job

@@ -22,7 +22,7 @@ from quantizers.calibration.render import own_class
 from quantizers.calibration.samples import by_category, by_language, language_counts
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import Checkpoint, block_size
-from quantizers.checkpoint.source_files import source_digest
+from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import machine, versions
 from quantizers.layers.context import Context
 from quantizers.output import journal

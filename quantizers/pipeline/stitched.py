@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.source_files import source_digest
+from quantizers.checkpoint.source_identity import source_digest
 from quantizers.output import journal
 from quantizers.output.fingerprint import refuse_changes
 from quantizers.output.folder import finished_report, move_into_place, refuse_strangers

@@ -15,9 +15,9 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import TensorFacts
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.fp8 import ROWS, SCALE, SCALE_INV, Fp8, declared_form, scale_of, stored_form
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Spec
 from quantizers.checkpoint.tensor_bytes import DTYPES
+from quantizers.formats.fp8 import ROWS, SCALE, SCALE_INV, Fp8, declared_form, scale_of, stored_form
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.fp8 import Fp8
 from quantizers.checkpoint.safetensors_header import FP8
+from quantizers.formats.fp8 import Fp8
 from quantizers.system.errors import InputError
 
 from .gpus import GIB, Gpus, parse_gpus

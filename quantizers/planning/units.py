@@ -10,7 +10,8 @@ byte.
     CPU          up to 8 experts, as many as have their weights in 6 MiB of float32: they are to stay in its cache
 
 A block of rows goes through router and experts together, and into the sums together; so does a batch of sequences
-through attention (forward/batches.py). A GPU gets large ones: it would else wait for the launches of small kernels.
+through attention (forward/attention_batches.py). A GPU gets large ones: it would else wait for the launches of small
+kernels.
 
 Legend: E experts, U experts of a unit, H hidden, I expert width.
 """

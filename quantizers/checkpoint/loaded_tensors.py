@@ -3,8 +3,8 @@
 A part is whatever is used together, usually a decoder layer. It answers as the checkpoint itself does, but for its own
 tensors only: reading any other is an error, so nothing can be read from a file a second time unnoticed.
 
-Tensors that lie next to each other in a file are read together, into one buffer of which they are views. ahead.py reads
-one part after the other.
+Tensors that lie next to each other in a file are read together, into one buffer of which they are views. prefetch.py
+reads one part after the other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIECE = 2**30  # bytes read between two looks at `stop`
 
 
 @dataclass(frozen=True)
-class Held(Checkpoint):
+class LoadedTensors(Checkpoint):
     """Some tensors of a checkpoint; `tensors` lists no others.
 
     Attributes:
@@ -65,7 +65,7 @@ class Held(Checkpoint):
         lines = "".join(f"{name}\0{self.sha256(name)}\n" for name in sorted(self.tensors))
         return hashlib.sha256(lines.encode()).hexdigest()
 
-    def only(self, names: Iterable[str]) -> Held:
+    def only(self, names: Iterable[str]) -> LoadedTensors:
         """The same with these tensors alone, so that the memory of the others can be freed.
 
         Those that are views of a buffer are copied, since they would keep all of it alive.
@@ -79,7 +79,7 @@ class Held(Checkpoint):
             buffer=None,
         )
 
-    def to(self, device: torch.device, prefetched: torch.Tensor | None = None) -> Held:
+    def to(self, device: torch.device, prefetched: torch.Tensor | None = None) -> LoadedTensors:
         """The same part on a device, its buffer copied as a whole; itself on a CPU.
 
         Args:
@@ -182,12 +182,12 @@ def outside_names(checkpoint: Checkpoint, facts: Architecture) -> list[str]:
     return [checkpoint.require(name, "a tensor outside the layers").name for name in names]
 
 
-def hold(
+def load_tensors(
     checkpoint: Checkpoint,
     names: Iterable[str],
     stop: Event | None = None,
     buffer: torch.Tensor | None = None,
-) -> Held:
+) -> LoadedTensors:
     """Read some tensors into memory, in the order of their bytes.
 
     Args:
@@ -212,7 +212,9 @@ def hold(
         for info, raw, digest in found:
             hashes[info.name] = digest
             stored[info.name] = as_tensor(info, raw)
-    return Held(checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision, stored, hashes, used)
+    return LoadedTensors(
+        checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision, stored, hashes, used
+    )
 
 
 def _hashed(arrived: tuple[TensorInfo, torch.Tensor]) -> tuple[TensorInfo, torch.Tensor, str]:
@@ -236,7 +238,7 @@ def _arriving(found: Sequence[Range], buffer: torch.Tensor, stop: Event) -> Iter
             yield info, buffer[one.slice_of(info)]
 
 
-def held_tensors(like: Checkpoint, tensors: Mapping[str, torch.Tensor], file: Path) -> Held:
+def tensors_in_memory(like: Checkpoint, tensors: Mapping[str, torch.Tensor], file: Path) -> LoadedTensors:
     """Tensors that are about to be written to `file`, as a reader of the finished checkpoint will find them.
 
     Args:
@@ -247,4 +249,4 @@ def held_tensors(like: Checkpoint, tensors: Mapping[str, torch.Tensor], file: Pa
         name: TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape), file, 0, tensor.nbytes)
         for name, tensor in tensors.items()
     }
-    return Held(like.folder, like.name, like.config, infos, like.revision, dict(tensors))
+    return LoadedTensors(like.folder, like.name, like.config, infos, like.revision, dict(tensors))

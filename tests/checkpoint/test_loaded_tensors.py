@@ -21,9 +21,16 @@ from tiny import make
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizers.architectures.families import architecture_for
-from quantizers.checkpoint import held as module
-from quantizers.checkpoint.ahead import held_ahead
-from quantizers.checkpoint.held import Held, bytes_needed, held_tensors, hold, layer_names, ranges
+from quantizers.checkpoint import loaded_tensors as module
+from quantizers.checkpoint.loaded_tensors import (
+    LoadedTensors,
+    bytes_needed,
+    layer_names,
+    load_tensors,
+    ranges,
+    tensors_in_memory,
+)
+from quantizers.checkpoint.prefetch import prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, read_header
 from quantizers.checkpoint.tensor_bytes import DTYPES
@@ -64,7 +71,7 @@ def parts_of(model: Checkpoint) -> list[list[str]]:
 
 def test_a_part_answers_as_the_checkpoint_does(model: Checkpoint) -> None:
     names = parts_of(model)[1]
-    part = hold(model, names)
+    part = load_tensors(model, names)
     assert set(part.tensors) == set(names)
     for name in names:
         assert torch.equal(part.tensor(name).view(torch.uint8), model.tensor(name).view(torch.uint8))
@@ -75,7 +82,7 @@ def test_a_part_answers_as_the_checkpoint_does(model: Checkpoint) -> None:
 
 def test_a_part_has_no_other_tensors(model: Checkpoint) -> None:
     first, second = parts_of(model)[:2]
-    part = hold(model, first)
+    part = load_tensors(model, first)
     with pytest.raises(CheckpointError, match="missing"):
         part.require(second[0], "a test")
     with pytest.raises(KeyError):
@@ -91,13 +98,13 @@ def test_layers_ten_and_one_are_not_confused(model: Checkpoint) -> None:
 
 
 def test_the_digest_is_over_names_and_bytes(model: Checkpoint) -> None:
-    part = hold(model, parts_of(model)[0])
-    assert part.digest() == hold(model, parts_of(model)[0]).digest()
+    part = load_tensors(model, parts_of(model)[0])
+    assert part.digest() == load_tensors(model, parts_of(model)[0]).digest()
     name = next(iter(part.stored))
     other = {**part.stored, name: part.tensor(name).clone()}
     other[name].view(torch.uint8).view(-1)[0] ^= 1
-    assert held_tensors(model, other, Path("x")).digest() != part.digest()
-    assert held_tensors(model, part.stored, Path("x")).digest() == part.digest()
+    assert tensors_in_memory(model, other, Path("x")).digest() != part.digest()
+    assert tensors_in_memory(model, part.stored, Path("x")).digest() == part.digest()
 
 
 def test_every_dtype_that_can_be_written_can_be_held(tmp_path: Path, model: Checkpoint) -> None:
@@ -106,20 +113,20 @@ def test_every_dtype_that_can_be_written_can_be_held(tmp_path: Path, model: Chec
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     written = open_folder(tmp_path)
-    made = held_tensors(model, tensors, tmp_path / "model.safetensors")
+    made = tensors_in_memory(model, tensors, tmp_path / "model.safetensors")
     for name, info in written.tensors.items():
         assert (made.tensors[name].dtype, made.tensors[name].shape) == (info.dtype, info.shape)
-        assert made.sha256(name) == hold(written, [name]).sha256(name)
+        assert made.sha256(name) == load_tensors(written, [name]).sha256(name)
 
 
 def test_each_part_comes_in_its_turn_and_each_byte_is_read_once(model: Checkpoint, read: list[Read]) -> None:
     parts = parts_of(model)
-    for names, part in zip(parts, held_ahead(model, parts), strict=True):
+    for names, part in zip(parts, prefetched_tensors(model, parts), strict=True):
         assert set(part.stored) == set(names)
     found = sorted((one.file, one.start, one.start + one.size) for one in read)
     assert all(one[0] != after[0] or one[2] <= after[1] for one, after in pairwise(found))
     assert sum(one.size for one in read) == sum(model.tensors[name].size for names in parts for name in names)
-    assert list(held_ahead(model, [])) == []
+    assert list(prefetched_tensors(model, [])) == []
 
 
 def published_layout(folder: Path) -> Checkpoint:
@@ -144,7 +151,7 @@ def test_a_published_layer_is_read_in_a_few_pieces(tmp_path: Path, read: list[Re
     checkpoint = published_layout(tmp_path / "model")
     for names in parts_of(checkpoint):
         read.clear()
-        part = hold(checkpoint, names)
+        part = load_tensors(checkpoint, names)
         assert len(names) > 1500
         assert len(read) <= 6  # and one more for each GiB: at most 10 for a layer of 3.7 GB
         assert all(part.raw(name) == checkpoint.raw(name) for name in names[::97])
@@ -178,7 +185,7 @@ def test_any_layout_is_read_as_it_lies(seed: int, tmp_path: Path, monkeypatch: p
     names = dice.sample(sorted(content), dice.randint(0, len(content)))
     monkeypatch.setattr(module, "PIECE", dice.choice([1, 7, 64, 2**30]))
     buffer = torch.zeros(dice.choice([1, 4096]), dtype=torch.uint8)
-    part = hold(checkpoint, names, buffer=buffer)
+    part = load_tensors(checkpoint, names, buffer=buffer)
     found = ranges(part.tensors.values())
     assert [name for name in names if bytes(part.raw(name)) != content[name]] == []
     assert {n: part.sha256(n) for n in names} == {n: hashlib.sha256(content[n]).hexdigest() for n in names}
@@ -196,7 +203,7 @@ def test_two_buffers_take_turns(model: Checkpoint) -> None:
     parts = parts_of(model)
     parts = [parts[0][:5], *parts[1:]]
     places, sizes = [], []
-    for part in held_ahead(model, parts):
+    for part in prefetched_tensors(model, parts):
         assert part.buffer is not None
         inside = range(part.buffer.data_ptr(), part.buffer.data_ptr() + part.buffer.nbytes)
         assert all(tensor.data_ptr() in inside for tensor in part.stored.values())
@@ -210,8 +217,8 @@ def test_two_buffers_take_turns(model: Checkpoint) -> None:
 def test_a_tensor_keeps_its_bytes_until_the_next_part_is_asked_for(model: Checkpoint) -> None:
     """However far the thread has read; and whoever still has the part afterwards finds nothing in it."""
     parts = parts_of(model)
-    with closing(held_ahead(model, parts)) as ahead:
-        before: Held | None = None
+    with closing(prefetched_tensors(model, parts)) as ahead:
+        before: LoadedTensors | None = None
         for number, part in enumerate(ahead):
             time.sleep(0.05)  # the thread reads the next one meanwhile
             assert all(part.raw(name) == model.raw(name) for name in parts[number])
@@ -219,13 +226,13 @@ def test_a_tensor_keeps_its_bytes_until_the_next_part_is_asked_for(model: Checkp
                 assert not before.stored
                 with pytest.raises(KeyError):
                     before.tensor(parts[number - 1][0])
-                assert before.digest() == hold(model, parts[number - 1]).digest()
+                assert before.digest() == load_tensors(model, parts[number - 1]).digest()
             before = part
 
 
 def test_a_part_on_a_device_is_one_copy_and_keeps_its_hashes(model: Checkpoint) -> None:
     """Asked of the meta device, which every machine has."""
-    part = hold(model, parts_of(model)[0])
+    part = load_tensors(model, parts_of(model)[0])
     assert part.to(torch.device("cpu")) is part
     copies = list[int]()
 
@@ -262,13 +269,13 @@ def test_reading_ends_between_two_pieces_once_it_is_stopped(
     monkeypatch.setattr(module, "read_into", stopping)
     if not after:
         stop.set()
-    hold(model, parts_of(model)[0], stop)
+    load_tensors(model, parts_of(model)[0], stop)
     assert len(read) == after
 
 
 def test_closing_stops_what_is_being_read(model: Checkpoint, read: list[Read]) -> None:
     parts = parts_of(model)
-    with closing(held_ahead(model, parts)) as ahead:
+    with closing(prefetched_tensors(model, parts)) as ahead:
         next(ahead)
     done = sum(one.size for one in read)
     sizes = [sum(model.tensors[name].size for name in names) for names in parts]
@@ -280,7 +287,7 @@ def test_a_file_that_is_cut_off_is_named_when_its_part_is_due(tmp_path: Path) ->
     first, *_, last = sorted(model.tensors.values(), key=lambda info: info.start)
     with last.file.open("rb+") as stream:
         stream.truncate(last.end - 1)
-    ahead = held_ahead(model, [[first.name], [last.name]])
+    ahead = prefetched_tensors(model, [[first.name], [last.name]])
     next(ahead)
     with pytest.raises(CheckpointError, match=f"{last.name}: the file is truncated"):
         next(ahead)
@@ -295,7 +302,7 @@ def test_the_tensor_at_which_a_file_ends_is_named(pieces: int, tmp_path: Path, m
     with inner.file.open("rb+") as stream:
         stream.truncate(inner.start + 1)
     with pytest.raises(CheckpointError, match=f"{inner.name}: the file is truncated; download this shard again"):
-        hold(model, model.tensors)
+        load_tensors(model, model.tensors)
     inner.file.unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
-        hold(model, model.tensors)
+        load_tensors(model, model.tensors)

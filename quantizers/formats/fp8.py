@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, Literal
 
+from quantizers.checkpoint.reader import declared_block
 from quantizers.system.errors import CheckpointError
-
-from .reader import declared_block
 
 ROWS: Final = "rows"
 Fp8 = tuple[int, int] | Literal["rows"]  # rows and columns of a block, or ROWS for a scale per row

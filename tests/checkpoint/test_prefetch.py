@@ -10,8 +10,8 @@ import torch
 from rank_threads import together
 from safetensors.torch import save_file
 
-from quantizers.checkpoint.ahead import held_ahead
-from quantizers.checkpoint.held import hold
+from quantizers.checkpoint.loaded_tensors import load_tensors
+from quantizers.checkpoint.prefetch import prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.errors import CheckpointError, PeerFailed
@@ -36,12 +36,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.mark.parametrize("count", [1, 3])
 def test_every_process_has_all_parts(checkpoint: Checkpoint, count: int) -> None:
     parts = [sorted(name for name in checkpoint.tensors if name[0] == file) for file in "aba"]
-    wanted = [hold(checkpoint, names) for names in parts]
+    wanted = [load_tensors(checkpoint, names) for names in parts]
 
     def work(dist: ProcessGroup) -> list[tuple[list[str], str, bool]]:
         return [
             (list(part.hashes), part.digest(), all(torch.equal(part.tensor(n), one.tensor(n)) for n in part.stored))
-            for part, one in zip(held_ahead(checkpoint, parts, dist), wanted, strict=True)
+            for part, one in zip(prefetched_tensors(checkpoint, parts, dist), wanted, strict=True)
         ]
 
     assert together(count, work) == [[(list(one.hashes), one.digest(), True) for one in wanted]] * count
@@ -54,7 +54,7 @@ def test_a_copy_with_another_bit_is_named(checkpoint: Checkpoint, tmp_path: Path
     raw[-1] ^= 1
     shard.write_bytes(raw)
     copies = [checkpoint, open_folder(tmp_path / "copy")]
-    ended = together(2, lambda dist: list(held_ahead(copies[dist.rank], [sorted(checkpoint.tensors)], dist)))
+    ended = together(2, lambda dist: list(prefetched_tensors(copies[dist.rank], [sorted(checkpoint.tensors)], dist)))
     assert isinstance(ended[0], PeerFailed)
     assert isinstance(ended[1], CheckpointError)
     assert str(ended[1]).startswith(f"rank 1 of 2 on host0: {shard}: b.09 has other bytes")
