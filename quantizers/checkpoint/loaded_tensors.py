@@ -1,19 +1,16 @@
-"""Parts of a checkpoint in memory: read once, each tensor hashed as it arrives.
+"""Parts of a checkpoint in memory, usually a decoder layer: read once, each tensor hashed as it arrives.
 
-A part is whatever is used together, usually a decoder layer. It answers as the checkpoint itself does, but for its own
-tensors only: reading any other is an error, so nothing can be read from a file a second time unnoticed.
-
-Tensors that lie next to each other in a file are read together, into one buffer of which they are views. prefetch.py
-reads one part after the other.
+A part answers as the checkpoint itself does, but for its own tensors only: reading any other is an error, so nothing
+is read from a file a second time unnoticed.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
@@ -21,15 +18,13 @@ from typing import TYPE_CHECKING
 from quantizers.architectures.architecture import Architecture
 from quantizers.system.thread_map import thread_map
 
-from .reader import Checkpoint
-from .safetensors_header import TensorInfo
-from .tensor_bytes import as_bytes, as_tensor, dtype_name, read_into
+from .reader import Checkpoint, as_bytes, as_tensor, read_into
+from .safetensors_header import TORCH_DTYPES, TensorInfo
 
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT = 8  # of a range's first byte; a header's size is padded to it, and no dtype is larger
-PIECE = 2**30  # bytes read between two looks at `stop`
+ALIGNMENT = 16  # bytes, of each tensor in a buffer
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class LoadedTensors(Checkpoint):
     """Some tensors of a checkpoint; `tensors` lists no others.
 
     Attributes:
-        stored: the tensors, contiguous. Every call of `tensor` returns the same memory, so nobody may write into it.
+        stored: the tensors, contiguous. Every call of `tensor` returns the same memory, which must not be written to.
         hashes: their SHA-256, hexadecimal, taken when they were read; empty if they were not read from a file.
         buffer: the bytes uint8 (N,) of which the tensors are views; None if each has memory of its own.
     """
@@ -66,16 +61,13 @@ class LoadedTensors(Checkpoint):
         return hashlib.sha256(lines.encode()).hexdigest()
 
     def only(self, names: Iterable[str]) -> LoadedTensors:
-        """The same with these tensors alone, so that the memory of the others can be freed.
-
-        Those that are views of a buffer are copied, since they would keep all of it alive.
-        """
-        kept = list(names)
+        """These tensors alone, copied out of the buffer, so that the memory of the others can be freed."""
+        names = list(names)
         return replace(
             self,
-            tensors={name: self.tensors[name] for name in kept},
-            stored={name: self.stored[name] if self.buffer is None else self.stored[name].clone() for name in kept},
-            hashes={name: self.hashes[name] for name in kept if name in self.hashes},
+            tensors={name: self.tensors[name] for name in names},
+            stored={name: self.stored[name] if self.buffer is None else self.stored[name].clone() for name in names},
+            hashes={name: self.hashes[name] for name in names if name in self.hashes},
             buffer=None,
         )
 
@@ -90,7 +82,7 @@ class LoadedTensors(Checkpoint):
         moved = self.buffer.to(device) if self.buffer is not None and prefetched is None else prefetched
         stored = {}
         for name, tensor in self.stored.items():
-            if moved is not None and self.buffer is not None and _shares(tensor, self.buffer):
+            if moved is not None and self.holds(tensor):
                 start = tensor.storage_offset() * tensor.element_size()
                 stored[name] = as_tensor(self.tensors[name], moved[start : start + tensor.nbytes])
             else:
@@ -98,70 +90,22 @@ class LoadedTensors(Checkpoint):
         return replace(self, stored=stored, buffer=moved)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the part's own memory, which gets other bytes when the part is emptied."""
-        return self.buffer is not None and _shares(tensor, self.buffer)
+        """Whether a tensor is a view of the part's buffer, which gets other bytes when the part is emptied."""
+        storage = None if self.buffer is None else self.buffer.untyped_storage().data_ptr()
+        return tensor.untyped_storage().data_ptr() == storage
 
     def empty(self) -> None:
         """Forget the tensors, since their memory gets other bytes. Names, hashes and the digest stay."""
         self.stored.clear()
 
 
-def _shares(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-
-
-@dataclass(frozen=True)
-class Range:
-    """Tensors that lie next to each other in a file.
-
-    Attributes:
-        infos: in the order of their bytes.
-        place: where its bytes lie in the buffer; it leaves the same remainder modulo ALIGNMENT as its place in the
-            file, so that a tensor is aligned in memory if it is in the file.
-    """
-
-    infos: Sequence[TensorInfo]
-    place: int
-
-    @property
-    def start(self) -> int:
-        """Where it begins in its file."""
-        return self.infos[0].start
-
-    @property
-    def size(self) -> int:
-        """Number of bytes."""
-        return self.infos[-1].end - self.start
-
-    def slice_of(self, info: TensorInfo) -> slice:
-        """Where one of the tensors lies in the buffer."""
-        first = self.place + info.start - self.start
-        return slice(first, first + info.end - info.start)
-
-    def name_at(self, done: int, position: int) -> str:
-        """The tensor that a byte of the range belongs to, by its position after the first `done`."""
-        return next(info.name for info in self.infos if done + position < info.end - self.start)
-
-
-def ranges(infos: Iterable[TensorInfo]) -> list[Range]:
-    """Where the bytes of some tensors lie in their files and will lie in a buffer, in the order of both."""
-    runs: list[list[TensorInfo]] = []
-    for info in sorted(infos, key=lambda info: (info.file, info.start, info.end)):
-        if runs and (runs[-1][-1].file, runs[-1][-1].end) == (info.file, info.start):
-            runs[-1].append(info)
-        else:
-            runs.append([info])
-    result: list[Range] = []
-    for run in runs:
-        free = result[-1].place + result[-1].size if result else 0
-        result.append(Range(run, free + (run[0].start - free) % ALIGNMENT))
-    return result
-
-
 def bytes_needed(infos: Iterable[TensorInfo]) -> int:
     """The size of a buffer for these tensors."""
-    found = ranges(infos)
-    return found[-1].place + found[-1].size if found else 0
+    return sum(_aligned(info.size) for info in infos)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def layer_names(checkpoint: Checkpoint, facts: Architecture, number: int) -> list[str]:
@@ -200,21 +144,17 @@ def load_tensors(
     import torch
 
     infos = {name: checkpoint.tensors[name] for name in names}
-    named = [replace(info, name=name) for name, info in infos.items()]
-    size = bytes_needed(named)
+    size = bytes_needed(infos.values())
     if buffer is None or len(buffer) < size:
         buffer = torch.empty(size, dtype=torch.uint8)
-    used = buffer[:size]
-    stored: dict[str, torch.Tensor] = {}
-    hashes: dict[str, str] = {}
-    arriving = _arriving(ranges(named), used, stop or Event())
-    with closing(thread_map(_hashed, arriving)) as found:  # while the next tensors are read
-        for info, raw, digest in found:
+    used, stored, hashes = buffer[:size], dict[str, torch.Tensor](), dict[str, str]()
+    arriving = _arriving([replace(info, name=name) for name, info in infos.items()], used, stop or Event())
+    with closing(thread_map(_hashed, arriving)) as hashed:  # while the next tensors are read
+        for info, raw, digest in hashed:
             hashes[info.name] = digest
             stored[info.name] = as_tensor(info, raw)
-    return LoadedTensors(
-        checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision, stored, hashes, used
-    )
+    like = checkpoint
+    return LoadedTensors(like.folder, like.name, like.config, infos, like.revision, stored, hashes, used)
 
 
 def _hashed(arrived: tuple[TensorInfo, torch.Tensor]) -> tuple[TensorInfo, torch.Tensor, str]:
@@ -222,20 +162,13 @@ def _hashed(arrived: tuple[TensorInfo, torch.Tensor]) -> tuple[TensorInfo, torch
     return info, raw, hashlib.sha256(as_bytes(raw)).hexdigest()
 
 
-def _arriving(found: Sequence[Range], buffer: torch.Tensor, stop: Event) -> Iterator[tuple[TensorInfo, torch.Tensor]]:
-    """Read ranges to their places; each tensor's header entry and bytes as soon as these are there."""
-    for one in found:
-        file, whole, done = one.infos[0].file, buffer[one.place : one.place + one.size], 0
-        for info in one.infos:
-            while one.start + done < info.end:
-                if stop.is_set():
-                    return
-                piece = whole[done : done + PIECE]
-                read_into(file, one.start + done, as_bytes(piece), partial(one.name_at, done))
-                done += len(piece)
-            if stop.is_set():
-                return
-            yield info, buffer[one.slice_of(info)]
+def _arriving(infos: list[TensorInfo], buffer: torch.Tensor, stop: Event) -> Iterator[tuple[TensorInfo, torch.Tensor]]:
+    """Each tensor's header entry and bytes as soon as it has been read to its place in the buffer."""
+    infos.sort(key=lambda info: (info.file, info.start, info.end))
+    places = accumulate((_aligned(info.size) for info in infos), initial=0)
+    views = [buffer[place : place + info.size] for info, place in zip(infos, places, strict=False)]
+    reading = read_into((info, as_bytes(view)) for info, view in zip(infos, views, strict=True) if not stop.is_set())
+    yield from zip(reading, views, strict=False)
 
 
 def tensors_in_memory(like: Checkpoint, tensors: Mapping[str, torch.Tensor], file: Path) -> LoadedTensors:
@@ -245,8 +178,9 @@ def tensors_in_memory(like: Checkpoint, tensors: Mapping[str, torch.Tensor], fil
         like: gives folder, name and config.
         tensors: on the CPU, contiguous.
     """
+    spelled = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}
     infos = {
-        name: TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape), file, 0, tensor.nbytes)
+        name: TensorInfo(name, spelled[str(tensor.dtype)], tuple(tensor.shape), file, 0, tensor.nbytes)
         for name, tensor in tensors.items()
     }
     return LoadedTensors(like.folder, like.name, like.config, infos, like.revision, dict(tensors))

@@ -19,8 +19,7 @@ from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import CheckpointError
 
 from .loaded_tensors import LoadedTensors, bytes_needed, load_tensors, tensors_in_memory
-from .reader import Checkpoint
-from .tensor_bytes import torch_dtype
+from .reader import Checkpoint, torch_dtype
 
 if TYPE_CHECKING:
     import torch

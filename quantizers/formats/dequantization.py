@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 import torch
 
-from quantizers.checkpoint.reader import Checkpoint, block_size
+from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import FP8, TensorInfo
 from quantizers.system.errors import CheckpointError
 
 from .awq_gptq import dequantize_awq_gptq
-from .fp8 import SCALE, SCALE_INV, blocks_of
+from .fp8 import SCALE, SCALE_INV, block_size, blocks_of
 from .packed_integers import dequantize, unpack
 
 PLAIN = ("BF16", "F16", "F32")

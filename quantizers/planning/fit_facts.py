@@ -13,8 +13,9 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import SizeFacts
 from quantizers.architectures.families import known
 from quantizers.architectures.sizes import sizes_of
-from quantizers.checkpoint.reader import CONFIG, declared_block, open_folder
+from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.safetensors_header import Spec, printed
+from quantizers.formats.fp8 import declared_block
 from quantizers.formats.tensor_names import specs_apart
 from quantizers.system.errors import ArchitectureError
 from quantizers.system.strict_yaml import parse

@@ -14,19 +14,9 @@ from typing import Any
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.checkpoint.reader import (
-    INDEX,
-    SINGLE,
-    Checkpoint,
-    block_size,
-    declared_block,
-    open_folder,
-    read_config,
-    read_json,
-    resolve,
-)
+from quantizers.checkpoint.reader import INDEX, SINGLE, Checkpoint, open_folder, read_config, read_json, resolve
 from quantizers.checkpoint.safetensors_header import Spec, printed
-from quantizers.formats.fp8 import Fp8
+from quantizers.formats.fp8 import Fp8, block_size, declared_block
 from quantizers.formats.tensor_names import specs_apart, with_experts_apart
 from quantizers.formats.unsupported import refuse_four_bits
 from quantizers.recipe.changes import Change

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.tensor_bytes import torch_dtype
+from quantizers.checkpoint.reader import Checkpoint, torch_dtype
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers
 from quantizers.formats.packed_integers import pack

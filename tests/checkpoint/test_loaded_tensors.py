@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shutil
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from rank_threads import together
 from safetensors.torch import save_file
 from tiny import make
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,41 +27,32 @@ from quantizers.checkpoint.loaded_tensors import (
     bytes_needed,
     layer_names,
     load_tensors,
-    ranges,
     tensors_in_memory,
 )
 from quantizers.checkpoint.prefetch import prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
-from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, read_header
-from quantizers.checkpoint.tensor_bytes import DTYPES
-from quantizers.system.errors import CheckpointError
+from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, TORCH_DTYPES, TensorInfo, read_header
+from quantizers.distributed.process_group import ProcessGroup
+from quantizers.system.errors import CheckpointError, PeerFailed
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_folder(make(tmp_path_factory.mktemp("held") / "model", num_hidden_layers=4))
-
-
-@dataclass
-class Read:
-    """One call that read bytes of a file."""
-
-    file: Path
-    start: int
-    size: int
+    return open_folder(make(tmp_path_factory.mktemp("loaded") / "model", num_hidden_layers=4))
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[Read]:
-    """What was read, in its order."""
-    calls, real = list[Read](), module.read_into
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the tensors that were read, in their order."""
+    names, real = list[str](), module.read_into
 
-    def counted(file: Path, start: int, view: memoryview, name_at: Any) -> None:
-        calls.append(Read(file, start, len(view)))
-        real(file, start, view, name_at)
+    def counted(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[TensorInfo]:
+        for info in real(wanted):
+            names.append(info.name)
+            yield info
 
     monkeypatch.setattr(module, "read_into", counted)
-    return calls
+    return names
 
 
 def parts_of(model: Checkpoint) -> list[list[str]]:
@@ -69,7 +60,7 @@ def parts_of(model: Checkpoint) -> list[list[str]]:
     return [layer_names(model, facts, number) for number in range(model.config["num_hidden_layers"])]
 
 
-def test_a_part_answers_as_the_checkpoint_does(model: Checkpoint) -> None:
+def test_a_part_answers_as_the_checkpoint_does_for_its_own_tensors(model: Checkpoint) -> None:
     names = parts_of(model)[1]
     part = load_tensors(model, names)
     assert set(part.tensors) == set(names)
@@ -78,16 +69,12 @@ def test_a_part_answers_as_the_checkpoint_does(model: Checkpoint) -> None:
         assert part.raw(name) == model.raw(name)
         assert part.sha256(name) == model.sha256(name) == hashlib.sha256(model.raw(name)).hexdigest()
     assert (part.folder, part.config, part.name) == (model.folder, model.config, model.name)
-
-
-def test_a_part_has_no_other_tensors(model: Checkpoint) -> None:
-    first, second = parts_of(model)[:2]
-    part = load_tensors(model, first)
+    other = parts_of(model)[2][0]
     with pytest.raises(CheckpointError, match="missing"):
-        part.require(second[0], "a test")
+        part.require(other, "a test")
     with pytest.raises(KeyError):
-        part.tensor(second[0])
-    assert set(part.only(first[:2]).tensors) == set(part.only(first[:2]).stored) == set(first[:2])
+        part.tensor(other)
+    assert set(part.only(names[:2]).tensors) == set(part.only(names[:2]).stored) == set(names[:2])
 
 
 def test_layers_ten_and_one_are_not_confused(model: Checkpoint) -> None:
@@ -107,8 +94,8 @@ def test_the_digest_is_over_names_and_bytes(model: Checkpoint) -> None:
     assert tensors_in_memory(model, part.stored, Path("x")).digest() == part.digest()
 
 
-def test_every_dtype_that_can_be_written_can_be_held(tmp_path: Path, model: Checkpoint) -> None:
-    tensors = {name: torch.zeros(3, 2).to(getattr(torch, own)) for name, own in DTYPES.items()}
+def test_every_dtype_that_can_be_written_can_be_loaded(tmp_path: Path, model: Checkpoint) -> None:
+    tensors = {name: torch.zeros(3, 2).to(getattr(torch, own)) for name, own in TORCH_DTYPES.items()}
     tensors["empty"] = torch.empty(0, 4)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
@@ -119,43 +106,22 @@ def test_every_dtype_that_can_be_written_can_be_held(tmp_path: Path, model: Chec
         assert made.sha256(name) == load_tensors(written, [name]).sha256(name)
 
 
-def test_each_part_comes_in_its_turn_and_each_byte_is_read_once(model: Checkpoint, read: list[Read]) -> None:
+def test_each_part_comes_in_its_turn_and_each_byte_is_read_once(model: Checkpoint, read: list[str]) -> None:
+    """In the order of the bytes; the two buffers in turn, as large as the largest part needs."""
     parts = parts_of(model)
+    parts = [parts[0][:5], *parts[1:]]
+    places, sizes = [], set()
     for names, part in zip(parts, prefetched_tensors(model, parts), strict=True):
+        assert part.buffer is not None
         assert set(part.stored) == set(names)
-    found = sorted((one.file, one.start, one.start + one.size) for one in read)
-    assert all(one[0] != after[0] or one[2] <= after[1] for one, after in pairwise(found))
-    assert sum(one.size for one in read) == sum(model.tensors[name].size for names in parts for name in names)
+        assert all(part.holds(tensor) for tensor in part.stored.values())
+        places.append(part.buffer.untyped_storage().data_ptr())
+        sizes.add(part.buffer.untyped_storage().nbytes())
+    in_file = {name: (info.file, info.start) for name, info in model.tensors.items()}
+    assert read == [name for names in parts for name in sorted(names, key=lambda name: in_file[name])]
+    assert places[0] == places[2] != places[1] == places[3]
+    assert sizes == {max(bytes_needed(model.tensors[name] for name in names) for names in parts)}
     assert list(prefetched_tensors(model, [])) == []
-
-
-def published_layout(folder: Path) -> Checkpoint:
-    """MiniMax-M2.1's layers in names and dtypes, in tiny matrices: 256 experts, and a layer's end in the next shard."""
-    c = tiny.config(num_local_experts=256, hidden_size=8, intermediate_size=4, num_attention_heads=1, vocab_size=8)
-    every = tiny.tensors(c | {"num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 3})
-    names = sorted(every)
-    cuts = [0, len(names) // 5, len(names) // 2, len(names)]
-    folder.mkdir()
-    weight_map = {}
-    for number, (start, end) in enumerate(pairwise(cuts)):
-        file = f"model-{number}.safetensors"
-        save_file({name: every[name] for name in names[start:end]}, folder / file)
-        weight_map.update(dict.fromkeys(names[start:end], file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(c | {"num_hidden_layers": 3}))
-    return open_folder(folder)
-
-
-def test_a_published_layer_is_read_in_a_few_pieces(tmp_path: Path, read: list[Read]) -> None:
-    """1,550 tensors in up to two shards, in which the library sorts them by dtype and then by name."""
-    checkpoint = published_layout(tmp_path / "model")
-    for names in parts_of(checkpoint):
-        read.clear()
-        part = load_tensors(checkpoint, names)
-        assert len(names) > 1500
-        assert len(read) <= 6  # and one more for each GiB: at most 10 for a layer of 3.7 GB
-        assert all(part.raw(name) == checkpoint.raw(name) for name in names[::97])
-    assert len({checkpoint.tensors[name].file for name in parts_of(checkpoint)[0]}) == 2
 
 
 def random_layout(folder: Path, seed: int) -> tuple[Checkpoint, dict[str, bytes]]:
@@ -166,7 +132,8 @@ def random_layout(folder: Path, seed: int) -> tuple[Checkpoint, dict[str, bytes]
     for number in range(3):
         header, data = dict[str, Any](), b""
         for i in range(dice.randint(1, 12)):
-            dtype, count = dice.choice([name for name in DTYPES if name != "BOOL"]), dice.choice([0, 1, 2, 3, 5, 8])
+            dtype = dice.choice([name for name in TORCH_DTYPES if name != "BOOL"])
+            count = dice.choice([0, 1, 2, 3, 5, 8])
             name, raw = f"{number}.{i}", dice.randbytes(count * DTYPE_BYTES[dtype])
             header[name] = {"dtype": dtype, "shape": [count], "data_offsets": [len(data), len(data) + len(raw)]}
             data, content[name] = data + raw, raw
@@ -177,41 +144,19 @@ def random_layout(folder: Path, seed: int) -> tuple[Checkpoint, dict[str, bytes]
     return Checkpoint(folder, "random", {}, tensors), content
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_any_layout_is_read_as_it_lies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the bytes that the files were written from, for a random choice of tensors, in pieces of any size."""
+@pytest.mark.parametrize("seed", range(12))
+def test_any_layout_is_read_as_it_lies(seed: int, tmp_path: Path) -> None:
+    """Oracle: the bytes that the files were written from, for a random choice of tensors."""
     checkpoint, content = random_layout(tmp_path / "model", seed)
     dice = random.Random(seed)
     names = dice.sample(sorted(content), dice.randint(0, len(content)))
-    monkeypatch.setattr(module, "PIECE", dice.choice([1, 7, 64, 2**30]))
     buffer = torch.zeros(dice.choice([1, 4096]), dtype=torch.uint8)
     part = load_tensors(checkpoint, names, buffer=buffer)
-    found = ranges(part.tensors.values())
     assert [name for name in names if bytes(part.raw(name)) != content[name]] == []
     assert {n: part.sha256(n) for n in names} == {n: hashlib.sha256(content[n]).hexdigest() for n in names}
-    for one, after in pairwise(found):
-        assert one.place + one.size <= after.place
-        assert (one.infos[0].file, one.start + one.size) != (after.infos[0].file, after.start)
-    assert all(one.place % 8 == one.start % 8 for one in found)
     some = part.only(names[::2])
     buffer.fill_(255)
     assert [n for n in names[::2] if bytes(some.raw(n)) != content[n]] == []
-
-
-def test_two_buffers_take_turns(model: Checkpoint) -> None:
-    """They are as large as the largest part needs, and no part of a layer is in memory of its own."""
-    parts = parts_of(model)
-    parts = [parts[0][:5], *parts[1:]]
-    places, sizes = [], []
-    for part in prefetched_tensors(model, parts):
-        assert part.buffer is not None
-        inside = range(part.buffer.data_ptr(), part.buffer.data_ptr() + part.buffer.nbytes)
-        assert all(tensor.data_ptr() in inside for tensor in part.stored.values())
-        places.append(part.buffer.untyped_storage().data_ptr())
-        sizes.append(part.buffer.untyped_storage().nbytes())
-    assert places[0] == places[2] != places[1] == places[3]
-    assert len(set(sizes)) == 1
-    assert sizes[0] == max(bytes_needed(model.tensors[name] for name in names) for names in parts)
 
 
 def test_a_tensor_keeps_its_bytes_until_the_next_part_is_asked_for(model: Checkpoint) -> None:
@@ -254,55 +199,51 @@ def test_a_part_on_a_device_is_one_copy_and_keeps_its_hashes(model: Checkpoint) 
     assert moved.tensors == part.tensors
 
 
-@pytest.mark.parametrize("after", [0, 1, 5])
-def test_reading_ends_between_two_pieces_once_it_is_stopped(
-    after: int, model: Checkpoint, monkeypatch: pytest.MonkeyPatch, read: list[Read]
-) -> None:
-    monkeypatch.setattr(module, "PIECE", 64)
-    stop, counted = Event(), module.read_into
-
-    def stopping(*arguments: Any) -> None:
-        counted(*arguments)
-        if len(read) == after:
-            stop.set()
-
-    monkeypatch.setattr(module, "read_into", stopping)
-    if not after:
-        stop.set()
+def test_closing_stops_reading_at_the_next_tensor(model: Checkpoint, read: list[str]) -> None:
+    stop = Event()
+    stop.set()
     load_tensors(model, parts_of(model)[0], stop)
-    assert len(read) == after
-
-
-def test_closing_stops_what_is_being_read(model: Checkpoint, read: list[Read]) -> None:
+    assert read == []
     parts = parts_of(model)
     with closing(prefetched_tensors(model, parts)) as ahead:
         next(ahead)
-    done = sum(one.size for one in read)
-    sizes = [sum(model.tensors[name].size for name in names) for names in parts]
-    assert sizes[0] <= done <= sizes[0] + sizes[1]
+    assert len(parts[0]) <= len(read) <= len(parts[0]) + len(parts[1])
 
 
-def test_a_file_that_is_cut_off_is_named_when_its_part_is_due(tmp_path: Path) -> None:
+def test_the_tensor_at_which_a_file_ends_is_named_when_its_part_is_due(tmp_path: Path) -> None:
     model = open_folder(make(tmp_path / "model", shards=1))
-    first, *_, last = sorted(model.tensors.values(), key=lambda info: info.start)
-    with last.file.open("rb+") as stream:
-        stream.truncate(last.end - 1)
-    ahead = prefetched_tensors(model, [[first.name], [last.name]])
-    next(ahead)
-    with pytest.raises(CheckpointError, match=f"{last.name}: the file is truncated"):
-        next(ahead)
-
-
-@pytest.mark.parametrize("pieces", [64, 2**30])
-def test_the_tensor_at_which_a_file_ends_is_named(pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although its whole range is read at once."""
-    monkeypatch.setattr(module, "PIECE", pieces)
-    model = open_folder(make(tmp_path / "model", shards=1))
-    inner = sorted(model.tensors.values(), key=lambda info: info.start)[7]
+    first, inner, *_ = sorted(model.tensors.values(), key=lambda info: info.start)
     with inner.file.open("rb+") as stream:
-        stream.truncate(inner.start + 1)
+        stream.truncate(inner.end - 1)
+    ahead = prefetched_tensors(model, [[first.name], list(model.tensors)])
+    next(ahead)
     with pytest.raises(CheckpointError, match=f"{inner.name}: the file is truncated; download this shard again"):
-        load_tensors(model, model.tensors)
+        next(ahead)
     inner.file.unlink()
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=f"{first.name}: cannot be read"):
         load_tensors(model, model.tensors)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_every_process_has_all_parts(model: Checkpoint, count: int) -> None:
+    parts = parts_of(model)
+    wanted = [load_tensors(model, names).digest() for names in parts]
+
+    def work(dist: ProcessGroup) -> list[str]:
+        return [part.digest() for part in prefetched_tensors(model, parts, dist)]
+
+    assert together(count, work) == [wanted] * count
+
+
+def test_a_copy_with_another_bit_is_named(model: Checkpoint, tmp_path: Path) -> None:
+    shutil.copytree(model.folder, tmp_path / "copy")
+    copies = [model, open_folder(tmp_path / "copy")]
+    changed = copies[1].tensors[parts_of(model)[1][0]]
+    raw = bytearray(changed.file.read_bytes())
+    raw[changed.start] ^= 1
+    changed.file.write_bytes(raw)
+    ended = together(2, lambda dist: list(prefetched_tensors(copies[dist.rank], parts_of(model), dist)))
+    assert isinstance(ended[0], PeerFailed)
+    assert isinstance(ended[1], CheckpointError)
+    message = f"rank 1 of 2 on host0: {changed.file}: {changed.name} has other bytes"
+    assert str(ended[1]).startswith(message)
