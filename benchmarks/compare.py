@@ -33,6 +33,7 @@ from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors
 from quantizers.checkpoint.reader import CONFIG, open_folder
+from quantizers.commands.evaluate import measure
 from quantizers.device.devices import choose_device, forward_dtype, is_accelerator, machine, versions
 from quantizers.forward.activation_store import ActivationStore
 from quantizers.forward.layer_forward import observe
@@ -42,7 +43,6 @@ from quantizers.forward.moe_inputs import MoeInputStore, moe_input_store
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.pipeline.layer_measurement import resized, write_random
-from quantizers.pipeline.measure import measure
 from quantizers.pipeline.pipeline import assemble
 from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.device_memory import Residents

@@ -54,7 +54,7 @@ def library_route(
     Returns:
         seconds by step, bytes written by step, and the folder of the result.
     """
-    from quantizers.pipeline.stitched import stitch
+    from quantizers.commands.stitch import stitch_checkpoints
 
     folders = {name: work / name for name in ("bf16", "saved", "stitched")}
     seconds: dict[str, float] = {}
@@ -75,7 +75,7 @@ def library_route(
         lap(STEPS[2])
         model.save_pretrained(folders["saved"], save_compressed=True)
         lap(STEPS[3])
-        stitch(
+        stitch_checkpoints(
             source,
             open_folder(folders["saved"]),
             folders["stitched"],

@@ -13,14 +13,14 @@ from one_layer import EXPERTS, GROUP, assert_same, make_layer, silu
 from rank_threads import together
 from sets import write_set
 
-from eval.coverage.measure import Question, measure_coverage
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
+from quantizers.commands.coverage import Question, measure_coverage
+from quantizers.commands.evaluate import measure
 from quantizers.device import determinism
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output import journal
-from quantizers.pipeline.measure import measure
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning import units

@@ -16,7 +16,7 @@ from whole_models import Run, finished_weights, run_whole, source_weights
 
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
-from quantizers.pipeline.measure import measure
+from quantizers.commands.evaluate import measure
 
 
 @dataclass(frozen=True)

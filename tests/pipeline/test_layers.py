@@ -24,11 +24,11 @@ from tiny import make, write_job
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.cli import main as cli
+from quantizers.commands.evaluate import measure
 from quantizers.forward.activation_store import ActivationStore
 from quantizers.layers import loop
 from quantizers.output import journal
 from quantizers.pipeline import pipeline, quantize, quantizer
-from quantizers.pipeline.measure import measure
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.device_memory import DeviceMemory, placement

@@ -14,8 +14,8 @@ from sets import write_set
 
 from eval.fidelity import scoring
 from quantizers.checkpoint.reader import open_folder
+from quantizers.commands.evaluate import measure
 from quantizers.forward import activation_stream
-from quantizers.pipeline.measure import measure
 from quantizers.system import progress as shown
 from quantizers.system.errors import Interrupted
 

@@ -1,15 +1,19 @@
-"""A run whose output is already finished: check that it belongs to this recipe, and add data files on request."""
+"""Checks of an output folder that an earlier call left: finished by the same recipe, or unfinished and undamaged."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from eval.fidelity.held_out import HeldOut
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.output import journal
-from quantizers.output.fingerprint import differences, short_value
+from quantizers.output.fingerprint import differences, refuse_changes, short_value
 from quantizers.output.folder import finished_report
 from quantizers.output.manifest import add_files, seal_of, write_record
 from quantizers.planning.job import Job
@@ -18,6 +22,7 @@ from quantizers.recipe.read import read_recipe
 from quantizers.system.errors import InputError, OutputError
 from quantizers.system.files import copy_file
 from quantizers.system.output_files import RECIPE
+from quantizers.system.progress import checked, progress
 
 from .options import Options
 
@@ -89,3 +94,32 @@ def _add_data(output: Path, finished: dict[str, Any], resolved: Resolved) -> dic
     for name, file in resolved.data.items():
         copy_file(file, output / name)
     return write_record(output, add_files(output, finished, resolved.data))
+
+
+def refuse_other_texts(work: Path, layers: int, held: HeldOut, output: Path) -> None:
+    """Finished layers were measured on the texts that the run began with. (A run may go on without any.)
+
+    Raises:
+        OutputError: now it is other texts, or then it was none.
+    """
+    if journal.done_layers(work, layers) and not (work / journal.HELD_OUT).exists():
+        raise OutputError(
+            f"{output}: its finished layers were measured on no held-out set; leave verify.perplexity out as before, "
+            "or start over with --fresh"
+        )
+    refuse_changes(work, {"held_out": held.about["digest"]}, output, journal.HELD_OUT)
+
+
+def find_damage(work: Path, layers: int, output: Path, check: Callable[[], None]) -> list[int]:
+    """The finished layers of an earlier call whose shards are no longer as they were written; each is named."""
+    entries = journal.done_layers(work, layers)
+    for kept in journal.kept_files(work):
+        if journal.damaged_shards(work, [json.loads(kept.read_text())]):
+            kept.unlink()  # its shard is written at the beginning, so it will be written again
+    if not entries:
+        return []
+    with progress("checking", len(entries), unit="shard") as step:
+        damaged = journal.damaged_shards(work, entries, checked(step, check))
+    for layer, problem in damaged.items():
+        print(f"{output}: layer {layer}: {problem}; it is made again", file=sys.stderr)
+    return list(damaged)

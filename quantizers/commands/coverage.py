@@ -1,27 +1,27 @@
-"""`quantize coverage`: reads the arguments, then streams a model over one calibration set or two."""
+"""The tokens that the router sends to each expert, for one calibration set or two: `quantizers.coverage`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.output.journal import refuse_unfinished
 from quantizers.planning.job import given_folder
-from quantizers.recipe.changes import Change
-from quantizers.recipe.read import facts_location, read_recipe, set_location, source_location
+from quantizers.recipe.changes import Change, changes_of
+from quantizers.recipe.read import facts_location, find_set, read_recipe, set_location, source_location
 from quantizers.recipe.schema import CoverageGate
-from quantizers.system.errors import InputError, did_you_mean
-from quantizers.system.package_data import find, shipped_names
+from quantizers.system.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
+    from eval.coverage.routing import Routed
     from quantizers.calibration.samples import CalibrationData
-
-    from .routing import Routed
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,83 @@ class Question:
     where: str
     own: Path | None = None
     tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The result of `coverage`.
+
+    Attributes:
+        figures: what `quantize coverage --json` prints; empty in ranks except 0.
+    """
+
+    figures: dict[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every gate passed; a comparison has none."""
+        return all(gate["passed"] for gate in self.figures.get("gates", ()))
+
+
+def coverage(
+    recipe: str | Path | None = None,
+    *,
+    source: str | Path | None = None,
+    calibration: str | Path | None = None,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    facts: str | Path | None = None,
+    model: str | Path | None = None,
+    data: str | Path | None = None,
+    compare: tuple[str | Path, str | Path] | None = None,
+    min_routed_tokens: int | None = None,
+    max_uncovered: float | None = None,
+    device: str = "auto",
+    work: str | Path | None = None,
+    trust_remote_code: bool = False,
+    dist: ProcessGroup = SINGLE_PROCESS,
+) -> Coverage:
+    """Count the tokens routed to each expert, without quantizing.
+
+    Args:
+        recipe: recipe whose source, calibration set and gates are used.
+        source, calibration, settings: of the recipe, as in `quantizers.run`.
+        facts: the user's own architecture spec.
+        model: without a recipe, or instead of its source: a checkpoint's folder or Hub id.
+        data: without a recipe, or instead of its set: a calibration set.
+        compare: two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered.
+        min_routed_tokens, max_uncovered: without a recipe, the gate: 1 token, and 0.01 of the experts by default.
+        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+        work: scratch folder for activations; a temporary one by default.
+        trust_remote_code: allow custom tokenizer code.
+        dist: the processes that share the work; each of them calls this.
+
+    Raises:
+        InputError: something is missing, given twice, or wrong.
+    """
+    from quantizers.device.determinism import ordered
+    from quantizers.device.devices import choose_device
+
+    for name in (source, model):
+        if name is not None:
+            refuse_unfinished(Path(name))
+    question = question_of(
+        str(recipe) if recipe is not None else None,
+        str(model) if model is not None else None,
+        str(data) if data is not None else None,
+        compare and (str(compare[0]), str(compare[1])),
+        min_routed_tokens=min_routed_tokens,
+        max_uncovered=max_uncovered,
+        source=Path(source) if source is not None else None,
+        own=Path(facts) if facts is not None else None,
+        trust_remote_code=trust_remote_code,
+        changes=changes_of(settings, calibration),
+    )
+    if work is not None:
+        Path(work).mkdir(parents=True, exist_ok=True)
+    answer = compare_coverage if compare else measure_coverage
+    with tempfile.TemporaryDirectory(dir=work) as folder, ordered():
+        figures = answer(question, choose_device(device, dist), Path(folder), dist)
+    return Coverage(figures if dist.is_main else {})
 
 
 def question_of(
@@ -88,16 +165,15 @@ def question_of(
         raise InputError("--compare names both sets; leave out --data")
     if model is None and parsed is None:
         raise InputError("give a recipe, or --model with --data")
-    sets = [find(name, "calibration") for name in (compare or ([data] if data else []))]
     tokens = None
-    if not sets:
-        if parsed is None or path is None:
-            raise InputError("--data is missing; name a calibration set, such as embedded")
+    if compare or data:
+        sets = [find_set(name) for name in compare or (str(data),)]
+    elif parsed is None or path is None:
+        raise InputError("--data is missing; name a calibration set, such as embedded")
+    else:
         sets, tokens = [set_location(parsed.calibration_set, path)], parsed.calibration_tokens
-    for file in sets:
-        if not file.is_file():
-            hint = did_you_mean(file.name, shipped_names("calibration"))
-            raise InputError(f"{file}: no such set{hint}; give a file, or the name of a shipped set such as embedded")
+        if not sets[0].is_file():
+            raise InputError(f"{path}: {sets[0]}: no such calibration set; correct the path")
     if model is not None or parsed is None or path is None:
         return Question(str(model), "main", trust_remote_code, tuple(sets), rule, str(path or model), own, tokens)
     location = source_location(parsed, path) if source is None else given_folder(source)
@@ -110,7 +186,7 @@ def measure_coverage(
     question: Question, device: torch.device, work: Path, dist: ProcessGroup = SINGLE_PROCESS
 ) -> dict[str, Any]:
     """The report on one set; see `eval.coverage.tables.report`."""
-    from .tables import report
+    from eval.coverage.tables import report
 
     routed, (data,) = _stream(question, device, work, dist)
     found = {"model": question.model, "set": data.name} | report(routed.part("0:"), question.rule)
@@ -121,7 +197,7 @@ def compare_coverage(
     question: Question, device: torch.device, work: Path, dist: ProcessGroup = SINGLE_PROCESS
 ) -> dict[str, Any]:
     """What the second set wins and loses compared with the first; see `eval.coverage.compare.compare_counts`."""
-    from .compare import SIDES, compare_counts, labels
+    from eval.coverage.compare import SIDES, compare_counts, labels
 
     routed, sets = _stream(question, device, work, dist)
     comparison = compare_counts(routed.part("0:"), routed.part("1:"), question.rule)
@@ -136,6 +212,8 @@ def _stream(
     question: Question, device: torch.device, work: Path, dist: ProcessGroup
 ) -> tuple[Routed, list[CalibrationData]]:
     """Stream all sets in one pass; the categories of set n get the prefix `n:`."""
+    from eval.coverage.gates import check_floors
+    from eval.coverage.routing import count_routes
     from quantizers.architectures.families import architecture_for
     from quantizers.architectures.sizes import sizes_of
     from quantizers.calibration.load_set import load_set
@@ -145,9 +223,6 @@ def _stream(
     from quantizers.formats.tensor_names import readable
     from quantizers.forward.layered_model import LayeredModel
     from quantizers.system.progress import progress
-
-    from .gates import check_floors
-    from .routing import count_routes
 
     checkpoint = dist.in_turn(lambda: open_checkpoint(question.model, question.revision))
     where = str(checkpoint.folder / "config.json")

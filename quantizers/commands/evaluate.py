@@ -1,4 +1,4 @@
-"""Perplexity, KL and routing of finished checkpoints against their source, on a held-out set.
+"""Perplexity, KL and routing of finished checkpoints against their source, on a held-out set: `quantizers.evaluate`.
 
 Nothing but files is read, each layer of each checkpoint once, in the same loop as that of a run.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from eval.fidelity.comparison import Comparison
 from eval.fidelity.held_out import HeldOut, held_out
 from eval.fidelity.metrics import Measured
+from eval.fidelity.paired import NOTE, paired
 from eval.fidelity.scoring import measured, score
 from eval.fidelity.weight_error import weight_errors
 from quantizers.architectures.families import architecture_for
@@ -26,8 +29,9 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, digest_of
 from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors, outside_names
-from quantizers.checkpoint.reader import Checkpoint
-from quantizers.device.devices import fingerprint, forward_dtype
+from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
+from quantizers.device.determinism import ordered
+from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, shown
 from quantizers.formats.argument_order import refuse_swapped_arguments
 from quantizers.formats.tensor_names import readable
@@ -35,10 +39,126 @@ from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import LayerStep
+from quantizers.output.fingerprint import begun_with
+from quantizers.output.journal import refuse_unfinished
+from quantizers.output.manifest import carried_facts
+from quantizers.recipe.read import find_set
 from quantizers.system.errors import CheckpointError, OutputError
 from quantizers.system.files import json_finite, write_json
+from quantizers.system.interrupts import interruptible
 
 EVALUATION = "evaluation.json"  # in `work`: the settings that a resumable evaluation was started with
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """The figures of one candidate.
+
+    Attributes:
+        model: as it was named.
+        figures: all figures, see `HeldOut.figures`; those of report.json have the same names.
+    """
+
+    model: str
+    figures: dict[str, Any]
+
+    @property
+    def kl(self) -> float:
+        """Mean KL(source || candidate), in nats."""
+        return float(self.figures["kl"]["mean"])
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity of the candidate."""
+        return float(self.figures["perplexity"]["candidate"])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of `evaluate`.
+
+    Attributes:
+        source: as it was named.
+        candidates: in the order given; none in ranks except 0.
+        paired: with several candidates, the differences of each further one to the first, with confidence intervals.
+    """
+
+    source: str
+    candidates: tuple[Fidelity, ...]
+    paired: tuple[dict[str, Any], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `quantize eval --json` prints."""
+        from quantizers.pipeline.report import NOT_SIMULATED
+
+        return {
+            "source": self.source,
+            "candidates": [{"model": one.model} | one.figures for one in self.candidates],
+            "notes": [NOT_SIMULATED],
+        } | ({"paired": list(self.paired)} if self.paired else {})
+
+
+def evaluate(
+    source: str | Path,
+    candidates: str | Path | Sequence[str | Path],
+    data: str | Path,
+    *,
+    facts: str | Path | None = None,
+    device: str = "auto",
+    work: str | Path | None = None,
+    trust_remote_code: bool = False,
+    dist: ProcessGroup = SINGLE_PROCESS,
+) -> Evaluation:
+    """Measure perplexity, KL and more of candidates against a source; one layer of each is in memory at a time.
+
+    Args:
+        source: a folder or Hub id.
+        candidates: one or more checkpoints of the same model, in any format that `quantize eval --help` names.
+        data: evaluation set: a file, or the name of a shipped set such as held-out.
+        facts: the user's own architecture spec; the one that a candidate carries by default.
+        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+        work: folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one,
+            without a journal, by default.
+        trust_remote_code: allow custom tokenizer code.
+        dist: the processes that share the work; each of them calls this.
+
+    Raises:
+        InputError: a set or checkpoint is wrong, or `work` holds another evaluation.
+        QuantizeError: a model's hidden states are not finite. Interrupted: by a signal.
+    """
+    names = [str(source), *map(str, [candidates] if isinstance(candidates, str | Path) else candidates)]
+    for name in names:
+        refuse_unfinished(Path(name))
+    data_set = find_set(str(data), "held-out")
+    opened = dist.in_turn(lambda: [open_checkpoint(name) for name in names])
+    own = Path(facts) if facts is not None else next(filter(None, (carried_facts(c.folder) for c in opened[1:])), None)
+    if own is not None and facts is None and dist.is_main:
+        print(f"facts: {own}", file=sys.stderr, flush=True)
+    where = str(opened[0].folder / "config.json")
+    sizes = sizes_of(architecture_for(opened[0].config, where, own), opened[0].config, where)
+    settings = begun_with(Path(work) / "evaluation", EVALUATION) if work else {}
+    use_threads(sizes, dist.broadcast_object(settings.get("threads")), dist)
+    advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
+    scratch = tempfile.TemporaryDirectory() if work is None else contextlib.nullcontext(work)
+    with scratch as folder, interruptible(advice) as interrupt, ordered():
+        figures = measure(
+            opened[0],
+            opened[1:],
+            data_set,
+            choose_device(device, dist),
+            Path(folder) / "evaluation",
+            dist.watch(interrupt),
+            weights=True,
+            resumable=work is not None,
+            trust_remote_code=trust_remote_code,
+            dist=dist,
+            own=own,
+        )
+    pairs = [
+        {"model": name, "against": names[1], "note": NOTE} | paired(figures[0], other)
+        for name, other in zip(names[2:], figures[1:], strict=dist.is_main)
+    ]
+    return Evaluation(names[0], tuple(map(Fidelity, names[1:], figures)), tuple(pairs))
 
 
 def measure(
@@ -59,7 +179,7 @@ def measure(
     """Perplexity, KL and routing of candidates against their source on a held-out set.
 
     Args:
-        source, candidates: in any format that formats/dequantization.py reads.
+        source, candidates: in any format that checkpoint/formats.py and forward/weights.py read.
         data_set: a calibration set file; tokenized with the source's tokenizer.
         work: a folder for hidden states on the first machine, created and removed here.
         check: called between steps; may raise to interrupt.

@@ -1,4 +1,4 @@
-"""Every check that `quantize verify` and `quantize publish` make of a finished folder."""
+"""A finished checkpoint against its source, its own report and the rules of serving engines: `quantizers.verify`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, re
 from quantizers.formats.argument_order import refuse_swapped_arguments
 from quantizers.formats.awq_gptq import is_awq_or_gptq
 from quantizers.formats.unsupported import refuse_unsupported
+from quantizers.output.journal import refuse_unfinished
 from quantizers.output.manifest import carried_facts
+from quantizers.pipeline.manifest_check import Record, check_manifest
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
 from quantizers.system.output_files import FACTS, REPORT
 from quantizers.system.package_data import shipped
 from quantizers.system.progress import progress
-
-from .manifest_check import Record, check_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -29,17 +29,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify_folder` found.
+    """The result of `verify`.
 
     Attributes:
         audit: the files compared with the source.
-        record: the files compared with report.json, and report.json with its seal.
+        record: the files compared with report.json, and report.json with its checksum.
         consumers: how serving engines would read it; None if the folder cannot be opened, which the audit reports.
+        vllm: the answers of an installed vLLM, see `eval.serving.ask_vllm`; None if it was not asked.
     """
 
     audit: Audit
     record: Record
     consumers: Consumers | None
+    vllm: dict[str, Any] | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing differs, and every serving engine would read it as it is stored."""
+        return not (self.differences or self.misread or (self.vllm and self.vllm["differences"]))
 
     @property
     def differences(self) -> list[str]:
@@ -52,12 +59,51 @@ class Verification:
         return [str(finding) for finding in self.consumers.errors] if self.consumers else []
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json."""
-        found = self.audit.as_dict() | {"differences": self.differences, "notes": list(self.record.notes)}
-        if self.consumers is None:
-            return found
-        listed = [one.as_dict() | {"places": list(one.places)} for one in self.consumers.findings]
-        return found | {"consumers": self.consumers.as_dict() | {"findings": listed}}
+        """What `quantize verify --json` prints."""
+        result = self.audit.as_dict() | {"differences": self.differences, "notes": list(self.record.notes)}
+        if self.consumers is not None:
+            findings = [one.as_dict() | {"places": list(one.places)} for one in self.consumers.findings]
+            result["consumers"] = self.consumers.as_dict() | {"findings": findings}
+        return result | ({"vllm": self.vllm} if self.vllm else {})
+
+
+def verify(
+    folder: str | Path,
+    source: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    with_vllm: bool = False,
+    facts: str | Path | None = None,
+    device: str = "auto",
+) -> Verification:
+    """Compare a finished checkpoint with its source, with its own report, and with the rules of serving engines.
+
+    Args:
+        folder: a finished checkpoint of compressed-tensors' formats, made by this program or another.
+        source: the source model, a folder or Hub id; the one in report.json by default.
+        revision: of the source on the Hub; the one in report.json by default.
+        with_vllm: also ask the installed vLLM for the scheme of every layer.
+        facts: the user's own architecture spec, instead of one that the folder carries.
+        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+
+    Raises:
+        InputError: the folder or the source cannot be opened, or the source is unknown.
+        DamagedRecord: report.json, which would name the source, cannot be read.
+    """
+    from quantizers.device.determinism import ordered
+    from quantizers.device.devices import choose_device
+
+    folder, own = Path(folder), Path(facts) if facts is not None else None
+    for name in (folder, *([source] if source is not None else [])):
+        refuse_unfinished(Path(name))
+    opened = source_of(folder, str(source) if source is not None else None, revision)
+    with ordered():
+        found = verify_folder(folder, opened, choose_device(device), own)
+    if not with_vllm:
+        return found
+    from eval.serving.ask_vllm import ask_vllm
+
+    return replace(found, vllm=ask_vllm(folder, own or carried_facts(folder)))
 
 
 def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: Path | None = None) -> Verification:
