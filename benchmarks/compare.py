@@ -46,8 +46,8 @@ from quantizers.pipeline.layer_measurement import resized, write_random
 from quantizers.pipeline.pipeline import assemble
 from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.device_memory import Residents
+from quantizers.planning.expert_batches import tokens_per_chunk
 from quantizers.planning.job import Job
-from quantizers.planning.units import rows_of_block
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Experts
 from quantizers.solve.solver import solve_layer
@@ -128,7 +128,7 @@ def observed(
     model: LayeredModel, layer: torch.nn.Module, states: Sequence[torch.Tensor]
 ) -> tuple[ActivationStore, MoeInputStore]:
     """Sequences (T, H) through the first half of a layer: the residual stream, and what its experts are called with."""
-    lengths, block = [len(rows) for rows in states], rows_of_block(is_accelerator(model.device))
+    lengths, block = [len(rows) for rows in states], tokens_per_chunk(is_accelerator(model.device))
 
     def rows(_: str, width: int, dtype: torch.dtype) -> ActivationStore:
         return ActivationStore(None, lengths, width, dtype, block=block)

@@ -11,7 +11,7 @@ import torch
 from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.moe_inputs import MoeInputs
 from quantizers.forward.moe_inputs import capture_moe_inputs as seen
-from quantizers.planning.units import by_load
+from quantizers.planning.expert_batches import by_load
 from quantizers.solve import input_hessian
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import Weights

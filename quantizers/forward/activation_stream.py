@@ -16,7 +16,7 @@ import torch
 
 from quantizers.device.devices import is_accelerator
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.planning.units import rows_of_block
+from quantizers.planning.expert_batches import tokens_per_chunk
 from quantizers.system.errors import QuantizeError
 
 from .activation_store import ActivationStore
@@ -100,7 +100,7 @@ class ActivationStream:
         return self._at(self._folder / name if self._in_files else None, width, dtype)
 
     def _at(self, path: Path | None, width: int, dtype: torch.dtype) -> ActivationStore:
-        block = rows_of_block(is_accelerator(self.model.device))
+        block = tokens_per_chunk(is_accelerator(self.model.device))
         return ActivationStore(path, self._lengths, width, dtype, self._device, dist=self._dist, block=block)
 
     def embed(self, texts: Sequence[torch.Tensor]) -> None:

@@ -24,7 +24,7 @@ class RowPartition:
     Args:
         lengths: tokens of each sequence, of all of them.
         dist: who shares them.
-        block: rows that go through a layer together, see planning/units.py; None: one block of all.
+        block: rows that go through a layer together, see planning/expert_batches.py; None: one block of all.
 
     Attributes:
         offsets: where each sequence begins among all rows, and where the last one ends.

@@ -38,9 +38,9 @@ from quantizers.planning.device_memory import (
     held_out_bytes,
     placement,
 )
+from quantizers.planning.expert_batches import batch_sizes
 from quantizers.planning.job import Job
 from quantizers.planning.plan import summary
-from quantizers.planning.units import work_units
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe, settings_hash
 from quantizers.recipe.read import set_location
 from quantizers.solve.kernel_check import verify_kernels
@@ -359,7 +359,7 @@ def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> di
             "source_config": job.config,
             "calibration": data.digest,
             "machine": fingerprint(device),
-            "units": work_units(is_accelerator(device), job.sizes),
+            "batches": batch_sizes(is_accelerator(device), job.sizes),
         }
     )
 

@@ -37,8 +37,8 @@ from quantizers.layers.context import Context
 from quantizers.layers.step import LayerStep
 from quantizers.layers.writer import ShardWriter
 from quantizers.planning.device_memory import Place
+from quantizers.planning.expert_batches import tokens_per_chunk
 from quantizers.planning.job import Job
-from quantizers.planning.units import rows_of_block
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import solve_layer
 from quantizers.system.progress import doing
@@ -81,7 +81,7 @@ class Quantizer:
     ) -> None:
         self.job, self.model, self.stream, self.context = job, model, stream, context
         self.writer, self._compensate_router = writer, compensate_router
-        block = rows_of_block(is_accelerator(model.device))
+        block = tokens_per_chunk(is_accelerator(model.device))
 
         def rows(
             place: Place, name: str, width: int, dtype: torch.dtype, dist: ProcessGroup = SINGLE_PROCESS

@@ -31,8 +31,7 @@ from quantizers.output import journal
 from quantizers.planning.gpus import parse_gpus
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan, summary
-from quantizers.planning.serving_memory import assumptions, common_fits, notes, serving_model
-from quantizers.planning.tensor_parallel import unsaid
+from quantizers.planning.serving_memory import assumptions, common_fits, notes, serving_model, unsaid
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import PerplexityGate
 from quantizers.system.errors import QuantizeError

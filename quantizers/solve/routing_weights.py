@@ -11,7 +11,7 @@ is the blend, with a_e = a · min(1, n_e / n0): an expert with few routed tokens
 Because routing is known before the experts run, the blend is one weighted sum: nothing else is kept.
 
 One product takes as many routed rows of each expert of a batch as the busiest of them has; the others are padded. So
-which experts form a batch follows from their routed tokens, see `units.by_load`.
+which experts form a batch follows from their routed tokens, see `expert_batches.by_load`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from quantizers.device.prefetch import tensor_to_host
 from quantizers.forward.moe_inputs import MoeInputs, route_counts, routing_of
-from quantizers.planning.units import ALIGNED, ROUTED_ROWS, by_load
+from quantizers.planning.expert_batches import ALIGNED, ROUTED_ROWS, by_load
 
 Routed = tuple[torch.Tensor, torch.Tensor]  # rows of a block (c, m) int32, and their routing weights (c, m) float32
 
@@ -134,7 +134,7 @@ def survey(
         routed_weight: the recipe's a, 0 to 1.
         full_share_at: n0. The hidden size is used: with fewer tokens than columns the routed Hessian is
             singular.
-        unit: experts of a unit, if they are to be solved in the order of `units.by_load`; None for that of their
+        unit: experts of a batch, to solve them in the order of `expert_batches.by_load`; None for that of their
             numbers.
     """
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []

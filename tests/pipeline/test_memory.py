@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from quantizers.checkpoint import prefetch
 from quantizers.pipeline import pipeline, quantize
 from quantizers.pipeline.options import Options
-from quantizers.planning import units
+from quantizers.planning import expert_batches
 from quantizers.planning.device_memory import calibration_bytes
 from quantizers.planning.job import prepare
 from quantizers.system.errors import QuantizeError
@@ -214,7 +214,7 @@ def test_what_is_alive_does_not_grow_with_the_number_of_tokens(
 
     of all else by less than a state takes.
     """
-    monkeypatch.setattr(units, "CPU_ROWS", 8 * SEQUENCE)  # so that blocks of rows are full
+    monkeypatch.setattr(expert_batches, "CPU_TOKENS", 8 * SEQUENCE)  # so that blocks of rows are full
     few, many = living(1, 9), living(1, 36)
     more = (36 - 9) * SEQUENCE
     table = 8 * tiny.config()["num_experts_per_tok"] * more + 16 * SMALL[2] * more // (8 * SEQUENCE)

@@ -18,7 +18,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.moe_inputs import MoeInputs, route_counts
 from quantizers.forward.moe_inputs import capture_moe_inputs as seen_by
-from quantizers.planning.units import ALIGNED, by_load, units_of
+from quantizers.planning.expert_batches import ALIGNED, by_load, expert_batches
 from quantizers.solve import routing_weights
 from quantizers.solve.down_hessian import collect_down_hessian
 from quantizers.solve.input_hessian import InputHessian, blended_hessian, sweep
@@ -99,7 +99,7 @@ def all_sums(
     """The sums of all experts, `chunk` at a time (all at once when None)."""
     experts = gate_up.shape[0]
     found = survey(recorded, experts, routed_weight, full_share_at)
-    units = units_of(experts, chunk or experts)
+    units = expert_batches(experts, chunk or experts)
     inputs, routed = sweep(recorded, found, units, gate_up.shape[-1], with_all=True)
     assert inputs is not None
     parts = []
@@ -448,7 +448,7 @@ def test_experts_of_a_unit_have_about_as_many_tokens_so_that_little_is_padded() 
     all_roots = token_roots(recorded[0], plain.blended, 0, 12, good, torch.float32)
     some = token_roots(recorded[0], found.blended, 4, 7, good[:3], torch.float32)
     assert torch.equal(some, all_roots[found.experts[4:7]])
-    padded = [sum(t.most(*unit) for t in s.tables for unit in units_of(12, 4)) for s in (plain, found)]
+    padded = [sum(t.most(*unit) for t in s.tables for unit in expert_batches(12, 4)) for s in (plain, found)]
     assert padded[1] < 0.6 * padded[0]
 
 

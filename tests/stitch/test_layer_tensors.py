@@ -162,7 +162,7 @@ def test_units_of_experts_are_audited_as_single_ones(layer: Layer, monkeypatch: 
     tensors[f"{unreadable}.weight_scale"] = torch.full_like(tensors[f"{unreadable}.weight_scale"], torch.nan)
     tensors[f"{wrong}.weight_scale"] = tensors[f"{wrong}.weight_scale"] * 2
     single = audited(layer, tensors)
-    monkeypatch.setattr(auditing, "unit_of_experts", lambda *_: 3)
+    monkeypatch.setattr(auditing, "experts_per_batch", lambda *_: 3)
     units = audited(layer, tensors)
     assert units.differences == single.differences
     assert [line.partition(":")[0] for line in single.differences] == [
