@@ -120,7 +120,7 @@ def _needs(job: Job, nodes: int, gpus: int, disk: int | None, device_memory: int
     """Actions and bytes of a run, and an estimate of its memory and time."""
     from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu
     from quantizers.planning.plan import summary
-    from quantizers.planning.tensor_parallel import unsaid
+    from quantizers.planning.serving_memory import unsaid
 
     figures = summary(job.plan, job.sizes) | {"cards_unknown": unsaid(job.facts)}
     needs = estimate_run(job, int(str(figures["output_bytes"])), nodes * gpus, disk or DISK)
@@ -133,8 +133,7 @@ def _serving(
 ) -> dict[str, Any]:
     """Whether the output fits on each of the GPUs, and ways to make it fit."""
     from quantizers.planning.gpus import parse_gpus
-    from quantizers.planning.serving_memory import assumptions, fit, kv_bytes_per_token, notes, serving_model
-    from quantizers.planning.serving_suggestions import remedies
+    from quantizers.planning.serving_memory import assumptions, fit, kv_bytes_per_token, notes, remedies, serving_model
 
     model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
     gpus = [parse_gpus(text) for text in vram]

@@ -23,7 +23,7 @@ from quantizers.budget.measure import probe_bytes
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import side_files
-from quantizers.checkpoint.source_files import check_hashes, source_digest, source_stats
+from quantizers.checkpoint.source_identity import check_hashes, source_digest, source_stats
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator, versions
 from quantizers.distributed.process_group import RESUME, ProcessGroup
 from quantizers.layers.context import Context
@@ -38,9 +38,9 @@ from quantizers.planning.device_memory import (
     held_out_bytes,
     placement,
 )
+from quantizers.planning.expert_batches import batch_sizes
 from quantizers.planning.job import Job
 from quantizers.planning.plan import summary
-from quantizers.planning.units import work_units
 from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe, settings_hash
 from quantizers.recipe.read import set_location
 from quantizers.solve.kernel_check import verify_kernels
@@ -156,21 +156,21 @@ class _Shared:
     """What rank 0 decides for all processes.
 
     Attributes:
-        residents, inputs, states, texts_there, next_there: see `Context`.
+        residents, inputs, states, texts_on_device, prefetch_to_device: see `Context`.
         texts: the held-out texts; empty for none.
     """
 
     residents: dict[str, int]
     inputs: Place
     states: Place
-    texts_there: bool
-    next_there: bool
+    texts_on_device: bool
+    prefetch_to_device: bool
     texts: Sequence[Text]
 
     def context(self, options: Options, work: Path, check: Callable[[], None]) -> Context:
         """The same for a process."""
         residents = Residents(**self.residents)
-        places = self.inputs, self.states, self.texts_there, self.next_there
+        places = self.inputs, self.states, self.texts_on_device, self.prefetch_to_device
         return Context(work, options.device, residents, check, options.dist, *places)
 
 
@@ -359,7 +359,7 @@ def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> di
             "source_config": job.config,
             "calibration": data.digest,
             "machine": fingerprint(device),
-            "units": work_units(is_accelerator(device), job.sizes),
+            "batches": batch_sizes(is_accelerator(device), job.sizes),
         }
     )
 
