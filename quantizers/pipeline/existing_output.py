@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from eval.fidelity.held_out import HeldOut
-from quantizers.checkpoint.source_files import source_digest
+from quantizers.checkpoint.source_identity import source_digest
 from quantizers.output import journal
 from quantizers.output.fingerprint import differences, refuse_changes, short_value
 from quantizers.output.folder import finished_report

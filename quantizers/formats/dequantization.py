@@ -22,15 +22,62 @@ from typing import Any, Literal
 
 import torch
 
-from quantizers.checkpoint.fp8 import SCALE, SCALE_INV, blocks_of
-from quantizers.checkpoint.reader import Checkpoint, block_size
+from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import FP8, TensorInfo
 from quantizers.system.errors import CheckpointError
 
-from .codes import dequantize
-from .packing import unpack
+from .awq_gptq import dequantize_awq_gptq
+from .fp8 import SCALE, SCALE_INV, block_size, blocks_of
+from .packed_integers import dequantize, unpack
 
 PLAIN = ("BF16", "F16", "F32")
+
+
+def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
+    """Read a linear module's weight as float32 on `device`.
+
+    Args:
+        module: its full published name, without `.weight`.
+
+    Raises:
+        CheckpointError: a tensor is missing, has a wrong dtype or shape, or contains NaN or infinity.
+    """
+    weight = unchecked_weight(checkpoint, module, device)
+    if not bool(is_finite(weight)):
+        raise CheckpointError(
+            f"{checkpoint.folder}: {module}.weight or its scale holds a NaN or infinity; download its shard again"
+        )
+    return weight
+
+
+def unchecked_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
+    """As `read_weight`, but numbers that are not finite are left in."""
+    foreign = foreign_weight(checkpoint, module, device)
+    if foreign is not None:
+        return foreign
+    if f"{module}.weight_packed" in checkpoint.tensors:
+        return packed_weight(checkpoint, module, device)
+    info = checkpoint.require(f"{module}.weight", "a linear layer's weight")
+    stored = checkpoint.tensor(info.name).to(device)
+    if stored.dtype == torch.float8_e4m3fn:
+        scale = checkpoint.tensor(fp8_scale(checkpoint, module).name).to(device)
+        return dequantize_fp8(stored, scale, block_size(checkpoint))
+    if stored.is_floating_point() and stored.element_size() > 1:
+        return stored.float()
+    raise CheckpointError(
+        f"{info.file}: {info.name}: dtype {info.dtype} is not that of a weight that can be read; give the published "
+        "checkpoint"
+    )
+
+
+def refuse_bias(checkpoint: Checkpoint, module: str) -> None:
+    """Refuse a bias that the family's model would not add. AutoGPTQ writes one of zeros beside every weight."""
+    info = checkpoint.tensors.get(f"{module}.bias")
+    if info is not None and bool(checkpoint.tensor(info.name).any()):
+        raise CheckpointError(
+            f"{info.file}: {info.name} is not zero, but this family's model adds no bias there; the checkpoint is of "
+            "another model, or was made with a correction that cannot be read here"
+        )
 
 
 @dataclass(frozen=True)
@@ -219,3 +266,108 @@ def is_finite(tensor: torch.Tensor) -> torch.Tensor:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     floating = tensor.float() if tensor.element_size() == 1 else tensor
     return torch.stack(torch.aminmax(floating)).isfinite().all()  # a NaN is both; without arrays of its size
+
+
+def foreign_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor | None:
+    """A module's weight (R, C) in float32 on `device`, dequantized from one of the formats above.
+
+    Returns:
+        The weight, or None if its format is none of those above.
+
+    Raises:
+        CheckpointError: the module's tensors do not fit each other.
+    """
+    if f"{module}.qweight" in checkpoint.tensors:
+        return dequantize_awq_gptq(checkpoint, module, device)
+    parts = {part: checkpoint.tensors.get(f"{module}.{part}") for part in _PARTS}
+    scale, weight = parts["weight_scale"], parts["weight"]
+    if parts["weight_packed"] is not None:
+        asymmetric = parts["weight_zero_point"] is not None and not _all_symmetric(checkpoint)
+        return _asymmetric(checkpoint, module, device) if asymmetric else None
+    if weight is None or scale is None or len(weight.shape) != 2:
+        return None
+    if weight.dtype not in ("I8", FP8):
+        return None
+    if weight.dtype == FP8 and scale.shape == blocks_of(weight.shape, block_size(checkpoint)):
+        return None
+    codes = checkpoint.tensor(weight.name).to(device).float()
+    zero = parts["weight_zero_point"]
+    if zero is not None:
+        codes -= _spread(checkpoint, zero, weight, device)
+    return codes.mul_(_spread(checkpoint, scale, weight, device))
+
+
+_PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point")
+
+
+def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, device: torch.device) -> torch.Tensor:
+    """A scale or zero point in float32, expanded so that it broadcasts to the weight's shape (R, C)."""
+    rows, columns = weight.shape
+    values = checkpoint.tensor(scale.name).to(device).float()
+    if values.numel() == 1:
+        return values.view(1, 1)
+    if scale.shape in ((rows,), (rows, 1)):
+        return values.view(rows, 1)
+    if len(scale.shape) == 2 and scale.shape[0] == rows and columns % scale.shape[1] == 0:
+        return values.repeat_interleave(columns // scale.shape[1], dim=1)
+    block = _declared_block(checkpoint)
+    if block is not None and scale.shape == blocks_of(weight.shape, block):
+        return values.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
+    raise CheckpointError(
+        f"{scale.file}: {scale.name} has shape {list(scale.shape)}; one number, or one per row, group or declared "
+        f"block of {list(weight.shape)} is needed"
+    )
+
+
+def _weight_schemes(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """The `weights` entry of every config group."""
+    section = checkpoint.config.get("quantization_config")
+    groups = section.get("config_groups") if isinstance(section, dict) else None
+    schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    return [weights for weights in schemes if isinstance(weights, dict)]
+
+
+def _all_symmetric(checkpoint: Checkpoint) -> bool:
+    return all(weights.get("symmetric", True) for weights in _weight_schemes(checkpoint))
+
+
+def _declared_block(checkpoint: Checkpoint) -> tuple[int, int] | None:
+    """The `block_structure` of the first config group that has one."""
+    for weights in _weight_schemes(checkpoint):
+        block = weights.get("block_structure")
+        if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+            return block[0], block[1]
+    return None
+
+
+def _asymmetric(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
+    """Dequantize as (code - zero) * scale. The zero points (R, n) are packed along the rows."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+    packed, scale, shape, zero = (
+        checkpoint.tensor(checkpoint.require(f"{module}.{name}", "a packed weight with zero points").name)
+        for name in names
+    )
+    rows, columns = [int(n) for n in shape.flatten().tolist()] if shape.numel() == 2 else (0, 0)
+    bits = packed.shape[-1] * 32 // columns if packed.dim() == 2 and columns > 0 else 0
+    groups = scale.shape[-1] if scale.dim() == 2 else 0
+    if (
+        bits not in (4, 8)
+        or packed.shape != (rows, columns * bits // 32)
+        or not groups
+        or scale.shape != (rows, groups)
+        or columns % groups
+        or zero.shape != (math.ceil(rows * bits / 32), groups)
+        or zero.dtype != packed.dtype
+        or f"{module}.weight_g_idx" in checkpoint.tensors
+    ):
+        raise CheckpointError(
+            f"{checkpoint.folder}: {module}: packed {list(packed.shape)}, scale {list(scale.shape)}, zero point "
+            f"{list(zero.shape)} and weight_shape {[rows, columns]} do not fit each other"
+        )
+    codes = unpack_from_int32(packed.to(device), bits, torch.Size((rows, columns))).float()
+    zeros = unpack_from_int32(zero.to(device), bits, torch.Size((rows, groups)), packed_dim=0).float()
+    shifted = codes.view(rows, groups, -1) - zeros.unsqueeze(-1)
+    weight: torch.Tensor = (shifted * scale.to(device).float().unsqueeze(-1)).view(rows, columns)
+    return weight
