@@ -19,8 +19,8 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.rotary import rotary_factor
 from quantizers.architectures.sizes import sizes_of
-from quantizers.checkpoint.fp8 import ROWS, stored_form
-from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder
+from quantizers.checkpoint.reader import Checkpoint, open_folder
+from quantizers.formats.fp8 import ROWS, block_size, stored_form
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.llmcompressor_engine import quiet_library
 from quantizers.system.errors import InputError

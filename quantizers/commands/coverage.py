@@ -218,9 +218,9 @@ def _stream(
     from quantizers.architectures.sizes import sizes_of
     from quantizers.calibration.load_set import load_set
     from quantizers.calibration.samples import token_tensors
-    from quantizers.checkpoint.formats import readable
     from quantizers.checkpoint.reader import open_checkpoint
     from quantizers.device.devices import forward_dtype, use_threads
+    from quantizers.formats.tensor_names import readable
     from quantizers.forward.layered_model import LayeredModel
     from quantizers.system.progress import progress
 

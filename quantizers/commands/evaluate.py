@@ -28,14 +28,14 @@ from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, digest_of
-from quantizers.checkpoint.formats import readable
-from quantizers.checkpoint.held import hold, layer_names, outside_names
+from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors, outside_names
 from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
-from quantizers.checkpoint.swapped import refuse_swapped
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, shown
-from quantizers.forward.lane import Lane
+from quantizers.formats.argument_order import refuse_swapped_arguments
+from quantizers.formats.tensor_names import readable
+from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import LayerStep
@@ -199,7 +199,7 @@ def measure(
         QuantizeError: a model's hidden states are not finite, or its perplexity is not a number.
     """
     for candidate in candidates:
-        refuse_swapped(source, candidate, f"give {candidate.name} first, and {source.name} after it")
+        refuse_swapped_arguments(source, candidate, f"give {candidate.name} first, and {source.name} after it")
     where = str(source.folder / "config.json")
     facts = architecture_for(source.config, where, own)
     sizes = sizes_of(facts, source.config, where)
@@ -214,7 +214,7 @@ def measure(
         short = tuple(sample for sample in data.samples if not sample.long)
         data = replace(data, samples=short, digest=digest_of(short))
     held = held_out(data, source, sizes["vocabulary"], trust_remote_code)
-    parts = [hold(one, outside_names(one, facts)) for one in opened]
+    parts = [load_tensors(one, outside_names(one, facts)) for one in opened]
     models = [LayeredModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
     if dist.is_main:
         if not resumable:
@@ -240,8 +240,8 @@ class _FromFiles:
 
     keeps_attention = False  # which may be any tool's
 
-    def __init__(self, lane: Lane, checkpoint: Checkpoint, weights: bool) -> None:
-        self.lane, self.checkpoint, self.weights = lane, checkpoint, weights
+    def __init__(self, stream: ActivationStream, checkpoint: Checkpoint, weights: bool) -> None:
+        self.stream, self.checkpoint, self.weights = stream, checkpoint, weights
         self.weight_error: dict[str, float] = {}
 
     def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
@@ -250,8 +250,8 @@ class _FromFiles:
     @contextlib.contextmanager
     def layer(self, step: LayerStep) -> Iterator[torch.nn.Module]:
         """The layer as it lies in the files, each tensor read once."""
-        model = self.lane.model
-        part = hold(self.checkpoint, layer_names(self.checkpoint, model.facts, step.number))
+        model = self.stream.model
+        part = load_tensors(self.checkpoint, layer_names(self.checkpoint, model.facts, step.number))
         if self.weights:
             self.weight_error = weight_errors(step.source, part, model.facts, model.sizes, step.number, model.device)
         with model.layer(step.number, part) as layer:
@@ -277,20 +277,20 @@ def _evaluate(
 
     done = dist.broadcast_object(next((n for n in range(layers) if not (resumable and journal(n).exists())), layers))
     lengths = [len(text.tokens) for text in held.texts]
-    lanes = [
-        Lane(one.name, model, number, lengths, work, durable=resumable, check=check, dist=dist)
+    streams = [
+        ActivationStream(one.name, model, number, lengths, work, durable=resumable, check=check, dist=dist)
         for number, (model, one) in enumerate(zip(models, opened, strict=True))
     ]
-    for lane in lanes:
+    for stream in streams:
         if done == 0:
-            lane.embed([text.tokens for text in held.texts])
+            stream.embed([text.tokens for text in held.texts])
         else:
-            lane.resume(done)
+            stream.resume(done)
     candidates = [
-        _FromFiles(lane, one, weights and dist.is_main) for lane, one in zip(lanes[1:], opened[1:], strict=True)
+        _FromFiles(stream, one, weights and dist.is_main) for stream, one in zip(streams[1:], opened[1:], strict=True)
     ]
     entries = [json.loads(journal(number).read_text()) for number in range(done if dist.is_main else 0)]
-    comparison = Comparison(lanes[0], candidates, held.texts, dist)
+    comparison = Comparison(streams[0], candidates, held.texts, dist)
     tensors = all_tensors(models[0], opened[0], done)
     steps = layer_steps(opened[0], tensors, [comparison], models[0], check=check, dist=dist)
     with shown("evaluating", layers, done, check, dist) as shown_step, contextlib.closing(steps):
@@ -303,11 +303,11 @@ def _evaluate(
                 entries.append(found)
                 if resumable:
                     write_json(journal(step.number), json_finite(found))
-            for lane in lanes:
-                lane.forget(step.number)
+            for stream in streams:
+                stream.forget(step.number)
             shown_step(f"layer {step.number}")
     kept = work if resumable and dist.node == 0 else None  # on the other machines nobody has made the folder
-    scores = score(lanes, held.texts, partial(shown, check=check, dist=dist), kept, dist)
+    scores = score(streams, held.texts, partial(shown, check=check, dist=dist), kept, dist)
     if not dist.is_main:
         return []
     return [

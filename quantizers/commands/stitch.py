@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
-from quantizers.checkpoint.source_files import source_digest
+from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import RESUME

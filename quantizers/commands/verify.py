@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.families import architecture_for
-from quantizers.checkpoint.awq_gptq import is_awq_or_gptq
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json, refuse_gguf
-from quantizers.checkpoint.swapped import refuse_swapped
-from quantizers.checkpoint.unsupported import refuse_unsupported
+from quantizers.formats.argument_order import refuse_swapped_arguments
+from quantizers.formats.awq_gptq import is_awq_or_gptq
+from quantizers.formats.unsupported import refuse_unsupported
 from quantizers.output.journal import refuse_unfinished
 from quantizers.output.manifest import carried_facts
 from quantizers.pipeline.manifest_check import Record, check_manifest
@@ -151,7 +151,7 @@ def _refuse(folder: Path, source: Checkpoint) -> None:
             f"measure this one with `quantize eval {source.name} {folder} --data SET`"
         )
     candidate = Checkpoint(folder, str(folder), config, {})
-    refuse_swapped(source, candidate, f"quantize verify {source.name} --source {folder}")
+    refuse_swapped_arguments(source, candidate, f"quantize verify {source.name} --source {folder}")
 
 
 def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoint:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from eval.fidelity.held_out import HeldOut
-from quantizers.checkpoint.source_files import source_digest
+from quantizers.checkpoint.source_identity import source_digest
 from quantizers.output import journal
 from quantizers.output.journal import differences, finished_report, refuse_changes, short_value
 from quantizers.output.manifest import add_files, seal_of, write_record

@@ -29,12 +29,11 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
-from quantizers.checkpoint.fp8 import SCALE, SCALE_INV
-from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, declared_block, open_folder
+from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import FP8, Spec
-from quantizers.checkpoint.tensor_bytes import torch_dtype
 from quantizers.device.devices import device_limit, is_accelerator, machine
 from quantizers.device.timing import Clock, listening
+from quantizers.formats.fp8 import SCALE, SCALE_INV, declared_block
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.planning.assign_actions import expected_tensors, make_plan
@@ -143,7 +142,7 @@ def _quantize_random(
         Residents(memory.resident, memory.unit, memory.smallest),
         inputs="device" if memory.inputs else "memory",
         states="device" if memory.states else "memory",
-        texts_there=memory.texts,
+        texts_on_device=memory.texts,
     )
     samples = tuple(Sample(_random_tokens(length), "random", "random") for length in lengths)
     data = CalibrationData("random", max(lengths), (max(lengths),), samples, "", (), ())

@@ -23,7 +23,7 @@ from quantizers.budget.measure import probe_bytes
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import side_files
-from quantizers.checkpoint.source_files import check_hashes, source_digest, source_stats
+from quantizers.checkpoint.source_identity import check_hashes, source_digest, source_stats
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator, versions
 from quantizers.distributed.process_group import RESUME, ProcessGroup
 from quantizers.layers.context import Context
@@ -163,21 +163,21 @@ class _Shared:
     """What rank 0 decides for all processes.
 
     Attributes:
-        residents, inputs, states, texts_there, next_there: see `Context`.
+        residents, inputs, states, texts_on_device, prefetch_to_device: see `Context`.
         texts: the held-out texts; empty for none.
     """
 
     residents: dict[str, int]
     inputs: Place
     states: Place
-    texts_there: bool
-    next_there: bool
+    texts_on_device: bool
+    prefetch_to_device: bool
     texts: Sequence[Text]
 
     def context(self, options: Options, work: Path, check: Callable[[], None]) -> Context:
         """The same for a process."""
         residents = Residents(**self.residents)
-        places = self.inputs, self.states, self.texts_there, self.next_there
+        places = self.inputs, self.states, self.texts_on_device, self.prefetch_to_device
         return Context(work, options.device, residents, check, options.dist, *places)
 
 

@@ -22,9 +22,10 @@ from quantizers.budget.measure import measuring_seconds, read_measurements
 from quantizers.calibration.render import own_class
 from quantizers.calibration.samples import by_category, by_language, language_counts
 from quantizers.calibration.set import read_set
-from quantizers.checkpoint.reader import Checkpoint, block_size
-from quantizers.checkpoint.source_files import source_digest
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import machine, versions
+from quantizers.formats.fp8 import block_size
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.planning.gpus import parse_gpus

@@ -314,7 +314,7 @@ def between_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
 
 
 def recorded_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
-    """Captured MoE inputs of the calibration set, see `forward.recorded.RecordedRows`."""
+    """Captured MoE inputs of the calibration set, see `forward.recorded.MoeInputStore`."""
     return tokens * (itemsize * sizes["hidden"] + 8 * sizes["chosen"] + 1)
 
 

@@ -29,8 +29,8 @@ from typing import Any, Literal
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.fused import FUSED
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.fp8 import Fp8
 from quantizers.checkpoint.safetensors_header import FP8
+from quantizers.formats.fp8 import Fp8
 from quantizers.system.errors import InputError
 
 from .allocation import candidates

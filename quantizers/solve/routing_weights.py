@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 
 from quantizers.device.prefetch import tensor_to_host
-from quantizers.forward.recorded import Recorded, route_counts, routing_of
+from quantizers.forward.moe_inputs import MoeInputs, route_counts, routing_of
 from quantizers.planning.expert_batches import ALIGNED, ROUTED_ROWS, by_load
 
 Routed = tuple[torch.Tensor, torch.Tensor]  # rows of a block (c, m) int32, and their routing weights (c, m) float32
@@ -120,7 +120,7 @@ class Survey:
 
 
 def survey(
-    blocks: Iterable[Recorded],
+    blocks: Iterable[MoeInputs],
     experts: int,
     routed_weight: float,
     full_share_at: int,
@@ -165,7 +165,7 @@ def survey(
     return Survey(tables, Blend(order, counts, mass, share, total[-1], full_share_at), known_order, rows)
 
 
-def _of_block(block: Recorded, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _of_block(block: MoeInputs, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One block's rows and weights in the order of experts, see `Table`; its numbers; its Σ r² of each expert.
 
     The numbers are (2E + 1,) int64: of each expert the rows that count and all rows that chose it, and the usable rows.
@@ -189,14 +189,14 @@ def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, rows.flatten()).view(*rows.shape, -1)
 
 
-def squared_weights(block: Recorded, experts: torch.Tensor) -> torch.Tensor:
+def squared_weights(block: MoeInputs, experts: torch.Tensor) -> torch.Tensor:
     """(c, T) float32: the square of each row's routing weight for some experts (c,), 0 where not chosen."""
     own = block.chosen == experts[:, None, None]  # (c, T, K), of which at most one of K is true
     return torch.where(own, block.weight.square(), 0).sum(-1)
 
 
 def token_roots(
-    block: Recorded, blended: Blend, first: int, last: int, good: torch.Tensor, dtype: torch.dtype
+    block: MoeInputs, blended: Blend, first: int, last: int, good: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """(c, T): the root of what each row counts for the experts of a batch.
 

@@ -25,7 +25,7 @@ from quantizers.device.prefetch import to_host
 from quantizers.device.timing import phase
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import Recorded, RecordedRows
+from quantizers.forward.moe_inputs import MoeInputs, MoeInputStore
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch, tokens_per_chunk
 from quantizers.recipe.schema import Experts
@@ -44,7 +44,7 @@ Weights = Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def solve(
-    blocks: Sequence[Recorded],
+    blocks: Sequence[MoeInputs],
     weights: Weights,
     *,
     norm: torch.Tensor | None,
@@ -231,7 +231,7 @@ def solve_layer(
     model: LayeredModel,
     layer: torch.nn.Module,
     norm: torch.Tensor | None,
-    recorded: RecordedRows,
+    moe_inputs: MoeInputStore,
     settings: Experts,
     *,
     weights: Weights,
@@ -246,7 +246,7 @@ def solve_layer(
     Args:
         layer: with the source's weights, those of its experts only for the llmcompressor engine; left as it is.
         norm: (H,) as stored, in the source's dtype: the one that AWQ folds its scales into; None if it is kept.
-        recorded: what the experts were called with.
+        moe_inputs: what the experts were called with.
         weights: see `solver.solve`.
         residents: see planning/device_memory.py.
         entering: hidden states entering the layer, (T, H) each; the llmcompressor engine runs the layer itself.
@@ -263,7 +263,7 @@ def solve_layer(
         router: Any = layer.get_submodule(modules.router)
         accelerator, sizes = is_accelerator(model.device), model.sizes
         return solve(
-            recorded.blocks(model.device, tokens_per_chunk(accelerator), check),
+            moe_inputs.blocks(model.device, tokens_per_chunk(accelerator), check),
             weights,
             norm=norm,
             offset=model.facts.norm.offset,

@@ -19,10 +19,11 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
-from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, reader_state, router_state
-from quantizers.forward.weights import ExpertWeights, read_weight
+from quantizers.formats.dequantization import read_weight
+from quantizers.forward.layer_weights import ExpertWeights
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.planning.plan import KEPT, Action
+from quantizers.solve.folded_scales import CLOSE_ENOUGH, matrix_errors, norm_ratio, reader_state, router_state
 from quantizers.system.errors import CheckpointError
 
 ROUTER_ULPS = 2

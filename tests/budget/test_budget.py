@@ -26,9 +26,10 @@ from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
 from quantizers.commands.stitch import stitch_checkpoints
-from quantizers.forward.codes import dequantize
-from quantizers.forward.recorded import recorded as seen_by
-from quantizers.forward.weights import layer_weights, read_weight
+from quantizers.formats.dequantization import read_weight
+from quantizers.formats.packed_integers import dequantize
+from quantizers.forward.layer_weights import layer_weights
+from quantizers.forward.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.pipeline import pipeline

@@ -124,7 +124,7 @@ def test_measure_alone_gives_what_the_report_says(finished: Finished, tmp_path: 
 
 def test_int4_weights_are_the_library_s(finished: Finished) -> None:
     """Every weight that the program reads from the finished files is the one compressed-tensors decompresses."""
-    from quantizers.forward.weights import read_weight
+    from quantizers.formats.dequantization import read_weight
 
     checkpoint = open_folder(finished.folder)
     _, weights = finished_weights(finished.folder)

@@ -32,10 +32,10 @@ from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
 from quantizers.commands.stitch import stitch_checkpoints
-from quantizers.forward.halves import observe
+from quantizers.forward.activation_store import ActivationStore
+from quantizers.forward.layer_forward import observe
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import recorded_rows
-from quantizers.forward.states import Rows
+from quantizers.forward.moe_inputs import moe_input_store
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import Job, prepare
@@ -184,7 +184,7 @@ def test_the_sums_are_those_of_a_hook_on_the_whole_model(made: Made, whole: Any,
             whole.model(text[None])
     hook.remove()
     gate.remove()
-    states = Rows(None, lengths, streamed.sizes["hidden"], torch.float32)
+    states = ActivationStore(None, lengths, streamed.sizes["hidden"], torch.float32)
     table = streamed.embedding()
     for i, text in enumerate(texts):
         states[i] = table[text]
@@ -192,7 +192,9 @@ def test_the_sums_are_those_of_a_hook_on_the_whole_model(made: Made, whole: Any,
         with streamed.layer(before) as layer:
             for i in range(len(texts)):
                 states[i] = streamed.run(layer, states[i])[0]
-    recorded = recorded_rows(lambda _, width, dtype: Rows(None, lengths, width, dtype), streamed.sizes, torch.float32)
+    recorded = moe_input_store(
+        lambda _, width, dtype: ActivationStore(None, lengths, width, dtype), streamed.sizes, torch.float32
+    )
     with streamed.layer(number) as layer:
         observe(streamed, layer, states, recorded)
     blocks = recorded.blocks(CPU, 100)

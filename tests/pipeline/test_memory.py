@@ -22,7 +22,7 @@ from calibration_tokenizer import write_tokenizer
 from live_bytes import Alive
 from safetensors.torch import save_file
 
-from quantizers.checkpoint import ahead
+from quantizers.checkpoint import prefetch
 from quantizers.pipeline import pipeline, quantize
 from quantizers.pipeline.options import Options
 from quantizers.planning import expert_batches
@@ -168,7 +168,7 @@ def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Liv
 
     What threads do beside it is done on the spot, so that the next layer is always in memory beside the one in work.
     """
-    for module in (ahead, quantize):
+    for module in (prefetch, quantize):
         monkeypatch.setattr(module, "ThreadPoolExecutor", OnTheSpot)
     real, runs, found = pipeline.quantize_layers, iter(range(100)), list[Living]()
 

@@ -16,8 +16,8 @@ from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import Recorded, route_counts
-from quantizers.forward.recorded import recorded as seen_by
+from quantizers.forward.moe_inputs import MoeInputs, route_counts
+from quantizers.forward.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.planning.expert_batches import ALIGNED, by_load, expert_batches
 from quantizers.solve import routing_weights
 from quantizers.solve.down_hessian import collect_down_hessian
@@ -38,7 +38,7 @@ class Observed:
     model: LayeredModel
     layer: int
     states: list[torch.Tensor]
-    recorded: list[Recorded]
+    recorded: list[MoeInputs]
     gate_up: torch.Tensor
     down: torch.Tensor
 
@@ -89,7 +89,7 @@ class Sums:
 
 
 def all_sums(
-    recorded: Sequence[Recorded],
+    recorded: Sequence[MoeInputs],
     gate_up: torch.Tensor,
     *,
     routed_weight: float,
@@ -111,7 +111,7 @@ def all_sums(
     return Sums(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def inputs_of(recorded: Sequence[Recorded]) -> tuple[InputHessian, Survey]:
+def inputs_of(recorded: Sequence[MoeInputs]) -> tuple[InputHessian, Survey]:
     """The sums of x alone."""
     found = survey(recorded, EXPERTS, 0.0, HIDDEN)
     inputs, routed = sweep(recorded, found, [], HIDDEN, with_all=True)
@@ -120,7 +120,7 @@ def inputs_of(recorded: Sequence[Recorded]) -> tuple[InputHessian, Survey]:
     return inputs, found
 
 
-def blend(recorded: Sequence[Recorded], experts: int, routed_weight: float, full_share_at: int) -> Blend:
+def blend(recorded: Sequence[MoeInputs], experts: int, routed_weight: float, full_share_at: int) -> Blend:
     return survey(recorded, experts, routed_weight, full_share_at).blended
 
 
@@ -128,7 +128,7 @@ Read = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def slow_sums(
-    recorded: Sequence[Recorded], read: Read, expert: int, a: float, full_share_at: int
+    recorded: Sequence[MoeInputs], read: Read, expert: int, a: float, full_share_at: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One expert's blended Σ x xᵀ, Σ h hᵀ and mean |h|, token by token in float64, from the definition.
 
@@ -272,7 +272,7 @@ def test_routed_counts_are_bincounts(observed: Observed) -> None:
     assert torch.equal(route_counts(observed.recorded[0].chosen, 9)[EXPERTS:], torch.zeros(5, dtype=torch.int64))
 
 
-def random_routing(seed: int, experts: int, chosen: int, lengths: Sequence[int], hidden: int) -> list[Recorded]:
+def random_routing(seed: int, experts: int, chosen: int, lengths: Sequence[int], hidden: int) -> list[MoeInputs]:
     """Sequences whose last expert is never chosen (unless all must be), some weights being zero."""
     generator = torch.Generator().manual_seed(seed)
     recorded = []

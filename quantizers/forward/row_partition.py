@@ -1,10 +1,10 @@
-"""Which of the rows of many sequences a process computes, and which it keeps.
+"""Partition of the rows of many sequences: which a process computes, and which it keeps.
 
-Rows are dealt in whole blocks (see `states.Rows.blocks`), consecutive ones in the order of ranks. Attention needs whole
-batches of sequences (see batches.py), and a batch may reach across the border of two shares: then both processes keep
-all of it, and take it through attention both, which gives both the same bits. What follows attention is computed block
-by block, by the block's process alone; afterwards the rows of the batches at the borders are passed on
-(`Share.complete`).
+Rows are dealt in whole blocks (see `ActivationStore.blocks`), consecutive ones in the order of ranks. Attention needs
+whole batches of sequences (see attention_batches.py), and a batch may reach across the border of two ranks' rows: then
+both keep all of it, and take it through attention both, which gives both the same bits. What follows attention is
+computed block by block, by the block's process alone; afterwards the rows of the batches at the borders are exchanged
+(`RowPartition.complete`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 
-from .batches import batches
+from .attention_batches import batches
 
 
-class Share:
+class RowPartition:
     """One process's part of the rows of some sequences.
 
     Args:

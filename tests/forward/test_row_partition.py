@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from rank_threads import together
 
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.forward.recorded import Recorded, recorded_rows
-from quantizers.forward.share import Share
-from quantizers.forward.states import Rows
+from quantizers.forward.activation_store import ActivationStore
+from quantizers.forward.moe_inputs import MoeInputs, moe_input_store
+from quantizers.forward.row_partition import RowPartition
 
 BLOCK = 8
 # Sequences within a block, across some, and across the shares of three processes; the last ones in batches of two.
@@ -19,11 +19,11 @@ LENGTHS = [3, 30, 1, 7, 9, 2, 25, 6, 2, 2, 3, 1, 1]
 LENGTH = st.integers(1, 40)
 
 
-def shares(lengths: list[int], count: int) -> list[Share]:
+def shares(lengths: list[int], count: int) -> list[RowPartition]:
     teams = [ProcessGroup() for _ in range(count)]
     for rank, dist in enumerate(teams):
         dist.rank, dist.world_size = rank, count
-    return [Share(lengths, dist, BLOCK) for dist in teams]
+    return [RowPartition(lengths, dist, BLOCK) for dist in teams]
 
 
 @settings(deadline=None, max_examples=200)
@@ -51,14 +51,14 @@ def test_rows_at_the_borders_are_passed_on(count: int) -> None:
     whole = torch.arange(3.0 * sum(LENGTHS)).view(-1, 3)
 
     def work(dist: ProcessGroup) -> None:
-        rows = Rows(None, LENGTHS, 3, torch.float32, dist=dist, block=BLOCK)
+        rows = ActivationStore(None, LENGTHS, 3, torch.float32, dist=dist, block=BLOCK)
         rows.flat.fill_(-1)
         for block in rows.blocks():
-            first = rows.share.start
+            first = rows.partition.start
             rows.flat[block] = whole[first + block.start : first + block.stop]
-        rows.share.complete(rows.flat)
-        for i, number in enumerate(rows.share.sequences):
-            first = rows.share.offsets[number]
+        rows.partition.complete(rows.flat)
+        for i, number in enumerate(rows.partition.sequences):
+            first = rows.partition.offsets[number]
             assert torch.equal(rows[i], whole[first : first + LENGTHS[number]])
             assert torch.equal(rows.of(number), rows[i])
 
@@ -70,7 +70,7 @@ def test_rank_0_collects_and_deals_all_rows(count: int) -> None:
     whole = torch.arange(2.0 * sum(LENGTHS)).view(-1, 2)
 
     def work(dist: ProcessGroup) -> None:
-        share = Share(LENGTHS, dist, BLOCK)
+        share = RowPartition(LENGTHS, dist, BLOCK)
         own = torch.full((share.kept_by(dist.rank).stop - share.start, 2), -1.0)
         share.deal(own, whole if dist.is_main else None)
         assert torch.equal(own, whole[share.kept_by(dist.rank)])
@@ -90,11 +90,11 @@ def test_every_process_gets_what_the_experts_are_called_with() -> None:
     usable = torch.arange(total) % 3 > 0
 
     def work(dist: ProcessGroup) -> None:
-        recorded = recorded_rows(lambda _, *row: Rows(None, LENGTHS, *row), sizes, torch.bfloat16)  # type: ignore[arg-type]
-        share = Share(LENGTHS, dist, BLOCK)
+        recorded = moe_input_store(lambda _, *row: ActivationStore(None, LENGTHS, *row), sizes, torch.bfloat16)  # type: ignore[arg-type]
+        share = RowPartition(LENGTHS, dist, BLOCK)
         for block in share.blocks():
             rows = slice(share.start + block.start, share.start + block.stop)
-            recorded.put(rows, Recorded(x[rows], chosen[rows], weight[rows], usable[rows]))
+            recorded.put(rows, MoeInputs(x[rows], chosen[rows], weight[rows], usable[rows]))
         recorded.complete(dist, share.rows_of)
         found = recorded.at(slice(None), torch.device("cpu"))
         assert torch.equal(found.x, x)

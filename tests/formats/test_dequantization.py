@@ -12,9 +12,9 @@ import torch
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import Checkpoint, open_folder
-from quantizers.forward.packing import unpack
-from quantizers.forward.stored_matrix import dequantize_fp8
-from quantizers.forward.weights import layer_weights, read_weight
+from quantizers.formats.dequantization import dequantize_fp8, read_weight
+from quantizers.formats.packed_integers import unpack
+from quantizers.forward.layer_weights import layer_weights
 from quantizers.system.errors import CheckpointError
 
 CPU = torch.device("cpu")

@@ -29,15 +29,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from quantizers.checkpoint.reader import CONFIG, Checkpoint
+from quantizers.checkpoint.safetensors_header import FLOATING
 from quantizers.system.errors import CheckpointError
-
-from .reader import CONFIG, Checkpoint
-from .safetensors_header import FLOATING
 
 if TYPE_CHECKING:
     import torch
 
-    from .safetensors_header import TensorInfo
+    from quantizers.checkpoint.safetensors_header import TensorInfo
 
 # Legend: R rows (outputs), C columns (inputs), b bits, g group size, n = ⌈C / g⌉ groups
 

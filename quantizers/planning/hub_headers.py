@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from quantizers.checkpoint.reader import CONFIG, read_json
+from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec
+from quantizers.formats.unsupported import refuse_four_bits
 from quantizers.system.errors import CheckpointError
-
-from .reader import CONFIG, read_json
-from .safetensors_header import DTYPE_BYTES, Spec
-from .unsupported import refuse_four_bits
 
 
 def read_hub(model: str, revision: str) -> tuple[dict[str, Any], dict[str, Spec], str]:

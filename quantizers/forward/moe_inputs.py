@@ -16,14 +16,14 @@ from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import prefetched
 from quantizers.distributed.process_group import ProcessGroup
 
-from .states import Rows
+from .activation_store import ActivationStore
 
 LARGEST = 1e16  # squares of this, times ten million tokens, are still finite in float32
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """The input and routing of some rows at a layer's MoE block, as `recorded` makes it.
+class MoeInputs:
+    """The input and routing of some rows at a layer's MoE block, as `capture_moe_inputs` makes it.
 
     Attributes:
         x: (T, H), the block's input; zeros in rows that are not usable.
@@ -38,7 +38,7 @@ class Recorded:
     usable: torch.Tensor
 
 
-def recorded(x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> Recorded:
+def capture_moe_inputs(x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> MoeInputs:
     """What a router gave for x (T, H), with the rows blanked that no sum can use; the arguments are left as they are.
 
     Every row is looked at here, once, so that nobody has to do it again in each pass over the rows.
@@ -49,7 +49,7 @@ def recorded(x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> Rec
     if is_accelerator(x.device) or not bool(usable.all()):
         unusable = ~usable.unsqueeze(-1)
         x, weight = x.masked_fill(unusable, 0), weight.masked_fill(unusable, 0)
-    return Recorded(x, chosen, weight, usable)
+    return MoeInputs(x, chosen, weight, usable)
 
 
 def usable_rows(rows: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -58,19 +58,19 @@ def usable_rows(rows: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class RecordedRows:
+class MoeInputStore:
     """The same of all sequences; every process has all rows, since the solver reads them many times.
 
     Attributes:
-        x, chosen, weight, usable: as in `Recorded`, but chosen is int32, and usable has one column.
+        x, chosen, weight, usable: as in `MoeInputs`, but chosen is int32, and usable has one column.
     """
 
-    x: Rows
-    chosen: Rows
-    weight: Rows
-    usable: Rows
+    x: ActivationStore
+    chosen: ActivationStore
+    weight: ActivationStore
+    usable: ActivationStore
 
-    def put(self, rows: slice, seen: Recorded) -> None:
+    def put(self, rows: slice, seen: MoeInputs) -> None:
         """Keep what was recorded of these rows, counted through all sequences."""
         for place, field in zip(self._parts(rows), fields(seen), strict=True):
             place.copy_(getattr(seen, field.name).view_as(place))
@@ -87,7 +87,7 @@ class RecordedRows:
             for part in self._parts(slice(*rows_of(src))):
                 dist.broadcast(part, src)
 
-    def at(self, rows: slice, device: torch.device) -> Recorded:
+    def at(self, rows: slice, device: torch.device) -> MoeInputs:
         """These rows on a device: views where they lie there already."""
         return _recorded(tensor.to(device) for tensor in self._parts(rows))
 
@@ -96,9 +96,11 @@ class RecordedRows:
 
     def sequence(self, number: int) -> slice:
         """The rows of one sequence."""
-        return slice(self.x.share.offsets[number], self.x.share.offsets[number + 1])
+        return slice(self.x.partition.offsets[number], self.x.partition.offsets[number + 1])
 
-    def blocks(self, device: torch.device, length: int, check: Callable[[], None] = lambda: None) -> Sequence[Recorded]:
+    def blocks(
+        self, device: torch.device, length: int, check: Callable[[], None] = lambda: None
+    ) -> Sequence[MoeInputs]:
         """All rows in their order, `length` at a time, on the device.
 
         Whoever goes through them has each until the next one is asked for: that crosses meanwhile, see `prefetched`.
@@ -115,14 +117,16 @@ class RecordedRows:
             rows.remove()
 
 
-def recorded_rows(make: Callable[[str, int, torch.dtype], Rows], sizes: Sizes, dtype: torch.dtype) -> RecordedRows:
+def moe_input_store(
+    make: Callable[[str, int, torch.dtype], ActivationStore], sizes: Sizes, dtype: torch.dtype
+) -> MoeInputStore:
     """Room for what a layer's experts are called with.
 
     Args:
         make: from a name, a width and a dtype to rows of all sequences.
         dtype: of the forward pass.
     """
-    return RecordedRows(
+    return MoeInputStore(
         make("x", sizes["hidden"], dtype),
         make("chosen", sizes["chosen"], torch.int32),
         make("weight", sizes["chosen"], torch.float32),
@@ -130,9 +134,9 @@ def recorded_rows(make: Callable[[str, int, torch.dtype], Rows], sizes: Sizes, d
     )
 
 
-class _Blocks(Sequence[Recorded]):
+class _Blocks(Sequence[MoeInputs]):
     def __init__(
-        self, rows: RecordedRows, slices: Sequence[slice], device: torch.device, check: Callable[[], None]
+        self, rows: MoeInputStore, slices: Sequence[slice], device: torch.device, check: Callable[[], None]
     ) -> None:
         self.rows, self.slices, self.device, self.check = rows, slices, device, check
 
@@ -140,23 +144,23 @@ class _Blocks(Sequence[Recorded]):
         return len(self.slices)
 
     @overload
-    def __getitem__(self, index: int) -> Recorded: ...
+    def __getitem__(self, index: int) -> MoeInputs: ...
 
     @overload
     def __getitem__(self, index: slice) -> _Blocks: ...
 
-    def __getitem__(self, index: int | slice) -> Recorded | _Blocks:
+    def __getitem__(self, index: int | slice) -> MoeInputs | _Blocks:
         if isinstance(index, slice):
             return _Blocks(self.rows, self.slices[index], self.device, self.check)
         self.check()
         return self.rows.at(self.slices[index], self.device)
 
-    def __iter__(self) -> Iterator[Recorded]:
+    def __iter__(self) -> Iterator[MoeInputs]:
         for part in prefetched([self.rows._parts(rows) for rows in self.slices], self.device):
             self.check()
             yield _recorded(part)
 
-    def routing(self) -> Iterator[Recorded]:
+    def routing(self) -> Iterator[MoeInputs]:
         """The same, with x where it lies."""
         parts = [self.rows._parts(rows) for rows in self.slices]
         for (x, *_), routed in zip(parts, prefetched([part[1:] for part in parts], self.device), strict=True):
@@ -164,14 +168,14 @@ class _Blocks(Sequence[Recorded]):
             yield _recorded((x, *routed))
 
 
-def routing_of(blocks: Iterable[Recorded]) -> Iterable[Recorded]:
+def routing_of(blocks: Iterable[MoeInputs]) -> Iterable[MoeInputs]:
     """The same blocks for whoever reads their routing alone: x does not cross to the device, where it is large."""
     return blocks.routing() if isinstance(blocks, _Blocks) else blocks
 
 
-def _recorded(part: Iterable[torch.Tensor]) -> Recorded:
+def _recorded(part: Iterable[torch.Tensor]) -> MoeInputs:
     x, chosen, weight, usable = part
-    return Recorded(x, chosen, weight, usable.squeeze(-1))
+    return MoeInputs(x, chosen, weight, usable.squeeze(-1))
 
 
 def route_counts(chosen: torch.Tensor, experts: int) -> torch.Tensor:

@@ -10,18 +10,37 @@ its tensors keep their names.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, Literal
 
+from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.system.errors import CheckpointError
-
-from .reader import declared_block
 
 ROWS: Final = "rows"
 Fp8 = tuple[int, int] | Literal["rows"]  # rows and columns of a block, or ROWS for a scale per row
 SCALE = "weight_scale"
 SCALE_INV = "weight_scale_inv"  # the published name of the scales of blocks
+
+
+def block_size(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Rows and columns of an FP8 block: weight_block_size in config.json, or 128x128 if that is missing."""
+    return declared_block(checkpoint.config, str(checkpoint.folder / CONFIG))
+
+
+def declared_block(config: Mapping[str, Any], where: str) -> tuple[int, int]:
+    """As `block_size`, from the content of config.json; `where` is its path, for messages."""
+    section = config.get("quantization_config") or {}
+    if not isinstance(section, dict):
+        raise CheckpointError(f"{where}: quantization_config is {reprlib.repr(section)}; an object is needed")
+    declared = section.get("weight_block_size") or [128, 128]
+    if not isinstance(declared, list) or len(declared) != 2 or not all(type(n) is int and n > 0 for n in declared):
+        raise CheckpointError(
+            f"{where}: quantization_config.weight_block_size is {reprlib.repr(declared)}; "
+            "two positive numbers are needed"
+        )
+    return declared[0], declared[1]
 
 
 @cache

@@ -10,7 +10,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantizers.forward.packing import pack, unpack
+from quantizers.formats.packed_integers import pack, unpack
 
 WIDTHS = (4, 8)
 

@@ -10,16 +10,19 @@ entry for each range under the family's own name for it, and everybody else read
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import Matrix
-from quantizers.architectures.sizes import Sizes
+from quantizers.architectures.matrices import MATRICES, PROJECTIONS, Matrix
+from quantizers.architectures.sizes import Sizes, sizes_of
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec, Stored, TensorInfo
 from quantizers.system.errors import CheckpointError
 
-from .reader import Checkpoint
-from .safetensors_header import DTYPE_BYTES, Spec, Stored, TensorInfo
+from .awq_gptq import is_awq_or_gptq
+from .unsupported import refuse_unsupported
 
 # Legend: E experts, I width of an expert, H hidden size
 
@@ -110,3 +113,52 @@ def _layers(facts: Architecture, sizes: Sizes) -> dict[str, int]:
         for experts in (published, facts.modules.experts)
         for last in FUSED
     }
+
+
+def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
+    """The checkpoint under the family's published tensor names, with fused experts split.
+
+    Maps llm-compressor's names of the experts (gate_proj, up_proj, down_proj) and transformers' names of modules
+    (`mlp.` for `block_sparse_moe.`).
+
+    Raises:
+        CheckpointError: its format or its experts' layout is not supported, or two tensors get the same name.
+    """
+    where = f"{checkpoint.folder}/config.json"
+    refuse_unsupported(checkpoint.config, where)
+    qweight = next((name for name in checkpoint.tensors if name.endswith(".qweight")), None)
+    if qweight is not None and not is_awq_or_gptq(checkpoint.config):
+        raise CheckpointError(
+            f"{where}: does not declare the AutoAWQ or GPTQ integers in the files ({qweight}); copy their "
+            "quantization_config from quant_config.json or quantize_config.json, and add its quant_method"
+        )
+    tensors: dict[str, TensorInfo] = {}
+    kinds = [part for dense in (False, True) for part in (facts.tensors(dense), facts.linears(dense))]
+    known = {name for kind in kinds for name in kind}
+    for name, info in checkpoint.tensors.items():
+        published = _published(name, facts, known)
+        if published in tensors:
+            raise CheckpointError(f"{info.file}: {name} and {tensors[published].name} are the same tensor; keep one")
+        tensors[published] = info
+    renamed = replace(checkpoint, tensors={name: replace(info, name=name) for name, info in tensors.items()})
+    if any(map(is_fused, tensors)):
+        return with_experts_apart(renamed, facts, sizes_of(facts, checkpoint.config, where))
+    return renamed
+
+
+def _published(name: str, facts: Architecture, known: Collection[str]) -> str:
+    within = re.sub(r"^.*?\.\d+\.", "", name)  # without the layer's prefix
+    if within in known or within.rpartition(".")[0] in known:
+        return name  # as published, although it may begin as a module of transformers' does
+    for published, module in facts.modules.rename.items():
+        name = name.replace(f".{module}.", f".{published}.", 1)
+    for alias, published in facts.modules.aliases.items():
+        if name.endswith(f".{alias}"):
+            name = name.removesuffix(alias) + published
+    expert = re.search(r"\.experts\.\d+\.(\w+)\.", name)
+    if expert:
+        for matrix in MATRICES:
+            if expert[1] == PROJECTIONS[matrix]:
+                at, end = expert.span(1)
+                name = name[:at] + facts.expert_linears[matrix].name + name[end:]
+    return name

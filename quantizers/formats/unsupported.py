@@ -22,11 +22,11 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from quantizers.checkpoint.reader import EVALUATE_GGUF, GIVE_ORIGINAL
+from quantizers.checkpoint.safetensors_header import printed
 from quantizers.system.errors import CheckpointError
 
 from .awq_gptq import METHODS, read_packing
-from .reader import EVALUATE_GGUF, GIVE_ORIGINAL
-from .safetensors_header import printed
 
 SECTION = "quantization_config"
 SUPPORTED = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}

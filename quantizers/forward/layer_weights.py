@@ -1,21 +1,13 @@
-"""Read the weights of linear modules as numbers, from all supported formats.
+"""The weights of one decoder layer: dequantized, checked, by transformers' names.
 
-    FP8 e4m3 with one float32 scale per block   weight, weight_scale_inv (source) or weight_scale (ours)
-    packed integers with a scale per group      weight_packed, weight_scale, weight_shape
-    plain                                       weight
-    formats of other programs                   see checkpoint/formats.py, awq_gptq.py
-
-compressed-tensors does the FP8 dequantization, packing.py the unpacking; a GPU does both for all experts of a unit
-together. On a CPU everything becomes float32 without rounding to bfloat16 in between. FP8 bytes are
-copied to a GPU as FP8 and dequantized there.
-
-A single module is read by `read_weight`, which looks at its numbers at once. A layer's modules are looked at together,
-with one synchronisation; only if one of them is not finite are they read again, one by one, to name it.
+A GPU dequantizes the experts of a batch together; FP8 bytes are copied there as FP8. On a CPU everything becomes
+float32 without rounding to bfloat16 in between. That all is finite is checked once for a layer, with one
+synchronisation; only if something is not are its modules read again, one by one, to name it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -23,67 +15,50 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.formats import foreign_weight
-from quantizers.checkpoint.reader import Checkpoint, block_size
+from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
+from quantizers.formats.dequantization import (
+    WeightFormat,
+    is_finite,
+    read_weight,
+    refuse_bias,
+    unchecked_weight,
+    weight_format,
+)
 from quantizers.system.errors import CheckpointError
-
-from .finite import Finite
-from .stored_matrix import Form, dequantize_fp8, form_of, fp8_scale, is_finite, packed_weight
 
 # Legend: E experts, c experts of a unit, R rows, C columns, H hidden size, I width of an expert
 
-FP8 = torch.float8_e4m3fn
 UNIT = 16  # experts whose matrices an accelerator is given together
 TOGETHER = 4  # of these, as many as are dequantized together: float32 in between takes memory that is not planned for
 BAND = 2**21  # bytes in float32 of the rows that a CPU dequantizes at a time: in its cache, and in the heap
 
 
-def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
-    """Read a linear module's weight as float32 on `device`.
+class FiniteCheck:
+    """Deferred checks that tensors are finite: on an accelerator each check is a synchronisation."""
 
-    Args:
-        module: its full published name, without `.weight`.
+    def __init__(self) -> None:
+        self._finite: list[torch.Tensor] = []
+        self._read_again: list[Callable[[], object]] = []
 
-    Raises:
-        CheckpointError: a tensor is missing, has a wrong dtype or shape, or contains NaN or infinity.
-    """
-    weight = _weight(checkpoint, module, device)
-    if not bool(is_finite(weight)):
-        raise CheckpointError(
-            f"{checkpoint.folder}: {module}.weight or its scale holds a NaN or infinity; download its shard again"
-        )
-    return weight
+    def add(self, finite: torch.Tensor, read_again: Callable[[], object]) -> None:
+        """Defer a check.
 
+        Args:
+            finite: a bool on the device: whether a tensor is finite.
+            read_again: reads that tensor again, and raises an error that names it where it is not.
+        """
+        self._finite.append(finite)
+        self._read_again.append(read_again)
 
-def _weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
-    """As `read_weight`, but numbers that are not finite are left in."""
-    foreign = foreign_weight(checkpoint, module, device)
-    if foreign is not None:
-        return foreign
-    if f"{module}.weight_packed" in checkpoint.tensors:
-        return packed_weight(checkpoint, module, device)
-    info = checkpoint.require(f"{module}.weight", "a linear layer's weight")
-    stored = checkpoint.tensor(info.name).to(device)
-    if stored.dtype == FP8:
-        scale = checkpoint.tensor(fp8_scale(checkpoint, module).name).to(device)
-        return dequantize_fp8(stored, scale, block_size(checkpoint))
-    if stored.is_floating_point() and stored.element_size() > 1:
-        return stored.float()
-    raise CheckpointError(
-        f"{info.file}: {info.name}: dtype {info.dtype} is not that of a weight that can be read; give the published "
-        "checkpoint"
-    )
-
-
-def _refuse_bias(checkpoint: Checkpoint, module: str) -> None:
-    """Refuse a bias that the family's model would not add. AutoGPTQ writes one of zeros beside every weight."""
-    info = checkpoint.tensors.get(f"{module}.bias")
-    if info is not None and bool(checkpoint.tensor(info.name).any()):
-        raise CheckpointError(
-            f"{info.file}: {info.name} is not zero, but this family's model adds no bias there; the checkpoint is of "
-            "another model, or was made with a correction that cannot be read here"
-        )
+    def require(self) -> None:
+        """Make all checks so far; the error is that of the first tensor that was not finite."""
+        if self._finite and not bool(torch.stack(self._finite).all()):
+            for read_again in self._read_again:
+                read_again()
+            raise AssertionError("a tensor was not finite, and is now")
+        self._finite.clear()
+        self._read_again.clear()
 
 
 class ExpertWeights:
@@ -108,20 +83,20 @@ class ExpertWeights:
         layer: int,
         device: torch.device,
         dtype: torch.dtype,
-        finite: Finite | None = None,
+        finite: FiniteCheck | None = None,
     ) -> None:
         self.stored, self.device, self.dtype = stored, device, dtype
         self.experts, self.width, self.hidden = sizes["experts"], sizes["width"], sizes["hidden"]
         self.modules = {m: [facts.expert(layer, e, m) for e in range(self.experts)] for m in MATRICES}
-        self._forms: dict[str, Form | None] = {}
-        self._finite = finite or Finite()
+        self._forms: dict[str, WeightFormat | None] = {}
+        self._finite = finite or FiniteCheck()
         for expert in range(self.experts):
             for matrix in MATRICES:
                 module = self.modules[matrix][expert]
-                form = self._forms[module] = form_of(stored, module)
+                form = self._forms[module] = weight_format(stored, module)
                 if form is not None:
                     self._require_shape(module, matrix, form.shape)
-                _refuse_bias(stored, module)
+                refuse_bias(stored, module)
 
     def unit(self, experts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Some experts, by their numbers: gate_up (c, 2I, H), w1 above w3, and down (c, H, I).
@@ -144,18 +119,19 @@ class ExpertWeights:
         slots = (gate_up[:, : self.width], gate_up[:, self.width :], down)
         for matrix, slot in zip(MATRICES, slots, strict=True):
             modules = [self.modules[matrix][expert] for expert in experts]
-            form = self._forms[modules[0]]
-            if form is None or any(self._forms[module] != form for module in modules):
+            form, together = self._forms[modules[0]], is_accelerator(self.device)
+            alike = form is not None and all(self._forms[module] == form for module in modules)
+            if form is None or not alike or (together and form.shape[0] % form.block[0]):
                 for module, own in zip(modules, slot, strict=True):
                     weight = read_weight(self.stored, module, self.device)
                     self._require_shape(module, matrix, tuple(weight.shape))
                     own.copy_(weight)
-            elif is_accelerator(self.device):
+            elif together:
                 self._fill_together(form, modules, slot)
             else:
                 self._fill_in_bands(form, modules, slot)
 
-    def _fill_together(self, form: Form, modules: list[str], slot: torch.Tensor) -> None:
+    def _fill_together(self, form: WeightFormat, modules: list[str], slot: torch.Tensor) -> None:
         """A few matrices one below the other: one copy of each part to the device, one product in float32."""
         for first in range(0, len(modules), TOGETHER):
             some = slice(first, first + TOGETHER)
@@ -167,7 +143,7 @@ class ExpertWeights:
         # As bytes, because not every device lays FP8 together.
         return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
 
-    def _fill_in_bands(self, form: Form, modules: list[str], slot: torch.Tensor) -> None:
+    def _fill_in_bands(self, form: WeightFormat, modules: list[str], slot: torch.Tensor) -> None:
         """Some rows of a matrix at a time: a whole matrix in float32 would be fresh memory, with its page faults."""
         rows, columns = form.shape
         step = max(BAND // (4 * columns) // form.block[0], 1) * form.block[0]
@@ -177,8 +153,8 @@ class ExpertWeights:
                 band = own[row : row + step]
                 self._put(form, form.band(parts, row, row + len(band)), band, [module])
 
-    def _put(self, form: Form, parts: list[torch.Tensor], slot: torch.Tensor, modules: list[str]) -> None:
-        self._finite.add(form.put(parts, slot), partial(self._read_again, modules))
+    def _put(self, form: WeightFormat, parts: list[torch.Tensor], slot: torch.Tensor, modules: list[str]) -> None:
+        self._finite.add(form.fill(parts, slot), partial(self._read_again, modules))
 
     def _read_again(self, modules: list[str]) -> None:
         for module in modules:
@@ -224,7 +200,7 @@ def layer_weights(
         CheckpointError: as `read_weight`.
     """
     dense = layer in sizes.dense
-    finite = Finite()
+    finite = FiniteCheck()
     weights = _outside_experts(checkpoint, facts, layer, device, dtype, finite, dense=dense)
     if experts and not dense:
         routed, count = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype, finite), sizes["experts"]
@@ -244,7 +220,7 @@ def _outside_experts(
     layer: int,
     device: torch.device,
     dtype: torch.dtype,
-    finite: Finite,
+    finite: FiniteCheck,
     *,
     dense: bool,
 ) -> dict[str, torch.Tensor]:
@@ -261,11 +237,11 @@ def _outside_experts(
         if name in facts.modules.without:
             continue
         full = facts.layer(layer, name)
-        weight = _weight(checkpoint, full, device)
+        weight = unchecked_weight(checkpoint, full, device)
         finite.add(is_finite(weight), partial(read_weight, checkpoint, full, device))
         weights[facts.in_transformers(name) + ".weight"] = weight.to(dtype)
         if f"{name}.bias" not in facts.tensors(dense):
-            _refuse_bias(checkpoint, full)
+            refuse_bias(checkpoint, full)
     return weights
 
 

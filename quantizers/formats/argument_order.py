@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quantizers.checkpoint.reader import CONFIG, Checkpoint, read_json
 from quantizers.system.errors import CheckpointError, InputError
 from quantizers.system.output_files import REPORT
 
 from .awq_gptq import METHODS
-from .reader import CONFIG, Checkpoint, read_json
 from .unsupported import four_bit_key
 
 
-def refuse_swapped(source: Checkpoint, candidate: Checkpoint, remedy: str) -> None:
+def refuse_swapped_arguments(source: Checkpoint, candidate: Checkpoint, remedy: str) -> None:
     """Refuse a source that was made from a model such as the candidate is.
 
     Args:

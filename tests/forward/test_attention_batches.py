@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizers.forward.batches import MOST_PADDING, batches, padded, unpadded
+from quantizers.forward.attention_batches import MOST_PADDING, batches, padded, unpadded
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=15)
 

@@ -3,7 +3,7 @@
 They lie one after the other, each (T, width). In a file, the page cache holds the parts in use; the process itself
 allocates no memory for them, however many tokens there are, and other processes can map the same file.
 
-Of several processes each one keeps a part of them, see share.py.
+Of several processes each one keeps a part of them, see row_partition.py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import disk_errors, sync_folder
 
-from .share import Share
+from .row_partition import RowPartition
 
 
-class Rows(Sequence[torch.Tensor]):
+class ActivationStore(Sequence[torch.Tensor]):
     """A list of (T_i, width) tensors; assigning an item writes to the memory or file where they lie.
 
     Args:
@@ -31,7 +31,7 @@ class Rows(Sequence[torch.Tensor]):
         dtype: dtype of the elements.
         device: where they lie if not in a file.
         dist: the processes that share them, of which each keeps a part; without one, this process keeps all.
-        block: see `Share`.
+        block: see `RowPartition`.
 
     Attributes:
         share: which of the sequences are kept here.
@@ -49,8 +49,8 @@ class Rows(Sequence[torch.Tensor]):
         dist: ProcessGroup = SINGLE_PROCESS,
         block: int | None = None,
     ) -> None:
-        self.path, self.width, self.share = path, width, Share(lengths, dist, block)
-        kept = self.share.kept_by(dist.rank)
+        self.path, self.width, self.partition = path, width, RowPartition(lengths, dist, block)
+        kept = self.partition.kept_by(dist.rank)
         count = (kept.stop - kept.start) * width
         self._size = count * dtype.itemsize
         if path is None or not count:  # an empty file cannot be mapped
@@ -63,12 +63,12 @@ class Rows(Sequence[torch.Tensor]):
         self.flat = torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(-1, width)
 
     def __len__(self) -> int:
-        return len(self.share.sequences)
+        return len(self.partition.sequences)
 
     def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]  # no slices
         if not 0 <= index < len(self):
             raise IndexError(index)
-        share, number = self.share, self.share.sequences[index]
+        share, number = self.partition, self.partition.sequences[index]
         return self.flat[share.offsets[number] - share.start : share.offsets[number + 1] - share.start]
 
     def __setitem__(self, index: int, value: torch.Tensor) -> None:
@@ -79,21 +79,21 @@ class Rows(Sequence[torch.Tensor]):
 
     def blocks(self) -> list[slice]:
         """Slices of `flat`: the blocks of rows, counted through all sequences, that are computed here."""
-        return self.share.blocks()
+        return self.partition.blocks()
 
     def batches(self) -> list[tuple[slice, list[int]]]:
         """What `of_batch` says of all batches that are kept here."""
-        return [self.of_batch(batch) for batch in self.share.batches if batch.start in self.share.sequences]
+        return [self.of_batch(batch) for batch in self.partition.batches if batch.start in self.partition.sequences]
 
     def of(self, sequence: int) -> torch.Tensor:
         """One of the sequences that are kept here, by its number among all."""
-        return self[self.share.sequences.index(sequence)]
+        return self[self.partition.sequences.index(sequence)]
 
     def of_batch(self, batch: range) -> tuple[slice, list[int]]:
         """Where the rows of a batch that is kept here lie in `flat`, and tokens of each of its sequences."""
-        start, offsets = self.share.start, self.share.offsets
+        start, offsets = self.partition.start, self.partition.offsets
         rows = slice(offsets[batch.start] - start, offsets[batch.stop] - start)
-        return rows, self.share.lengths[batch.start : batch.stop]
+        return rows, self.partition.lengths[batch.start : batch.stop]
 
     def remove(self) -> None:
         """Remove the file; its blocks are freed once nobody maps it any more."""

@@ -1,6 +1,6 @@
 """One of the models that go through the layers side by side: the states of its held-out texts.
 
-The source is the first lane, and every candidate is one more. States lie in files, since what a layer leaves behind
+The source is the first stream, and every candidate is one more. States lie in files, since what a layer leaves behind
 is what an interrupted run goes on from: the source's cannot be computed again without reading the source. Where the
 device has room for them they lie there, and go to the file in one copy a layer; several processes keep their parts in
 memory, and rank 0 writes all of them to the file.
@@ -19,12 +19,12 @@ from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.planning.expert_batches import tokens_per_chunk
 from quantizers.system.errors import QuantizeError
 
-from .halves import attend, finish
+from .activation_store import ActivationStore
+from .layer_forward import attend, finish
 from .layered_model import LayeredModel
-from .states import Rows
 
 
-class Lane:
+class ActivationStream:
     """One model's states, from layer to layer.
 
     Args:
@@ -32,7 +32,7 @@ class Lane:
         model: its structure and device.
         number: 0 for the source.
         lengths: tokens of each text.
-        folder: an existing folder for the files, the same for all lanes.
+        folder: an existing folder for the files, the same for all streams.
         durable: whether states must be on disk before a layer counts as done.
         check: called between sequences; may raise to interrupt.
         dist: the processes that share the texts.
@@ -45,7 +45,7 @@ class Lane:
         chosen: the experts that its router chose in the layer with experts that ran last, int32.
     """
 
-    left: Rows
+    left: ActivationStore
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class Lane:
         self._device, self._in_files = device, device is None and not dist.is_distributed
         self._writer = writer
         self._flushed: dict[int, Future[None]] = {}
-        self._states: dict[int, Rows] = {}
+        self._states: dict[int, ActivationStore] = {}
         self.chosen = self._rows(f"chosen-{number}.bin", model.sizes["chosen"], torch.int32)
 
-    def states(self, layer: int) -> Rows:
+    def states(self, layer: int) -> ActivationStore:
         """The states that enter a layer; the number of layers stands for those that leave the last."""
         if layer not in self._states:
             self._states[layer] = self._rows(self._file(layer), self.model.sizes["hidden"], self.model.dtype)
@@ -86,35 +86,35 @@ class Lane:
             raise QuantizeError(f"{path}: is gone, and with it what the next layer reads; start over with --fresh")
         if not self._in_files:
             states = self.states(layer)
-            states.share.deal(states.flat, self._whole(layer).flat if self._dist.is_main else None)
+            states.partition.deal(states.flat, self._whole(layer).flat if self._dist.is_main else None)
 
-    def _whole(self, layer: int) -> Rows:
+    def _whole(self, layer: int) -> ActivationStore:
         """The file of the states that enter a layer, with the rows of all processes."""
         path = self._folder / self._file(layer)
-        return Rows(path, self._lengths, self.model.sizes["hidden"], self.model.dtype)
+        return ActivationStore(path, self._lengths, self.model.sizes["hidden"], self.model.dtype)
 
     def _file(self, layer: int) -> str:
         return f"states-{self.number}-{layer:05d}.bin"
 
-    def _rows(self, name: str, width: int, dtype: torch.dtype) -> Rows:
+    def _rows(self, name: str, width: int, dtype: torch.dtype) -> ActivationStore:
         return self._at(self._folder / name if self._in_files else None, width, dtype)
 
-    def _at(self, path: Path | None, width: int, dtype: torch.dtype) -> Rows:
+    def _at(self, path: Path | None, width: int, dtype: torch.dtype) -> ActivationStore:
         block = tokens_per_chunk(is_accelerator(self.model.device))
-        return Rows(path, self._lengths, width, dtype, self._device, dist=self._dist, block=block)
+        return ActivationStore(path, self._lengths, width, dtype, self._device, dist=self._dist, block=block)
 
     def embed(self, texts: Sequence[torch.Tensor]) -> None:
         """Fill the states that enter layer 0 from token ids (T,) int64."""
         embed(self.model, texts, self.states(0))
 
     def attend(self, number: int, layer: torch.nn.Module) -> None:
-        """Take all texts through the first half of a layer with this lane's weights; `left` is then the residual."""
+        """Take all texts through the first half of a layer with this stream's weights; `left` is then the residual."""
         self.left = self.states(number + 1)
         attend(self.model, layer, self.states(number), self.left, self._check)
         self._states.pop(number)  # the file stays until it is forgotten
 
-    def attend_as(self, other: Lane, number: int) -> None:
-        """Take over the residual of a lane that entered the layer with the same states and has the same attention."""
+    def attend_as(self, other: ActivationStream, number: int) -> None:
+        """Take over the residual of a stream that entered the layer with the same states and has the same attention."""
         self.left = self.states(number + 1)
         self.left.flat.copy_(other.left.flat)
         self._states.pop(number, None)
@@ -135,7 +135,7 @@ class Lane:
         whole = self.left
         if not self._in_files:
             whole = self._whole(layer) if self._dist.is_main else whole
-            self.left.share.collect(self.left.flat, whole.flat if self._dist.is_main else None)
+            self.left.partition.collect(self.left.flat, whole.flat if self._dist.is_main else None)
         if self._dist.is_main and self._writer is not None:
             self._flushed[layer] = self._writer.submit(whole.flush)
         elif self._dist.is_main:
@@ -157,10 +157,10 @@ class Lane:
             (self._folder / self._file(number)).unlink(missing_ok=True)
 
 
-def embed(model: LayeredModel, texts: Sequence[torch.Tensor], states: Rows) -> None:
+def embed(model: LayeredModel, texts: Sequence[torch.Tensor], states: ActivationStore) -> None:
     """Fill the states that enter layer 0 from the token ids (T,) int64 of all texts."""
     if not len(states):
         return
     table = model.embedding()
-    for i, number in enumerate(states.share.sequences):
+    for i, number in enumerate(states.partition.sequences):
         states[i] = table[texts[number].to(table.device)]

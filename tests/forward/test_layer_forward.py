@@ -12,10 +12,10 @@ from tiny import make
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
-from quantizers.forward.halves import attend, finish, observe
+from quantizers.forward.activation_store import ActivationStore
+from quantizers.forward.layer_forward import attend, finish, observe
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import recorded_rows
-from quantizers.forward.states import Rows
+from quantizers.forward.moe_inputs import moe_input_store
 from quantizers.system.errors import QuantizeError
 
 LENGTHS = [5, 1, 12, 7, 3, 4, 2, 2, 2]
@@ -37,11 +37,11 @@ def layer(model: LayeredModel) -> Iterator[torch.nn.Module]:
         yield module
 
 
-def rows(width: int, dtype: torch.dtype, path: Path | None = None) -> Rows:
-    return Rows(path, LENGTHS, width, dtype, block=BLOCK)
+def rows(width: int, dtype: torch.dtype, path: Path | None = None) -> ActivationStore:
+    return ActivationStore(path, LENGTHS, width, dtype, block=BLOCK)
 
 
-def filled(model: LayeredModel, path: Path | None = None) -> Rows:
+def filled(model: LayeredModel, path: Path | None = None) -> ActivationStore:
     states = rows(model.sizes["hidden"], model.dtype, path)
     states.flat.copy_(torch.randn(states.flat.shape, generator=torch.Generator().manual_seed(1)))
     return states
@@ -76,7 +76,7 @@ def test_observing_leaves_the_residual_and_what_the_experts_are_given(
 ) -> None:
     states = filled(model)
     residual = [model.attend(layer, sequence) for sequence in states]
-    recorded = recorded_rows(lambda _, width, dtype: rows(width, dtype), model.sizes, model.dtype)
+    recorded = moe_input_store(lambda _, width, dtype: rows(width, dtype), model.sizes, model.dtype)
     observe(model, layer, states, recorded)
     for i, expected in enumerate(residual):
         if i < SINGLE_PROCESS:
@@ -98,7 +98,7 @@ def test_an_output_that_is_not_finite_is_named(model: LayeredModel, layer: torch
 
 def test_rows_of_nothing_are_rows(tmp_path: Path) -> None:
     """A set without texts has files without bytes, which cannot be mapped."""
-    empty = Rows(tmp_path / "states.bin", [], 4, torch.float32)
+    empty = ActivationStore(tmp_path / "states.bin", [], 4, torch.float32)
     assert (len(empty), empty.blocks()) == (0, [])
     empty.flush()
     empty.remove()

@@ -18,21 +18,20 @@ from typing import TYPE_CHECKING
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import CheckpointError
 
-from .held import Held, bytes_needed, held_tensors, hold
-from .reader import Checkpoint
-from .tensor_bytes import torch_dtype
+from .loaded_tensors import LoadedTensors, bytes_needed, load_tensors, tensors_in_memory
+from .reader import Checkpoint, torch_dtype
 
 if TYPE_CHECKING:
     import torch
 
 
-def held_ahead(
+def prefetched_tensors(
     checkpoint: Checkpoint,
     parts: Sequence[Sequence[str]],
     dist: ProcessGroup = SINGLE_PROCESS,
     prepare: Callable[[torch.Tensor], object] = lambda _: None,
-    arrived: Callable[[Held], object] = lambda _: None,
-) -> Generator[Held]:
+    arrived: Callable[[LoadedTensors], object] = lambda _: None,
+) -> Generator[LoadedTensors]:
     """Each part in its turn, while a thread reads the one after it. Close the iterator to stop the thread early.
 
     A part's tensors are valid until the next part is asked for: then the part is emptied, since its memory gets the
@@ -57,13 +56,13 @@ def held_ahead(
     stop = Event()
     with ThreadPoolExecutor(max_workers=1) as pool:
 
-        def read(position: int) -> Held:
-            held = hold(checkpoint, parts[position], stop, buffers[position % 2])
+        def read(position: int) -> LoadedTensors:
+            held = load_tensors(checkpoint, parts[position], stop, buffers[position % 2])
             if not stop.is_set():
                 arrived(held)
             return held
 
-        def begin(position: int) -> list[Future[Held]]:
+        def begin(position: int) -> list[Future[LoadedTensors]]:
             return [pool.submit(read, position)] if position < len(parts) else []
 
         try:
@@ -78,7 +77,7 @@ def held_ahead(
             stop.set()
 
 
-def _require_the_same_bytes(held: Held, dist: ProcessGroup) -> None:
+def _require_the_same_bytes(held: LoadedTensors, dist: ProcessGroup) -> None:
     """Compare a part with what rank 0 has read, by hash.
 
     Raises:
@@ -95,8 +94,8 @@ def _require_the_same_bytes(held: Held, dist: ProcessGroup) -> None:
             )
 
 
-def passed_on(held: Held, dist: ProcessGroup) -> Held:
-    """Give the other processes a part, which they get from `received`; returns it."""
+def broadcast_tensors(held: LoadedTensors, dist: ProcessGroup) -> LoadedTensors:
+    """Give the other processes a part, which they get from `received_tensors`; returns it."""
     dist.broadcast_object({name: (info.dtype, info.shape) for name, info in held.tensors.items()})
     dist.broadcast_object((held.folder, held.name, held.config))
     for name in held.tensors:
@@ -104,7 +103,7 @@ def passed_on(held: Held, dist: ProcessGroup) -> Held:
     return held
 
 
-def received(dist: ProcessGroup) -> Held:
+def received_tensors(dist: ProcessGroup) -> LoadedTensors:
     """The part that rank 0 passes on, in memory of its own."""
     import torch
 
@@ -113,4 +112,4 @@ def received(dist: ProcessGroup) -> Held:
     stored = {name: torch.empty(shape, dtype=torch_dtype(dtype)) for name, (dtype, shape) in specs.items()}
     for tensor in stored.values():
         dist.broadcast(tensor)
-    return held_tensors(Held(folder, name, config, {}), stored, folder)
+    return tensors_in_memory(LoadedTensors(folder, name, config, {}), stored, folder)

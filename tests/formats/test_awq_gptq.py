@@ -11,9 +11,9 @@ import torch
 from awq_gptq import Kind, quantized
 from safetensors.torch import save_file
 
-from quantizers.checkpoint.awq_gptq import read_packing
 from quantizers.checkpoint.reader import open_folder
-from quantizers.forward.weights import read_weight
+from quantizers.formats.awq_gptq import read_packing
+from quantizers.formats.dequantization import read_weight
 from quantizers.system.errors import CheckpointError
 
 CPU = torch.device("cpu")

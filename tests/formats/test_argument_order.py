@@ -12,7 +12,7 @@ from awq_gptq import Kind
 from commands import quantize
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.swapped import made, refuse_swapped
+from quantizers.formats.argument_order import made, refuse_swapped_arguments
 
 INT4 = {
     "quant_method": "compressed-tensors",
@@ -67,7 +67,7 @@ def test_only_the_clear_case_is_refused(tmp_path: Path) -> None:
     assert not any(made(one) for one in plain)
     for candidate in (*quantized, *plain):
         for source in plain:
-            refuse_swapped(source, candidate, "")
+            refuse_swapped_arguments(source, candidate, "")
     for candidate in quantized:
         for source in quantized:
-            refuse_swapped(source, candidate, "")
+            refuse_swapped_arguments(source, candidate, "")

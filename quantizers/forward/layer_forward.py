@@ -2,7 +2,8 @@
 
 Attention runs on batches of whole sequences. What follows it treats every row alone, so it runs on blocks of rows that
 do not care where a sequence ends: short sequences would give the experts a handful of tokens each. Neither unit depends
-on the number of processes, so neither do the bytes. Of several processes each one takes on what it keeps, see share.py.
+on the number of processes, so neither do the bytes. Of several processes each takes on what it keeps,
+see row_partition.py.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import torch
 from quantizers.device.prefetch import prefetched
 from quantizers.system.errors import QuantizeError
 
-from .batches import padded, unpadded
+from .activation_store import ActivationStore
+from .attention_batches import padded, unpadded
 from .layered_model import LayeredModel
-from .recorded import RecordedRows
-from .states import Rows
+from .moe_inputs import MoeInputStore
 
 Check = Callable[[], None]
 
@@ -25,8 +26,8 @@ Check = Callable[[], None]
 def attend(
     model: LayeredModel,
     layer: torch.nn.Module,
-    before: Rows,
-    after: Rows,
+    before: ActivationStore,
+    after: ActivationStore,
     check: Check = lambda: None,
 ) -> None:
     """The first half: from the states that enter the layer to the residual stream after attention.
@@ -46,34 +47,34 @@ def attend(
 def observe(
     model: LayeredModel,
     layer: torch.nn.Module,
-    states: Rows,
-    recorded: RecordedRows,
+    states: ActivationStore,
+    moe_inputs: MoeInputStore,
     check: Check = lambda: None,
 ) -> None:
     """The first half in place, and what the experts are then called with. The experts do not run.
 
     Args:
         states: those that enter the layer; afterwards the residual stream.
-        recorded: filled here, with the rows of all processes.
+        moe_inputs: filled here, with the rows of all processes.
         check: as for `attend`.
     """
     attend(model, layer, states, states, check)
-    start, device = states.share.start, model.device
+    start, device = states.partition.start, model.device
     blocks = states.blocks()
     for block, (residual,) in zip(blocks, prefetched([(states.flat[rows],) for rows in blocks], device), strict=True):
-        recorded.put(slice(start + block.start, start + block.stop), model.route(layer, residual))
+        moe_inputs.put(slice(start + block.start, start + block.stop), model.route(layer, residual))
         check()
-    recorded.complete(states.share.dist, states.share.rows_of)
+    moe_inputs.complete(states.partition.dist, states.partition.rows_of)
 
 
 def finish(
     model: LayeredModel,
     layer: torch.nn.Module,
-    residual: Rows,
+    residual: ActivationStore,
     where: str,
     check: Check = lambda: None,
     *,
-    chosen: Rows | None = None,
+    chosen: ActivationStore | None = None,
 ) -> None:
     """The second half in place: from the residual stream to the states that leave the layer.
 
@@ -102,4 +103,4 @@ def finish(
         )
     for kept in (residual, chosen):
         if kept is not None:
-            kept.share.complete(kept.flat)
+            kept.partition.complete(kept.flat)

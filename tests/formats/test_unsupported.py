@@ -14,8 +14,8 @@ from awq_gptq import Kind
 from commands import quantize
 from safetensors.torch import save_file
 
-from quantizers.checkpoint.hub_headers import read_hub
-from quantizers.checkpoint.unsupported import refuse_four_bits
+from quantizers.formats.unsupported import refuse_four_bits
+from quantizers.planning.hub_headers import read_hub
 from quantizers.system.errors import CheckpointError
 
 SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
