@@ -39,8 +39,7 @@ from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import LayerStep
-from quantizers.output.fingerprint import begun_with
-from quantizers.output.journal import refuse_unfinished
+from quantizers.output.journal import begun_with, refuse_unfinished
 from quantizers.output.manifest import carried_facts
 from quantizers.recipe.read import find_set
 from quantizers.system.errors import CheckpointError, OutputError

@@ -59,7 +59,6 @@ FORMS: dict[str, Callable[[int, int, int], Tensors]] = {
     "bfloat16": lambda n, r, c: {"weight": torch.randn(r, c).bfloat16()},
     "float16": lambda n, r, c: {"weight": torch.randn(r, c).half()},
     "float32": lambda n, r, c: {"weight": torch.randn(r, c)},
-    "float64": lambda n, r, c: {"weight": torch.randn(r, c).double()},
     "4 bits": lambda n, r, c: packed(4, r, c),
     "8 bits": lambda n, r, c: packed(8, r, c),
     "integers of another program": lambda n, r, c: integers(r, c),
@@ -209,10 +208,8 @@ def test_a_wrong_header_is_refused_before_anything_is_dequantized(change: Tensor
     assert MODULE.format(4, "w1") in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [integers(WIDTH, HIDDEN - 1), {"weight": torch.ones(1, HIDDEN).double()}])
-def test_a_wrong_shape_in_another_format_is_refused(change: Tensors, tmp_path: Path) -> None:
-    """Whose header does not say it; one row would be spread over all."""
-    checkpoint = stored(tmp_path, "FP8 in blocks", **{"4_w1": change})
+def test_a_wrong_shape_in_another_format_is_refused(tmp_path: Path) -> None:
+    checkpoint = stored(tmp_path, "FP8 in blocks", **{"4_w1": integers(WIDTH, HIDDEN - 1)})
     with pytest.raises(CheckpointError, match=r"experts.4.w1: a weight of shape"):
         experts_of(checkpoint).unit(range(EXPERTS))
 
