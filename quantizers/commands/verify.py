@@ -23,7 +23,7 @@ from quantizers.system.progress import progress
 if TYPE_CHECKING:
     import torch
 
-    from eval.serving.findings import Consumers
+    from eval.serving.check import ServingCheck
     from stitch.audit.checkpoint import Audit
 
 
@@ -40,7 +40,7 @@ class Verification:
 
     audit: Audit
     record: Record
-    consumers: Consumers | None
+    consumers: ServingCheck | None
     vllm: dict[str, Any] | None = None
 
     @property
