@@ -165,6 +165,7 @@ def test_two_runs_on_one_folder(finished: Finished, tmp_path: Path) -> None:
         run(prepare(str(finished.recipe)), Options(tmp_path, CPU))
 
 
+@pytest.mark.own_signals
 def test_an_interrupt_ends_between_steps(finished: Finished, tmp_path: Path) -> None:
     import os
     import signal
