@@ -33,8 +33,8 @@ from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
-from quantizers.formats.argument_order import refuse_swapped_arguments
 from quantizers.formats.tensor_names import readable
+from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.loop import all_tensors, layer_steps
