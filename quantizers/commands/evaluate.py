@@ -31,8 +31,8 @@ from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
-from quantizers.formats.argument_order import refuse_swapped_arguments
 from quantizers.formats.tensor_names import readable
+from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.loop import all_tensors, layer_steps
@@ -304,7 +304,7 @@ def _evaluate(
             for stream in streams:
                 stream.forget(step.number)
             shown_step(f"layer {step.number}")
-    kept = work if resumable and dist.node == 0 else None  # on the other machines nobody has made the folder
+    kept = work if resumable and dist.node == 0 else None  # other machines have no such folder
     scores = score(streams, held.texts, partial(rank_0_progress, check=check, dist=dist), kept, dist)
     if not dist.is_main:
         return []
