@@ -137,7 +137,7 @@ def question_of(
     Args:
         source: folder of the recipe's model on this machine.
         own: a file with the user's own facts, instead of the one that the recipe may name for its own model.
-        trust_remote_code: whether the tokenizer may run code of its own, whatever the recipe says.
+        trust_remote_code: whether the tokenizer may run code of its own, even if the recipe does not say so.
         changes: settings that are given instead of those in the recipe.
 
     Raises:

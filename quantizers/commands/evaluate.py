@@ -306,7 +306,7 @@ def _evaluate(
             for stream in streams:
                 stream.forget(step.number)
             shown_step(f"layer {step.number}")
-    kept = work if resumable and dist.node == 0 else None  # on the other machines nobody has made the folder
+    kept = work if resumable and dist.node == 0 else None  # other machines have no such folder
     scores = score(streams, held.texts, partial(rank_0_progress, check=check, dist=dist), kept, dist)
     if not dist.is_main:
         return []
