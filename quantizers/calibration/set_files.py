@@ -13,11 +13,11 @@ from quantizers.system.output_files import HELD_OUT
 from quantizers.system.package_data import shipped
 from quantizers.system.strict_yaml import dump
 
-from .language_id import CODES
 from .lock import lock_path
 from .row_formats import Rejected, read_row
 from .rows import Row, SourceError, file_rows, local_file
 from .set import (
+    CODES,
     KINDS,
     LOCAL_SUFFIXES,
     CalibrationSet,

@@ -109,10 +109,10 @@ def check(
     data, shown = report.as_json(), render(report, counting.about)
     if show:
         samples = show_samples(path, show, source=source, category=category, **counting.arguments)
-        data |= {"samples": [vars(sample) for sample in samples]}
+        data |= {"samples": samples}
         shown = Group(shown, render_samples(samples))
     show_rich(data, as_json, shown)
-    if not report.ok:
+    if report.findings:
         raise typer.Exit(GATE_FAILED)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import Command
+from quantizers.calibration.language_id import CODES, identify
 from rich.console import Console, RenderableType
 from sets import rows_set
 
 from quantizers.calibration.check import SetReport, check_set, cut_share, find_duplicates, truncation_warnings
-from quantizers.calibration.language_id import CODES, identify
 from quantizers.calibration.samples import Sample
 from quantizers.calibration.set import read_set
 from quantizers.calibration.view import render, render_samples, show_samples

@@ -24,8 +24,8 @@ import pytest
 from calibration_tokenizer import write_tokenizer
 from hub_stand_in import HubStandIn
 from huggingface_hub.errors import OfflineModeIsEnabled
-
 from quantizers.calibration.hub import explained
+
 from quantizers.calibration.rows import Unreachable
 from quantizers.calibration.set import CalibrationSet, DataSource, read_set
 from quantizers.system.package_data import shipped

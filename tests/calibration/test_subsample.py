@@ -11,11 +11,11 @@ import yaml
 from conftest import REPOSITORY
 from hypothesis import given
 from hypothesis import strategies as st
+from quantizers.calibration.subsample import shares, subsample
 
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, Sample, digest_of
 from quantizers.calibration.set import seeded
-from quantizers.calibration.subsample import shares, subsample
 from quantizers.system.errors import CalibrationError
 
 HELD = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 40), min_size=1)
