@@ -24,8 +24,8 @@ from quantizers.system.files import atomic
 from .lock import read_lock, version
 from .render import Renderer
 from .rows import SourceError, Unreachable, for_each_source, quiet
-from .sampler import Sampled, Sampler
-from .samples import CalibrationData, digest_of, missing_languages, subsample
+from .sampler import sample_source
+from .samples import CalibrationData, Dropped, Sample, digest_of, missing_languages, subsample
 from .set import KINDS, CalibrationSet, DataSource, read_set
 
 if TYPE_CHECKING:
@@ -102,14 +102,14 @@ def _cached_or_loaded(
         except SourceError as failure:
             return failure  # raised later with those of the other sources, unless the cache has the set
 
-    def sample(index: int, source: DataSource) -> Sampled:
+    def sample(index: int, source: DataSource) -> tuple[list[Sample], list[Dropped]]:
         outcome = versions[index]
         if isinstance(outcome, SourceError):
             raise outcome
         if failed and not source.is_local:
-            return Sampled([], [])  # loading fails anyway, so look for more faults only in local files, which is fast
+            return [], []  # loading fails anyway, so look for more faults only in local files, which is fast
         status.update(f"calibration: {source.dataset}, source {index + 1} of {len(versions)}")
-        return sampler.sample(index, outcome)
+        return sample_source(calibration, index, path.parent, renderer, outcome)
 
     versions = for_each_source(calibration, path, current, workers)
     failed = sum(isinstance(outcome, SourceError) for outcome in versions)
@@ -117,8 +117,8 @@ def _cached_or_loaded(
     file = cache / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()}.json"
     data = _read_cache(file, versions)
     if data is None:
-        sampler = Sampler(calibration, path.parent, renderer)
-        data = _data(calibration, path, for_each_source(calibration, path, sample, workers), tuple(map(str, versions)))
+        sampled = for_each_source(calibration, path, sample, workers)
+        data = _data(calibration, path, sampled, tuple(map(str, versions)))
         _write_cache(file, data)
     elif failed:  # otherwise loading again would give the same data, so there is nothing to note
         notes.append(f"from the cache; {failed} sources could not be reached")
@@ -126,10 +126,13 @@ def _cached_or_loaded(
 
 
 def _data(
-    calibration: CalibrationSet, path: Path, sampled: Sequence[Sampled], versions: tuple[str, ...]
+    calibration: CalibrationSet,
+    path: Path,
+    sampled: Sequence[tuple[list[Sample], list[Dropped]]],
+    versions: tuple[str, ...],
 ) -> CalibrationData:
-    samples = tuple(sample for result in sampled for sample in result.samples)
-    dropped = tuple(dropped for result in sampled for dropped in result.dropped)
+    samples = tuple(sample for samples, _ in sampled for sample in samples)
+    dropped = tuple(rows for _, dropped in sampled for rows in dropped)
     if not samples:  # a source with nothing but unusable rows is an error already
         first = dropped[0]
         raise CalibrationError(f"{path}: no row is left ({first.first}: {first.reason}); list their languages")

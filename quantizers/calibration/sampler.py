@@ -8,7 +8,6 @@ the seed decides, over all samples of the set that need one.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 
 from .render import Renderer
@@ -38,103 +37,85 @@ def order_of(calibration: CalibrationSet, index: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16] if sources[index].is_local else text
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """The samples of one source, and its skipped rows: the unusable ones, then those left out."""
+def sample_source(
+    calibration: CalibrationSet, index: int, folder: Path, renderer: Renderer, revision: str
+) -> tuple[list[Sample], list[Dropped]]:
+    """The samples of source number `index`, and its skipped rows: the unusable ones, then those left out.
 
-    samples: list[Sample]
-    dropped: list[Dropped]
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """A sampler of the sources of one set.
-
-    Attributes:
+    Args:
         folder: the folder to which paths of local files are relative.
-        renderer: turns content into token ids.
+        revision: the commit of a Hub dataset; a local file has none.
+
+    Raises:
+        SourceError: it cannot be read, or has too few usable rows.
     """
-
-    calibration: CalibrationSet
-    folder: Path
-    renderer: Renderer
-
-    def sample(self, index: int, revision: str) -> Sampled:
-        """The samples of source number `index`.
-
-        Args:
-            revision: the commit of a Hub dataset; a local file has none.
-
-        Raises:
-            SourceError: it cannot be read, or has too few usable rows.
-        """
-        source = self.calibration.sources[index]
-        if not self.renderer.has_template and (source.shape != "text" or source.prompt):
-            reason = "the tokenizer has no chat template to render it with"
-            raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
-        seed, assigned = order_of(self.calibration, index), self._assigned(index)
-        wanted = source.samples
-        most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
-        samples: list[Sample] = []
-        rejected: dict[str, list[str]] = {}  # reason -> places
-        left_out: dict[str, list[str]] = {}
-        read = 0
-        for row in read_rows(source, self.folder, revision, seed):
-            if len(samples) == wanted or read == most_rows:
-                break
-            read += 1
-            if unlisted := self._unlisted(row, source):
-                left_out.setdefault(unlisted, []).append(row.place)
-                continue
-            languages = {kind: names[len(samples) % len(names)] for kind, names in assigned.items()}
-            try:
-                samples.append(self._sample(row, source, languages, seed))
-            except Rejected as failure:
-                rejected.setdefault(str(failure), []).append(row.place)
-        dropped = [
-            Dropped(source.dataset, why, len(at), at[0], left_out=places is left_out)
-            for places in (rejected, left_out)
-            for why, at in sorted(places.items())
-        ]
-        usable = read - sum(map(len, left_out.values()))
-        if len(samples) < (usable if wanted == "all" else wanted):
-            raise _shortfall(source, len(samples), read, dropped)
-        return Sampled(samples, dropped)
-
-    def _unlisted(self, row: Row, source: DataSource) -> str | None:
-        """Why a row is left out: its own category names a language that the set's list of that kind does not have."""
-        category = row.values.get(source.category.column) if isinstance(source.category, FromColumn) else None
-        kind = self.calibration.languages.lacking(category) if isinstance(category, str) else None
-        return f"{category} is not in languages.{kind}" if kind else None
-
-    def _sample(self, row: Row, source: DataSource, assigned: dict[Kind, str], seed: str) -> Sample:
-        content = read_row(row.values, source, seed)
-        if source.prompt:
-            content = instruct(content, fill(source.prompt, assigned))
-        category, length = _category(source, row, assigned), self.calibration.length_of(source)
-        tokens = self.renderer.tokens(content)
-        named = self.calibration.languages.named_by(category)
-        return Sample(
+    source = calibration.sources[index]
+    if not renderer.has_template and (source.shape != "text" or source.prompt):
+        reason = "the tokenizer has no chat template to render it with"
+        raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
+    seed, assigned = order_of(calibration, index), _assigned(calibration, index)
+    wanted = source.samples
+    most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
+    samples: list[Sample] = []
+    rejected: dict[str, list[str]] = {}  # reason -> places
+    left_out: dict[str, list[str]] = {}
+    read = 0
+    for row in read_rows(source, folder, revision, seed):
+        if len(samples) == wanted or read == most_rows:
+            break
+        read += 1
+        if unlisted := _unlisted(calibration, row, source):
+            left_out.setdefault(unlisted, []).append(row.place)
+            continue
+        languages = {kind: names[len(samples) % len(names)] for kind, names in assigned.items()}
+        try:
+            content = read_row(row.values, source, seed)
+            if source.prompt:
+                content = instruct(content, fill(source.prompt, languages))
+            category, tokens = _category(source, row, languages), renderer.tokens(content)
+        except Rejected as failure:
+            rejected.setdefault(str(failure), []).append(row.place)
+            continue
+        length, named = calibration.length_of(source), calibration.languages.named_by(category)
+        sample = Sample(
             tokens=tokens[:length],
             category=category,
             source=source.dataset,
             truncated=max(0, len(tokens) - length),
-            long=self.calibration.is_long(source),
-            languages=tuple(dict.fromkeys((*assigned.values(), *([named] if named else [])))),
-            assigned=bool(assigned),
+            long=calibration.is_long(source),
+            languages=tuple(dict.fromkeys((*languages.values(), *([named] if named else [])))),
+            assigned=bool(languages),
             place=row.place,
             text=content.text,
         )
+        samples.append(sample)
+    dropped = [
+        Dropped(source.dataset, why, len(at), at[0], left_out=places is left_out)
+        for places in (rejected, left_out)
+        for why, at in sorted(places.items())
+    ]
+    usable = read - sum(map(len, left_out.values()))
+    if len(samples) < (usable if wanted == "all" else wanted):
+        raise _shortfall(source, len(samples), read, dropped)
+    return samples, dropped
 
-    def _assigned(self, index: int) -> dict[Kind, list[str]]:
-        """The languages to assign to a source's samples, round robin, the one of its first sample first."""
-        orders: dict[Kind, list[str]] = {}
-        for kind in self.calibration.sources[index].assigns:
-            names = list(self.calibration.languages.of(kind))
-            seeded(f"{self.calibration.seed}:{kind}").shuffle(names)
-            start = self.calibration.assigned_before(index, kind) % len(names)
-            orders[kind] = names[start:] + names[:start]
-        return orders
+
+def _unlisted(calibration: CalibrationSet, row: Row, source: DataSource) -> str | None:
+    """Why a row is left out: its own category names a language that the set's list of that kind does not have."""
+    category = row.values.get(source.category.column) if isinstance(source.category, FromColumn) else None
+    kind = calibration.languages.lacking(category) if isinstance(category, str) else None
+    return f"{category} is not in languages.{kind}" if kind else None
+
+
+def _assigned(calibration: CalibrationSet, index: int) -> dict[Kind, list[str]]:
+    """The languages to assign to a source's samples, round robin, the one of its first sample first."""
+    orders: dict[Kind, list[str]] = {}
+    for kind in calibration.sources[index].assigns:
+        names = list(calibration.languages.of(kind))
+        seeded(f"{calibration.seed}:{kind}").shuffle(names)
+        start = calibration.assigned_before(index, kind) % len(names)
+        orders[kind] = names[start:] + names[:start]
+    return orders
 
 
 def _category(source: DataSource, row: Row, assigned: dict[Kind, str]) -> str:

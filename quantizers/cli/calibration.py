@@ -165,10 +165,10 @@ def new(
     """
     from quantizers.calibration.set_files import new_set, write_together
 
-    made = new_set(file, data)
-    write_together(made.contents)
-    lines = [f"wrote {' and '.join(map(str, made.contents))}", *made.notes, f"next: quantize calibration {file}"]
-    files = {"set": str(file), "files": list(map(str, made.contents)), "notes": list(made.notes)}
+    contents, notes = new_set(file, data)
+    write_together(contents)
+    lines = [f"wrote {' and '.join(map(str, contents))}", *notes, f"next: quantize calibration {file}"]
+    files = {"set": str(file), "files": list(map(str, contents)), "notes": notes}
     emit(files, as_json, "\n".join(lines))
 
 
