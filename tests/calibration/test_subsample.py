@@ -11,10 +11,9 @@ import yaml
 from conftest import REPOSITORY
 from hypothesis import given
 from hypothesis import strategies as st
-from quantizers.calibration.subsample import shares, subsample
 
 from quantizers.calibration.load_set import load_set
-from quantizers.calibration.samples import CalibrationData, Sample, digest_of
+from quantizers.calibration.samples import CalibrationData, Sample, digest_of, shares, subsample
 from quantizers.calibration.set import seeded
 from quantizers.system.errors import CalibrationError
 
