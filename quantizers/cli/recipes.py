@@ -63,9 +63,10 @@ def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
     Example: quantize recipes schema > recipe.schema.json
     """
-    from .schema_reference import recipe_schema
+    from quantizers.recipe.schema import Recipe
+    from quantizers.system.schema import json_schema
 
-    print(recipe_schema(), end="")  # JSON in any case
+    print(json_schema(Recipe, "Recipe of quantize"), end="")  # JSON in any case
 
 
 @recipes.command()
@@ -114,7 +115,7 @@ def new(
     """
     from quantizers.architectures.families import architecture_for
     from quantizers.checkpoint.reader import CONFIG, read_config
-    from quantizers.checkpoint.unsupported import refuse_four_bits
+    from quantizers.formats.unsupported import refuse_four_bits
     from quantizers.recipe.catalogue import new_recipe, write_new
 
     config, where = None, str(Path(model) / CONFIG)

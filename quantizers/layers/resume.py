@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from quantizers.checkpoint.ahead import passed_on, received
-from quantizers.checkpoint.held import Held, hold
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, load_tensors
+from quantizers.checkpoint.prefetch import broadcast_tensors, received_tensors
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.malloc_tuning import release_free_memory
-from quantizers.distributed.process_group import ProcessGroup, shown
+from quantizers.distributed.process_group import ProcessGroup, rank_0_progress
 
 from .loop import device_memory_errors
 
@@ -33,7 +33,7 @@ def resume_layers(
     """
     if not layers:
         return
-    with shown("resuming", layers, 0, check, dist) as step:
+    with rank_0_progress("resuming", layers, 0, check, dist) as step:
         for number in range(layers):
             with device_memory_errors(number):
                 (make_again if number in damaged else follow)(number)
@@ -41,13 +41,13 @@ def resume_layers(
             step(f"layer {number}")
 
 
-def finished_shard(source: Checkpoint, shard: Path, dist: ProcessGroup) -> Held:
+def finished_shard(source: Checkpoint, shard: Path, dist: ProcessGroup) -> LoadedTensors:
     """The tensors of a finished shard, which rank 0 reads from its file and passes on.
 
     Args:
         source: gives name and config.
     """
     if not dist.is_main:
-        return received(dist)
+        return received_tensors(dist)
     tensors = read_header(shard)
-    return passed_on(hold(Checkpoint(shard.parent, source.name, source.config, tensors), tensors), dist)
+    return broadcast_tensors(load_tensors(Checkpoint(shard.parent, source.name, source.config, tensors), tensors), dist)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
 
 from eval.coverage.gates import gates as coverage_gates
 from eval.coverage.gates import summarise
@@ -21,30 +24,35 @@ from quantizers.budget.measure import measuring_seconds, read_measurements
 from quantizers.calibration.render import own_class
 from quantizers.calibration.samples import by_category, by_language, language_counts
 from quantizers.calibration.set import read_set
-from quantizers.checkpoint.reader import Checkpoint, block_size
-from quantizers.checkpoint.source_files import source_digest
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import machine, versions
+from quantizers.formats.fp8 import block_size
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.planning.gpus import parse_gpus
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan, summary
-from quantizers.planning.serving_memory import assumptions, common_fits, notes, serving_model
-from quantizers.planning.tensor_parallel import unsaid
+from quantizers.planning.serving_memory import assumptions, common_fits, notes, serving_model, unsaid
+from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.read import set_location
-from quantizers.system.progress import peak_memory
+from quantizers.recipe.schema import PerplexityGate
+from quantizers.system.errors import QuantizeError
+from quantizers.system.output_files import CARD, RECIPE
+from quantizers.system.progress import checked, peak_memory, progress
+from stitch.audit.checkpoint import Audit, verify
 from stitch.audit.folder import folders_left_out
+from stitch.audit.layer import LayerAudit
 from stitch.mix import Mix, as_rows
 from stitch.mix import describe as describe_mix
+from stitch.write.digests import ShardDigest
 
-from .final_verification import fidelity_gates, last_reading, own_gates
-from .foreign_metadata import about_source, told_by
+from .report_files import read_front_matter
 
 if TYPE_CHECKING:
+    from eval.serving.findings import Consumers
     from quantizers.calibration.samples import CalibrationData
     from quantizers.recipe.portable import Resolved
-    from stitch.audit.checkpoint import Audit
-    from stitch.write.digests import ShardDigest
 
 # Keys of the journal's entries that are elsewhere in the report, or of no use in it.
 JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest", "source", "audit", "held_out")
@@ -53,6 +61,9 @@ NOT_SIMULATED = (
     "these figures."
 )
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+LICENSE_KEYS = ("license", "license_name", "license_link")
+SAID = ("base_model", "license", "license_name", "datasets")  # keys of a card's front matter
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of a model, a data set or a licence on the Hub
 
 
 def run_report(
@@ -76,7 +87,7 @@ def run_report(
     """
     recipe, source, model = job.recipe, job.opened, resolved.recipe.source.model
     layers = journal.done_layers(context.work, job.sizes["layers"])
-    written, audit = last_reading(job, layers, context)
+    written, audit = _last_reading(job, layers, context)
     engines = check_folder(context.work / "output", job.own)
     coverage, coverage_checks = _coverage(job, data, layers)
     limits = recipe.verify.perplexity if recipe.verify else None
@@ -86,7 +97,7 @@ def run_report(
         "layers": sum(sum(entry["seconds"].values()) for entry in layers),
     }
     report: dict[str, Any] = {
-        "source": _source(model, recipe.source.revision, source) | about_source(job.facts, model, source),
+        "source": _source(model, recipe.source.revision, source) | _about_source(job.facts, model, source),
         "settings": {
             "recipe": resolved.recipe.settings(),
             "hash": resolved.hash,
@@ -101,7 +112,7 @@ def run_report(
         "audit": audit.as_dict() | {"digests": written},
         "notes": [NOT_SIMULATED, *folders_left_out(source.folder)],
         "gates": [
-            *own_gates(audit, engines),
+            *_own_gates(audit, engines),
             *coverage_checks,
             *(fidelity_gates(measured, limits) if limits and measured else []),
         ],
@@ -144,19 +155,82 @@ def stitch_report(
     examined = describe_mix(mix.found)
     return {
         "stitched": settings,
-        "source": _source(model, source.revision, source) | about_source(mix.facts, model, source),
+        "source": _source(model, source.revision, source) | _about_source(mix.facts, model, source),
         "experts": _source(settings["experts"], mix.experts.revision, mix.experts)
         | {"schemes": schemes}
-        | told_by(mix.experts),
+        | _told_by(mix.experts),
         "plan": _plan(mix.plan, mix.sizes),
         "versions": versions(),
         "examined": examined,
         "notes": [*examined, *folders_left_out(source.folder)],
         "layers": as_rows(mix.found),
         "audit": audit.as_dict() | {"digests": written},
-        "gates": own_gates(audit, engines),
+        "gates": _own_gates(audit, engines),
         "serving": serving(mix.plan, mix.facts, mix.sizes, source, model),
     } | ({"consumers": engines.as_dict()} if engines else {})
+
+
+def _last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) -> tuple[dict[str, ShardDigest], Audit]:
+    """Read every shard once more, from the disk, and put together what was found when they were written.
+
+    Returns:
+        The digests of the shards, by file name, and the audit of the whole folder.
+
+    Raises:
+        QuantizeError: a shard has changed since it was written; the same command makes it again.
+    """
+    folder = context.work / "output"
+    passthrough = (journal.kept_file(context.work, part) for part in job.plan.passthrough_parts)
+    entries = [*layers, *(json.loads(file.read_text()) for file in passthrough)]
+    written = {entry["shard"]: entry["digest"] for entry in entries}
+    with progress("last reading", len(written), unit="shard") as step:
+        audit = verify(
+            folder,
+            job.opened,
+            context.device,
+            written,
+            checked(step, context.check),
+            [LayerAudit(**entry["audit"]) for entry in entries],
+            own=job.own,
+        )
+    if audit.changed:
+        more = f", and {len(audit.changed) - 1} more" if len(audit.changed) > 1 else ""
+        raise QuantizeError(
+            f"{folder}: {audit.changed[0]}{more}; check the disk, then give the same command again, which makes "
+            "what was damaged again"
+        )
+    return written, audit
+
+
+def _own_gates(audit: Audit, engines: Consumers | None) -> list[dict[str, Any]]:
+    """The gates of every output: its files are as planned, and serving engines read them as meant.
+
+    Args:
+        engines: None if the folder cannot be opened, which the audit reports.
+    """
+    found: list[tuple[str, Sequence[object], str]] = [
+        ("audit", audit.differences, "differences from what the plan promises")
+    ]
+    if engines is not None:
+        meaning = "ways in which vLLM, SGLang or transformers would misread it"
+        found.append(("consumers", engines.errors, meaning))
+    return [
+        {"name": name, "passed": not faults, "value": len(faults), "limit": 0, "meaning": meaning}
+        for name, faults, meaning in found
+    ]
+
+
+def fidelity_gates(result: dict[str, Any], asked: PerplexityGate) -> list[dict[str, Any]]:
+    """The recipe's gates on perplexity and KL."""
+    limits = (
+        ("perplexity", result["perplexity"]["increase"], asked.max_increase, "relative increase of perplexity"),
+        ("kl", result["kl"]["mean"], asked.max_kl, "mean KL(source || output), nats"),
+    )
+    return [
+        {"name": name, "passed": value <= limit, "value": value, "limit": limit, "meaning": meaning}
+        for name, value, limit, meaning in limits
+        if limit is not None
+    ]
 
 
 def _source(model: str, revision: str | None, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -241,3 +315,67 @@ def _in_transformers(facts: Architecture) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return facts.model_type in CONFIG_MAPPING_NAMES
+
+
+def _about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[str, Any]:
+    """What the model card needs to know of the source.
+
+    Args:
+        model: the source's name, by which it is looked up among the facts' published models.
+
+    Returns:
+        license: the licence fields of the source's own card, or those kept with the architecture's facts.
+        made_from: the models that its own card names as its base, if it is no model of the Hub itself.
+    """
+    front = _front_matter(source)
+    fields = {key: str(front[key]) for key in LICENSE_KEYS if front.get(key)}
+    known = (one.license for one in facts.published if model in one.models)
+    base = [] if is_hub_id(model) else _hub_names(front.get("base_model"))
+    return {"license": fields or next(known, fields)} | ({"made_from": base} if base else {})
+
+
+def _told_by(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint of another tool says of how it was made; each key only if the checkpoint has it.
+
+    Returns:
+        format: quantization method and the version of its library, from config.json.
+        modifiers: the steps of llm-compressor that its recipe.yaml names.
+        card: of its card's front matter, each key's values.
+    """
+    config = checkpoint.config.get("quantization_config")
+    config = config if isinstance(config, dict) else {}
+    kind = {key: str(config[key]) for key in ("quant_method", "version") if config.get(key)}
+    front = _front_matter(checkpoint)
+    card = {key: names for key in SAID if (names := _hub_names(front.get(key)))}
+    told = {"format": kind, "modifiers": _modifiers(checkpoint), "card": card}
+    return {key: value for key, value in told.items() if value}
+
+
+def _hub_names(value: object) -> list[str]:
+    """The names in a value of a front matter, without paths of the machine where it was written."""
+    values = value if isinstance(value, list) else [value]
+    return [name for name in values if isinstance(name, str) and _NAME.fullmatch(name)]
+
+
+def _front_matter(source: Checkpoint) -> dict[str, Any]:
+    """The YAML at the head of a checkpoint's README.md; empty if there is none or it cannot be read."""
+    try:
+        return read_front_matter((source.folder / CARD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _modifiers(checkpoint: Checkpoint) -> list[str]:
+    """Names of the modifiers in recipe.yaml, in their order: stage, then a group of modifiers, then each of them."""
+    try:
+        text = (checkpoint.folder / RECIPE).read_text(encoding="utf-8")
+        stages = yaml.load(text, Loader=yaml.BaseLoader)  # every value as text: it may hold tags of Python objects
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return []
+    groups = [group for stage in _values(stages) for group in _values(stage)]
+    names = [str(name) for group in groups if isinstance(group, dict) for name in group]
+    return [name for name in names if name.isidentifier() and name.endswith("Modifier")]
+
+
+def _values(mapping: object) -> list[object]:
+    return list(mapping.values()) if isinstance(mapping, dict) else []

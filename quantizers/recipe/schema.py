@@ -17,7 +17,7 @@ from pydantic import (
 
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
-from quantizers.system.strict_yaml import Strict
+from quantizers.system.schema import Strict
 
 SCALE_BITS = 16  # bfloat16
 BITS, GROUPS = (4, 8), (32, 64, 128)  # supported by vLLM's Marlin MoE kernels without zero points
@@ -83,7 +83,7 @@ class Source(_OnlyIfGiven):
 
 
 class Calibration(Strict):
-    """A calibration set, or a subsample of it, see calibration/subsample.py.
+    """A calibration set, or a subsample of it.
 
     Without `tokens` it means the same as the set's name alone, and that is how the settings have it.
     """

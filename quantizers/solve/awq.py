@@ -18,7 +18,7 @@ import torch
 
 from quantizers.device.devices import is_accelerator
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.forward.codes import code_range, grouped
+from quantizers.formats.packed_integers import code_range, grouped
 from quantizers.recipe.schema import Awq, Experts
 
 from .input_hessian import ExpertBatch, InputHessian

@@ -18,7 +18,7 @@ import torch
 from quantizers.device.devices import is_accelerator
 from quantizers.device.timing import asked_for, phase
 from quantizers.device.triton_support import use_kernel
-from quantizers.forward.recorded import Recorded, usable_rows
+from quantizers.forward.moe_inputs import MoeInputs, usable_rows
 
 from .input_hessian import ExpertBatch
 from .kernels import launch
@@ -104,7 +104,7 @@ class DownHessian:
 
 
 def collect_down_hessian(
-    blocks: Sequence[Recorded],
+    blocks: Sequence[MoeInputs],
     found: Survey,
     gate_up: torch.Tensor,
     *,
@@ -174,7 +174,7 @@ class _Sums:
 
 def _add_block(
     sums: _Sums,
-    block: Recorded,
+    block: MoeInputs,
     routed: Sequence[Routed],
     blended: Blend,
     gate_up: torch.Tensor,

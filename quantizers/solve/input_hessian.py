@@ -18,7 +18,7 @@ import torch
 
 from quantizers.device.malloc_tuning import release_free_memory
 from quantizers.device.timing import phase
-from quantizers.forward.recorded import Recorded
+from quantizers.forward.moe_inputs import MoeInputs
 from quantizers.planning.device_memory import Residents
 
 from .routing_weights import Blend, Survey, rows_of
@@ -41,7 +41,7 @@ class InputHessian:
 
 
 def sweep(
-    blocks: Sequence[Recorded], found: Survey, units: Sequence[ExpertBatch], hidden: int, *, with_all: bool
+    blocks: Sequence[MoeInputs], found: Survey, units: Sequence[ExpertBatch], hidden: int, *, with_all: bool
 ) -> tuple[InputHessian | None, dict[ExpertBatch, torch.Tensor]]:
     """One pass over all token chunks.
 
@@ -99,7 +99,7 @@ class HessianCache:
         residents: how many expert batches may be cached.
     """
 
-    def __init__(self, blocks: Sequence[Recorded], found: Survey, hidden: int, residents: Residents) -> None:
+    def __init__(self, blocks: Sequence[MoeInputs], found: Survey, hidden: int, residents: Residents) -> None:
         self.blocks, self.found, self._hidden, self._residents = blocks, found, hidden, residents
         self._routed: dict[ExpertBatch, torch.Tensor] = {}
 

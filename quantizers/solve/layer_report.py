@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from quantizers.architectures.matrices import MATRICES, Matrix
-from quantizers.forward.codes import grouped
+from quantizers.formats.packed_integers import grouped
 from quantizers.recipe.schema import Experts
 
 from .result import Leaning

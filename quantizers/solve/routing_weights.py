@@ -11,7 +11,7 @@ is the blend, with a_e = a · min(1, n_e / n0): an expert with few routed tokens
 Because routing is known before the experts run, the blend is one weighted sum: nothing else is kept.
 
 One product takes as many routed rows of each expert of a batch as the busiest of them has; the others are padded. So
-which experts form a batch follows from their routed tokens, see `units.by_load`.
+which experts form a batch follows from their routed tokens, see `expert_batches.by_load`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from functools import cached_property
 import torch
 
 from quantizers.device.prefetch import tensor_to_host
-from quantizers.forward.recorded import Recorded, route_counts, routing_of
-from quantizers.planning.units import ALIGNED, ROUTED_ROWS, by_load
+from quantizers.forward.moe_inputs import MoeInputs, route_counts, routing_of
+from quantizers.planning.expert_batches import ALIGNED, ROUTED_ROWS, by_load
 
 Routed = tuple[torch.Tensor, torch.Tensor]  # rows of a block (c, m) int32, and their routing weights (c, m) float32
 
@@ -120,7 +120,7 @@ class Survey:
 
 
 def survey(
-    blocks: Iterable[Recorded],
+    blocks: Iterable[MoeInputs],
     experts: int,
     routed_weight: float,
     full_share_at: int,
@@ -134,7 +134,7 @@ def survey(
         routed_weight: the recipe's a, 0 to 1.
         full_share_at: n0. The hidden size is used: with fewer tokens than columns the routed Hessian is
             singular.
-        unit: experts of a unit, if they are to be solved in the order of `units.by_load`; None for that of their
+        unit: experts of a batch, to solve them in the order of `expert_batches.by_load`; None for that of their
             numbers.
     """
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -165,7 +165,7 @@ def survey(
     return Survey(tables, Blend(order, counts, mass, share, total[-1], full_share_at), known_order, rows)
 
 
-def _of_block(block: Recorded, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _of_block(block: MoeInputs, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One block's rows and weights in the order of experts, see `Table`; its numbers; its Σ r² of each expert.
 
     The numbers are (2E + 1,) int64: of each expert the rows that count and all rows that chose it, and the usable rows.
@@ -189,14 +189,14 @@ def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, rows.flatten()).view(*rows.shape, -1)
 
 
-def squared_weights(block: Recorded, experts: torch.Tensor) -> torch.Tensor:
+def squared_weights(block: MoeInputs, experts: torch.Tensor) -> torch.Tensor:
     """(c, T) float32: the square of each row's routing weight for some experts (c,), 0 where not chosen."""
     own = block.chosen == experts[:, None, None]  # (c, T, K), of which at most one of K is true
     return torch.where(own, block.weight.square(), 0).sum(-1)
 
 
 def token_roots(
-    block: Recorded, blended: Blend, first: int, last: int, good: torch.Tensor, dtype: torch.dtype
+    block: MoeInputs, blended: Blend, first: int, last: int, good: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """(c, T): the root of what each row counts for the experts of a batch.
 

@@ -4,8 +4,8 @@ Order: one sweep over the routing ─► one over the token chunks, for the Hess
 its readers, where it is folded ─► expert batch by expert batch, see expert_batch.py. The other engine, llm-compressor's
 own, is llmcompressor_engine.py.
 
-Every matmul works on one token chunk or one expert batch, see planning/units.py. Memory only decides for how many
-expert batches the Hessians of x are collected in one sweep, see planning/device_memory.py.
+Every matmul works on one token chunk or one expert batch, see planning/expert_batches.py. Memory only decides for how
+many expert batches the Hessians of x are collected in one sweep, see planning/device_memory.py.
 
 Legend: E experts, c experts of an expert batch, H hidden, I expert width, G Hessian.
 """
@@ -25,9 +25,9 @@ from quantizers.device.prefetch import to_host
 from quantizers.device.timing import phase
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import Recorded, RecordedRows
+from quantizers.forward.moe_inputs import MoeInputs, MoeInputStore
 from quantizers.planning.device_memory import Residents
-from quantizers.planning.units import rows_of_block, unit_of_experts, units_of
+from quantizers.planning.expert_batches import expert_batches, experts_per_batch, tokens_per_chunk
 from quantizers.recipe.schema import Experts
 
 from .awq import fold_hessian, fold_norm, norm_scale
@@ -44,7 +44,7 @@ Weights = Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def solve(
-    blocks: Sequence[Recorded],
+    blocks: Sequence[MoeInputs],
     weights: Weights,
     *,
     norm: torch.Tensor | None,
@@ -66,7 +66,7 @@ def solve(
         offset: what the model adds to the stored norm, 0 or 1.
         router: (E, H).
         activation: of the gate, usually SiLU.
-        unit: experts of an expert batch, see `plan.units`.
+        unit: experts of an expert batch, see `planning.expert_batches`.
         residents: expert batches whose Hessians are kept at a time; decides no byte.
         dist: each process solves its share of the units, which are those of one process, so that not
             even the shape of a matmul differs; all of them get the whole result.
@@ -83,7 +83,7 @@ def solve(
     experts, hidden = router.shape
     # To see whether a factorization failed, a GPU would have to be waited for each time.
     exact = not is_accelerator(router.device)
-    units = units_of(experts, unit)
+    units = expert_batches(experts, unit)
     units = [units[i] for i in dist.partition(len(units))]
     with phase("sums"):
         found = survey(blocks, experts, settings.routed_weight, full_share_at=hidden, unit=unit)
@@ -231,7 +231,7 @@ def solve_layer(
     model: LayeredModel,
     layer: torch.nn.Module,
     norm: torch.Tensor | None,
-    recorded: RecordedRows,
+    moe_inputs: MoeInputStore,
     settings: Experts,
     *,
     weights: Weights,
@@ -246,7 +246,7 @@ def solve_layer(
     Args:
         layer: with the source's weights, those of its experts only for the llmcompressor engine; left as it is.
         norm: (H,) as stored, in the source's dtype: the one that AWQ folds its scales into; None if it is kept.
-        recorded: what the experts were called with.
+        moe_inputs: what the experts were called with.
         weights: see `solver.solve`.
         residents: see planning/device_memory.py.
         entering: hidden states entering the layer, (T, H) each; the llmcompressor engine runs the layer itself.
@@ -263,14 +263,14 @@ def solve_layer(
         router: Any = layer.get_submodule(modules.router)
         accelerator, sizes = is_accelerator(model.device), model.sizes
         return solve(
-            recorded.blocks(model.device, rows_of_block(accelerator), check),
+            moe_inputs.blocks(model.device, tokens_per_chunk(accelerator), check),
             weights,
             norm=norm,
             offset=model.facts.norm.offset,
             router=router.weight.data,
             activation=experts.act_fn,
             settings=settings,
-            unit=unit_of_experts(accelerator, sizes["hidden"], sizes["width"]),
+            unit=experts_per_batch(accelerator, sizes["hidden"], sizes["width"]),
             residents=residents,
             dist=dist,
         )

@@ -19,10 +19,11 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
-from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, reader_state, router_state
-from quantizers.forward.weights import ExpertWeights, read_weight
-from quantizers.planning.plan import KEPT, Action
-from quantizers.planning.units import unit_of_experts, units_of
+from quantizers.formats.dequantization import read_weight
+from quantizers.forward.layer_weights import ExpertWeights
+from quantizers.planning.expert_batches import expert_batches, experts_per_batch
+from quantizers.planning.plan import PASSTHROUGH, Action
+from quantizers.solve.folded_scales import CLOSE_ENOUGH, matrix_errors, norm_ratio, reader_state, router_state
 from quantizers.system.errors import CheckpointError
 
 ROUTER_ULPS = 2
@@ -56,14 +57,14 @@ class LayerAudit:
 
 def written_from(actions: Sequence[Action]) -> LayerAudit:
     """The audit of a shard whose passthrough tensors were compared when it was written, see `write_shard`."""
-    return LayerAudit(len(actions), sum(action.kind in KEPT for action in actions))
+    return LayerAudit(len(actions), sum(action.kind in PASSTHROUGH for action in actions))
 
 
 def audit_kept(actions: Sequence[Action], source: Checkpoint, candidate: Checkpoint, audit: LayerAudit) -> None:
     """Count a layer's tensors, and compare the passthrough ones by SHA-256."""
     audit.tensors += len(actions)
     for action in actions:
-        if action.kind in KEPT:
+        if action.kind in PASSTHROUGH:
             (name,) = action.outputs
             if name not in candidate.tensors:
                 continue  # reported as missing
@@ -175,8 +176,8 @@ def _reading_the_source() -> Iterator[None]:
 
 def _in_batches(old: ExpertWeights, new: ExpertWeights, smooth: torch.Tensor) -> dict[int, torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
-    unit = unit_of_experts(is_accelerator(smooth.device), old.hidden, old.width)
-    for first, last in units_of(old.experts, unit):
+    unit = experts_per_batch(is_accelerator(smooth.device), old.hidden, old.width)
+    for first, last in expert_batches(old.experts, unit):
         # The previous batch is freed after this one is read, so that a CPU's memory is reused, not returned.
         with _reading_the_source():
             source = _matrices(*old.unit(range(first, last)))

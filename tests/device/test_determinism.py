@@ -22,8 +22,8 @@ from quantizers.cli import main as cli
 from quantizers.device import devices, triton_support
 from quantizers.device.determinism import ALLOCATOR, LT_WORKSPACE, UNDOING, WORKSPACE, ordered
 from quantizers.device.gpu_settings import SETTINGS, settings_in_force
-from quantizers.forward.recorded import Recorded, usable_rows
-from quantizers.forward.recorded import recorded as seen_by
+from quantizers.forward.moe_inputs import MoeInputs, usable_rows
+from quantizers.forward.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts, Scheme
 from quantizers.solve.routing_weights import squared_weights, survey
@@ -287,7 +287,7 @@ def test_torch_says_it_in_these_words() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def recorded(seed: int, lengths: tuple[int, ...], experts: int, chosen: int) -> list[Recorded]:
+def recorded(seed: int, lengths: tuple[int, ...], experts: int, chosen: int) -> list[MoeInputs]:
     """Sequences of which some rows cannot be used, with weights of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     sequences = []

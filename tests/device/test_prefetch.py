@@ -14,8 +14,8 @@ import torch
 from delayed_copies import AtOnce, Delayed, Hosts, delay
 from tiny import make
 
-from quantizers.checkpoint.ahead import held_ahead
-from quantizers.checkpoint.held import Held, hold
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, load_tensors
+from quantizers.checkpoint.prefetch import prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.device import prefetch
 from quantizers.device.prefetch import BufferPrefetch, PinnedBuffers, pin, prefetched, start_copies
@@ -255,7 +255,9 @@ def test_each_layer_has_its_bytes_while_it_is_in_use(
 ) -> None:
     delay(monkeypatch, stream)
     following, places = BufferPrefetch(CPU), set[int]()
-    with closing(held_ahead(model, parts_of(model), prepare=following.allocate, arrived=begin(following))) as ahead:
+    with closing(
+        prefetched_tensors(model, parts_of(model), prepare=following.allocate, arrived=begin(following))
+    ) as ahead:
         for names, part in zip(parts_of(model), ahead, strict=True):
             there = part.to(CPU, following.take())
             assert there.buffer is not None
@@ -263,7 +265,7 @@ def test_each_layer_has_its_bytes_while_it_is_in_use(
             assert there.buffer.data_ptr() != part.buffer.data_ptr()
             places.add(there.buffer.data_ptr())
             time.sleep(0.05)  # the thread reads the next one meanwhile, and begins to copy it
-            assert part.digest() == hold(model, names).digest()
+            assert part.digest() == load_tensors(model, names).digest()
             for name in names:
                 assert there.holds(there.tensor(name))
                 assert there.raw(name) == model.raw(name)
@@ -272,7 +274,7 @@ def test_each_layer_has_its_bytes_while_it_is_in_use(
 
 
 def begin(following: BufferPrefetch) -> Any:
-    def arrived(part: Held) -> None:
+    def arrived(part: LoadedTensors) -> None:
         assert part.buffer is not None
         following.begin(part.buffer)
 
@@ -284,7 +286,9 @@ def test_a_layer_that_is_not_taken_is_waited_for(model: Checkpoint, monkeypatch:
     stream = Delayed()
     delay(monkeypatch, stream)
     following = BufferPrefetch(CPU)
-    with closing(held_ahead(model, parts_of(model), prepare=following.allocate, arrived=begin(following))) as ahead:
+    with closing(
+        prefetched_tensors(model, parts_of(model), prepare=following.allocate, arrived=begin(following))
+    ) as ahead:
         part = next(ahead)
         part.to(CPU, following.take())
         while not stream.under_way:  # until the thread has read the next one

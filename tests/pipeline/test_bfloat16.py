@@ -12,8 +12,9 @@ from conftest import Finished
 from one_layer import GROUP, make_layer, sliced
 
 from quantizers.architectures.matrices import MATRICES
-from quantizers.forward.recorded import Recorded, recorded
-from quantizers.pipeline import measure, pipeline, quantize
+from quantizers.commands import evaluate as measure
+from quantizers.forward.moe_inputs import MoeInputs, capture_moe_inputs
+from quantizers.pipeline import pipeline, quantize
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.device_memory import Residents
@@ -32,11 +33,11 @@ def rounded_layer() -> Any:
     """A layer whose weights and recorded inputs bfloat16 holds exactly, so that only the arithmetic differs."""
     layer = make_layer(5, tokens=200)
     layer.gate_up, layer.down = layer.gate_up.bfloat16().float(), layer.down.bfloat16().float()
-    return layer, [recorded(r.x.bfloat16().float(), r.chosen, r.weight) for r in layer.recorded()]
+    return layer, [capture_moe_inputs(r.x.bfloat16().float(), r.chosen, r.weight) for r in layer.recorded()]
 
 
-def in_bfloat16(blocks: list[Recorded]) -> list[Recorded]:
-    return [recorded(r.x.bfloat16(), r.chosen, r.weight) for r in blocks]
+def in_bfloat16(blocks: list[MoeInputs]) -> list[MoeInputs]:
+    return [capture_moe_inputs(r.x.bfloat16(), r.chosen, r.weight) for r in blocks]
 
 
 def test_sums_of_bfloat16_inputs_are_float32_sums() -> None:

@@ -22,14 +22,14 @@ from quantizers.planning.serving_memory import (
     fit,
     kv_bytes_per_token,
     notes,
+    obstacles,
     serving_model,
     tensor_parallel_problem,
 )
-from quantizers.planning.tensor_parallel import obstacles
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, InputError
 from quantizers.system.package_data import shipped
-from quantizers.system.strict_yaml import load
+from quantizers.system.schema import load
 
 # Experts' matrices, and gigabytes of experts in INT4 with groups of 32, of one model of each size.
 SIZES = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from on_meta import META, Operation, Trace, looks_answered, tensors
 
-from quantizers.forward.recorded import Recorded
+from quantizers.forward.moe_inputs import MoeInputs
 from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import solver
@@ -22,9 +22,9 @@ ROWS = [48, 48, 20]
 QUICK: dict[str, Any] = {"rounding": "nearest"}  # a column of GPTQ is many operations
 
 
-def blocks() -> list[Recorded]:
+def blocks() -> list[MoeInputs]:
     return [
-        Recorded(
+        MoeInputs(
             torch.empty(rows, HIDDEN, dtype=torch.bfloat16, device=META),
             torch.empty(rows, CHOSEN, dtype=torch.int32, device=META),
             torch.empty(rows, CHOSEN, device=META),

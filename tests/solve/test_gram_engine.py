@@ -9,9 +9,9 @@ import torch
 from one_layer import EXPERTS, GROUP, HIDDEN, WIDTH, Layer, assert_same, make_layer, silu, solving_order
 
 from quantizers.architectures.matrices import MATRICES
-from quantizers.forward.codes import dequantize
-from quantizers.forward.recorded import Recorded
-from quantizers.forward.recorded import recorded as seen
+from quantizers.formats.packed_integers import dequantize
+from quantizers.forward.moe_inputs import MoeInputs
+from quantizers.forward.moe_inputs import capture_moe_inputs as seen
 from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import expert_batch
@@ -485,14 +485,14 @@ def test_a_token_that_is_not_finite_is_left_out() -> None:
 
 
 def test_any_sequence_class_will_do_and_it_is_read_in_order() -> None:
-    """The pipeline hands over a lazy sequence that makes a new `Recorded` at each access."""
+    """The pipeline hands over a lazy sequence that makes a new `MoeInputs` at each access."""
     from collections.abc import Sequence
 
     layer = make_layer(11)
     stored = layer.recorded()
     read: list[int] = []
 
-    class Lazy(Sequence[Recorded]):
+    class Lazy(Sequence[MoeInputs]):
         def __len__(self) -> int:
             return len(stored)
 

@@ -16,9 +16,9 @@ from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import Recorded, route_counts
-from quantizers.forward.recorded import recorded as seen_by
-from quantizers.planning.units import ALIGNED, by_load, units_of
+from quantizers.forward.moe_inputs import MoeInputs, route_counts
+from quantizers.forward.moe_inputs import capture_moe_inputs as seen_by
+from quantizers.planning.expert_batches import ALIGNED, by_load, expert_batches
 from quantizers.solve import routing_weights
 from quantizers.solve.down_hessian import collect_down_hessian
 from quantizers.solve.input_hessian import InputHessian, blended_hessian, sweep
@@ -38,7 +38,7 @@ class Observed:
     model: LayeredModel
     layer: int
     states: list[torch.Tensor]
-    recorded: list[Recorded]
+    recorded: list[MoeInputs]
     gate_up: torch.Tensor
     down: torch.Tensor
 
@@ -89,7 +89,7 @@ class Sums:
 
 
 def all_sums(
-    recorded: Sequence[Recorded],
+    recorded: Sequence[MoeInputs],
     gate_up: torch.Tensor,
     *,
     routed_weight: float,
@@ -99,7 +99,7 @@ def all_sums(
     """The sums of all experts, `chunk` at a time (all at once when None)."""
     experts = gate_up.shape[0]
     found = survey(recorded, experts, routed_weight, full_share_at)
-    units = units_of(experts, chunk or experts)
+    units = expert_batches(experts, chunk or experts)
     inputs, routed = sweep(recorded, found, units, gate_up.shape[-1], with_all=True)
     assert inputs is not None
     parts = []
@@ -111,7 +111,7 @@ def all_sums(
     return Sums(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def inputs_of(recorded: Sequence[Recorded]) -> tuple[InputHessian, Survey]:
+def inputs_of(recorded: Sequence[MoeInputs]) -> tuple[InputHessian, Survey]:
     """The sums of x alone."""
     found = survey(recorded, EXPERTS, 0.0, HIDDEN)
     inputs, routed = sweep(recorded, found, [], HIDDEN, with_all=True)
@@ -120,7 +120,7 @@ def inputs_of(recorded: Sequence[Recorded]) -> tuple[InputHessian, Survey]:
     return inputs, found
 
 
-def blend(recorded: Sequence[Recorded], experts: int, routed_weight: float, full_share_at: int) -> Blend:
+def blend(recorded: Sequence[MoeInputs], experts: int, routed_weight: float, full_share_at: int) -> Blend:
     return survey(recorded, experts, routed_weight, full_share_at).blended
 
 
@@ -128,7 +128,7 @@ Read = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def slow_sums(
-    recorded: Sequence[Recorded], read: Read, expert: int, a: float, full_share_at: int
+    recorded: Sequence[MoeInputs], read: Read, expert: int, a: float, full_share_at: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One expert's blended Σ x xᵀ, Σ h hᵀ and mean |h|, token by token in float64, from the definition.
 
@@ -272,7 +272,7 @@ def test_routed_counts_are_bincounts(observed: Observed) -> None:
     assert torch.equal(route_counts(observed.recorded[0].chosen, 9)[EXPERTS:], torch.zeros(5, dtype=torch.int64))
 
 
-def random_routing(seed: int, experts: int, chosen: int, lengths: Sequence[int], hidden: int) -> list[Recorded]:
+def random_routing(seed: int, experts: int, chosen: int, lengths: Sequence[int], hidden: int) -> list[MoeInputs]:
     """Sequences whose last expert is never chosen (unless all must be), some weights being zero."""
     generator = torch.Generator().manual_seed(seed)
     recorded = []
@@ -448,7 +448,7 @@ def test_experts_of_a_unit_have_about_as_many_tokens_so_that_little_is_padded() 
     all_roots = token_roots(recorded[0], plain.blended, 0, 12, good, torch.float32)
     some = token_roots(recorded[0], found.blended, 4, 7, good[:3], torch.float32)
     assert torch.equal(some, all_roots[found.experts[4:7]])
-    padded = [sum(t.most(*unit) for t in s.tables for unit in units_of(12, 4)) for s in (plain, found)]
+    padded = [sum(t.most(*unit) for t in s.tables for unit in expert_batches(12, 4)) for s in (plain, found)]
     assert padded[1] < 0.6 * padded[0]
 
 

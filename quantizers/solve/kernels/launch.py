@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quantizers.device import triton_support
-from quantizers.forward.codes import code_range
+from quantizers.formats.packed_integers import code_range
 from quantizers.solve.symmetric import LANES
 
 ROWS, WIDE = 32, 64  # rows of a program, and columns from which on there are fewer, for want of registers

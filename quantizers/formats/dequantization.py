@@ -1,0 +1,293 @@
+"""Dequantization of a linear module's weight, from every supported format, to float32.
+
+Formats of which any rows can be dequantized (`WeightFormat`):
+
+    blocks    weight F8_E4M3 (R, C), weight_scale_inv or weight_scale (⌈R / b⌉, ⌈C / b'⌉)   blocks b x b'
+    rows      weight F8_E4M3 (R, C), weight_scale (R,) or (R, 1)
+    packed    weight_packed I32 (R, C · bits / 32), weight_scale (R, n), weight_shape
+    plain     weight BF16, F16 or F32 (R, C)
+
+Of other programs, as a whole:
+
+    integers with a scale per tensor, row or group      weight I8, weight_scale (, weight_zero_point I8)
+    FP8 with a scale per tensor, group or other block   weight F8_E4M3, weight_scale
+    packed integers with zero points                    weight_packed, weight_scale, weight_shape, weight_zero_point
+    integers of AutoAWQ, GPTQ and AutoRound             see awq_gptq.py
+
+compressed-tensors' pack-quantized, int-quantized, float-quantized and naive-quantized are among these. Other formats
+are refused in unsupported.py.
+
+Legend: R rows (outputs), C columns (inputs), n groups of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TensorInfo
+from quantizers.system.errors import CheckpointError
+
+from .awq_gptq import dequantize_awq_gptq
+from .fp8 import SCALE, SCALE_INV, block_size, blocks_of
+from .packed_integers import dequantize, unpack
+
+PACKED, ZERO_POINT, GROUP_INDEX = "weight_packed", "weight_zero_point", "weight_g_idx"
+
+
+def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
+    """Read a linear module's weight (R, C) as float32 on `device`.
+
+    Args:
+        module: its full published name, without `.weight`.
+
+    Raises:
+        CheckpointError: a tensor is missing, has a wrong dtype or shape, or contains NaN or infinity.
+    """
+    weight = unchecked_weight(checkpoint, module, device)
+    if not bool(is_finite(weight)):
+        raise CheckpointError(
+            f"{checkpoint.folder}: {module}.weight or its scale holds a NaN or infinity; download its shard again"
+        )
+    return weight
+
+
+def unchecked_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
+    """As `read_weight`, but numbers that are not finite are left in."""
+    stored = weight_format(checkpoint, module)
+    if stored is not None:
+        parts = [checkpoint.tensor(f"{module}.{part}").to(device) for part in stored.parts]
+        return stored.numbers(parts).float()
+    if f"{module}.qweight" in checkpoint.tensors:
+        return dequantize_awq_gptq(checkpoint, module, device)
+    if f"{module}.{PACKED}" in checkpoint.tensors:
+        return _with_zero_points(checkpoint, module, device)
+    info = checkpoint.tensors[f"{module}.weight"]
+    scale = checkpoint.tensors.get(f"{module}.{SCALE}")
+    if info.dtype not in ("I8", FP8) or scale is None:
+        raise CheckpointError(
+            f"{info.file}: {info.name}: dtype {info.dtype} is not that of a weight that can be read; give the "
+            "published checkpoint"
+        )
+    codes = checkpoint.tensor(info.name).to(device).float()
+    zero = checkpoint.tensors.get(f"{module}.{ZERO_POINT}")
+    if zero is not None:
+        codes -= _spread(checkpoint, zero, info, device)
+    return codes.mul_(_spread(checkpoint, scale, info, device))
+
+
+def refuse_bias(checkpoint: Checkpoint, module: str) -> None:
+    """Refuse a bias that the family's model would not add. AutoGPTQ writes one of zeros beside every weight."""
+    info = checkpoint.tensors.get(f"{module}.bias")
+    if info is not None and bool(checkpoint.tensor(info.name).any()):
+        raise CheckpointError(
+            f"{info.file}: {info.name} is not zero, but this family's model adds no bias there; the checkpoint is of "
+            "another model, or was made with a correction that cannot be read here"
+        )
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a matrix is stored; matrices of equal formats can be stacked and dequantized together, bit for bit alike.
+
+    Attributes:
+        kind: see above.
+        parts: the last names of the tensors whose rows belong to the matrix's rows, the codes first.
+        stored: dtypes and shapes of the parts.
+        shape: (R, C).
+        block: of FP8 in blocks; (1, 1) elsewhere.
+    """
+
+    kind: Literal["blocks", "rows", "packed", "plain"]
+    parts: tuple[str, ...]
+    stored: tuple[tuple[str, tuple[int, ...]], ...]
+    shape: tuple[int, int]
+    block: tuple[int, int] = (1, 1)
+
+    def band(self, parts: Sequence[torch.Tensor], first: int, last: int) -> list[torch.Tensor]:
+        """The parts of rows `first` to `last`, both multiples of the block's rows or the matrix's end."""
+        step = self.block[0]
+        return [parts[0][first:last], *(scale[first // step : math.ceil(last / step)] for scale in parts[1:])]
+
+    def fill(self, parts: Sequence[torch.Tensor], slot: torch.Tensor) -> torch.Tensor:
+        """Fill a slot with the numbers of some rows, each rounded to its dtype once.
+
+        Args:
+            parts: of these rows, on the slot's device.
+            slot: (r, C), or (c, R, C) for whole matrices one below the other, each in one piece.
+
+        Returns:
+            Whether all of them are finite, a bool of no dimension on the device: nothing waits for it.
+        """
+        numbers = self.numbers(parts)
+        slot.copy_(numbers.view(slot.shape))
+        return is_finite(numbers)
+
+    def numbers(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows (r, C) from their parts, on the parts' device: a product in float32, or a plain weight as it is."""
+        if self.kind == "plain":
+            return parts[0]
+        codes, scale = parts
+        if self.kind == "blocks":
+            return dequantize_fp8(codes, scale, self.block)
+        if self.kind == "rows":
+            return codes.float().mul_(scale.float().view(-1, 1))
+        columns = self.shape[1]
+        return dequantize(unpack(codes, codes.shape[1] * 32 // columns, (len(codes), columns)), scale)
+
+
+def weight_format(checkpoint: Checkpoint, module: str) -> WeightFormat | None:
+    """The format of a module's matrix, from headers; None for those of other programs.
+
+    Raises:
+        CheckpointError: the weight is missing or no matrix, or its tensors do not belong together.
+    """
+    tensors = checkpoint.tensors
+    if f"{module}.qweight" in tensors:
+        return None
+    if f"{module}.{PACKED}" in tensors:
+        parts, shape, _ = _packed(checkpoint, module)
+        return None if len(parts) > 2 else _format("packed", parts, shape)
+    info = checkpoint.require(f"{module}.weight", "a linear layer's weight")
+    if len(info.shape) != 2:
+        raise CheckpointError(f"{info.file}: {info.name} has shape {list(info.shape)}; a matrix is needed")
+    rows, columns = info.shape
+    if info.dtype in FLOATING:
+        return _format("plain", [info], (rows, columns))
+    if info.dtype != FP8:
+        return None
+    block, scale = block_size(checkpoint), tensors.get(f"{module}.{SCALE}")
+    if scale is None or scale.shape == blocks_of(info.shape, block):
+        return _format("blocks", [info, _block_scale(checkpoint, info, block)], (rows, columns), block)
+    return _format("rows", [info, scale], (rows, columns)) if scale.shape in ((rows,), (rows, 1)) else None
+
+
+def _format(
+    kind: Literal["blocks", "rows", "packed", "plain"],
+    parts: Sequence[TensorInfo],
+    shape: tuple[int, int],
+    block: tuple[int, int] = (1, 1),
+) -> WeightFormat:
+    names = tuple(info.name.rpartition(".")[2] for info in parts)
+    return WeightFormat(kind, names, tuple((info.dtype, info.shape) for info in parts), shape, block)
+
+
+def _block_scale(checkpoint: Checkpoint, weight: TensorInfo, block: tuple[int, int]) -> TensorInfo:
+    """The scale of FP8 in blocks: `weight_scale_inv`, as published, or `weight_scale`."""
+    module = weight.name.removesuffix(".weight")
+    names = (f"{module}.{SCALE_INV}", f"{module}.{SCALE}")
+    info = next((checkpoint.tensors[name] for name in names if name in checkpoint.tensors), None)
+    if info is None:
+        raise CheckpointError(
+            f"{weight.file}: {weight.name} is FP8 but has no {SCALE_INV}; the checkpoint is incomplete, "
+            "download it again"
+        )
+    expected = blocks_of(weight.shape, block)
+    if info.shape != expected:
+        raise CheckpointError(
+            f"{info.file}: {info.name} has shape {list(info.shape)}, but {list(weight.shape)} in blocks of "
+            f"{list(block)} needs {list(expected)}"
+        )
+    return info
+
+
+def _packed(checkpoint: Checkpoint, module: str) -> tuple[list[TensorInfo], tuple[int, int], int]:
+    """The header entries of packed integers, scales and zero points if there are any; R and C; bits.
+
+    Raises:
+        CheckpointError: one is missing, they do not belong together, or the groups are not in order of columns.
+    """
+    names = (PACKED, SCALE, "weight_shape")
+    packed, scale, stated = (checkpoint.require(f"{module}.{name}", "part of a packed weight") for name in names)
+    zero, index = (checkpoint.tensors.get(f"{module}.{part}") for part in (ZERO_POINT, GROUP_INDEX))
+    symmetric = all(weights.get("symmetric", True) for weights in _weight_schemes(checkpoint))
+    unread = index or (zero if symmetric else None)
+    if unread is not None:
+        raise CheckpointError(
+            f"{packed.file}: {unread.name}: only groups in order of columns can be read, and zero points that "
+            "config.json declares (symmetric: false)"
+        )
+    two = math.prod(stated.shape) == 2
+    rows, columns = (int(n) for n in checkpoint.tensor(stated.name).flatten().tolist()) if two else (0, 0)
+    bits, groups = packed.shape[-1] * 32 // columns if packed.shape and columns > 0 else 0, (0, *scale.shape)[-1]
+    parts = [packed, scale] if zero is None else [packed, scale, zero]
+    shapes = [(rows, columns * bits // 32), (rows, groups), (math.ceil(rows * bits / 32), groups)][: len(parts)]
+    whole = bits in (4, 8) and groups > 0 and columns % groups == columns * bits % 32 == 0
+    integers = all(info.dtype == "I32" for info in parts if info is not scale)
+    if not whole or not integers or [info.shape for info in parts] != shapes:
+        stored = ", ".join(f"{info.name.rpartition('.')[2]} {info.dtype} {list(info.shape)}" for info in parts)
+        raise CheckpointError(
+            f"{packed.file}: {module}: {stored} and weight_shape {[rows, columns]} do not belong together"
+        )
+    return parts, (rows, columns), bits
+
+
+def _with_zero_points(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
+    """Dequantize packed integers as (code - zero) * scale. The zero points (R, n) are packed along the rows."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    parts, (rows, columns), bits = _packed(checkpoint, module)
+    packed, scale, zero = (checkpoint.tensor(info.name).to(device) for info in parts)
+    groups = scale.shape[1]
+    codes = unpack_from_int32(packed, bits, torch.Size((rows, columns))).float()
+    zeros = unpack_from_int32(zero, bits, torch.Size((rows, groups)), packed_dim=0).float()
+    shifted = codes.view(rows, groups, -1) - zeros.unsqueeze(-1)
+    weight: torch.Tensor = (shifted * scale.float().unsqueeze(-1)).view(rows, columns)
+    return weight
+
+
+def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, device: torch.device) -> torch.Tensor:
+    """A scale or zero point in float32, expanded so that it broadcasts to the weight's shape (R, C)."""
+    rows, columns = weight.shape
+    values = checkpoint.tensor(scale.name).to(device).float()
+    if values.numel() == 1:
+        return values.view(1, 1)
+    if scale.shape in ((rows,), (rows, 1)):
+        return values.view(rows, 1)
+    if len(scale.shape) == 2 and scale.shape[0] == rows and columns % scale.shape[1] == 0:
+        return values.repeat_interleave(columns // scale.shape[1], dim=1)
+    for declared in _weight_schemes(checkpoint):
+        block = declared.get("block_structure")
+        if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+            if scale.shape == blocks_of(weight.shape, (block[0], block[1])):
+                return values.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
+            break
+    raise CheckpointError(
+        f"{scale.file}: {scale.name} has shape {list(scale.shape)}; one number, or one per row, group or declared "
+        f"block of {list(weight.shape)} is needed"
+    )
+
+
+def _weight_schemes(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """The `weights` entry of every config group."""
+    section = checkpoint.config.get("quantization_config")
+    groups = section.get("config_groups") if isinstance(section, dict) else None
+    schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    return [weights for weights in schemes if isinstance(weights, dict)]
+
+
+@cache
+def _library(block: tuple[int, int]) -> Any:
+    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
+
+    return FP8BlockDequantizer(targets=["m"], weight_block_size=block, dtype=torch.float32)
+
+
+def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Dequantize FP8 as q * scale per block, in float32 on the tensors' device. weight (R, C), scale (⌈R/b⌉, ⌈C/b⌉)."""
+    result: torch.Tensor = _library(block).process({"m.weight": weight, f"m.{SCALE_INV}": scale})["m.weight"]
+    return result
+
+
+def is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether all numbers are, as a bool of no dimension on the tensor's device: nothing waits for it."""
+    if not tensor.numel():
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    floating = tensor.float() if tensor.element_size() == 1 else tensor
+    return torch.stack(torch.aminmax(floating)).isfinite().all()  # a NaN is both; without arrays of its size

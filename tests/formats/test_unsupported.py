@@ -1,0 +1,283 @@
+"""Checkpoints that are refused by their config.json: unsupported formats, and sources that already have 4 bits."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from awq_gptq import Kind
+from commands import quantize
+from safetensors.torch import save_file
+
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.formats.unsupported import refuse_four_bits, refuse_swapped_arguments, refuse_unsupported
+from quantizers.planning.hub_headers import read_hub
+from quantizers.system.errors import CheckpointError
+
+SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "EXL3": ({"quant_method": "exl3", "bits": 4.0}, "is 'exl3', which is not supported; evaluate it with exllamav3's"),
+    "EXL2": ({"quant_method": "exl2", "bits": 4.0}, "evaluate it with exllamav2's test_inference.py"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "save model.dequantize() with"),
+    "HQQ": ({"quant_method": "hqq"}, "evaluate it with the program that made it; here give the checkpoint that it"),
+    "NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method is 'modelopt', which is not"),
+    "MXFP4": ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4', which is not supported"),
+    "compressed-tensors' NVFP4": (
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}},
+        "format 'nvfp4-pack-quantized' is not one of",
+    ),
+    "AutoRound's own": (
+        Kind("gptq").section() | {"quant_method": "auto-round", "packing_format": "auto_round:nv_fp4"},
+        "packing_format is 'auto_round:nv_fp4', another packing; only",
+    ),
+    "no name": ({"quant_method": 4}, "quant_method is 4, which is not supported"),
+}  # fmt: skip
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    shown = capsys.readouterr()
+    lines = shown.err.splitlines()
+    assert shown.out == ""
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_format_that_is_not_read_is_refused_with_a_remedy(name: str) -> None:
+    section, said = SECTIONS[name]
+    with pytest.raises(CheckpointError) as failure:
+        refuse_unsupported(tiny.config(quantization_config=section), "here/config.json")
+    assert str(failure.value).startswith("here/config.json: quantization_config")
+    assert said in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_every_command_that_takes_a_candidate_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section, said = SECTIONS["EXL3"]
+    source = tiny.make(tmp_path / "source")
+    other = tiny.make(tmp_path / "other", quantization_config=section)
+    for words in (
+        ("eval", source, other, "--data", "held-out", "--device", "cpu"),
+        ("coverage", "--model", other, "--data", "embedded", "--device", "cpu"),
+        ("verify", other, "--source", source, "--device", "cpu"),
+    ):
+        assert quantize(monkeypatch, *words) == 2
+        line = refused(capsys)
+        assert f"{other}/config.json: quantization_config" in line
+        assert said in line
+
+
+def test_gguf_is_refused_as_file_folder_and_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, folder = tiny.make(tmp_path / "source"), tmp_path / "llama"
+    folder.mkdir()
+    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    file = folder / "model-Q4_K_M.gguf"
+    for given, named in ((file, file), (folder, file), ("someone/Model-GGUF", "someone/Model-GGUF")):
+        assert quantize(monkeypatch, "eval", source, given, "--data", "held-out") == 2
+        expected = (
+            f"{named}: GGUF is not supported; evaluate it with llama.cpp's llama-perplexity --kl-divergence; here give "
+            "the checkpoint that it was made from"
+        )
+        assert expected in refused(capsys)
+    for given in (file, folder):
+        assert quantize(monkeypatch, "verify", given, "--source", source) == 2
+        assert f"{file}: GGUF is not supported" in refused(capsys)
+    save_file({"x": torch.ones(1)}, folder / "model.safetensors")  # both: the checkpoint is what counts
+    (folder / "config.json").write_text("{}")
+    assert quantize(monkeypatch, "eval", source, folder, "--data", "held-out") == 2
+    assert "GGUF" not in refused(capsys)
+
+
+def test_mlx_and_words_without_a_section_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny.make(tmp_path / "source")
+    mlx = tiny.make(tmp_path / "mlx", quantization={"group_size": 64, "bits": 4}, quantization_config=None)
+    assert quantize(monkeypatch, "eval", source, mlx, "--data", "held-out") == 2
+    assert "mlx/config.json: quantization is MLX's, which is not supported; evaluate it with mlx-lm" in refused(capsys)
+    config = tiny.config(quantization_config=None)
+    words = {"model.layers.0.self_attn.q_proj.qweight": torch.zeros(16, 8, dtype=torch.int32)}
+    old = tiny.write(tmp_path / "old", config, tiny.tensors(config) | words)
+    assert quantize(monkeypatch, "eval", source, old, "--data", "held-out") == 2
+    line = refused(capsys)
+    assert "old/config.json: does not declare the AutoAWQ or GPTQ integers in the files" in line
+    assert "quantize_config.json, and add its quant_method" in line
+    assert json.loads((old / "config.json").read_text())["quantization_config"] is None
+
+
+@pytest.mark.parametrize("kind", [Kind("awq"), Kind("gptq", bits=8)])
+def test_verify_points_to_eval_for_autoawq_and_gptq(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny.make(tmp_path / "source")
+    other = tiny.make(tmp_path / "other", quantization_config=kind.section())
+    assert quantize(monkeypatch, "verify", other, "--source", source, "--device", "cpu") == 2
+    line = refused(capsys)
+    assert f"{other}/config.json: quantization_config.quant_method is '{kind.layout}'; `verify` checks" in line
+    assert line.endswith(f"measure this one with `quantize eval {source} {other} --data SET`")
+
+
+# A source that already has 4-bit weights -------------------------------------------------------------
+
+
+def packed(bits: int) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+    }
+
+
+GROUP = "quantization_config.config_groups.group_0.weights.num_bits"
+FOUR_BITS: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt-oss": (
+        {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+        "quantization_config.quant_method is 'mxfp4'",
+    ),
+    "Kimi-K2-Thinking": ({"model_type": "kimi_k2", "quantization_config": packed(4)}, f"{GROUP} is 4"),
+    "Kimi-K2.5": (
+        {"model_type": "kimi_k25", "text_config": {"quantization_config": packed(4)}},
+        f"text_config.{GROUP} is 4",
+    ),
+    "DeepSeek-V4": (
+        {"model_type": "deepseek_v4", "expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}},
+        "expert_dtype is 'fp4'",
+    ),
+    "in the section": ({"quantization_config": {"expert_dtype": "float4_e2m1fn_x2"}}, "expert_dtype is 'float4_e2m1"),
+    "GPTQ": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config.bits is 4"),
+    "AWQ": ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config.bits is 4"),
+    "NVFP4": (
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+        "quantization_config.quant_algo is 'NVFP4'",
+    ),
+    "bitsandbytes": ({"quantization_config": {"load_in_4bit": True}}, "quantization_config.load_in_4bit is True"),
+}
+NOT_FOUR_BITS: list[dict[str, Any]] = [
+    tiny.config(),
+    {},
+    {"quantization_config": None, "text_config": None},
+    {"quantization_config": packed(8)},
+    {"quantization_config": {"quant_method": "gptq", "bits": 8}},
+    {"quantization_config": {"quant_method": "fp8", "fmt": "float8_e4m3fn", "bits": True, "config_groups": [4]}},
+    {"quantization_config": [4], "text_config": "fp4", "torch_dtype": "bfloat16", "kv_cache_dtype": "fp4"},
+    {"quantization_config": {"config_groups": {"x": {"weights": None}, "y": 4}}, "expert_dtype": "fp8"},
+]
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_a_model_in_four_bits_is_refused_by_file_and_key(name: str) -> None:
+    config, said = FOUR_BITS[name]
+    with pytest.raises(CheckpointError) as refused:
+        refuse_four_bits(config, "here/config.json")
+    line = str(refused.value)
+    assert line.startswith("here/config.json: ")
+    assert said in line
+    assert line.endswith(
+        "already has 4-bit weights, so there is nothing to quantize; give the model's FP8 or BF16 release"
+    )
+
+
+def test_any_other_config_is_left_to_the_checks_that_follow() -> None:
+    for config in NOT_FOUR_BITS:
+        refuse_four_bits(config, "here/config.json")
+
+
+def test_a_name_with_a_line_break_stays_in_one_line() -> None:
+    section = packed(4)
+    section["config_groups"]["a\nb"] = section["config_groups"].pop("group_0")
+    with pytest.raises(CheckpointError, match=r"^[^\n]*$"):
+        refuse_four_bits({"quantization_config": section}, "here/config.json")
+
+
+def test_every_command_that_takes_a_source_says_so_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the architecture, which is not known, and before the shards, whose dtypes may not be."""
+    source = "{dataset: a/b, columns: [text], shape: text, samples: 5, category: c}"
+    (tmp_path / "set.yaml").write_text(f"name: x\nsequence_length: 16\nsources: [{source}]\n")
+    (tmp_path / "r.yaml").write_text("source: {model: model}\ncalibration: set.yaml\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(FOUR_BITS["gpt-oss"][0]))
+    monkeypatch.chdir(tmp_path)
+    said = "config.json: quantization_config.quant_method is 'mxfp4': this model already has 4-bit weights"
+    for _ in range(2):
+        for words in (("run", "r.yaml", "--output", "out"), ("plan", "r.yaml"), ("new", "model", "n.yaml")):
+            assert quantize(monkeypatch, *words) == 2
+            assert said in refused(capsys)
+        (tmp_path / "model" / "model.safetensors").write_bytes(b"not a shard at all")
+    assert not (tmp_path / "n.yaml").exists()
+
+
+def test_a_model_on_the_hub_is_refused_before_its_headers_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FOUR_BITS["DeepSeek-V4"][0]))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(sha="c0ffee"))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json"))
+    with pytest.raises(CheckpointError, match=r"^me/model: config.json: expert_dtype is 'fp4': this model already"):
+        read_hub("me/model", "main")
+
+
+# Source and candidate in the wrong order ------------------------------------------------------------
+
+FP8 = tiny.config()["quantization_config"]
+QUANTIZED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "4 bits": (packed(4), {}, f"its config.json says {GROUP} is 4"),
+    "GPTQ in 8 bits": (Kind("gptq", bits=8).section(), {}, "its config.json says quant_method: gptq"),
+    "this program's": (FP8, {"seal": "x", "settings": {}}, "its report.json says that this program made it"),
+}
+NOT_QUANTIZED: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "FP8": (FP8, {}),
+    "BF16": (None, {}),
+    "FP8 with a report of another program": (FP8, {"accuracy": 1}),
+}
+
+
+def written(folder: Path, section: dict[str, Any] | None, report: dict[str, Any]) -> Checkpoint:
+    tiny.make(folder, quantization_config=section)
+    if report:
+        (folder / "report.json").write_text(json.dumps(report))
+    return Checkpoint(folder, str(folder), json.loads((folder / "config.json").read_text()), {})
+
+
+def test_swapped_arguments_are_refused_by_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section, report, sign = QUANTIZED["this program's"]
+    quantized, source = tmp_path / "quantized", tmp_path / "source"
+    written(quantized, section, report)
+    written(source, FP8, {})
+    for words, remedy in (
+        (("eval", quantized, source, "--data", "held-out"), f"give {source} first, and {quantized} after it"),
+        (("verify", source, "--source", quantized), f"quantize verify {quantized} --source {source}"),
+        (("stitch", "--source", quantized, "--experts", source, "--output", tmp_path / "out"),
+         f"--source {source} --experts {quantized}"),
+    ):  # fmt: skip
+        assert quantize(monkeypatch, *words, "--device", "cpu") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{quantized}: is given as the source, but {sign}, and {source} shows no such sign; they are " in line
+        assert line.endswith(f"wrong way round: {remedy}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_the_clear_case_is_refused(tmp_path: Path) -> None:
+    quantized = [written(tmp_path / name, *QUANTIZED[name][:2]) for name in QUANTIZED]
+    plain = [written(tmp_path / name, *NOT_QUANTIZED[name]) for name in NOT_QUANTIZED]
+    for source in (*quantized, *plain):
+        for candidate in (*quantized, *plain):
+            if source in plain or candidate in quantized:
+                refuse_swapped_arguments(source, candidate, "")
+            else:
+                said = re.escape(QUANTIZED[source.folder.name][2])
+                with pytest.raises(CheckpointError, match=rf"{said}, and .*: give the other$"):
+                    refuse_swapped_arguments(source, candidate, "give the other")
