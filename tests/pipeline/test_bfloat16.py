@@ -13,8 +13,8 @@ from one_layer import GROUP, make_layer, sliced
 
 from quantizers.architectures.matrices import MATRICES
 from quantizers.commands import evaluate as measure
-from quantizers.commands import pipeline, quantize
 from quantizers.forward.moe_inputs import MoeInputs, capture_moe_inputs
+from quantizers.pipeline import pipeline, quantize
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.device_memory import Residents
