@@ -34,9 +34,7 @@ PLOTTED = (
     *("calibration", "coverage", "kl", "categories", "families", "positions", "long", "hidden_error", "router"),
     "weight_error",
 )
-PIXEL = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
-)
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
 
 
 @dataclass(frozen=True)
