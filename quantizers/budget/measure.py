@@ -48,8 +48,7 @@ from eval.fidelity.scoring import score
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.held import hold
-from quantizers.device.devices import forward_dtype
-from quantizers.device.malloc_tuning import use_one_arena
+from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import shown
 from quantizers.forward.codes import dequantize
 from quantizers.forward.lane import Lane

@@ -9,7 +9,7 @@ from quantizers.checkpoint.ahead import passed_on, received
 from quantizers.checkpoint.held import Held, hold
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import read_header
-from quantizers.device.malloc_tuning import release_free_memory
+from quantizers.device.devices import release_free_memory
 from quantizers.distributed.process_group import ProcessGroup, shown
 
 from .loop import device_memory_errors
