@@ -31,23 +31,23 @@ from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
-from quantizers.checkpoint.held import hold, layer_names
+from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors
 from quantizers.checkpoint.reader import CONFIG, open_folder
+from quantizers.commands.evaluate import measure
 from quantizers.device.devices import choose_device, forward_dtype, is_accelerator, machine, versions
-from quantizers.forward.halves import observe
+from quantizers.forward.activation_store import ActivationStore
+from quantizers.forward.layer_forward import observe
+from quantizers.forward.layer_weights import ExpertWeights
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import RecordedRows, recorded_rows
-from quantizers.forward.states import Rows
-from quantizers.forward.weights import ExpertWeights
+from quantizers.forward.moe_inputs import MoeInputStore, moe_input_store
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.pipeline.layer_measurement import resized, write_random
-from quantizers.pipeline.measure import measure
 from quantizers.pipeline.pipeline import assemble
 from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.device_memory import Residents
+from quantizers.planning.expert_batches import tokens_per_chunk
 from quantizers.planning.job import Job
-from quantizers.planning.units import rows_of_block
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Experts
 from quantizers.solve.solver import solve_layer
@@ -98,15 +98,15 @@ def compare_layer(
         count = max(1, tokens // length)
         states = [torch.randn(length, sizes["hidden"], generator=generator).to(dtype) for _ in range(count)]
         norm = checkpoint.tensor(facts.layer(0, facts.norm.tensor))
-        held = hold(checkpoint, layer_names(checkpoint, facts, 0)).to(device)
+        held = load_tensors(checkpoint, layer_names(checkpoint, facts, 0)).to(device)
 
         def solve(settings: Experts) -> None:
             with model.layer(0, experts=settings.engine != "gram") as layer:
-                recorded = observed(model, layer, states)[1]
+                moe_inputs = observed(model, layer, states)[1]
                 weights = ExpertWeights(held, facts, model.sizes, 0, device, dtype)
                 residents = Residents.all_of(sizes["experts"])
                 solve_layer(
-                    model, layer, norm, recorded, settings,
+                    model, layer, norm, moe_inputs, settings,
                     weights=weights.unit, residents=residents, entering=states,
                 )  # fmt: skip
 
@@ -124,21 +124,23 @@ def compare_layer(
     }
 
 
-def observed(model: LayeredModel, layer: torch.nn.Module, states: Sequence[torch.Tensor]) -> tuple[Rows, RecordedRows]:
+def observed(
+    model: LayeredModel, layer: torch.nn.Module, states: Sequence[torch.Tensor]
+) -> tuple[ActivationStore, MoeInputStore]:
     """Sequences (T, H) through the first half of a layer: the residual stream, and what its experts are called with."""
-    lengths, block = [len(rows) for rows in states], rows_of_block(is_accelerator(model.device))
+    lengths, block = [len(rows) for rows in states], tokens_per_chunk(is_accelerator(model.device))
 
-    def rows(_: str, width: int, dtype: torch.dtype) -> Rows:
-        return Rows(None, lengths, width, dtype, block=block)
+    def rows(_: str, width: int, dtype: torch.dtype) -> ActivationStore:
+        return ActivationStore(None, lengths, width, dtype, block=block)
 
-    residual, recorded = (
+    residual, moe_inputs = (
         rows("states", model.sizes["hidden"], model.dtype),
-        recorded_rows(rows, model.sizes, model.dtype),
+        moe_input_store(rows, model.sizes, model.dtype),
     )
     for i, values in enumerate(states):
         residual[i] = values
-    observe(model, layer, residual, recorded)
-    return residual, recorded
+    observe(model, layer, residual, moe_inputs)
+    return residual, moe_inputs
 
 
 def _warm_up(model: LayeredModel, solve: Callable[[Experts], None], states: list[torch.Tensor]) -> None:

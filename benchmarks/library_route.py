@@ -19,8 +19,8 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.rotary import rotary_factor
 from quantizers.architectures.sizes import sizes_of
-from quantizers.checkpoint.fp8 import ROWS, stored_form
-from quantizers.checkpoint.reader import Checkpoint, block_size, open_folder
+from quantizers.checkpoint.reader import Checkpoint, open_folder
+from quantizers.formats.fp8 import ROWS, block_size, stored_form
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.llmcompressor_engine import quiet_library
 from quantizers.system.errors import InputError
@@ -54,7 +54,7 @@ def library_route(
     Returns:
         seconds by step, bytes written by step, and the folder of the result.
     """
-    from quantizers.pipeline.stitched import stitch
+    from quantizers.commands.stitch import stitch_checkpoints
 
     folders = {name: work / name for name in ("bf16", "saved", "stitched")}
     seconds: dict[str, float] = {}
@@ -75,7 +75,7 @@ def library_route(
         lap(STEPS[2])
         model.save_pretrained(folders["saved"], save_compressed=True)
         lap(STEPS[3])
-        stitch(
+        stitch_checkpoints(
             source,
             open_folder(folders["saved"]),
             folders["stitched"],

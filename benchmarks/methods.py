@@ -21,12 +21,13 @@ import torch
 from quantizers.architectures.architecture import EXPERTS, ROUTER, Architecture
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
-from quantizers.checkpoint.reader import block_size, open_folder
+from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.commands.evaluate import measure
 from quantizers.device.devices import choose_device, forward_dtype, machine, use_threads, versions
+from quantizers.formats.fp8 import block_size
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.pipeline.measure import measure
 from quantizers.pipeline.pipeline import assemble
 from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.assign_actions import make_plan, obstacle

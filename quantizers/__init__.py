@@ -1,3 +1,38 @@
-"""Mixture-of-experts checkpoints: FP8 in, FP8 + INT4 out, with proof. See the README."""
+"""Quantizes the routed experts of mixture-of-experts checkpoints, and leaves every other byte as it is.
+
+Each command of `quantize` is a function with the same options, which returns a dataclass:
+
+    import quantizers
+
+    made = quantizers.run("tiny-minimax-m2-fp8-int4", "out/tiny")
+    print(made.passed, made.kl, made.perplexity)
+
+Every error is a `QuantizeError` with a one-line message; an `InputError` means that something given was wrong.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from quantizers.system.errors import InputError, QuantizeError
+
+if TYPE_CHECKING:
+    from quantizers.commands.coverage import coverage
+    from quantizers.commands.evaluate import evaluate
+    from quantizers.commands.plan import plan
+    from quantizers.commands.run import run
+    from quantizers.commands.stitch import stitch
+    from quantizers.commands.verify import verify
+    from quantizers.hub.publish import publish
 
 __version__ = "0.1.0"
+__all__ = ["InputError", "QuantizeError", "coverage", "evaluate", "plan", "publish", "run", "stitch", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a command's function when it is first used: torch takes seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = "hub" if name == "publish" else "commands"
+    return getattr(import_module(f"quantizers.{room}.{name}"), name)

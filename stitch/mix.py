@@ -23,20 +23,19 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.checkpoint.formats import readable
-from quantizers.checkpoint.fused_experts import with_experts_apart
-from quantizers.checkpoint.reader import CONFIG, Checkpoint, block_size
+from quantizers.checkpoint.reader import CONFIG, Checkpoint, torch_dtype
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.checkpoint.swapped import refuse_swapped
-from quantizers.checkpoint.tensor_bytes import torch_dtype
-from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state, stored_norm_ratio
-from quantizers.forward.weights import read_weight
+from quantizers.formats.argument_order import refuse_swapped_arguments
+from quantizers.formats.dequantization import read_weight
+from quantizers.formats.fp8 import block_size
+from quantizers.formats.tensor_names import readable, with_experts_apart
 from quantizers.layers.loop import layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
 from quantizers.output import journal
 from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import KEPT, Plan
 from quantizers.recipe.schema import Experts
+from quantizers.solve.folded_scales import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state, stored_norm_ratio
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import write_json
 from quantizers.system.progress import progress
@@ -101,7 +100,7 @@ def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.devic
         CheckpointError: the two do not belong together, were given the wrong way round, or have a format that cannot
             be stitched.
     """
-    refuse_swapped(source, experts, f"--source {experts.name} --experts {source.name}")
+    refuse_swapped_arguments(source, experts, f"--source {experts.name} --experts {source.name}")
     where = str(source.folder / CONFIG)
     facts = architecture_for(source.config, where, own)
     sizes = sizes_of(facts, source.config, where)

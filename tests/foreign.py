@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantizers.checkpoint.reader import open_folder, side_files
-from quantizers.forward.weights import read_weight
+from quantizers.formats.dequantization import read_weight
 
 # Runs in a process of its own: llm-compressor changes loguru, tqdm and global state for good.
 CHILD = """

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from quantizers.architectures.matrices import MATRICES
-from quantizers.forward.recorded import Recorded
-from quantizers.forward.recorded import recorded as seen
-from quantizers.planning.units import by_load
+from quantizers.forward.moe_inputs import MoeInputs
+from quantizers.forward.moe_inputs import capture_moe_inputs as seen
+from quantizers.planning.expert_batches import by_load
 from quantizers.solve import input_hessian
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import Weights
@@ -32,7 +32,7 @@ class Layer:
     down: torch.Tensor
     normed: list[torch.Tensor]
 
-    def recorded(self, chosen: int = 2) -> list[Recorded]:
+    def recorded(self, chosen: int = 2) -> list[MoeInputs]:
         out = []
         for normed in self.normed:
             x = normed * self.norm.float()

@@ -21,9 +21,9 @@ import torch
 
 from quantizers.architectures.sizes import Sizes
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.forward.activation_store import ActivationStore
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import route_counts
-from quantizers.forward.states import Rows
+from quantizers.forward.moe_inputs import route_counts
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
 from quantizers.system.errors import QuantizeError
@@ -108,7 +108,7 @@ class RouteCounter(Consumer):
         own = range(dist.rank, len(rows), dist.world_size)
         self.rows = [rows[i] for i in own]  # the category of each of this process's sequences
         path = work / f"states-{dist.rank}.bin"
-        self.states = Rows(path, [lengths[i] for i in own], sizes["hidden"], model.dtype)
+        self.states = ActivationStore(path, [lengths[i] for i in own], sizes["hidden"], model.dtype)
         table = model.embedding()
         for row, i in enumerate(own):
             self.states[row] = table[sequences[i].to(model.device)]

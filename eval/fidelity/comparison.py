@@ -17,8 +17,8 @@ import torch
 
 from quantizers.device.prefetch import to_host
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.forward.batches import padded
-from quantizers.forward.lane import Lane
+from quantizers.forward.activation_stream import ActivationStream
+from quantizers.forward.attention_batches import padded
 from quantizers.layers.step import Consumer, LayerStep
 from quantizers.system.progress import doing
 
@@ -29,11 +29,11 @@ class Candidate(Protocol):
     """A model that is compared with the source. `quantize run` makes its own on the way, `quantize eval` reads files.
 
     Attributes:
-        lane: its states of the texts.
+        stream: its states of the texts.
         keeps_attention: whether all before the norm that the experts read is the source's own.
     """
 
-    lane: Lane
+    stream: ActivationStream
     keeps_attention: bool
 
     def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
@@ -47,9 +47,9 @@ class Comparison(Consumer):
     """The source and its candidates side by side.
 
     Args:
-        reference: the source's lane; its states, like those of all candidates, are those that enter the first layer.
+        reference: the source's stream; its states, like those of all candidates, are those that enter the first layer.
         candidates: in the order of their figures.
-        texts: of all lanes; without any the candidates are only made.
+        texts: of all streams; without any the candidates are only made.
         dist: the processes that share the texts.
 
     Attributes:
@@ -58,7 +58,7 @@ class Comparison(Consumer):
 
     def __init__(
         self,
-        reference: Lane,
+        reference: ActivationStream,
         candidates: Sequence[Candidate],
         texts: Sequence[Text],
         dist: ProcessGroup = SINGLE_PROCESS,
@@ -74,7 +74,7 @@ class Comparison(Consumer):
         self.reference.attend(step.number, layer)
         for candidate in self.candidates:
             if _shares_attention(candidate, step.number):
-                candidate.lane.attend_as(self.reference, step.number)
+                candidate.stream.attend_as(self.reference, step.number)
         self.reference.finish(step.number, layer)
 
     def without_experts(self, step: LayerStep, layer: torch.nn.Module) -> None:
@@ -92,13 +92,13 @@ class Comparison(Consumer):
                 if self.texts:
                     doing("held-out texts")
                     if not _shares_attention(candidate, step.number):
-                        candidate.lane.attend(step.number, layer)
-                    candidate.lane.finish(step.number, layer)
+                        candidate.stream.attend(step.number, layer)
+                    candidate.stream.finish(step.number, layer)
                     step.watch.lap("candidate")
             if self.texts:
                 doing("comparing")
                 routed = step.number not in self.reference.model.sizes.dense
-                self.found.append(compare(self.reference, candidate.lane, self.texts, routed=routed, dist=self.dist))
+                self.found.append(compare(self.reference, candidate.stream, self.texts, routed=routed, dist=self.dist))
                 step.watch.lap("compare")
 
 
@@ -122,9 +122,14 @@ class OfText:
 
 
 def compare(
-    source: Lane, candidate: Lane, texts: Sequence[Text], *, routed: bool = True, dist: ProcessGroup = SINGLE_PROCESS
+    source: ActivationStream,
+    candidate: ActivationStream,
+    texts: Sequence[Text],
+    *,
+    routed: bool = True,
+    dist: ProcessGroup = SINGLE_PROCESS,
 ) -> dict[str, Any]:
-    """Figures of the layer that both lanes have just passed through.
+    """Figures of the layer that both streams have just passed through.
 
     Args:
         routed: whether the layer has experts.
@@ -139,27 +144,31 @@ def compare(
     all_of_them = by_text(source, candidate, routed=routed, dist=dist)
 
     def choices(part: Sequence[int]) -> int:
-        return sum(source.chosen.share.lengths[i] for i in part) * source.chosen.width if routed else 0
+        return sum(source.chosen.partition.lengths[i] for i in part) * source.chosen.width if routed else 0
 
     compared = [_together([all_of_them[i] for i in part], choices(part)) for part in parts(texts) if part]
     return compared[0] | ({"long": compared[1]} if len(compared) > 1 else {})
 
 
-def by_text(source: Lane, candidate: Lane, *, routed: bool, dist: ProcessGroup = SINGLE_PROCESS) -> dict[int, OfText]:
-    """How each text compares after the layer that both lanes have just passed through, by its number."""
-    found = to_host({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.share.owned_batches})
+def by_text(
+    source: ActivationStream, candidate: ActivationStream, *, routed: bool, dist: ProcessGroup = SINGLE_PROCESS
+) -> dict[int, OfText]:
+    """How each text compares after the layer that both streams have just passed through, by its number."""
+    found = to_host(
+        {str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.partition.owned_batches}
+    )
     own = {int(first) + i: OfText(*row) for first, rows in found.items() for i, row in enumerate(rows.tolist())}
     return {i: one for part in dist.all_gather_object(own) for i, one in part.items()}
 
 
-def _of_batch(source: Lane, candidate: Lane, batch: range, routed: bool) -> torch.Tensor:
-    """The numbers of `OfText` of each text of a batch (B, 3) float64, on the lanes' device."""
+def _of_batch(source: ActivationStream, candidate: ActivationStream, batch: range, routed: bool) -> torch.Tensor:
+    """The numbers of `OfText` of each text of a batch (B, 3) float64, on the streams' device."""
     device = source.model.device
     rows, lengths = source.left.of_batch(batch)
-    a, b = (lane.left.flat[rows].to(device) for lane in (source, candidate))
+    a, b = (stream.left.flat[rows].to(device) for stream in (source, candidate))
     same = torch.zeros(len(a), dtype=torch.float64, device=device)
     if routed:
-        ours, theirs = (lane.chosen.flat[rows].to(device) for lane in (source, candidate))
+        ours, theirs = (stream.chosen.flat[rows].to(device) for stream in (source, candidate))
         same += (ours.unsqueeze(-1) == theirs.unsqueeze(-2)).any(-1).sum(-1)
     difference = (a.float() - b.float()).double().square().sum(-1)
     of_rows = torch.stack([same, difference, a.double().square().sum(-1)], dim=-1)

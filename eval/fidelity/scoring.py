@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.forward.lane import Lane
+from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.solve.symmetric import transposed_product
 from quantizers.system.files import atomic, disk_errors
@@ -37,27 +37,27 @@ Scores = tuple[np.ndarray, np.ndarray, np.ndarray]  # nll, kl, same: (N,) each o
 
 
 def score(
-    lanes: Sequence[Lane],
+    streams: Sequence[ActivationStream],
     texts: Sequence[Text],
     stage: Stage,
     kept: Path | None = None,
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> list[Scores]:
-    """Score every text with every lane; the same result in all processes, one entry per lane.
+    """Score every text with every stream; the same result in all processes, one entry per stream.
 
     Args:
-        lanes: the source's, then the candidates'.
+        streams: the source's, then the candidates'.
         texts: each has two tokens or more.
         stage: shows progress, see `Stage`; it counts this process's chunks of positions, since a long text takes as
             long as many short ones.
         kept: a folder where scored texts are kept for the same call after an interruption; None for nowhere.
         dist: the processes that share the texts; each scores its own.
     """
-    layers = lanes[0].model.sizes["layers"]
-    states = [lane.states(layers) for lane in lanes]
+    layers = streams[0].model.sizes["layers"]
+    states = [stream.states(layers) for stream in streams]
     heads: dict[int, torch.Tensor] = {}
     tables: dict[str, torch.Tensor] = {}
-    own = {i: math.ceil((len(texts[i].tokens) - 1) / CHUNK) for i in states[0].share.owned}
+    own = {i: math.ceil((len(texts[i].tokens) - 1) / CHUNK) for i in states[0].partition.owned}
     paths = {i: kept / f"scores-{i:05d}.npy" for i in own} if kept else {}
     done = {i for i, path in paths.items() if path.exists()}
     with stage("scoring", sum(own.values()), sum(own[i] for i in done)) as step:
@@ -65,20 +65,20 @@ def score(
             if i in done:
                 tables[str(i)] = torch.from_numpy(np.load(paths[i]))
                 continue
-            for lane in lanes:  # of a run, all lanes are of one model
-                if id(lane.model) not in heads:
-                    heads[id(lane.model)] = lane.model.head()
-            models = [(lane.model, heads[id(lane.model)]) for lane in lanes]
+            for stream in streams:  # of a run, all streams are of one model
+                if id(stream.model) not in heads:
+                    heads[id(stream.model)] = stream.model.head()
+            models = [(stream.model, heads[id(stream.model)]) for stream in streams]
             table = score_text(models, texts[i].tokens, [rows.of(i) for rows in states])
             if kept:
-                with disk_errors(paths[i]), atomic(paths[i]) as stream:
-                    np.save(stream, table)
+                with disk_errors(paths[i]), atomic(paths[i]) as file:
+                    np.save(file, table)
             tables[str(i)] = torch.from_numpy(table)
             for _ in range(chunks):
                 step(f"text {i + 1} of {len(texts)}")
     tables = dist.all_gather(tables, torch.device("cpu"))
     nll, kl, same = np.moveaxis(np.concatenate([tables[str(i)].numpy() for i in range(len(texts))], axis=-1), 1, 0)
-    return [(nll[n], kl[n], same[n].astype(bool)) for n in range(len(lanes))]
+    return [(nll[n], kl[n], same[n].astype(bool)) for n in range(len(streams))]
 
 
 def measured(source: Scores, candidate: Scores, texts: Sequence[Text], layers: Sequence[dict[str, Any]]) -> Measured:

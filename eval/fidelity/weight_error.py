@@ -15,8 +15,8 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.forward.smoothing import row_scale, stored_norm_ratio
-from quantizers.forward.weights import read_weight
+from quantizers.formats.dequantization import read_weight
+from quantizers.solve.folded_scales import row_scale, stored_norm_ratio
 
 
 class _Total:

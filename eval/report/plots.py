@@ -268,7 +268,7 @@ def comparison_figure(found: dict[str, Any], title: str) -> Any:
     """How each expert's share changes between two sets, and by layer the spread of both loads.
 
     Args:
-        found: what `eval.coverage.measure.compare_coverage` returns.
+        found: what `quantizers.commands.coverage.compare_coverage` returns.
         title: the model.
     """
     from matplotlib.colors import LogNorm

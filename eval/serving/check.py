@@ -20,7 +20,7 @@ from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.safetensors_header import Stored
-from quantizers.planning.tensor_parallel import obstacles, unsaid
+from quantizers.planning.serving_memory import obstacles, unsaid
 from quantizers.system.errors import InputError
 
 from .config import SECTION, Refused, Rules, ServedScheme, read_rules, validation_errors

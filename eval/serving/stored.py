@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from quantizers.checkpoint.fp8 import SCALE, SCALE_INV, blocks_of
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
+from quantizers.formats.fp8 import SCALE, SCALE_INV, blocks_of
 
 from .config import ServedScheme
 

@@ -47,13 +47,13 @@ from eval.fidelity.metrics import Text
 from eval.fidelity.scoring import score
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.held import hold
+from quantizers.checkpoint.loaded_tensors import load_tensors
 from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import shown
-from quantizers.forward.codes import dequantize
-from quantizers.forward.lane import Lane
+from quantizers.formats.packed_integers import dequantize
+from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import Recorded
+from quantizers.forward.moe_inputs import MoeInputs
 from quantizers.layers.context import Context
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
@@ -96,18 +96,19 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
     texts = dist.broadcast_object(
         [Text(tokens[i][:length], "probe", 1) for i, length in probes.items()] if tokens else None
     )
-    outside = hold(job.opened, (job.facts.embedding, job.facts.final_norm, job.facts.head))
+    outside = load_tensors(job.opened, (job.facts.embedding, job.facts.final_norm, job.facts.head))
     model = LayeredModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
     measurement = SchemeMeasurement(job, model, context, texts)
     tensors, check, started = all_tensors(model, job.opened), context.check, time.monotonic()
-    steps = layer_steps(job.opened, tensors, [measurement], model, check=check, dist=dist, early=context.next_there)
+    early = context.prefetch_to_device
+    steps = layer_steps(job.opened, tensors, [measurement], model, check=check, dist=dist, early=early)
     with shown("measuring", layers, 0, check, dist, unit="layer") as step, closing(steps):
         for one in steps:
             seconds, started = time.monotonic() - started, time.monotonic()
             if dist.is_main:
                 write_json(_entry_file(work, one.number), measurement.entry | {"seconds": seconds})
             step(f"{seconds:.1f} s")
-    _, (_, kl, _) = score(measurement.lanes, texts, partial(shown, check=check, dist=dist), dist=dist)
+    _, (_, kl, _) = score(measurement.streams, texts, partial(shown, check=check, dist=dist), dist=dist)
     if not math.isfinite(float(kl.mean())):
         raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
     if dist.local_rank == 0:
@@ -122,7 +123,7 @@ class SchemeMeasurement(Consumer):
     """The probe's texts, as they are in the source and disturbed.
 
     Attributes:
-        lanes: both, as `score` takes them.
+        streams: both, as `score` takes them.
         entry: what was measured in the layer that was passed last.
         disturbance: after each layer with experts.
     """
@@ -131,17 +132,17 @@ class SchemeMeasurement(Consumer):
 
     def __init__(self, job: Job, model: LayeredModel, context: Context, texts: Sequence[Text]) -> None:
         self.job, self.model, self.context = job, model, context
-        lane = partial(Lane, durable=False, check=context.check, dist=context.dist)
+        new = partial(ActivationStream, durable=False, check=context.check, dist=context.dist)
         folder, lengths = context.work / FOLDER / "probe", [len(text.tokens) for text in texts]
-        self.lanes = [lane(name, model, n, lengths, folder) for n, name in enumerate((job.opened.name, "the probe"))]
-        for one in self.lanes:
+        self.streams = [new(name, model, n, lengths, folder) for n, name in enumerate((job.opened.name, "the probe"))]
+        for one in self.streams:
             one.embed([text.tokens for text in texts])
         self.entry: dict[str, Any] = {}
         self.disturbance: list[float] = []
 
     def source_layer(self, step: LayerStep, layer: torch.nn.Module) -> None:
         """Measure a layer, and take the texts through it."""
-        number, (source, probe) = step.number, self.lanes
+        number, (source, probe) = step.number, self.streams
         disturbed = any(self.disturbance)
         source.attend(number, layer)
         if disturbed:
@@ -154,21 +155,21 @@ class SchemeMeasurement(Consumer):
             probe.finish(number, layer)
         else:
             self._measure(number, layer, disturbed)
-        for lane in self.lanes:
-            lane.forget(number)
+        for stream in self.streams:
+            stream.forget(number)
 
     def _measure(self, number: int, layer: torch.nn.Module, disturbed: bool) -> None:
-        (source, probe), model, dist = self.lanes, self.model, self.context.dist
+        (source, probe), model, dist = self.streams, self.model, self.context.dist
         assert self.job.allocation is not None
         experts: Any = layer.get_submodule(self.job.facts.modules.experts)
         weights = (experts.gate_up_proj.data, experts.down_proj.data)
         count = min(MEASURED_EXPERTS, len(weights[0]))
-        recorded = self._recorded(layer)
+        moe_inputs = self._recorded(layer)
         schemes, awq = self.job.allocation.candidates, bool(self.job.recipe.experts.awq)
-        outer = column_scale(recorded.x) if awq and self.job.plan.folds else None
+        outer = column_scale(moe_inputs.x) if awq and self.job.plan.folds else None
         own = []
         for expert in dist.partition(count):
-            own.append(scheme_errors(recorded, weights, expert, schemes, experts.act_fn, outer=outer, inner=awq))
+            own.append(scheme_errors(moe_inputs, weights, expert, schemes, experts.act_fn, outer=outer, inner=awq))
             self.context.check()
         lost = [
             one for part in dist.all_gather_object([one for one, _ in own]) for one in part
@@ -195,17 +196,17 @@ class SchemeMeasurement(Consumer):
             "by_matrix": {scheme: {m: row[m] for m in MATRICES} for scheme, row in errors.items()},
         }
 
-    def _recorded(self, layer: torch.nn.Module) -> Recorded:
+    def _recorded(self, layer: torch.nn.Module) -> MoeInputs:
         """What the layer's experts are called with: the rows of all processes."""
-        source, dist = self.lanes[0], self.context.dist
+        source, dist = self.streams[0], self.context.dist
         blocks = [self.model.route(layer, source.left.flat[rows]) for rows in source.left.blocks()]
-        names = [field.name for field in fields(Recorded)]
+        names = [field.name for field in fields(MoeInputs)]
         own = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names} if blocks else {}
-        return Recorded(**dist.all_gather(own, self.model.device))
+        return MoeInputs(**dist.all_gather(own, self.model.device))
 
 
 def scheme_errors(
-    recorded: Recorded,
+    moe_inputs: MoeInputs,
     weights: tuple[torch.Tensor, torch.Tensor],
     expert: int,
     schemes: Sequence[Scheme],
@@ -217,7 +218,7 @@ def scheme_errors(
     """What each scheme does to the outputs of one expert.
 
     Args:
-        recorded: what the MoE block saw, in all rows.
+        moe_inputs: what the MoE block saw, in all rows.
         weights: gate_up (E, 2I, H) and down (E, H, I), in the dtype of the forward pass.
         outer: the scale (H,) of the inputs of gate and up, see `column_scale`; None for none.
         inner: whether the inputs of down are scaled before rounding.
@@ -228,10 +229,10 @@ def scheme_errors(
     """
     gate, up = weights[0][expert].float().chunk(2)
     source = {"gate": gate, "up": up, "down": weights[1][expert].float()}
-    chosen = recorded.chosen == expert
+    chosen = moe_inputs.chosen == expert
     rows = chosen.any(-1).nonzero()[:, 0]
-    share = (recorded.weight * chosen).sum(-1)[rows].double().square()
-    x = recorded.x[rows].float()
+    share = (moe_inputs.weight * chosen).sum(-1)[rows].double().square()
+    x = moe_inputs.x[rows].float()
     h, wanted = _forward(x, source, activation)
     scales = {"gate": outer, "up": outer, "down": column_scale(h) if inner else None}
     lost = {}
@@ -275,7 +276,7 @@ def probes_of(lengths: Sequence[int]) -> dict[int, int]:
 
 
 def probe_bytes(sizes: Sizes, lengths: Sequence[int], itemsize: int) -> int:
-    """Bytes of the files of a measurement: both lanes' states that enter and leave a layer, and their choices."""
+    """Bytes of the files of a measurement: both streams' states that enter and leave a layer, and their choices."""
     return 4 * sum(probes_of(lengths).values()) * (sizes["hidden"] * itemsize + sizes["chosen"] * 4)
 
 

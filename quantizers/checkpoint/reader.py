@@ -1,25 +1,26 @@
-"""Read a checkpoint: an index of all shards' headers, and tensors or raw bytes on demand.
+"""A checkpoint in a folder: an index of all shards' headers, and tensors or raw bytes on demand.
 
-Every read opens its file and closes it again. An open safetensors handle would keep its mapped pages
-resident, and with 130 shards that is the whole model.
+Nothing is mapped: an open safetensors handle would keep its mapped pages resident, and with 130 shards that is the
+whole model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.system.errors import CheckpointError
 from quantizers.system.output_files import is_own
 
-from .safetensors_header import TensorInfo, printed, read_header
-from .tensor_bytes import as_tensor, read_bytes
+from .safetensors_header import TORCH_DTYPES, TensorInfo, printed, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -185,25 +186,6 @@ def _check_index(index: Path, weight_map: dict[str, Any], tensors: dict[str, Ten
             )
 
 
-def block_size(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Rows and columns of an FP8 block: weight_block_size in config.json, or 128x128 if that is missing."""
-    return declared_block(checkpoint.config, str(checkpoint.folder / CONFIG))
-
-
-def declared_block(config: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """As `block_size`, from the content of config.json; `where` is its path, for messages."""
-    section = config.get("quantization_config") or {}
-    if not isinstance(section, dict):
-        raise CheckpointError(f"{where}: quantization_config is {reprlib.repr(section)}; an object is needed")
-    declared = section.get("weight_block_size") or [128, 128]
-    if not isinstance(declared, list) or len(declared) != 2 or not all(type(n) is int and n > 0 for n in declared):
-        raise CheckpointError(
-            f"{where}: quantization_config.weight_block_size is {reprlib.repr(declared)}; "
-            "two positive numbers are needed"
-        )
-    return declared[0], declared[1]
-
-
 def side_files(folder: Path) -> list[Path]:
     """The other files of a checkpoint, without weights and config.json: tokenizer, chat template, license, code.
 
@@ -243,14 +225,8 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
 
     ignored = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "original/*"]
     try:
-        return Path(
-            snapshot_download(
-                model,
-                revision=revision,
-                ignore_patterns=ignored,
-                allow_patterns=list(patterns) if patterns else None,
-            )
-        )
+        allowed = list(patterns) if patterns else None
+        return Path(snapshot_download(model, revision=revision, ignore_patterns=ignored, allow_patterns=allowed))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failure:
         reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise CheckpointError(
@@ -261,3 +237,80 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
 def open_checkpoint(model: str, revision: str = "main") -> Checkpoint:
     """`resolve`, then `open_folder`."""
     return open_folder(resolve(model, revision), model, revision)
+
+
+def read_into(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[TensorInfo]:
+    """Fill memory with tensors' bytes, one after the other, and with not one byte more: nothing is read ahead.
+
+    Args:
+        wanted: header entries, and writable bytes of their sizes; a file stays open while they are in it.
+
+    Yields:
+        Each entry once its bytes have been read.
+
+    Raises:
+        CheckpointError: the file is gone or has shrunk since its header was read.
+    """
+    with contextlib.ExitStack() as opened:
+        file: Path | None = None
+        for info, view in wanted:
+            try:
+                if info.file != file:
+                    opened.close()
+                    file, stream = info.file, opened.enter_context(info.file.open("rb", buffering=0))
+                stream.seek(info.start)
+                _fill(stream, info, view)
+            except OSError as failure:
+                reason = failure.strerror
+                raise CheckpointError(f"{info.file}: {info.name}: cannot be read ({reason}); check the disk") from None
+            yield info
+
+
+def _fill(stream: FileIO, info: TensorInfo, view: memoryview) -> None:
+    filled = 0
+    while filled < len(view):
+        count = stream.readinto(view[filled:])  # at most 2 GiB at a time
+        if not count:
+            raise CheckpointError(f"{info.file}: {info.name}: the file is truncated; download this shard again")
+        filled += count
+
+
+def read_bytes(info: TensorInfo) -> bytearray:
+    """The bytes of one tensor; raises as `read_into`."""
+    buffer = bytearray(info.size)
+    for _ in read_into([(info, memoryview(buffer))]):
+        pass
+    return buffer
+
+
+def as_tensor(info: TensorInfo, raw: bytearray | torch.Tensor) -> torch.Tensor:
+    """View bytes as a tensor with the dtype and shape from the header, without a copy.
+
+    Args:
+        raw: its bytes, from Python or as a uint8 tensor (size,) on any device, aligned for the dtype.
+    """
+    import torch
+
+    if info.dtype not in TORCH_DTYPES:
+        raise CheckpointError(f"{info.file}: {info.name}: dtype {info.dtype} cannot be read")
+    dtype = torch_dtype(info.dtype)
+    if info.size == 0:
+        return torch.empty(info.shape, dtype=dtype, device=raw.device if isinstance(raw, torch.Tensor) else None)
+    if not isinstance(raw, torch.Tensor):
+        return torch.frombuffer(raw, dtype=dtype).view(info.shape)
+    return raw.view(dtype).view(info.shape)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    import torch
+
+    return tensor.flatten().view(torch.uint8).numpy().data
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype, from one of TORCH_DTYPES in safetensors' spelling."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, TORCH_DTYPES[name])
+    return dtype

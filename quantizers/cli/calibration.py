@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from quantizers.system.errors import CalibrationError, InputError
 
-from .options import GATE_FAILED, DebugOption, JsonOption, TrustOption, emit, find_set, show_rich
+from .options import GATE_FAILED, DebugOption, JsonOption, TrustOption, emit, show_rich
 
 if TYPE_CHECKING:
     from quantizers.calibration.diff import TextsDiff
@@ -181,6 +181,7 @@ def lock(
     Example: quantize calibration lock my-set.yaml
     """
     from quantizers.calibration.lock import lock_set
+    from quantizers.recipe.read import find_set
 
     written = lock_set(find_set(set_, "embedded"), workers=workers)
     emit({"lock": str(written)}, as_json, f"wrote {written}")
@@ -209,6 +210,7 @@ def diff(
 
     from quantizers.calibration.diff import diff_sets
     from quantizers.calibration.view import render_diff
+    from quantizers.recipe.read import find_set
 
     paths = find_set(before, "embedded"), find_set(after, "embedded")
     difference, texts, note = diff_sets(*paths), None, ""
@@ -251,7 +253,7 @@ def _texts_diff(before: Path, after: Path, counting: Counting, workers: int) -> 
 
 def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | None) -> tuple[Path, Path | None]:
     """The set to check, and the one that it must share no text with if that is not the one beside it."""
-    from quantizers.recipe.read import set_location
+    from quantizers.recipe.read import find_set, set_location
 
     if name is None and recipe is None:
         raise InputError("give a set, such as embedded, or --recipe RECIPE to check the set of a recipe")

@@ -22,8 +22,6 @@ from .options import (
     TrustOption,
     WorkOption,
     emit,
-    refuse_unfinished_runs,
-    temporary_folder,
 )
 
 
@@ -71,43 +69,42 @@ def coverage(
     Example: quantize coverage tiny-minimax-m2-fp8-int4
     """
     from eval.coverage.compare import compare_table
-    from eval.coverage.measure import compare_coverage, measure_coverage, question_of
     from eval.coverage.tables import coverage_table
     from eval.report.plot_style import save
     from eval.report.plots import comparison_figure, coverage_figure
-    from quantizers.device.devices import choose_device
-    from quantizers.recipe.changes import changes_of
+    from quantizers.commands.coverage import coverage as count_tokens
 
-    refuse_unfinished_runs(one for one in (source, model) if one)
-    question = question_of(
+    dist: ProcessGroup = context.obj or SINGLE_PROCESS
+    found = count_tokens(
         recipe,
-        model,
-        data,
-        compare,
+        source=source,
+        calibration=calibration,
+        settings=settings or (),
+        facts=facts,
+        model=model,
+        data=data,
+        compare=compare,
         min_routed_tokens=min_routed_tokens,
         max_uncovered=max_uncovered,
-        source=source,
-        own=facts,
+        device=device,
+        work=work,
         trust_remote_code=trust_remote_code,
-        changes=changes_of(settings or (), calibration),
+        dist=dist,
     )
-    dist: ProcessGroup = context.obj or SINGLE_PROCESS
-    with temporary_folder(work) as folder:
-        answer = compare_coverage if compare else measure_coverage
-        result = answer(question, choose_device(device, dist), folder, dist)
     if not dist.is_main:
         return
+    result = found.figures
     text = (compare_table if compare else coverage_table)(result)
     if not no_picture:
-        model = Path(result["model"]).name
+        name = Path(result["model"]).name
         if compare:
             picture = picture or Path("coverage-compare.png")
-            save(comparison_figure(result, model), picture)
+            save(comparison_figure(result, name), picture)
         else:
             picture = picture or Path("coverage.png")
-            title = f"{model} on {result['set']}"
+            title = f"{name} on {result['set']}"
             save(coverage_figure(result["per_layer"], result["min_routed_tokens"], title), picture)
         text += f"\n\npicture: {picture}"
     emit(result, as_json, text)
-    if not compare and not all(gate["passed"] for gate in result["gates"]):
+    if not found.passed:
         raise typer.Exit(GATE_FAILED)

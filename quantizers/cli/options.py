@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +11,6 @@ import typer
 
 from quantizers.system.errors import InputError
 from quantizers.system.files import json_finite
-from quantizers.system.output_files import RECIPE, REPORT
 
 GATE_FAILED = 3
 
@@ -94,49 +89,6 @@ WorkOption = Annotated[
 DebugOption = Annotated[bool, typer.Option("--debug", help="show a traceback with every error")]
 
 
-def default_output(name: str, say: bool = True) -> Path:
-    """Where a command writes without --output: out/`name` below the current folder.
-
-    Args:
-        say: print it on standard error; only one of several processes should.
-    """
-    output = Path("out") / name
-    if say:
-        print(f"output: {output} (another with --output)", file=sys.stderr, flush=True)
-    return output
-
-
-def run_name(recipe: Path) -> str:
-    """What a run without --output is called: as its recipe.
-
-    The recipe of a finished checkpoint is always called recipe.yaml, so its run is called after the checkpoint's
-    folder: NAME-again.
-
-    Raises:
-        InputError: the current folder is inside that checkpoint, where loaders would find the second one.
-    """
-    from quantizers.recipe.portable import source_name
-
-    folder = Path(os.path.abspath(recipe)).parent  # of a link, as in the Hub's cache, and not of what it points to
-    if recipe.name != RECIPE or not (folder / REPORT).is_file():
-        return recipe.stem
-    if Path.cwd().resolve().is_relative_to(folder.resolve()):
-        raise InputError(
-            f"{recipe}: the current folder is inside this finished checkpoint; give --output a folder outside of it"
-        )
-    return f"{Path(source_name(str(folder), folder)).name}-again"
-
-
-def keep_own_recipe(recipe: Path, output: Path) -> None:
-    """Refuse to discard a finished checkpoint for a run of its own recipe.
-
-    Raises:
-        InputError: the recipe is one of the files that would be discarded.
-    """
-    if Path(os.path.abspath(recipe)).parent.resolve() == output.resolve():
-        raise InputError(f"{recipe}: --fresh would discard it with the rest of {output}; give --output another folder")
-
-
 def typed() -> tuple[str, ...]:
     """The command as the user typed it, however the program was started."""
     return ("quantize", *sys.argv[1:])
@@ -157,18 +109,6 @@ def asked(question: str, option: str) -> bool:
         raise InputError(f"{option}: {question} There is no terminal to confirm on; pass --yes") from None
 
 
-def refuse_unfinished_runs(names: Iterable[str | Path]) -> None:
-    """Refuse checkpoints that are the folder of an unfinished run; a Hub id is none.
-
-    Raises:
-        OutputError: one of them is; the message has the command that finishes it.
-    """
-    from quantizers.output.journal import refuse_unfinished
-
-    for name in names:
-        refuse_unfinished(Path(name))
-
-
 def emit(data: dict[str, Any], as_json: bool, text: str) -> None:
     """Print a result: as JSON, or as the text made from it."""
     print(json.dumps(json_finite(data), indent=1, sort_keys=True) if as_json else text)
@@ -182,31 +122,3 @@ def show_rich(data: dict[str, Any], as_json: bool, renderable: Any) -> None:
         emit(data, True, "")
     else:
         Console(width=None if sys.stdout.isatty() else 120).print(renderable)
-
-
-def find_set(name: str, such_as: str) -> Path:
-    """A calibration set by its path, or by the name of a shipped one.
-
-    Args:
-        such_as: a shipped set, named in the error message as an example.
-
-    Raises:
-        InputError: there is no such set.
-    """
-    from quantizers.system.errors import did_you_mean
-    from quantizers.system.package_data import find, shipped_names
-
-    path = find(name, "calibration")
-    if not path.is_file():
-        hint = did_you_mean(name, shipped_names("calibration"))
-        raise InputError(f"{name}: no such set{hint}; give a file, or the name of a shipped set such as {such_as}")
-    return path
-
-
-@contextlib.contextmanager
-def temporary_folder(folder: Path | None) -> Iterator[Path]:
-    """A temporary folder below `folder`, which is created if it does not exist."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as inner:
-        yield Path(inner)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
 
 from .options import (
@@ -22,9 +21,6 @@ from .options import (
     SourceOption,
     emit,
 )
-
-if TYPE_CHECKING:
-    from quantizers.planning.job import Job
 
 
 def plan(
@@ -88,81 +84,35 @@ def plan(
 
     Example: quantize plan minimax-m2.1-fp8-int4 --vram 2x96GiB --vram 4x24GiB --context 196608
     """
-    from quantizers.budget.choice import apply_choice
-    from quantizers.planning.job import prepare
-    from quantizers.recipe.changes import changes_of
+    from quantizers.cli.tables.plan import fit_table, measured_table, plan_table, tensors_table
+    from quantizers.commands.plan import plan as plan_run
 
-    if vram is None and (context is not None or tp is not None or kv != "auto"):
-        raise InputError("--context, --kv and --tp go with --vram; say which GPUs, as --vram 2x96GiB")
-    if vram is not None and (nodes, gpus, disk) != (1, 1, None):
-        raise InputError("--nodes, --gpus and --disk plan a run, --vram plans serving; give one or the other")
-    for_measure = {"--tokens": tokens, "--experts": experts, "--device": device}
-    if not measure and (named := [option for option, value in for_measure.items() if value is not None]):
-        raise InputError(f"{', '.join(named)}: only with --measure; add it")
-    if measure and (vram is not None or tensors or (nodes, gpus, disk) != (1, 1, None)):
-        raise InputError("--measure times a layer in one process; leave out --vram, --tensors, --nodes, --gpus, --disk")
-    changes = changes_of(settings or (), calibration)
-    job = prepare(recipe, offline_facts=True, hub=hub, source_folder=source, own=facts, changes=changes)
-    job, schemes = apply_choice(job, output)
-    where = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
+    figures = plan_run(
+        recipe,
+        source=source,
+        calibration=calibration,
+        settings=settings or (),
+        facts=facts,
+        output=output,
+        hub=hub,
+        device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
+        nodes=nodes,
+        gpus=gpus,
+        disk=parse_bytes(disk, "--disk") if disk else None,
+        tensors=tensors,
+        vram=vram or (),
+        context=context,
+        kv=kv,
+        tp=tp,
+        measure=measure,
+        tokens=tokens,
+        experts=experts,
+        device=device,
+    ).figures
     if measure:
-        limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
-        _measure(job, device or "auto", tokens, experts, limit, where, as_json)
-        return
-    if vram is not None:
-        from quantizers.cli.tables.plan import fit_table
-        from quantizers.planning.gpus import parse_gpus
-        from quantizers.planning.serving_memory import assumptions, fit, kv_bytes_per_token, notes, serving_model
-        from quantizers.planning.serving_suggestions import remedies
-
-        model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
-        cards = [parse_gpus(text) for text in vram]
-        asked = [(one, fit(model, one, context, kv, tp)) for one in cards]
-        rows = [
-            found.as_dict() | {"to_fit": [remedy.as_dict() for remedy in ways]}
-            for (_, found), ways in zip(asked, remedies(job, model, asked, tp), strict=True)
-        ]
-        result = where | {
-            "fits": rows,
-            "longest": model.longest,
-            "kv_bytes_per_token": kv_bytes_per_token(model, kv),
-            "kv_divided": job.facts.kv_cache is not None and job.facts.kv_cache.split_by is not None,
-            "notes": notes(model, (found for _, found in asked)),
-            "assumptions": assumptions(cards),
-        }
-        emit(result, as_json, fit_table(result))
-        return
-    from quantizers.cli.tables.plan import plan_table, tensors_table
-    from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu
-    from quantizers.planning.plan import listing, summary
-    from quantizers.planning.tensor_parallel import unsaid
-
-    numbers = summary(job.plan, job.sizes) | ({"schemes": schemes} if schemes else {})
-    numbers |= {"cards_unknown": unsaid(job.facts)}
-    rate = parse_bytes(disk, "--disk") if disk else DISK
-    needs = estimate_run(job, int(str(numbers["output_bytes"])), nodes * gpus, rate)
-    numbers |= where | {"needs": needs.as_dict(), "asked": {"machines": nodes, "gpus": gpus}}
-    if device_memory:
-        numbers |= {"device_memory": memory_on_gpu(job, parse_bytes(device_memory, "--device-memory")).as_dict()}
-    if tensors:
-        numbers |= {"tensors": listing(job.plan)}
-    emit(numbers, as_json, tensors_table(numbers) if tensors else plan_table(numbers))
-
-
-def _measure(
-    job: Job,
-    device: str,
-    tokens: int | None,
-    experts: int | None,
-    limit: int | None,
-    where: dict[str, Any],
-    as_json: bool,
-) -> None:
-    """Time one layer, and print what follows for the whole run."""
-    from quantizers.cli.tables.plan import measured_table
-    from quantizers.device.devices import choose_device, use_threads
-    from quantizers.pipeline.layer_measurement import measure_layer
-
-    use_threads(job.sizes)
-    found = measure_layer(job, choose_device(device), tokens=tokens, experts=experts, limit=limit)
-    emit(where | {"measured": found}, as_json, measured_table(found))
+        text = measured_table(figures["measured"])
+    elif vram:
+        text = fit_table(figures)
+    else:
+        text = (tensors_table if tensors else plan_table)(figures)
+    emit(figures, as_json, text)

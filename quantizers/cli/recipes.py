@@ -114,7 +114,7 @@ def new(
     """
     from quantizers.architectures.families import architecture_for
     from quantizers.checkpoint.reader import CONFIG, read_config
-    from quantizers.checkpoint.unsupported import refuse_four_bits
+    from quantizers.formats.unsupported import refuse_four_bits
     from quantizers.recipe.catalogue import new_recipe, write_new
 
     config, where = None, str(Path(model) / CONFIG)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import DebugOption, JsonOption, emit, refuse_unfinished_runs
+from .options import DebugOption, JsonOption, emit
 
 
 def report(
@@ -28,11 +28,12 @@ def report(
     from eval.report.html_report import html_report
     from eval.report.plots import draw
     from quantizers.checkpoint.reader import read_json
+    from quantizers.output.journal import refuse_unfinished
     from quantizers.output.manifest import add_files, seal_of, write_record
     from quantizers.system.files import write_text
     from quantizers.system.output_files import PAGE, REPORT
 
-    refuse_unfinished_runs([folder])
+    refuse_unfinished(folder)
     target, contents = output or folder / PAGE, read_json(folder / REPORT)
     write_text(html_report(contents, draw(contents)), target)
     if target.resolve() == (folder / PAGE).resolve() and contents.get("seal") == seal_of(contents):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,15 +21,9 @@ from .options import (
     SetOption,
     SourceOption,
     asked,
-    default_output,
     emit,
-    keep_own_recipe,
-    run_name,
     typed,
 )
-
-if TYPE_CHECKING:
-    from quantizers.planning.job import Job
 
 
 def run(
@@ -80,69 +73,36 @@ def run(
 
     Example: quantize run tiny-minimax-m2-fp8-int4 --output out/tiny
     """
-    from quantizers.output.fingerprint import begun_with
-    from quantizers.output.journal import refuse_second_run, work_folder
-    from quantizers.recipe.changes import changes_of
-    from quantizers.recipe.read import find_recipe
+    from quantizers.commands.run import run as run_recipe
     from quantizers.system.formatting import parse_bytes
 
     dist: ProcessGroup = context.obj or SINGLE_PROCESS
     if folder is not None and output is not None and folder.absolute() != output.absolute():
         raise InputError(f"two outputs are given, {folder} and --output {output}; leave one out")
     output = output or folder
-    changes = changes_of(settings or (), calibration)
-    path = find_recipe(recipe)  # before what takes longer to import
-    from quantizers.planning.job import prepare
-
-    if output is None:
-        output = default_output(run_name(path), say=dist.is_main)
-
-    def begin() -> Job:
-        """Everything that may refuse, ask the user, or download; rank 0 does it first."""
-        if dist.is_main:
-            refuse_second_run(output)
-        job = prepare(recipe, source_folder=source, changes=changes)
-        if fresh and dist.is_main:
-            from quantizers.output.journal import discard
-
-            keep_own_recipe(job.path, output)
-            if output.exists() and not yes and not asked(f"discard the run in {output}?", "--fresh"):
-                raise InputError(f"{output}: left as it is; choose another --output")
-            discard(output)
-        return job
-
-    limit = parse_bytes(device_memory, "--device-memory") if device_memory else None
-    job = dist.in_turn(begin)
-    from quantizers.device.devices import choose_device, use_threads
-    from quantizers.pipeline.finished import of_another_source
-    from quantizers.pipeline.options import Options
-    from quantizers.pipeline.pipeline import assist
-    from quantizers.pipeline.pipeline import run as run_job
-
-    if dist.is_main and of_another_source(job):
-        print(
-            f"{job.path}: the checkpoint beside it was made from another source than {job.location}, so this will "
-            "not give the same bytes",
-            file=sys.stderr,
-        )
-    use_threads(job.sizes, dist.broadcast_object(begun_with(work_folder(output)).get("threads")), dist)
-    options = Options(
+    discards = fresh and dist.is_main and output is not None and output.exists()
+    if discards and not yes and not asked(f"discard the run in {output}?", "--fresh"):
+        raise InputError(f"{output}: left as it is; choose another --output")
+    made = run_recipe(
+        recipe,
         output,
-        choose_device(device, dist),
-        limit,
-        paranoid,
-        with_data,
-        states,
-        ignore_stop,
-        dist,
-        typed(),
+        source=source,
+        calibration=calibration,
+        settings=settings or (),
+        device=device,
+        device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
+        fresh=fresh,
+        paranoid=paranoid,
+        states=states,
+        ignore_stop=ignore_stop,
+        with_data=with_data,
+        command=typed(),
+        dist=dist,
     )
     if not dist.is_main:
-        assist(job, options)
         return
-    report = run_job(job, options)
     from quantizers.cli.tables.run import run_table
 
-    emit(report, as_json, run_table(report, output, job.location, recipe))
-    if not all(gate["passed"] for gate in report["gates"]):
+    emit(made.report, as_json, run_table(made.report, made.folder, made.source, recipe))
+    if not made.passed:
         raise typer.Exit(GATE_FAILED)

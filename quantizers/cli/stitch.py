@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +13,7 @@ from .options import (
     DeviceOption,
     FactsOption,
     JsonOption,
-    default_output,
     emit,
-    refuse_unfinished_runs,
     typed,
 )
 
@@ -50,29 +47,12 @@ def stitch(
 
     Example: quantize stitch --source models/tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
     """
-    from quantizers.checkpoint.reader import open_checkpoint
     from quantizers.cli.tables.commands import stitch_table
-    from quantizers.device.devices import choose_device
-    from quantizers.pipeline.stitched import stitch as stitch_both
-    from quantizers.recipe.portable import source_name
-    from quantizers.system.interrupts import interruptible
+    from quantizers.commands.stitch import stitch as stitch_both
 
-    refuse_unfinished_runs([source, experts])
-    if output is None:
-        output = default_output(f"{Path(source_name(experts, Path.cwd())).name}-stitched")
-    opened, packed = open_checkpoint(source), open_checkpoint(experts)
-    with interruptible("give the same command again to go on") as check:
-        report = stitch_both(
-            opened,
-            packed,
-            output,
-            choose_device(device),
-            repair_router=repair_router,
-            check=check,
-            own=facts,
-            command=typed(),
-        )
-    location = os.path.relpath(opened.folder) if Path(source).expanduser().is_dir() else source  # a Hub id as it is
-    emit(report, as_json, stitch_table(report, output, location))
-    if not all(gate["passed"] for gate in report["gates"]):
+    made = stitch_both(
+        source, experts, output, repair_router=repair_router, facts=facts, device=device, command=typed()
+    )
+    emit(made.report, as_json, stitch_table(made.report, made.folder, made.source))
+    if not made.passed:
         raise typer.Exit(GATE_FAILED)

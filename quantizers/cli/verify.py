@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import GATE_FAILED, DebugOption, DeviceOption, FactsOption, JsonOption, emit, refuse_unfinished_runs
+from .options import GATE_FAILED, DebugOption, DeviceOption, FactsOption, JsonOption, emit
 
 
 def verify(
@@ -38,26 +38,18 @@ def verify(
     """
     from eval.serving.findings import render
     from quantizers.cli.tables.commands import audit_table
-    from quantizers.device.devices import choose_device
-    from quantizers.output.manifest import carried_facts
-    from quantizers.pipeline.verification import source_of, verify_folder
+    from quantizers.commands.verify import verify as verify_checkpoint
 
-    refuse_unfinished_runs([candidate, *([source] if source else [])])
-    verification = verify_folder(candidate, source_of(candidate, source, revision), choose_device(device), facts)
-    report = verification.as_dict()
-    text, failed = audit_table(report), bool(verification.differences or verification.misread)
-    if verification.consumers is not None:
-        text += "\n\n" + render(verification.consumers)
-    if with_vllm:
-        from eval.serving.ask_vllm import ask_vllm
-
-        report["vllm"] = answers = ask_vllm(candidate, facts or carried_facts(candidate))
-        text += f"\n\nvLLM {answers['version']}, asked for {answers['asked']:,} modules: " + (
-            "\n".join([f"{len(answers['differences'])} differ", *answers["differences"]])
-            if answers["differences"]
-            else "every scheme is the one above"
+    found = verify_checkpoint(candidate, source, revision=revision, with_vllm=with_vllm, facts=facts, device=device)
+    report = found.as_dict()
+    text = audit_table(report)
+    if found.consumers is not None:
+        text += "\n\n" + render(found.consumers)
+    if found.vllm is not None:
+        different = found.vllm["differences"]
+        text += f"\n\nvLLM {found.vllm['version']}, asked for {found.vllm['asked']:,} modules: " + (
+            "\n".join([f"{len(different)} differ", *different]) if different else "every scheme is the one above"
         )
-        failed = failed or bool(answers["differences"])
     emit(report, as_json, text)
-    if failed:
+    if not found.passed:
         raise typer.Exit(GATE_FAILED)

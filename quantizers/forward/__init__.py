@@ -1,4 +1,1 @@
-"""The forward pass, one decoder layer at a time: dequantized weights, and hidden states.
-
-Nothing here changes a weight.
-"""
+"""The forward pass of one decoder layer at a time, and the activations between layers."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +23,12 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.rotary import transformers_config
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.fused_experts import FUSED
-from quantizers.system.errors import CheckpointError
+from quantizers.formats.dequantization import read_weight
+from quantizers.formats.tensor_names import FUSED
+from quantizers.system.errors import ArchitectureError, CheckpointError
 
-from .fitting import class_of, load_layer, require_plain_experts
-from .recorded import Recorded, recorded
-from .weights import layer_weights, read_weight
+from .layer_weights import layer_weights
+from .moe_inputs import MoeInputs, capture_moe_inputs
 
 if TYPE_CHECKING:
     from quantizers.checkpoint.reader import Checkpoint
@@ -41,15 +41,15 @@ class _Nothing(torch.nn.Module):
         return torch.zeros_like(hidden)
 
 
-class _Recorder(torch.nn.Module):
-    """Replaces the experts: records their arguments and returns zeros."""
+class _Capture(torch.nn.Module):
+    """Replaces the experts: keeps their arguments and returns zeros."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Recorded | None = None
+        self.seen: MoeInputs | None = None
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        self.seen = recorded(hidden, chosen, weight)
+        self.seen = capture_moe_inputs(hidden, chosen, weight)
         return torch.zeros_like(hidden)
 
 
@@ -57,8 +57,8 @@ class LayeredModel:
     """A checkpoint that is run layer by layer.
 
     Args:
-        checkpoint: source or candidate, in any format that weights.py reads; a part of it that holds the tensors
-            outside the layers will do, if the layers' own are given to `layer`.
+        checkpoint: source or candidate, in any format that formats/dequantization.py reads; the tensors outside the
+            layers suffice if the layers' own are given to `layer`.
         facts, sizes: its architecture.
         device: the device on which layers run.
         dtype: dtype of the forward pass: float32 on a CPU, bfloat16 on an accelerator.
@@ -162,17 +162,17 @@ class LayeredModel:
         return output.view_as(states)
 
     @torch.no_grad()
-    def route(self, layer: torch.nn.Module, residual: torch.Tensor) -> Recorded:
+    def route(self, layer: torch.nn.Module, residual: torch.Tensor) -> MoeInputs:
         """What the experts of a layer are called with; they do not run.
 
         Args:
             residual: (T, H), rows of the residual stream after attention, of any sequences.
         """
-        recorder = _Recorder()
-        with _replaced(layer, self.facts.modules.experts, recorder):
+        capture = _Capture()
+        with _replaced(layer, self.facts.modules.experts, capture):
             self._moe(layer, residual.to(device=self.device, dtype=self.dtype))
-        assert recorder.seen is not None
-        return recorder.seen
+        assert capture.seen is not None
+        return capture.seen
 
     @torch.no_grad()
     def finish(self, layer: torch.nn.Module, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -228,3 +228,70 @@ def _replaced(layer: torch.nn.Module, path: str, other: torch.nn.Module) -> Iter
         yield
     finally:
         setattr(parent, name, own)
+
+
+def class_of(facts: Architecture) -> Any:
+    """transformers' class of the whole model.
+
+    Raises:
+        ArchitectureError: transformers has none of this name.
+    """
+    import transformers
+
+    found = getattr(transformers, facts.model_class, None)
+    if not hasattr(found, "config_class"):
+        raise ArchitectureError(
+            f"the facts of {facts.model_type}: model_class: transformers {transformers.__version__} has no "
+            f"{facts.model_class}; give one that computes this model"
+        )
+    return found
+
+
+def load_layer(
+    layer: torch.nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    facts: Architecture,
+    left_out: Collection[str] = (),
+) -> None:
+    """Give a decoder layer its weights, every one of them and no other.
+
+    Args:
+        weights: by transformers' names, see layer_weights.py.
+        left_out: those that the layer has and is not to be given now.
+
+    Raises:
+        ArchitectureError: the layer has no place for one, wants another, or has another shape for it.
+    """
+    about = f"the facts of {facts.model_type}"
+    try:
+        missing, unknown = layer.load_state_dict(weights, strict=False, assign=True)
+    except RuntimeError as failure:
+        reason = " ".join(str(failure).split()).removeprefix("Error(s) in loading state_dict for ")
+        raise ArchitectureError(f"{about}: transformers' layer has other shapes ({reason})") from None
+    if unknown:
+        raise ArchitectureError(
+            f"{about}: transformers' layer has no place for {unknown[0]}; if the model computes without it, add its "
+            "published name to modules.without"
+        )
+    missing = [name for name in missing if name not in left_out]
+    if missing:
+        raise ArchitectureError(
+            f"{about}: transformers' layer needs {missing[0]}; name it among its tensors or linears, or take it out of "
+            "modules.without"
+        )
+
+
+def require_plain_experts(experts: torch.nn.Module, facts: Architecture) -> None:
+    """Refuse experts that compute anything else than act(gate) * up, for example a clamped product.
+
+    The sums of what w2 reads are made with that product, and the scale between w3 and w2 is exact for it alone.
+
+    Raises:
+        ArchitectureError: transformers' class has a product of its own.
+    """
+    own = getattr(type(experts), "_apply_gate", None)
+    if own is not None and own.__module__ != "transformers.integrations.moe":
+        raise ArchitectureError(
+            f"the facts of {facts.model_type}: experts of {type(experts).__name__} do not compute act(gate) * up but a "
+            "product of their own, which this program does not know; such a model cannot be quantized with it"
+        )

@@ -130,7 +130,7 @@ def check_output(
     """
     with_source = thorough or not is_complete(report, files)
     if with_source:
-        from quantizers.pipeline.verification import verify_folder
+        from quantizers.commands.verify import verify_folder
 
         found = verify_folder(folder, source(), device)
         problems = [*found.differences, *found.misread, *_failed_gates(report, ALWAYS)]

@@ -27,6 +27,8 @@ def with_publication(report: dict[str, Any], repo: str, license: str | None, bas
     Raises:
         InputError: one of them is not in the Hub's format.
     """
+    if not is_hub_id(repo):
+        raise InputError(f"--repo {repo}: write it as owner/name")
     if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", license):
         raise InputError(f"--license {license}: use the Hub's identifier, such as apache-2.0, mit or other")
     if base_model is not None and not is_hub_id(base_model):

@@ -27,8 +27,8 @@ class Context:
         dist: which process this is, of how many.
         inputs: where the captured MoE inputs are kept.
         states: where the calibration activations between layers are kept.
-        texts_there: whether the held-out activations are kept on the device, or only in their files.
-        next_there: whether the next layer's bytes are prefetched to the device.
+        texts_on_device: whether the held-out activations are kept on the device, or only in their files.
+        prefetch_to_device: whether the next layer's bytes are prefetched to the device.
     """
 
     work: Path
@@ -38,5 +38,5 @@ class Context:
     dist: ProcessGroup = SINGLE_PROCESS
     inputs: Place = "memory"
     states: Place = "memory"
-    texts_there: bool = False
-    next_there: bool = False
+    texts_on_device: bool = False
+    prefetch_to_device: bool = False

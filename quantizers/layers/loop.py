@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 import torch
 
-from quantizers.checkpoint.ahead import held_ahead
-from quantizers.checkpoint.held import Held, layer_names
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names
+from quantizers.checkpoint.prefetch import prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator, release_free_memory
 from quantizers.device.prefetch import BufferPrefetch, pin
@@ -60,13 +60,13 @@ def layer_steps(
         if early:
             prefetch.allocate(buffer)
 
-    def arrived(part: Held) -> None:
+    def arrived(part: LoadedTensors) -> None:
         if early and part.buffer is not None:
             prefetch.begin(part.buffer)
 
     with contextlib.ExitStack() as stack:
         stack.callback(prefetch.stop)  # once nothing is read ahead any more
-        parts = held_ahead(source, list(tensors.values()), dist, prepare, arrived)
+        parts = prefetched_tensors(source, list(tensors.values()), dist, prepare, arrived)
         ahead = stack.enter_context(contextlib.closing(parts))
         for number in tensors:
             check()
@@ -75,14 +75,14 @@ def layer_steps(
             loaded = next(ahead)
             watch.lap("read")
             with device_memory_errors(number):
-                there = loaded.to(device, prefetch.take() if early else None)
-                step = LayerStep(number, loaded, there, watch)
-                del there
+                on_device = loaded.to(device, prefetch.take() if early else None)
+                step = LayerStep(number, loaded, on_device, watch)
+                del on_device
                 run_step(step, model, consumers)
             del loaded
             yield step
             # The caller may keep the step while the next bytes are read.
-            step.source = step.there = step.source.only(())
+            step.source = step.on_device = step.source.only(())
             release_free_memory()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from quantizers.checkpoint.ahead import passed_on, received
-from quantizers.checkpoint.held import Held, hold
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, load_tensors
+from quantizers.checkpoint.prefetch import broadcast_tensors, received_tensors
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import release_free_memory
@@ -41,13 +41,13 @@ def resume_layers(
             step(f"layer {number}")
 
 
-def finished_shard(source: Checkpoint, shard: Path, dist: ProcessGroup) -> Held:
+def finished_shard(source: Checkpoint, shard: Path, dist: ProcessGroup) -> LoadedTensors:
     """The tensors of a finished shard, which rank 0 reads from its file and passes on.
 
     Args:
         source: gives name and config.
     """
     if not dist.is_main:
-        return received(dist)
+        return received_tensors(dist)
     tensors = read_header(shard)
-    return passed_on(hold(Checkpoint(shard.parent, source.name, source.config, tensors), tensors), dist)
+    return broadcast_tensors(load_tensors(Checkpoint(shard.parent, source.name, source.config, tensors), tensors), dist)

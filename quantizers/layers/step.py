@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from quantizers.checkpoint.held import Held
+from quantizers.checkpoint.loaded_tensors import LoadedTensors
 from quantizers.forward.layered_model import LayeredModel
 
 Need = Literal["bytes", "attention", "experts"]
@@ -36,13 +36,13 @@ class LayerStep:
     Attributes:
         number: of the layer.
         source: its tensors on the host, as read from the source.
-        there: the same tensors on the device; on a CPU the same memory.
+        on_device: the same tensors on the device; on a CPU the same memory.
         watch: seconds by phase.
     """
 
     number: int
-    source: Held
-    there: Held
+    source: LoadedTensors
+    on_device: LoadedTensors
     watch: Watch = field(default_factory=Watch)
 
 
@@ -95,7 +95,7 @@ def run_step(step: LayerStep, model: LayeredModel | None, consumers: Sequence[Co
 
 
 def _with_source(step: LayerStep, model: LayeredModel, consumers: Sequence[Consumer], *, experts: bool) -> None:
-    with model.layer(step.number, step.there, experts=experts) as layer:
+    with model.layer(step.number, step.on_device, experts=experts) as layer:
         step.watch.lap("materialise")
         for consumer in consumers:
             if consumer.needs == "experts":

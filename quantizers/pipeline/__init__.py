@@ -1,6 +1,4 @@
-"""Runs a recipe from start to finish on this machine: the visits of the layers, the proof, the report, the card.
-
-A stitch is proven and reported here as well (stitched.py).
+"""A run from recipe to finished checkpoint: the quantizer, its loop over the layers, and the report.
 
 Order and bookkeeping only: the mathematics is in `solve/`, the bytes in `stitch`, the figures in `eval`.
 """

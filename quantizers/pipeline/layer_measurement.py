@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,20 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
-from quantizers.checkpoint.fp8 import SCALE, SCALE_INV
-from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, declared_block, open_folder
+from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import FP8, Spec
-from quantizers.checkpoint.tensor_bytes import torch_dtype
 from quantizers.device.devices import device_limit, is_accelerator, machine
 from quantizers.device.timing import Clock, listening
+from quantizers.formats.fp8 import SCALE, SCALE_INV, declared_block
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.device_memory import DeviceMemory, Residents, device_memory
 from quantizers.planning.estimate import calibration_lengths, cut_to, evaluation_lengths, layer_work
-from quantizers.planning.gpus import this_cpu
+from quantizers.planning.expert_batches import tokens_per_chunk
+from quantizers.planning.gpus import rates_of_cpu
 from quantizers.planning.job import Job
 from quantizers.planning.plan import METADATA
-from quantizers.planning.units import rows_of_block
 from quantizers.recipe.schema import Stop
 from quantizers.solve.kernel_check import verify_kernels
 from quantizers.system.errors import ArchitectureError, InputError
@@ -56,37 +56,15 @@ OUTLIERS = 8  # number of outlier channels in a norm, and the factor that enlarg
 VOCABULARY = 256  # of the random model: embeddings and logits are not measured
 PROGRAM = 1 << 30  # bytes of host memory for the program and its libraries
 WARM_UP = 16  # tokens of a first layer, which pays for imports, compilation and first calls
-ORDER = (
-    "read", "materialise", "reference", "observe", "dequantize", "forced pass", "sums", "changes", "search", "rounding",
-    "other solving", "pack", "propagate", "candidate", "compare", "write",
-)  # fmt: skip
-# What each phase of a layer grows with. All others are done once, and grow with the bytes of the experts' matrices.
-WITH_TOKENS = {"observe", "forced pass", "sums", "changes", "propagate"}
-WITH_TEXTS = {"reference", "candidate", "compare"}
-# Each token is routed to as many of few experts as of many.
-OF_ROUTED_ROWS = {"observe", "changes", "propagate", *WITH_TEXTS}
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """What the measured layer is smaller by than a layer of the run: factors of at least 1, or less for few tokens."""
-
-    tokens: float
-    texts: float
-    experts: float
-    hessians: float  # of all experts: w2's grow with the number of experts, those of routed tokens do not
-
-    def of(self, phase: str) -> tuple[float, str]:
-        """The factor for a phase, and what it grows with, in words."""
-        factor, words = 1.0, []
-        if phase in WITH_TOKENS:
-            factor, words = self.tokens, ["tokens"]
-        if phase in WITH_TEXTS:
-            factor, words = self.texts, ["evaluation tokens"]
-        if phase not in OF_ROUTED_ROWS:
-            factor *= self.hessians if phase == "sums" else self.experts
-            words.append("experts")
-        return factor, " and ".join(words)
+TOKENS, TEXTS, EXPERTS, HESSIANS = "tokens", "evaluation tokens", "experts", "Hessians"
+# The phases of a layer in their order, and what their time grows with. Each token is routed to as many of few experts
+# as of many. The Hessians of w2 grow with the number of experts, those of routed tokens do not.
+GROWS_WITH = {
+    "read": [EXPERTS], "materialise": [EXPERTS], "reference": [TEXTS], "observe": [TOKENS], "dequantize": [EXPERTS],
+    "forced pass": [TOKENS, EXPERTS], "Hessians": [TOKENS, HESSIANS], "changes": [TOKENS], "search": [EXPERTS],
+    "rounding": [EXPERTS], "other solving": [EXPERTS], "pack": [EXPERTS], "propagate": [TOKENS], "candidate": [TEXTS],
+    "compare": [TEXTS], "write": [EXPERTS],
+}  # fmt: skip
 
 
 def measure_layer(
@@ -114,42 +92,42 @@ def measure_layer(
     Raises:
         InputError: the sets' sizes are unknown, or not even the smallest layer fits.
     """
-    lengths, texts = _lengths(job)
+    run_lengths, run_texts = _run_lengths(job)
     schemes = job.allocation.candidates if job.allocation else job.plan.schemes
     verify_kernels(device, {(scheme.bits, scheme.group_size) for scheme in schemes})
-    tokens = min(tokens or rows_of_block(is_accelerator(device)), sum(lengths))
-    own_lengths, own_texts = cut_to(lengths, tokens), cut_to(texts, tokens)
+    tokens = min(tokens or tokens_per_chunk(is_accelerator(device)), sum(run_lengths))
+    lengths, texts = cut_to(run_lengths, tokens), cut_to(run_texts, tokens)
     with tempfile.TemporaryDirectory(dir=work, prefix="quantize-measure-") as name:
         folder = Path(name)
-        small, memory = _fitting(job, own_lengths, sum(own_texts), device, experts, limit, folder)
-        _say(small, own_lengths, own_texts, device)
-        first = _smallest(job, is_accelerator(device))
-        _quantized(first, memory, [WARM_UP], [WARM_UP] if texts else [], device, folder / "warm-up")
+        small, memory = _largest_fitting(job, lengths, sum(texts), device, experts, limit, folder)
+        _announce(small, lengths, texts, device)
+        smallest = _smallest(job, is_accelerator(device))
+        _quantize_random(smallest, memory, [WARM_UP], [WARM_UP] if texts else [], device, folder / "warm-up")
         shutil.rmtree(folder / "warm-up")
         with listening(Clock(device)) as clock:
-            entries = _quantized(small, memory, own_lengths, own_texts, device, folder)
-    peak = max(peak_memory(device), *(entry["peak_memory_bytes"] for entry in entries))
-    scaling = Scaling(
-        sum(lengths) / tokens,
-        sum(texts) / sum(own_texts) if texts else 0.0,
-        job.sizes["experts"] / small.sizes["experts"],
-        _hessian_work(job.sizes) / _hessian_work(small.sizes),
-    )
-    dense = [entry["seconds"] for entry in entries if entry["layer"] in small.sizes.dense]
-    measured = _with_inner_phases(entries[-1]["seconds"], clock.seconds())
-    return extrapolated(job, measured, dense, scaling) | {
+            entries = _quantize_random(small, memory, lengths, texts, device, folder)
+    ratios = {
+        TOKENS: sum(run_lengths) / tokens,
+        TEXTS: sum(run_texts) / sum(texts) if texts else 0.0,
+        EXPERTS: job.sizes["experts"] / small.sizes["experts"],
+        HESSIANS: _hessian_work(job.sizes) / _hessian_work(small.sizes),
+    }
+    *dense, measured = (entry["seconds"] for entry in entries)
+    solving = clock.seconds()  # the phases of `solve`
+    rest = max(measured.pop("solve") - sum(solving.values()), 0.0)
+    return extrapolated(job, measured | solving | {"other solving": rest}, dense, ratios) | {
         "tokens": tokens,
-        "held_out": sum(own_texts),
+        "held_out": sum(texts),
         "sizes": dict(small.sizes),
-        "run_tokens": sum(lengths),
-        "run_held_out": sum(texts),
+        "run_tokens": sum(run_lengths),
+        "run_held_out": sum(run_texts),
         "run_experts": job.sizes["experts"],
-        "peak_memory_bytes": peak,
+        "peak_memory_bytes": max(peak_memory(device), *(entry["peak_memory_bytes"] for entry in entries)),
         "machine": machine(device),
     }
 
 
-def _quantized(
+def _quantize_random(
     job: Job, memory: DeviceMemory, lengths: list[int], texts: list[int], device: torch.device, folder: Path
 ) -> list[dict[str, Any]]:
     """Quantize a random model of the job's sizes with random tokens; the journal's entries of its layers."""
@@ -164,38 +142,29 @@ def _quantized(
         Residents(memory.resident, memory.unit, memory.smallest),
         inputs="device" if memory.inputs else "memory",
         states="device" if memory.states else "memory",
-        texts_there=memory.texts,
+        texts_on_device=memory.texts,
     )
-    data = _random_data(lengths)
+    samples = tuple(Sample(_random_tokens(length), "random", "random") for length in lengths)
+    data = CalibrationData("random", max(lengths), (max(lengths),), samples, "", (), ())
+    evaluation = [Text(torch.from_numpy(_random_tokens(length)).long(), "random", length) for length in texts]
     with torch.no_grad():
         # With limits, though none is set, the shard is waited for within the layer: so its time is known.
-        quantize_layers(
-            job, data, token_tensors(data, VOCABULARY), context, [_random_text(n) for n in texts], stop=Stop()
-        )
+        quantize_layers(job, data, token_tensors(data, VOCABULARY), context, evaluation, stop=Stop())
     return journal.done_layers(folder, job.sizes["layers"])
 
 
-def _say(job: Job, lengths: list[int], texts: list[int], device: torch.device) -> None:
+def _announce(job: Job, lengths: list[int], texts: list[int], device: torch.device) -> None:
     """One line about what is measured, with a warning where that takes long: a CPU's time can be estimated."""
-    sizes, line = job.sizes, f"measuring one layer: {job.sizes['experts']} experts, {sum(lengths):,} tokens"
+    line = f"measuring one layer: {job.sizes['experts']} experts, {sum(lengths):,} tokens"
     if device.type == "cpu":
-        seconds = layer_work(job, sizes.moe_layers[0], lengths, texts).seconds(this_cpu())
+        seconds = layer_work(job, job.sizes.moe_layers[0], lengths, texts).seconds(rates_of_cpu())
         if seconds > 60:
             line += f"; about {duration(seconds)} are estimated, less with fewer --experts and --tokens"
     print(line, file=sys.stderr, flush=True)
 
 
-def _smallest(job: Job, accelerator: bool) -> Job:
-    """A model with as few experts as the router allows; of the real width on an accelerator, whose kernels know it."""
-    narrow = {} if accelerator else {"hidden": 256, "width": 256}
-    for count in reversed(list(halved(job.sizes["experts"]))):
-        with contextlib.suppress(InputError):
-            return random_job(job, count, **narrow)
-    return random_job(job, job.sizes["experts"])
-
-
 def extrapolated(
-    job: Job, measured: Mapping[str, float], dense: list[dict[str, float]], scaling: Scaling
+    job: Job, measured: Mapping[str, float], dense: list[dict[str, float]], ratios: Mapping[str, float]
 ) -> dict[str, Any]:
     """Seconds of a layer with experts, of one without, and of all layers and the last reading of the output.
 
@@ -204,19 +173,20 @@ def extrapolated(
     Args:
         measured: seconds by phase of the layer with experts.
         dense: the same of each layer without experts that was measured.
+        ratios: of a layer of the run to the measured one, by what GROWS_WITH names.
     """
-    phases, of_run = [], {}
-    for name in sorted(measured, key=ORDER.index):
-        seconds, (factor, grows_with) = measured[name], scaling.of(name)
-        of_run[name] = seconds * factor
-        phases.append({"phase": name, "seconds": seconds, "grows_with": grows_with, "run": of_run[name]})
+    of_run = _scaled(measured, ratios)
     layer = _overlapped(of_run)
-    only_tokens = replace(scaling, experts=1.0, hessians=1.0)
-    without = [_overlapped({name: seconds * only_tokens.of(name)[0] for name, seconds in one.items()}) for one in dense]
+    same_experts = {**ratios, EXPERTS: 1.0, HESSIANS: 1.0}
+    without = [_overlapped(_scaled(seconds, same_experts)) for seconds in dense]
     moe, others = len(job.sizes.moe_layers), len(job.sizes.dense)
     dense_layer = sum(without) / len(without) if without else layer if others else 0.0
     return {
-        "phases": phases,
+        "phases": [
+            {"phase": name, "seconds": measured[name], "grows_with": " and ".join(growth), "run": of_run[name]}
+            for name, growth in GROWS_WITH.items()
+            if name in measured
+        ],
         "layer": layer,
         "layers": moe,
         "dense_layer": dense_layer,
@@ -225,9 +195,8 @@ def extrapolated(
     }
 
 
-def _hessian_work(sizes: Sizes) -> int:
-    """Multiplications of a token in the Hessians of a layer, see `plan.estimate`."""
-    return sizes["experts"] * sizes["width"] ** 2 + (sizes["chosen"] + 1) * sizes["hidden"] ** 2
+def _scaled(seconds: Mapping[str, float], ratios: Mapping[str, float]) -> dict[str, float]:
+    return {name: took * math.prod(ratios[word] for word in GROWS_WITH[name]) for name, took in seconds.items()}
 
 
 def _overlapped(seconds: Mapping[str, float]) -> float:
@@ -235,35 +204,26 @@ def _overlapped(seconds: Mapping[str, float]) -> float:
     return max(reading, sum(seconds.values()) - reading)
 
 
-def _with_inner_phases(entry: Mapping[str, float], inner: Mapping[str, float]) -> dict[str, float]:
-    """The phases of a layer as its journal entry has them, with those of the solver in place of `solve`."""
-    seconds: dict[str, float] = {}
-    for name, total in entry.items():
-        if name == "solve":
-            seconds |= inner
-            seconds["other solving"] = max(total - sum(inner.values()), 0.0)
-        else:
-            seconds[name] = total
-    return seconds
+def _hessian_work(sizes: Sizes) -> int:
+    """Multiplications of a token in the Hessians of a layer, see `planning.estimate`."""
+    return sizes["experts"] * sizes["width"] ** 2 + (sizes["chosen"] + 1) * sizes["hidden"] ** 2
 
 
-def _lengths(job: Job) -> tuple[list[int], list[int]]:
+def _run_lengths(job: Job) -> tuple[list[int], list[int]]:
     """Tokens of each calibration sequence and evaluation text of the run, at most."""
-    lengths, _ = calibration_lengths(job)
-    texts = evaluation_lengths(job)
+    (lengths, _), texts = calibration_lengths(job), evaluation_lengths(job)
+    unknown = "the set's size is unknown before it is read; give"
     if lengths is None:
-        raise InputError(
-            f"{job.path}: calibration: the set's size is unknown before it is read; give --set calibration.tokens=N"
-        )
+        raise InputError(f"{job.path}: calibration: {unknown} --set calibration.tokens=N")
     if texts is None:
         raise InputError(
-            f"{job.path}: verify.perplexity.data: the set's size is unknown before it is read; give another set, or "
-            "leave the evaluation out with --set verify.perplexity=null"
+            f"{job.path}: verify.perplexity.data: {unknown} another set, or leave the evaluation out with "
+            "--set verify.perplexity=null"
         )
     return lengths, texts
 
 
-def _fitting(
+def _largest_fitting(
     job: Job,
     lengths: list[int],
     held_out: int,
@@ -279,15 +239,18 @@ def _fitting(
     """
     if experts and experts > job.sizes["experts"]:
         raise InputError(f"--experts {experts}: the model has {job.sizes['experts']}; give as many, or fewer")
+    accelerator, limit = is_accelerator(device), limit or device_limit(device)
     refused: InputError | None = None
     for count in [experts] if experts else halved(job.sizes["experts"]):
         try:
             small = random_job(job, count)
-            accelerator, room = is_accelerator(device), limit or device_limit(device)
             memory = device_memory(
-                small.plan, small.sizes, max(lengths), accelerator, room, sum(lengths), held_out=held_out
+                small.plan, small.sizes, max(lengths), accelerator, limit, sum(lengths), held_out=held_out
             )
-            _refuse_too_large(small, 0 if accelerator else memory.smallest, folder)
+            files = 2 * sum(action.spec.bytes for action in small.plan.actions)
+            host = files + PROGRAM + (0 if accelerator else memory.smallest)
+            _refuse_too_large("host memory", host, available())
+            _refuse_too_large(f"disk space in {folder.parent}", files, shutil.disk_usage(folder).free)
         except ArchitectureError as impossible:  # fewer are impossible as well
             raise refused or InputError(f"--experts {count}: {impossible}") from None
         except InputError as failure:
@@ -298,20 +261,18 @@ def _fitting(
     raise refused
 
 
-def _refuse_too_large(small: Job, solving: int, folder: Path) -> None:
-    """Refuse a random model that does not fit into host memory, or into the temporary folder.
+def _refuse_too_large(kind: str, needed: int, free: int) -> None:
+    if needed > free:
+        raise InputError(f"{gib(needed)} of {kind} are needed, and {gib(free)} are free; give fewer experts")
 
-    Args:
-        solving: bytes of host memory in which its layer is solved.
-    """
-    source = sum(action.spec.bytes for action in small.plan.actions)
-    needs = (
-        ("host memory", 2 * source + solving + PROGRAM, available()),
-        (f"disk space in {folder.parent}", 2 * source, shutil.disk_usage(folder).free),
-    )
-    for kind, needed, free in needs:
-        if needed > free:
-            raise InputError(f"{gib(needed)} of {kind} are needed, and {gib(free)} are free; give fewer experts")
+
+def _smallest(job: Job, accelerator: bool) -> Job:
+    """A model with as few experts as the router allows; of the real width on an accelerator, whose kernels know it."""
+    narrow = {} if accelerator else {"hidden": 256, "width": 256}
+    for count in reversed(list(halved(job.sizes["experts"]))):
+        with contextlib.suppress(InputError):
+            return random_job(job, count, **narrow)
+    return random_job(job, job.sizes["experts"])
 
 
 def halved(experts: int) -> Iterator[int]:
@@ -409,12 +370,3 @@ def _reset_peak(device: torch.device) -> None:
 
 def _random_tokens(length: int) -> np.ndarray:
     return np.random.default_rng(length).integers(0, VOCABULARY, length, dtype=np.int32)
-
-
-def _random_text(length: int) -> Text:
-    return Text(torch.from_numpy(_random_tokens(length)).long(), "random", length)
-
-
-def _random_data(lengths: list[int]) -> CalibrationData:
-    samples = tuple(Sample(_random_tokens(length), "random", "random") for length in lengths)
-    return CalibrationData("random", max(lengths), (max(lengths),), samples, "", (), ())

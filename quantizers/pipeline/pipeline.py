@@ -1,4 +1,4 @@
-"""A run from start to finish: the loop over layers, then assemble, read everything once more, move into place.
+"""A run from start to finish: inputs, memory, the loop over the layers, report, and the final move into place.
 
 An unfinished output never looks finished: everything is written under DIR/.quantize/ and renamed into
 place at the very end.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from quantizers.budget.choice import choose_schemes
 from quantizers.budget.measure import probe_bytes
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
-from quantizers.checkpoint.source_files import check_hashes, source_stats
-from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator
+from quantizers.checkpoint.reader import side_files
+from quantizers.checkpoint.source_identity import check_hashes, source_digest, source_stats
+from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator, versions
 from quantizers.distributed.process_group import RESUME, ProcessGroup
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.fingerprint import refuse_changes
+from quantizers.output.fingerprint import differences, refuse_changes, short_value
 from quantizers.output.folder import check_room, finished_report, move_into_place, refuse_strangers
 from quantizers.output.manifest import text_sha256
 from quantizers.planning.device_memory import (
@@ -37,115 +38,140 @@ from quantizers.planning.device_memory import (
     held_out_bytes,
     placement,
 )
+from quantizers.planning.expert_batches import batch_sizes
 from quantizers.planning.job import Job
-from quantizers.planning.units import work_units
-from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe
+from quantizers.planning.plan import summary
+from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe, settings_hash
 from quantizers.recipe.read import set_location
 from quantizers.solve.kernel_check import verify_kernels
 from quantizers.system.errors import InputError
 from quantizers.system.files import copy_file, sync_folder, write_text
+from quantizers.system.formatting import short_path, size
 from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
 from stitch.write.config_files import write_config_files
 
-from .disk import output_bytes
-from .finished import already_done
-from .opening import opening_line
+from .existing_output import already_done, find_damage, refuse_other_texts
 from .options import Options
 from .quantize import quantize_layers
-from .rank_consistency import agree
 from .report import run_report
 from .report_files import write_report
-from .unfinished import find_damage, refuse_other_texts
 
 METHOD = 11  # increased whenever the same settings would give different bytes
+REMEDIES = {
+    "source": "copy the source of rank 0 to this machine again",
+    "recipe": "start the same command with the same recipe and sets on all machines",
+    "states": "give all processes the same --states",
+}
 
 
 def run(job: Job, options: Options) -> dict[str, Any]:
-    """Do the whole job, or what is left of it. Of several processes rank 0 calls this, and the others `assist`.
+    """Do the whole job, or the rest of it. Every process of a group calls this; rank 0 does all but the layers alone.
 
     Returns:
-        The contents of report.json.
+        The contents of report.json; nothing in ranks except 0.
 
     Raises:
-        InputError: exit 2. QuantizeError: exit 1. Interrupted: 130 or 143.
+        InputError: exit 2; also if this process differs from rank 0 in something that the output's bytes depend on.
+        QuantizeError: exit 1. Interrupted: 130 or 143.
     """
-    dist, finished = options.dist, finished_report(options.output)
-    if finished is not None:
-        dist.broadcast_object(False)
-        return already_done(job, options, finished)
-    # Read the sets once, before anything slow: they may be edited during the run.
-    resolved = resolve_recipe(job.recipe, job.path)
-    refuse_strangers(options.output)
+    dist, resolved = options.dist, None
+    work = journal.work_folder(options.output, dist.node)
+    if dist.is_main:
+        finished = finished_report(options.output)
+        if finished is not None:
+            dist.broadcast_object(False)
+            return already_done(job, options, finished)
+        # Read the sets once, before anything slow: they may be edited during the run.
+        resolved = resolve_recipe(job.recipe, job.path)
+        refuse_strangers(options.output)
     with interruptible(RESUME) as interrupt:
         check = dist.watch(interrupt)
-        work = journal.work_folder(options.output)
-        moving = (work / "moving").exists()
-        dist.broadcast_object(not moving)
-        if not moving:
-            _verify_kernels(job, options)
-            agree(job, options)
+        unfinished: bool = dist.broadcast_object(not (work / "moving").exists())
+        if not unfinished and not dist.is_main:
+            return {}
+        if unfinished:
+            schemes = job.allocation.candidates if job.allocation else job.plan.schemes
+            verify_kernels(options.device, {(scheme.bits, scheme.group_size) for scheme in schemes}, dist)
+            _refuse_different_ranks(job, options)
         with journal.locked(options.output, dist):
-            if not moving:
-                _work(job, resolved, options, work, check)
-            return move_into_place(work, options.output)
+            if unfinished and resolved is None:
+                _quantize_share(job, options, work, check)
+            elif unfinished and resolved is not None:
+                _make_output(job, resolved, options, work, check)
+            return move_into_place(work, options.output) if dist.is_main else {}
 
 
-def assist(job: Job, options: Options) -> None:
-    """What all ranks except 0 do: their share of the layers. Rank 0 does the rest.
+def _refuse_different_ranks(job: Job, options: Options) -> None:
+    """Compare settings, machine and source with rank 0; a layer's bytes are compared when they are read.
 
     Raises:
-        InputError: this process differs from rank 0 in something that the output's bytes depend on.
-        QuantizeError, Interrupted: as `run` does.
+        InputError: this process differs from rank 0; the message names it, and the first difference.
     """
     dist = options.dist
-    with interruptible(RESUME) as interrupt:
-        check = dist.watch(interrupt)
-        if not dist.broadcast_object():
-            return
-        _verify_kernels(job, options)
-        agree(job, options)
-        work = journal.work_folder(options.output, dist.node)
-        with journal.locked(options.output, dist):
-            try:
-                limit, free = _memory(options)
-                dist.all_gather_object((limit, free))
-                message: _Shared = dist.broadcast_object()
-                context = message.context(work, options.device, check, dist)
-                job = _with_schemes(job, None, context, options.output)
-                quantize_layers(job, None, None, context, message.texts)
-            finally:
-                if dist.node:
-                    journal.leave(options.output, dist.node)
+    if not dist.is_distributed:
+        return
+    of_this_process = {
+        "versions": versions(),
+        "machine": fingerprint(options.device),
+        "recipe": settings_hash(job.recipe, job.path),
+        "source": source_digest(job.opened),
+        "states": options.states,
+    }
+    first = dist.broadcast_object(of_this_process)
+    for key, wanted, found in differences(first, of_this_process):
+        remedy = REMEDIES.get(key, "give all processes the same")
+        if key == "machine.threads":
+            remedy = f"set OMP_NUM_THREADS={wanted} for all"
+        raise InputError(f"{dist.name} has {key} {short_value(found)}, but rank 0 has {short_value(wanted)}; {remedy}")
+    dist.barrier()  # so that a difference is known before anything is written
 
 
-def _verify_kernels(job: Job, options: Options) -> None:
-    """Compare the GPU's kernels with their eager twins, for all schemes that the run may use."""
-    schemes = job.allocation.candidates if job.allocation else job.plan.schemes
-    verify_kernels(options.device, {(scheme.bits, scheme.group_size) for scheme in schemes}, options.dist)
+@dataclass(frozen=True)
+class _Inputs:
+    """The token sequences of a run.
+
+    Attributes:
+        data, tokens: the calibration samples, and their token ids (T,) int64.
+        evaluation: the held-out set; None if the recipe has nothing measured.
+    """
+
+    data: CalibrationData
+    tokens: Sequence[torch.Tensor]
+    evaluation: HeldOut | None
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        """The held-out texts."""
+        return self.evaluation.texts if self.evaluation else ()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tokens of the calibration set, and of the held-out texts."""
+        return sum(map(len, self.tokens)), sum(len(text.tokens) for text in self.texts)
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """What rank 0 decides for all, and tells them.
+    """What rank 0 decides for all processes.
 
     Attributes:
-        residents, inputs, states, texts_there, next_there: see `Context`.
+        residents, inputs, states, texts_on_device, prefetch_to_device: see `Context`.
         texts: the held-out texts; empty for none.
     """
 
     residents: dict[str, int]
     inputs: Place
     states: Place
-    texts_there: bool
-    next_there: bool
+    texts_on_device: bool
+    prefetch_to_device: bool
     texts: Sequence[Text]
 
-    def context(self, work: Path, device: torch.device, check: Callable[[], None], dist: ProcessGroup) -> Context:
+    def context(self, options: Options, work: Path, check: Callable[[], None]) -> Context:
         """The same for a process."""
         residents = Residents(**self.residents)
-        places = self.inputs, self.states, self.texts_there, self.next_there
-        return Context(work, device, residents, check, dist, *places)
+        places = self.inputs, self.states, self.texts_on_device, self.prefetch_to_device
+        return Context(work, options.device, residents, check, options.dist, *places)
 
 
 def _memory(options: Options) -> tuple[int, int]:
@@ -154,93 +180,60 @@ def _memory(options: Options) -> tuple[int, int]:
     return limit, available()
 
 
-def _work(job: Job, resolved: Resolved, options: Options, work: Path, check: Callable[[], None]) -> None:
+def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], None]) -> None:
+    """All that ranks except 0 do: their share of the layers."""
+    dist = options.dist
+    try:
+        dist.all_gather_object(_memory(options))
+        shared: _Shared = dist.broadcast_object()
+        context = shared.context(options, work, check)
+        job = choose_schemes(job, None, context, options.output) if job.allocation else job
+        quantize_layers(job, None, None, context, shared.texts)
+    finally:
+        if dist.node:
+            journal.leave(options.output, dist.node)
+
+
+def _make_output(job: Job, resolved: Resolved, options: Options, work: Path, check: Callable[[], None]) -> None:
+    """All that rank 0 does: make work/output, up to the mark that lets it be moved into place."""
     started = time.monotonic()
-    source, device, dist = job.opened, options.device, options.dist
-    if dist.is_distributed and job.recipe.experts.engine != "gram":
-        raise InputError(
-            f"{job.path}: experts.engine: {job.recipe.experts.engine} works in one process; start quantize without "
-            "torchrun, or choose gram"
-        )
-    data = _samples(job, job.recipe.calibration_set, job.recipe.calibration_tokens)
-    if data.drawn and data.drawn.tokens < data.drawn.asked:
-        print(data.notes[-1], file=sys.stderr)  # what draw.py noted
-    if job.recipe.verify and job.recipe.verify.coverage:
-        check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
-    tokens = token_tensors(data, job.sizes["vocabulary"])
-    held = load_held_out(job)  # before anything slow: a faulty set fails now
-    itemsize, rows = forward_dtype(device).itemsize, sum(len(t) for t in tokens)
-    limits, frees = zip(*dist.all_gather_object(_memory(options)), strict=True)
-    texts = held.texts if held else []
-    text_rows = sum(len(text.tokens) for text in texts)
-    there = (rows, text_rows) if options.states == "auto" else (0, 0)  # what may lie on the device
-    memory = device_memory(
-        job.plan,
-        job.sizes,
-        data.lengths[-1],
-        is_accelerator(device),
-        min(limits),
-        there[0],
-        dist.world_size,
-        held_out=there[1],
-    )
-    refuse_changes(work, run_fingerprint(job, data, device), options.output)
-    layers = job.sizes["layers"]
-    journal.note_command(work, options.command, layers)
-    done = len(journal.done_layers(work, layers))
-    said = opening_line(job, options, resolved.recipe.source.model, (rows, text_rows), done)
-    print(said, file=sys.stderr, flush=True)
-    if held:
-        refuse_other_texts(work, job.sizes["layers"], held, options.output)
-    journal.remove_cut_files(work)
-    damaged = find_damage(work, job.sizes["layers"], options.output, check)
-    if options.paranoid:
-        check_hashes(source, work, options.output, check)
-    for folder in ("layers", "output"):
-        (work / folder).mkdir(exist_ok=True)
-    sync_folder(work)
-    if dist.is_distributed and memory.units < dist.world_size:
-        units = f"{memory.units} unit{'s' if memory.units > 1 else ''} of {memory.unit} experts"
-        print(f"{units} for {dist.world_size} processes: some have none to solve", file=sys.stderr)
-    inputs, states, in_files = placement(
-        job.sizes,
-        memory,
-        rows,
-        itemsize,
-        states=options.states,
-        free=min(frees),
-        processes=dist.world_size,
-        machines=len(set(dist.nodes)),
-    )
-    residents = Residents(memory.resident, memory.unit, memory.smallest)
-    shared = _Shared(residents.as_dict(), inputs, states, memory.texts, memory.early, texts)
-    context = shared.context(work, device, check, dist)
-    needed = output_bytes(job, resolved.data.values() if options.with_data else ())
-    needed += held_out_bytes(job.sizes, text_rows, itemsize) + in_files
-    probe = probe_bytes(job.sizes, [len(t) for t in tokens], itemsize) if job.allocation else 0
+    inputs = _read_inputs(job, options.dist)
+    shared, temporary = _share_memory(job, inputs, options)
+    damaged = _open_work_folder(job, resolved, inputs, options, work, check)
+    needed = _output_bytes(job, resolved.data.values() if options.with_data else ()) + temporary
+    itemsize = forward_dtype(options.device).itemsize
+    probe = probe_bytes(job.sizes, [len(t) for t in inputs.tokens], itemsize) if job.allocation else 0
     check_room(work, needed + probe)
-    dist.broadcast_object(shared)
-    job = _with_schemes(job, tokens, context, options.output)
-    check_room(work, needed)
-    verify = job.recipe.verify
-    stop = verify.stop if verify and not options.ignore_stop else None
-    measured = quantize_layers(job, data, tokens, context, texts, damaged=damaged, stop=stop)
+    options.dist.broadcast_object(shared)
+    context = shared.context(options, work, check)
+    if job.allocation:
+        job = choose_schemes(job, inputs.tokens, context, options.output)
+        check_room(work, needed)
+    stop = job.recipe.verify.stop if job.recipe.verify and not options.ignore_stop else None
+    measured = quantize_layers(job, inputs.data, inputs.tokens, context, inputs.texts, damaged=damaged, stop=stop)
     assemble(job, work / "output")
-    add_recipe(resolved, work / "output", options.with_data)
+    _add_recipe(resolved, work / "output", options.with_data)
     check()
-    figures = held.figures(measured, "the output") if held and measured else None
-    report = run_report(job, resolved, data, figures, started, context)
+    figures = inputs.evaluation.figures(measured, "the output") if inputs.evaluation and measured else None
+    report = run_report(job, resolved, inputs.data, figures, started, context)
     write_report(work / "output", report, resolved.texts())
     write_text("", work / "moving")
 
 
-def _with_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context, output: Path) -> Job:
-    """The job with the schemes that are chosen for its budget, if it has one.
-
-    Args:
-        tokens: of the calibration samples; None in all ranks except 0.
-    """
-    return choose_schemes(job, tokens, context, output) if job.allocation else job
+def _read_inputs(job: Job, dist: ProcessGroup) -> _Inputs:
+    """Read and tokenize all sets before anything slow, so that a fault in one is found now."""
+    engine = job.recipe.experts.engine
+    if dist.is_distributed and engine != "gram":
+        raise InputError(
+            f"{job.path}: experts.engine: {engine} works in one process; start quantize without torchrun, "
+            "or choose gram"
+        )
+    data = _samples(job, job.recipe.calibration_set, job.recipe.calibration_tokens)
+    if data.drawn and data.drawn.tokens < data.drawn.asked:
+        print(data.notes[-1], file=sys.stderr)  # of calibration/subsample.py
+    if job.recipe.verify and job.recipe.verify.coverage:
+        check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
+    return _Inputs(data, token_tensors(data, job.sizes["vocabulary"]), load_held_out(job))
 
 
 def _samples(job: Job, name: str, tokens: int | None = None) -> CalibrationData:
@@ -257,6 +250,101 @@ def load_held_out(job: Job) -> HeldOut | None:
     return held_out(data, job.opened, job.sizes["vocabulary"], job.recipe.source.trusts_tokenizer)
 
 
+def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[_Shared, int]:
+    """Decide for all processes what memory keeps.
+
+    Returns:
+        The decision, and bytes of temporary files.
+    """
+    device, dist = options.device, options.dist
+    itemsize, (rows, text_rows) = forward_dtype(device).itemsize, inputs.counts
+    limits, frees = zip(*dist.all_gather_object(_memory(options)), strict=True)
+    on_device = (rows, text_rows) if options.states == "auto" else (0, 0)  # what may be kept on the device
+    memory = device_memory(
+        job.plan,
+        job.sizes,
+        inputs.data.lengths[-1],
+        is_accelerator(device),
+        min(limits),
+        on_device[0],
+        dist.world_size,
+        held_out=on_device[1],
+    )
+    if dist.is_distributed and memory.units < dist.world_size:
+        batches = f"{memory.units} expert batch{'es' if memory.units > 1 else ''} of {memory.unit} experts"
+        print(f"{batches} for {dist.world_size} processes: some will be idle", file=sys.stderr)
+    places = placement(
+        job.sizes,
+        memory,
+        rows,
+        itemsize,
+        states=options.states,
+        free=min(frees),
+        processes=dist.world_size,
+        machines=len(set(dist.nodes)),
+    )
+    residents = Residents(memory.resident, memory.unit, memory.smallest)
+    shared = _Shared(residents.as_dict(), places[0], places[1], memory.texts, memory.early, inputs.texts)
+    return shared, held_out_bytes(job.sizes, text_rows, itemsize) + places[2]
+
+
+def _open_work_folder(
+    job: Job, resolved: Resolved, inputs: _Inputs, options: Options, work: Path, check: Callable[[], None]
+) -> list[int]:
+    """Begin or resume in the work folder, and say so on standard error.
+
+    Returns:
+        The finished layers whose shards must be made again.
+    """
+    layers = job.sizes["layers"]
+    refuse_changes(work, run_fingerprint(job, inputs.data, options.device), options.output)
+    journal.note_command(work, options.command, layers)
+    done = len(journal.done_layers(work, layers))
+    said = opening_line(job, options, resolved.recipe.source.model, inputs.counts, done)
+    print(said, file=sys.stderr, flush=True)
+    if inputs.evaluation:
+        refuse_other_texts(work, layers, inputs.evaluation, options.output)
+    journal.remove_cut_files(work)
+    damaged = find_damage(work, layers, options.output, check)
+    if options.paranoid:
+        check_hashes(job.opened, work, options.output, check)
+    for folder in ("layers", "output"):
+        (work / folder).mkdir(exist_ok=True)
+    sync_folder(work)
+    return damaged
+
+
+def opening_line(job: Job, options: Options, model: str, counts: tuple[int, int], done: int) -> str:
+    """The line with which a run begins: source, size, output, device, tokens.
+
+    It gives no time: the rates of `plan` are not this machine's. After the first layer the progress has a measured one.
+
+    Args:
+        model: the source's published name.
+        counts: tokens of the calibration set, and of the held-out texts.
+        done: layers that earlier calls finished.
+    """
+    tokens, held_out = counts
+    layers, dense = job.sizes["layers"], len(job.sizes.dense)
+    source = sum(action.spec.bytes for action in job.plan.actions)
+    routed = f"{layers - dense} of {layers} layers" if dense else f"{layers} layer{'s' if layers > 1 else ''}"
+    texts = f" and {held_out:,} held-out" if held_out else ""
+    resuming = f"; resuming after layer {done} of {layers}" if done else ""
+    return (
+        f"{model} ({size(source)}, {routed} × {job.sizes['experts']} experts) → {short_path(options.output)} on "
+        f"{_machine(options.device, options.dist.world_size)}; {tokens:,} calibration{texts} tokens{resuming}"
+    )
+
+
+def _machine(device: torch.device, processes: int) -> str:
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        name = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+    else:
+        name = f"{device} ({torch.cuda.get_device_name(device)})"
+    return name if processes == 1 else f"{name}, one of {processes} processes"
+
+
 def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[str, Any]:
     """Every setting that the output's bytes depend on; gates and logging are not among them."""
     facts = {name: text_sha256(text) for name, text in facts_copy(job.own).items()}
@@ -271,17 +359,23 @@ def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> di
             "source_config": job.config,
             "calibration": data.digest,
             "machine": fingerprint(device),
-            "units": work_units(is_accelerator(device), job.sizes),
+            "batches": batch_sizes(is_accelerator(device), job.sizes),
         }
     )
 
 
+def _output_bytes(job: Job, data: Collection[Path]) -> int:
+    """Bytes of the output with its side files, and with the data files that are copied into it."""
+    output = int(str(summary(job.plan, job.sizes)["output_bytes"]))
+    return output + sum(file.stat().st_size for file in (*side_files(job.opened.folder), *data))
+
+
 def assemble(job: Job, folder: Path) -> None:
-    """Write what lies beside the shards: index, config, and the source's side files."""
+    """Write everything beside the shards: index, config, and the source's side files."""
     write_config_files(folder, job.opened, job.plan, job.facts)
 
 
-def add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:
+def _add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:
     """Write the recipe and its sets beside the checkpoint; with `with_data`, their local data files too."""
     for name, text in resolved.texts().items():
         write_text(text, folder / name)

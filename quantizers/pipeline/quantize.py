@@ -22,11 +22,11 @@ from eval.fidelity.comparison import Comparison
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import measured, score
 from quantizers.calibration.samples import CalibrationData
-from quantizers.checkpoint.held import Held, hold, layer_names
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import forward_dtype, is_accelerator, use_one_arena
 from quantizers.distributed.process_group import shown
-from quantizers.forward.lane import Lane
+from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.context import Context
 from quantizers.layers.loop import all_tensors, device_memory_errors, layer_steps
@@ -131,17 +131,17 @@ class _Run:
         compensate_router: bool,
     ) -> None:
         self.job, self.context, self.start, self.texts, dist = job, context, start, texts, context.dist
-        outside = hold(job.opened, [action.source for action in job.plan.of_layer(None)])
+        outside = load_tensors(job.opened, [action.source for action in job.plan.of_layer(None)])
         self.model = LayeredModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
         self.model.head()  # only to check it: otherwise a NaN in it would be found after the last layer
         folder = context.work / "held-out"
         if dist.is_main:
             folder.mkdir(exist_ok=True)
-        there = context.device if context.texts_there else None
-        lane = partial(Lane, durable=True, check=context.check, dist=dist, device=there, writer=background)
+        device = context.device if context.texts_on_device else None
+        new = partial(ActivationStream, durable=True, check=context.check, dist=dist, device=device, writer=background)
         lengths = [len(text.tokens) for text in texts]
-        self.lanes = [
-            lane(name, self.model, number, lengths, folder)
+        self.streams = [
+            new(name, self.model, number, lengths, folder)
             for number, name in enumerate((job.opened.name, "the output"))
         ]
         self.writer: ShardWriter[Any, Any] = ShardWriter(
@@ -150,13 +150,13 @@ class _Run:
         self.quantizer = Quantizer(
             job,
             self.model,
-            self.lanes[1],
+            self.streams[1],
             context,
             start.lengths,
             writer=self.writer,
             compensate_router=compensate_router,
         )
-        self.comparison = Comparison(self.lanes[0], [self.quantizer], texts, dist)
+        self.comparison = Comparison(self.streams[0], [self.quantizer], texts, dist)
 
     def begin(self, tokens: Sequence[torch.Tensor] | None) -> None:
         """Embed the texts, those of the calibration set if they are needed, and write the passthrough shards.
@@ -167,16 +167,16 @@ class _Run:
             tokens: of the calibration set; None in all ranks except 0.
         """
         done, job = self.start.done, self.job
-        for lane in self.lanes:
+        for stream in self.streams:
             if done == 0:
-                lane.embed([text.tokens for text in self.texts])
+                stream.embed([text.tokens for text in self.texts])
             else:
-                lane.resume(done)
-                lane.forget(done - 1)  # which a kill may have left
+                stream.resume(done)
+                stream.forget(done - 1)  # which a kill may have left
         if done < job.sizes["layers"] or self.start.damaged:
             self.quantizer.embed(tokens)
         outside = self.model.checkpoint
-        assert isinstance(outside, Held)
+        assert isinstance(outside, LoadedTensors)
         if self.context.dist.is_main:
             write_passthrough(job, outside, self.context)
         self.model.checkpoint = outside.only([job.facts.final_norm, job.facts.head])
@@ -198,9 +198,9 @@ class _Run:
 
     def _make_again(self, entries: Sequence[dict[str, Any]], number: int) -> None:
         source, dist = self.job.opened, self.context.dist
-        loaded = hold(source, layer_names(source, self.job.facts, number))
+        loaded = load_tensors(source, layer_names(source, self.job.facts, number))
         step = LayerStep(number, loaded, loaded.to(self.model.device))
-        run_step(step, self.model, [Comparison(self.lanes[0], [self.quantizer], (), dist)])
+        run_step(step, self.model, [Comparison(self.streams[0], [self.quantizer], (), dist)])
         (shard,) = self.writer.finished(ahead=0).values()
         if dist.is_main:
             made = self.quantizer.entry(step) | of_shard(shard)
@@ -224,7 +224,7 @@ class _Run:
                 self.model,
                 check=context.check,
                 dist=context.dist,
-                early=context.next_there,
+                early=context.prefetch_to_device,
             )
         )
 
@@ -241,20 +241,20 @@ class _Run:
 
     def on_disk(self, number: int) -> None:
         """Wait for the held-out states that left a layer, from which a run resumes once the layer is journaled."""
-        for lane in self.lanes:
-            lane.on_disk(number + 1)
+        for stream in self.streams:
+            stream.on_disk(number + 1)
 
     def forget(self, number: int) -> None:
         """Remove the held-out states that entered a layer, which is in the journal."""
-        for lane in self.lanes:
-            lane.forget(number)
+        for stream in self.streams:
+            stream.forget(number)
 
     def measured(self, compared: Sequence[dict[str, Any]]) -> Measured | None:
         """Score the texts, and put all figures together; None without texts, and of no use in other processes."""
         if not self.texts:
             return None
         stage = partial(shown, check=self.context.check, dist=self.context.dist)
-        source, output = score(self.lanes, self.texts, stage, dist=self.context.dist)
+        source, output = score(self.streams, self.texts, stage, dist=self.context.dist)
         return measured(source, output, self.texts, compared)
 
 
@@ -311,7 +311,7 @@ def write_passthrough(job: Job, outside: Checkpoint, context: Context) -> None:
         if file.exists() and shard.exists():
             continue
         actions = plan.of_layer(part)
-        stored = outside if part is None else hold(source, [action.source for action in actions])
+        stored = outside if part is None else load_tensors(source, [action.source for action in actions])
         kept = kept_hashes(plan, part, stored)
         digest = write_shard(layer_tensors(plan, part, stored, None).host, shard, kept, plan.carried(part))
         write_json(file, {"shard": shard.name, "digest": digest, "audit": written_from(actions).as_dict()})

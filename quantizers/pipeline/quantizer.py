@@ -24,22 +24,22 @@ from typing import Any
 import torch
 
 from quantizers.calibration.samples import CalibrationData
-from quantizers.checkpoint.held import Held, held_tensors
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, tensors_in_memory
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers, pin
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.forward.halves import attend, finish, observe
-from quantizers.forward.lane import Lane, embed
+from quantizers.forward.activation_store import ActivationStore
+from quantizers.forward.activation_stream import ActivationStream, embed
+from quantizers.forward.layer_forward import attend, finish, observe
+from quantizers.forward.layer_weights import ExpertWeights
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import recorded_rows, route_counts
-from quantizers.forward.states import Rows
-from quantizers.forward.weights import ExpertWeights
+from quantizers.forward.moe_inputs import moe_input_store, route_counts
 from quantizers.layers.context import Context
 from quantizers.layers.step import LayerStep
 from quantizers.layers.writer import ShardWriter
 from quantizers.planning.device_memory import Place
+from quantizers.planning.expert_batches import tokens_per_chunk
 from quantizers.planning.job import Job
-from quantizers.planning.units import rows_of_block
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import solve_layer
 from quantizers.system.progress import doing
@@ -56,7 +56,7 @@ class Quantizer:
     Args:
         job: what to do, and with which settings.
         model: its structure, and the tensors outside the layers.
-        lane: its held-out states.
+        stream: its held-out states.
         context: where the work is done.
         lengths: calibration tokens of each sequence.
         writer: writes and audits shards in the background.
@@ -64,7 +64,7 @@ class Quantizer:
 
     Attributes:
         states: the calibration states between the layers.
-        recorded: what the experts of the last layer were called with.
+        moe_inputs: what the experts of the last layer were called with.
     """
 
     keeps_attention = True
@@ -73,35 +73,37 @@ class Quantizer:
         self,
         job: Job,
         model: LayeredModel,
-        lane: Lane,
+        stream: ActivationStream,
         context: Context,
         lengths: Sequence[int],
         *,
         writer: ShardWriter[ShardDigest, LayerAudit],
         compensate_router: bool = True,
     ) -> None:
-        self.job, self.model, self.lane, self.context = job, model, lane, context
+        self.job, self.model, self.stream, self.context = job, model, stream, context
         self.writer, self._compensate_router = writer, compensate_router
-        block = rows_of_block(is_accelerator(model.device))
+        block = tokens_per_chunk(is_accelerator(model.device))
 
-        def rows(place: Place, name: str, width: int, dtype: torch.dtype, dist: ProcessGroup = SINGLE_PROCESS) -> Rows:
+        def rows(
+            place: Place, name: str, width: int, dtype: torch.dtype, dist: ProcessGroup = SINGLE_PROCESS
+        ) -> ActivationStore:
             own = "" if context.dist.is_main else f"-{context.dist.rank}"
             path = context.work / f"{name}{own}.bin" if place == "files" else None
             device = model.device if place == "device" else None
-            made = Rows(path, lengths, width, dtype, device, dist=dist, block=block)
+            made = ActivationStore(path, lengths, width, dtype, device, dist=dist, block=block)
             if place == "memory":
                 pin(made.flat, model.device)
             return made
 
         self.states = rows(context.states, "states", job.sizes["hidden"], model.dtype, context.dist)
-        self.recorded = recorded_rows(partial(rows, context.inputs), job.sizes, model.dtype)
+        self.moe_inputs = moe_input_store(partial(rows, context.inputs), job.sizes, model.dtype)
         self._packed = PinnedBuffers(model.device)  # a process has two shards on their way at most
-        self._made: Held | None = None
+        self._made: LoadedTensors | None = None
         self._solved: dict[str, Any] = {}
 
     def embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
         """Fill the states that enter layer 0 from token ids (T,) int64, which rank 0 alone gives."""
-        lengths = self.states.share.lengths
+        lengths = self.states.partition.lengths
         together = torch.cat(list(tokens)) if tokens else torch.empty(sum(lengths), dtype=torch.int64)
         self.context.dist.broadcast(together)
         embed(self.model, torch.split(together, lengths), self.states)
@@ -117,15 +119,15 @@ class Quantizer:
         settings = job.plan.settings(number)
         library = settings.engine == "llmcompressor"
         entering = [states.clone() for states in self.states] if library else []
-        observe(model, layer, self.states, self.recorded, context.check)
+        observe(model, layer, self.states, self.moe_inputs, context.check)
         step.watch.lap("observe")
-        weights = ExpertWeights(step.there, job.facts, job.sizes, number, model.device, model.dtype)
-        with model.layer(number, step.there) if library else contextlib.nullcontext(layer) as whole:
+        weights = ExpertWeights(step.on_device, job.facts, job.sizes, number, model.device, model.dtype)
+        with model.layer(number, step.on_device) if library else contextlib.nullcontext(layer) as whole:
             solved = solve_layer(
                 model,
                 whole,
-                step.there.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None,
-                self.recorded,
+                step.on_device.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None,
+                self.moe_inputs,
                 settings,
                 weights=weights.unit,
                 residents=context.residents,
@@ -148,16 +150,18 @@ class Quantizer:
             number,
             step.source,
             solved,
-            near=step.there,
+            near=step.on_device,
             buffers=self._packed,
             written=self.writer.has_turn(number),
         )
-        self._made = held_tensors(step.source, tensors.device, context.work / "output" / job.plan.shard_file(number))
+        self._made = tensors_in_memory(
+            step.source, tensors.device, context.work / "output" / job.plan.shard_file(number)
+        )
         self._solved = _for_the_journal(solved)
         self._submit(step, tensors, self._made)
         step.watch.lap("pack")
 
-    def _submit(self, step: LayerStep, tensors: LayerTensors, made: Held) -> None:
+    def _submit(self, step: LayerStep, tensors: LayerTensors, made: LoadedTensors) -> None:
         """Let a shard be audited and written, if it is this process's turn.
 
         Args:
@@ -175,7 +179,7 @@ class Quantizer:
         hashes, carried = kept_hashes(self.job.plan, number, source), self.job.plan.carried(number)
         self.writer.begin(
             number,
-            partial(audit_shard, self.job, number, step.there, made, self.context.device),
+            partial(audit_shard, self.job, number, step.on_device, made, self.context.device),
             partial(write_shard, host, path, hashes, carried),
         )
 
@@ -194,7 +198,7 @@ class Quantizer:
     def _finish(self, number: int, layer: torch.nn.Module) -> None:
         finish(self.model, layer, self.states, f"layer {number}", self.context.check)
 
-    def follow(self, number: int, stored: Held) -> None:
+    def follow(self, number: int, stored: LoadedTensors) -> None:
         """Take the calibration states through a layer that is finished."""
         with self.model.layer(number, stored) as layer:
             attend(self.model, layer, self.states, self.states, self.context.check)
@@ -220,9 +224,9 @@ class Quantizer:
             return []
         names = sorted({sample.category for sample in data.samples})
         counts = torch.zeros(len(names), self.job.sizes["experts"], dtype=torch.int64)
-        chosen = self.recorded.chosen.flat.cpu()
+        chosen = self.moe_inputs.chosen.flat.cpu()
         for i, sample in enumerate(data.samples):
-            own = chosen[self.recorded.sequence(i)].long()
+            own = chosen[self.moe_inputs.sequence(i)].long()
             counts[names.index(sample.category)] += route_counts(own, counts.shape[1])
         rows: list[list[int]] = counts.tolist()
         return rows
@@ -230,10 +234,10 @@ class Quantizer:
     def remove(self) -> None:
         """Remove the files of the states, if there are any."""
         self.states.remove()
-        self.recorded.remove()
+        self.moe_inputs.remove()
 
 
-def audit_shard(job: Job, number: int, source: Held, made: Held, device: torch.device) -> LayerAudit:
+def audit_shard(job: Job, number: int, source: LoadedTensors, made: LoadedTensors, device: torch.device) -> LayerAudit:
     """Compare what is going to be in a layer's file with the source."""
     audit = written_from(job.plan.of_layer(number))
     audit_layer(number, job.facts, job.sizes, source, made, device=device, audit=audit)

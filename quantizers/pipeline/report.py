@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,30 +22,33 @@ from quantizers.budget.measure import measuring_seconds, read_measurements
 from quantizers.calibration.render import own_class
 from quantizers.calibration.samples import by_category, by_language, language_counts
 from quantizers.calibration.set import read_set
-from quantizers.checkpoint.reader import Checkpoint, block_size
-from quantizers.checkpoint.source_files import source_digest
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import machine, versions
+from quantizers.formats.fp8 import block_size
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.planning.gpus import parse_gpus
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan, summary
-from quantizers.planning.serving_memory import assumptions, common_fits, notes, serving_model
-from quantizers.planning.tensor_parallel import unsaid
+from quantizers.planning.serving_memory import assumptions, common_fits, notes, serving_model, unsaid
 from quantizers.recipe.read import set_location
-from quantizers.system.progress import peak_memory
+from quantizers.recipe.schema import PerplexityGate
+from quantizers.system.errors import QuantizeError
+from quantizers.system.progress import checked, peak_memory, progress
+from stitch.audit.checkpoint import Audit, verify
 from stitch.audit.folder import folders_left_out
+from stitch.audit.layer import LayerAudit
 from stitch.mix import Mix, as_rows
 from stitch.mix import describe as describe_mix
+from stitch.write.digests import ShardDigest
 
-from .final_verification import fidelity_gates, last_reading, own_gates
 from .foreign_metadata import about_source, told_by
 
 if TYPE_CHECKING:
+    from eval.serving.findings import Consumers
     from quantizers.calibration.samples import CalibrationData
     from quantizers.recipe.portable import Resolved
-    from stitch.audit.checkpoint import Audit
-    from stitch.write.digests import ShardDigest
 
 # Keys of the journal's entries that are elsewhere in the report, or of no use in it.
 JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest", "source", "audit", "held_out")
@@ -76,7 +80,7 @@ def run_report(
     """
     recipe, source, model = job.recipe, job.opened, resolved.recipe.source.model
     layers = journal.done_layers(context.work, job.sizes["layers"])
-    written, audit = last_reading(job, layers, context)
+    written, audit = _last_reading(job, layers, context)
     engines = check_folder(context.work / "output", job.own)
     coverage, coverage_checks = _coverage(job, data, layers)
     limits = recipe.verify.perplexity if recipe.verify else None
@@ -101,7 +105,7 @@ def run_report(
         "audit": audit.as_dict() | {"digests": written},
         "notes": [NOT_SIMULATED, *folders_left_out(source.folder)],
         "gates": [
-            *own_gates(audit, engines),
+            *_own_gates(audit, engines),
             *coverage_checks,
             *(fidelity_gates(measured, limits) if limits and measured else []),
         ],
@@ -154,9 +158,72 @@ def stitch_report(
         "notes": [*examined, *folders_left_out(source.folder)],
         "layers": as_rows(mix.found),
         "audit": audit.as_dict() | {"digests": written},
-        "gates": own_gates(audit, engines),
+        "gates": _own_gates(audit, engines),
         "serving": serving(mix.plan, mix.facts, mix.sizes, source, model),
     } | ({"consumers": engines.as_dict()} if engines else {})
+
+
+def _last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) -> tuple[dict[str, ShardDigest], Audit]:
+    """Read every shard once more, from the disk, and put together what was found when they were written.
+
+    Returns:
+        The digests of the shards, by file name, and the audit of the whole folder.
+
+    Raises:
+        QuantizeError: a shard has changed since it was written; the same command makes it again.
+    """
+    folder = context.work / "output"
+    passthrough = (journal.kept_file(context.work, part) for part in job.plan.kept_parts)
+    entries = [*layers, *(json.loads(file.read_text()) for file in passthrough)]
+    written = {entry["shard"]: entry["digest"] for entry in entries}
+    with progress("last reading", len(written), unit="shard") as step:
+        audit = verify(
+            folder,
+            job.opened,
+            context.device,
+            written,
+            checked(step, context.check),
+            [LayerAudit(**entry["audit"]) for entry in entries],
+            own=job.own,
+        )
+    if audit.changed:
+        more = f", and {len(audit.changed) - 1} more" if len(audit.changed) > 1 else ""
+        raise QuantizeError(
+            f"{folder}: {audit.changed[0]}{more}; check the disk, then give the same command again, which makes "
+            "what was damaged again"
+        )
+    return written, audit
+
+
+def _own_gates(audit: Audit, engines: Consumers | None) -> list[dict[str, Any]]:
+    """The gates of every output: its files are as planned, and serving engines read them as meant.
+
+    Args:
+        engines: None if the folder cannot be opened, which the audit reports.
+    """
+    found: list[tuple[str, Sequence[object], str]] = [
+        ("audit", audit.differences, "differences from what the plan promises")
+    ]
+    if engines is not None:
+        meaning = "ways in which vLLM, SGLang or transformers would misread it"
+        found.append(("consumers", engines.errors, meaning))
+    return [
+        {"name": name, "passed": not faults, "value": len(faults), "limit": 0, "meaning": meaning}
+        for name, faults, meaning in found
+    ]
+
+
+def fidelity_gates(result: dict[str, Any], asked: PerplexityGate) -> list[dict[str, Any]]:
+    """The recipe's gates on perplexity and KL."""
+    limits = (
+        ("perplexity", result["perplexity"]["increase"], asked.max_increase, "relative increase of perplexity"),
+        ("kl", result["kl"]["mean"], asked.max_kl, "mean KL(source || output), nats"),
+    )
+    return [
+        {"name": name, "passed": value <= limit, "value": value, "limit": limit, "meaning": meaning}
+        for name, value, limit, meaning in limits
+        if limit is not None
+    ]
 
 
 def _source(model: str, revision: str | None, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -15,9 +15,8 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import TensorFacts
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.fp8 import ROWS, SCALE, SCALE_INV, Fp8, declared_form, scale_of, stored_form
-from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Spec
-from quantizers.checkpoint.tensor_bytes import DTYPES
+from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TORCH_DTYPES, Spec
+from quantizers.formats.fp8 import ROWS, SCALE, SCALE_INV, Fp8, declared_form, scale_of, stored_form
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 
@@ -253,7 +252,7 @@ def take_unread(
             )
     taken = []
     for name in [name for name in remaining if facts.is_unread(name)]:
-        spec = take(remaining, name, remaining[name].shape, tuple(DTYPES), where)
+        spec = take(remaining, name, remaining[name].shape, tuple(TORCH_DTYPES), where)
         taken.append((name, spec, _layer_of(name, facts, layers)))
     return taken
 

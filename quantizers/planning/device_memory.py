@@ -17,7 +17,7 @@ Free memory is given, in order of the time it saves, to the captured MoE inputs,
 held-out activations, the Hessians of x of as many expert batches as fit, and the prefetched next layer. The bytes of
 an expert batch follow from the arrays alive at each peak in solve/; tests/planning/test_memory_plan.py measures them.
 
-Legend: E experts, U experts of an expert batch (units.py), H hidden, I expert width, T tokens of the longest sequence,
+Legend: E experts, U experts of a batch (expert_batches.py), H hidden, I expert width, T tokens of the longest sequence,
 K experts chosen per token, b bytes of an element of the forward pass (2 on an accelerator, 4 on a CPU).
 """
 
@@ -32,8 +32,8 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.formatting import gib
 
+from .expert_batches import ROUTED_ROWS, expert_batches, experts_per_batch, tokens_per_chunk
 from .plan import Plan
-from .units import ROUTED_ROWS, rows_of_block, unit_of_experts, units_of
 
 Place = Literal["device", "memory", "files"]
 
@@ -111,9 +111,9 @@ def device_memory(
         InputError: the limit is too small even for one expert batch at a time.
     """
     itemsize = 2 if accelerator else FLOAT
-    unit = unit_of_experts(accelerator, sizes["hidden"], sizes["width"])
-    units = len(units_of(sizes["experts"], unit))
-    rows = rows_of_block(accelerator)
+    unit = experts_per_batch(accelerator, sizes["hidden"], sizes["width"])
+    units = len(expert_batches(sizes["experts"], unit))
+    rows = tokens_per_chunk(accelerator)
     phases = _Phases(plan, sizes, longest, itemsize, unit=unit, rows=rows, accelerator=accelerator, tokens=tokens or 0)
     inputs = states = texts = early = 0
     resident, smallest = units, phases.peak(1)
@@ -321,7 +321,7 @@ def between_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
 
 
 def recorded_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
-    """Captured MoE inputs of the calibration set, see `forward.recorded.RecordedRows`."""
+    """Captured MoE inputs of the calibration set, see `forward.recorded.MoeInputStore`."""
     return tokens * (itemsize * sizes["hidden"] + 8 * sizes["chosen"] + 1)
 
 

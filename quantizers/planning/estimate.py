@@ -1,24 +1,22 @@
-"""Disk, memory and time of a run before it starts: an estimate from shapes, not a measurement.
+"""Disk, memory and time of a run before it starts: an estimate from shapes and nominal rates, not a measurement.
 
-Bytes follow from the shapes of the plan. Time follows from the closed form below and nominal rates (gpus.py), of which
-assumed shares are reached. For one layer with experts of MiniMax-M2.1, Qwen3-30B-A3B and GLM-4.5-Air on an H100 it lies
-within a quarter of a trace of every operation of the program, made once (issue 37). `quantize plan --measure` times a
-layer on the machine at hand instead.
+For one layer with experts of MiniMax-M2.1, Qwen3-30B-A3B and GLM-4.5-Air on an H100 the closed form below is within a
+quarter of a trace of every operation of the program. `quantize plan --measure` times a layer on this machine instead.
 
 Legend: E experts, K of them chosen per token, H hidden, I expert width, T calibration tokens, V evaluation tokens, L
-the length of a sequence, A columns of the attention's output matrix, P numbers in the layer's kept matrices.
+the length of a sequence, A columns of the attention's output matrix, P numbers in the layer's passthrough matrices.
 
     products in bfloat16 (float32 on a CPU), each a multiplication and an addition:
-        kept matrices and attention   2 (T + 2V) P + 2 A Σ L²
-        every expert sees every token 4 T E H I
-        Hessians                      T (E I² + K H² + H²)
-        correction of w2              1.7 K T (4 H I + 2 I²), padded to the busiest expert of a batch
-        routed passes                 6 K (T + 2V) H I
+        passthrough matrices and attention  2 (T + 2V) P + 2 A Σ L²
+        every expert sees every token       4 T E H I
+        Hessians                            T (E I² + K H² + H²)
+        correction of w2                    1.7 K T (4 H I + 2 I²), padded to the busiest expert of a batch
+        routed passes                       6 K (T + 2V) H I
     products in float32:
-        search, over g grid points    g E (H² I / 4 + H I² / 4)
-        rounding                      6 E (2 H² I + H I²)
-    factorizations in float32         4/3 E (H³ + I³)
-    bytes of device memory            36 T E I + 500 · 3 E H I
+        search, over g grid points          g E (H² I / 4 + H I² / 4)
+        rounding                            6 E (2 H² I + H I²)
+    factorizations in float32               4/3 E (H³ + I³)
+    bytes of device memory                  36 T E I + 500 · 3 E H I
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ from quantizers.calibration.set import DataSource, read_set
 from quantizers.recipe.read import set_location
 
 from .device_memory import DeviceMemory, calibration_bytes, device_memory
-from .gpus import RATES, Rates, rates_in_words, this_cpu
+from .gpus import CPU_SHARES, GPU_SHARES, Rates, rates_of_cpu, rates_of_gpus
 from .job import Job
 
 ITEMSIZES = {"CPU": 4, "GPU": 2}  # bytes of one element of a hidden state
 HOST = 1 << 30  # bytes of host memory for the program and its libraries
-OF_A_GPU = 0.9  # share of its memory that a run uses
+USABLE = 0.9  # share of a GPU's memory that a run uses
 DISK = 1e9  # bytes a second read from or written to files, unless the user says otherwise
 PADDED = 1.7  # routed rows of an expert batch, padded to its busiest expert, to those that are routed
 MOVED_PER_ROW, MOVED_PER_WEIGHT = 36, 500  # bytes of device memory
@@ -75,24 +73,21 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """All sizes in bytes, times in seconds.
+    """Needs of a run: all sizes in bytes, times in seconds.
 
     Attributes:
-        tokens, held_out: upper bounds for the calibration set and the evaluation set; None if the size is unknown until
-            the set is read. 0 evaluation tokens mean that there is no evaluation.
-        source: bytes of the source.
-        output: disk space needed in addition to the source.
-        states: activations of the calibration set during the run, by kind of device: host memory, or disk space where
-            they do not fit.
+        tokens, held_out: upper bounds for the calibration set and the evaluation set (0 without evaluation); None if
+            unknown until the set is read.
+        source, output: bytes of the source, and disk space needed besides.
+        states: activations of the calibration set, by kind of device: host memory, or disk space if they do not fit.
         host: host memory for two layers of the source and two of the output, the non-layer tensors, and the program.
-        memory: device memory, by kind of device: with the Hessians of one expert batch at a time, and with all that is
-            worth keeping there.
+        memory: device memory, by kind of device: with the Hessians of one expert batch, and with all of them and the
+            activations.
         operations: multiplications and additions of the layers and the scoring.
         seconds: `layers`, `verification`, and `all` for their sum, on this machine's CPU and on every known GPU that
             has the memory, by its name.
         drawn: whether `tokens` are those of the recipe's calibration.tokens.
-        processes: among which the computing in `several` is divided.
-        several: the same as `seconds`, by so many processes with a GPU each.
+        several: the same as `seconds`, by so many `processes` with a GPU each.
         disk: bytes a second that a machine reads from or writes to files.
     """
 
@@ -130,10 +125,10 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
     layer_output = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
     tokens = None if lengths is None else sum(lengths)
     held_out = None if texts is None else sum(texts)
-    memory = {}
-    for name in ITEMSIZES:
-        whole = device_memory(plan, job.sizes, _longest(job), name == "GPU", None, tokens, held_out=held_out or 0)
-        memory[name] = (whole.smallest, whole.peak)
+    memory = {
+        name: _device_memory(job, None, name == "GPU", tokens, held_out or 0)  # without a limit
+        for name in ITEMSIZES
+    }
     needs = Estimate(
         tokens,
         held_out,
@@ -141,7 +136,7 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
         output_bytes,
         None if tokens is None else {n: calibration_bytes(job.sizes, tokens, size) for n, size in ITEMSIZES.items()},
         2 * (layer_source + layer_output) + sum(action.spec.bytes for action in plan.of_layer(None)) + HOST,
-        memory,
+        {name: (needed.smallest, needed.peak) for name, needed in memory.items()},
         drawn=drawn,
         processes=processes,
         disk=disk,
@@ -152,20 +147,19 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
     first = {kind: number for number, kind in reversed(alike.items())}
     of_kind = {kind: layer_work(job, number, lengths, texts) for kind, number in first.items()}
     work = [of_kind[kind] for kind in alike.values()]
-    around = Work(files=2.0 * sum(a.spec.bytes for part in plan.kept_parts for a in plan.of_layer(part)))
+    work.append(Work(files=2.0 * sum(a.spec.bytes for part in plan.kept_parts for a in plan.of_layer(part))))
     logits = Work(4.0 * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"])
-    smallest = memory["GPU"][0]
-    gpus = [rates for rates in RATES.values() if smallest <= OF_A_GPU * rates.memory]
+    gpus = [rates for rates in rates_of_gpus() if memory["GPU"].smallest <= USABLE * rates.memory]
 
     def seconds(rates: Rates, count: int) -> dict[str, float]:
-        layers = sum(one.seconds(rates, count, disk) for one in (*work, around))
+        layers = sum(one.seconds(rates, count, disk) for one in work)
         verification = logits.seconds(rates, count) + output_bytes / disk
         return {"layers": layers, "verification": verification, "all": layers + verification}
 
     return replace(
         needs,
         operations=sum(one.operations for one in (*work, logits)),
-        seconds={rates.name: seconds(rates, 1) for rates in (this_cpu(), *gpus)},
+        seconds={rates.name: seconds(rates, 1) for rates in (rates_of_cpu(), *gpus)},
         several={rates.name: seconds(rates, processes) for rates in gpus} if processes > 1 else None,
     )
 
@@ -178,9 +172,9 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
     """
     sizes, settings = job.sizes, job.plan.experts
     hidden, width, experts, chosen = (float(sizes[name]) for name in ("hidden", "width", "experts", "chosen"))
-    kept = [action for action in job.plan.of_layer(number) if action.is_kept_matrix]
-    numbers = sum(math.prod(action.spec.shape) for action in kept)
-    outputs = (a.spec.shape[1] for a in kept if "attn" in a.source and a.spec.shape[0] == sizes["hidden"])
+    passthrough = [action for action in job.plan.of_layer(number) if action.is_kept_matrix]
+    numbers = sum(math.prod(action.spec.shape) for action in passthrough)
+    outputs = (a.spec.shape[1] for a in passthrough if "attn" in a.source and a.spec.shape[0] == sizes["hidden"])
     tokens, passes = sum(lengths), sum(lengths) + 2 * sum(texts)
     pairs = sum(n * n for n in lengths) + 2 * sum(n * n for n in texts)
     products = 2.0 * passes * numbers + 2.0 * max(outputs, default=0) * pairs
@@ -201,6 +195,10 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
     return Work(products, search + rounding, factorization, moved, files)
 
 
+def _device_memory(job: Job, limit: int | None, accelerator: bool, tokens: int | None, held_out: int) -> DeviceMemory:
+    return device_memory(job.plan, job.sizes, _longest(job), accelerator, limit, tokens, held_out=held_out)
+
+
 def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
     """What a run on a GPU keeps there within `limit` bytes.
 
@@ -208,22 +206,26 @@ def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
         InputError: the limit is too small even for one expert batch at a time.
     """
     lengths, _ = calibration_lengths(job)
-    tokens = None if lengths is None else sum(lengths)
-    return device_memory(
-        job.plan, job.sizes, _longest(job), True, limit, tokens, held_out=sum(evaluation_lengths(job) or ())
+    return _device_memory(
+        job, limit, True, None if lengths is None else sum(lengths), sum(evaluation_lengths(job) or ())
     )
 
 
 def assumptions(needs: Estimate) -> list[str]:
     """The assumptions behind the figures, one line each."""
-    devices = [rates for rates in (this_cpu(), *RATES.values()) if rates.name in (needs.seconds or ())]
+    reached = " and ".join(
+        f"{shares['bandwidth']:.0%}, {shares['products']:.0%}, {shares['float32']:.0%} and "
+        f"{shares['factorization']:.0%} on a {device}"
+        for device, shares in (("GPU", GPU_SHARES), ("CPU", CPU_SHARES))
+    )
     lines = [
         "tokens: the recipe's calibration.tokens; every evaluation text as long as its sequence_length allows"
         if needs.drawn
         else "tokens: every sample as long as its sequence_length allows, which few are",
-        "time: an estimate in closed form at nominal rates, with evaluation passes, logits and one last reading of the "
-        "shards, without measuring for a budget; --measure times a layer on this machine",
-        *rates_in_words(devices),
+        "time: an estimate in closed form, with evaluation and one last reading of the shards, without measuring for a "
+        "budget; --measure times a layer on this machine",
+        "rates: nominal ones (quantizers/planning/gpus.yaml), of which bandwidth, matrix products, float32 and "
+        f"factorizations reach {reached}",
         f"files: {needs.disk / 1e9:g} GB/s read or written, beside the computing",
         "memory: with the Hessians of one expert batch at a time, and with those of all and the activations as well",
     ]

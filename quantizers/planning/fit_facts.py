@@ -13,9 +13,10 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import SizeFacts
 from quantizers.architectures.families import known
 from quantizers.architectures.sizes import sizes_of
-from quantizers.checkpoint.fused_experts import specs_apart
-from quantizers.checkpoint.reader import CONFIG, declared_block, open_folder
+from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.safetensors_header import Spec, printed
+from quantizers.formats.fp8 import declared_block
+from quantizers.formats.tensor_names import specs_apart
 from quantizers.system.errors import ArchitectureError
 from quantizers.system.strict_yaml import parse
 
@@ -69,7 +70,7 @@ def read_headers(model: str) -> tuple[dict[str, Any], dict[str, Spec], str]:
         opened = open_folder(Path(model))
         specs = {name: Spec(info.dtype, info.shape) for name, info in opened.tensors.items()}
         return opened.config, specs, str(opened.folder / CONFIG)
-    from quantizers.checkpoint.hub_headers import read_hub
+    from quantizers.planning.hub_headers import read_hub
 
     config, specs, _ = read_hub(model, "main")
     return config, specs, model

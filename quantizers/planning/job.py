@@ -14,21 +14,11 @@ from typing import Any
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.checkpoint.fp8 import Fp8
-from quantizers.checkpoint.fused_experts import specs_apart, with_experts_apart
-from quantizers.checkpoint.reader import (
-    INDEX,
-    SINGLE,
-    Checkpoint,
-    block_size,
-    declared_block,
-    open_folder,
-    read_config,
-    read_json,
-    resolve,
-)
+from quantizers.checkpoint.reader import INDEX, SINGLE, Checkpoint, open_folder, read_config, read_json, resolve
 from quantizers.checkpoint.safetensors_header import Spec, printed
-from quantizers.checkpoint.unsupported import refuse_four_bits
+from quantizers.formats.fp8 import Fp8, block_size, declared_block
+from quantizers.formats.tensor_names import specs_apart, with_experts_apart
+from quantizers.formats.unsupported import refuse_four_bits
 from quantizers.recipe.changes import Change
 from quantizers.recipe.read import facts_location, given_at, read_recipe, set_location, source_location
 from quantizers.recipe.schema import Recipe
@@ -217,7 +207,7 @@ def _without_shards(
         return kept[1], None, f"the built-in architecture spec of {location} (its files are not on this machine)"
     if location.startswith((".", "/", "~")) or location.count("/") != 1:
         return None  # not a Hub id; `resolve` reports that
-    from quantizers.checkpoint.hub_headers import read_hub
+    from quantizers.planning.hub_headers import read_hub
 
     config, headers, commit = read_hub(location, revision)
     return config, headers, f"the headers of {location} on the Hub, commit {commit}"

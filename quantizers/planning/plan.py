@@ -30,8 +30,8 @@ from typing import Literal
 
 from quantizers.architectures.matrices import Matrix
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.fp8 import ROWS, SCALE, SCALE_INV, Fp8
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec
+from quantizers.formats.fp8 import ROWS, SCALE, SCALE_INV, Fp8
 from quantizers.recipe.schema import Experts, Scheme
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "carry"]

@@ -1,29 +1,42 @@
-"""Estimate the memory of each GPU when vLLM serves the output, from the plan alone.
+"""Memory of each GPU when vLLM serves the output: an estimate from the plan alone, and what would make it fit.
 
     weights + KV cache + activations + runtime  <=  the GPU's memory * UTILISATION
 
 Weights and KV cache follow from the tensors. The rest are assumptions, which are printed with every answer.
 They predict that MiniMax-M2.1 in FP8 + INT4 fits two 96 GiB GPUs with all 196,608 tokens, which agrees with
 a measurement (https://huggingface.co/mratsim/MiniMax-M2.1-FP8-INT4-AWQ).
+
+How vLLM divides a model among tensor-parallel GPUs:
+
+    heads       a GPU has whole ones; those of keys and values are repeated where there are more GPUs
+    experts     no group of a scale may be split between GPUs (CompressedTensorsWNA16MoEMethod)
+    FP8 blocks  are split neither between GPUs nor between the modules that are merged into one
+                (validate_fp8_block_shape). Of merged modules that a GPU has in full, the last one may end within a
+                block. FP8 with a scale per row has no such rule
+
+The architecture spec says in `tensor_parallel` which linear modules are divided; every GPU has all of the others.
 """
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.fused import FUSED
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.fp8 import Fp8
 from quantizers.checkpoint.safetensors_header import FP8
+from quantizers.formats.fp8 import Fp8
 from quantizers.system.errors import InputError
 
+from .allocation import candidates
 from .gpus import GIB, Gpus, parse_gpus
-from .plan import Plan
-from .tensor_parallel import MARLIN_TILE, cache_cards, module_cards, obstacles, unsaid
+from .job import Job
+from .plan import Plan, file_size
 
 UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver and CUDA graphs
 RUNTIME = 2 * GIB  # per GPU: CUDA context, kernels, NCCL buffers, fragmentation
@@ -32,20 +45,11 @@ SEQUENCES = 256  # at most decoded together, each with a row of float32 logits
 KV_BLOCK = 16  # tokens per block of the KV cache
 KvType = Literal["auto", "fp8"]
 KV_BYTES: dict[KvType, int] = {"auto": 2, "fp8": 1}
-COMMON = (
-    "1x24GiB",
-    "2x24GiB",
-    "1x48GiB",
-    "4x24GiB",
-    "2x48GiB",
-    "1x96GiB",
-    "8x24GiB",
-    "4x48GiB",
-    "2x96GiB",
-    "4x80GiB",
-    "8x80GiB",
-    "8x141GiB",
-)
+COMMON = "1x24 2x24 1x48 4x24 2x48 1x96 8x24 4x48 2x96 4x80 8x80 8x141"  # GPUs, and GiB of each
+MARLIN_TILE = 64  # of an expert's width on a GPU; up to vLLM 0.32 it had to be whole, later ones fill it up with zeros
+MOST_GPUS = 64  # more of the same are not suggested
+USEFUL = 1024  # tokens; a shorter context is no remedy
+Blocks = Mapping[str, tuple[int, int]]  # rows and columns of an FP8 block, by module, without the layer's prefix
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class LayerBytes:
 
     Attributes:
         experts: split over the tensor-parallel GPUs.
-        linears: of each kept linear module, without the layer's prefix; `module_cards` says over how many it is split.
+        linears: of each passthrough linear module, without the layer's prefix; split as `module_gpus` says.
         others: stored whole on every GPU.
     """
 
@@ -72,7 +76,7 @@ class Model:
         layers: weight bytes of each layer.
         outside: total bytes of embedding, head and final norm.
         groups: the group sizes of the experts.
-        blocks: of the kept linear modules that are FP8 in blocks, see `tensor_parallel.obstacles`.
+        blocks: of the passthrough linear modules that are FP8 in blocks, see `obstacles`.
         longest: the model's maximum context in tokens; 0 if config.json does not say.
     """
 
@@ -119,7 +123,7 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
         raise InputError(problem)
     linears = facts.linears(dense=False) | facts.linears(dense=True)
     experts, others = [0] * plan.layers, [0] * plan.layers
-    kept: list[Counter[str]] = [Counter() for _ in range(plan.layers)]
+    passthrough: list[Counter[str]] = [Counter() for _ in range(plan.layers)]
     blocks: dict[str, tuple[int, int]] = {}
     for action in plan.actions:
         if action.layer is None or action.layer in plan.mtp:  # which is loaded for speculative decoding alone
@@ -131,13 +135,13 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
         elif module not in linears:
             others[action.layer] += written
         else:
-            kept[action.layer][module] += written
+            passthrough[action.layer][module] += written
             if action.spec.dtype == FP8 and isinstance(fp8, tuple):
                 blocks[module] = fp8
     return Model(
         facts=facts,
         sizes=sizes,
-        layers=tuple(map(LayerBytes, experts, kept, others)),
+        layers=tuple(map(LayerBytes, experts, passthrough, others)),
         outside=sum(spec.bytes for spec in plan.shard(None).values()),
         groups=frozenset(plan.schemes[layer].group_size for layer in plan.quantized_layers),
         blocks=blocks,
@@ -150,7 +154,7 @@ def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
     return next(obstacles(parallel, model.facts, model.sizes, model.groups, model.blocks), None)
 
 
-def split(model: Model, gpus: Gpus, tensor_parallel: int | None) -> tuple[int, int]:
+def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None) -> tuple[int, int]:
     """Tensor and pipeline parallelism that use all GPUs, with as much tensor parallelism as vLLM allows.
 
     Raises:
@@ -171,11 +175,11 @@ def split(model: Model, gpus: Gpus, tensor_parallel: int | None) -> tuple[int, i
 
 
 def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
-    """Bytes on one GPU of what is cached of a token."""
+    """Bytes of a token's keys and values on one GPU."""
     assert model.facts.kv_cache is not None
     numbers = model.sizes.value(model.facts.kv_cache.numbers)
     layers = math.ceil(model.sizes["layers"] / pipeline_parallel)
-    return layers * numbers // cache_cards(tensor_parallel, model.facts, model.sizes) * KV_BYTES[kv]
+    return layers * numbers // cache_gpus(tensor_parallel, model.facts, model.sizes) * KV_BYTES[kv]
 
 
 def fit(
@@ -187,35 +191,21 @@ def fit(
         context: tokens of one sequence, or of several in total; None for the model's maximum.
 
     Raises:
-        InputError: as `split`, or the context is longer than the model's maximum.
+        InputError: as `split_over`, or the context is longer than the model's maximum.
     """
-    tensor, pipeline = split(model, gpus, tensor_parallel)
+    split = tensor, pipeline = split_over(model, gpus, tensor_parallel)
     context = model.longest if context is None else context
     if context < 1 or (model.longest and context > model.longest):
         raise InputError(f"--context {context}: this model takes 1 to {model.longest:,} tokens")
-    weights = _weights(model, tensor, pipeline)
-    activations = _activations(model, gpus, tensor)
+    weights, activations = _weights(model, *split), _activations(model, gpus, tensor)
     budget = int(gpus.bytes * UTILISATION)
-    per_token = kv_bytes_per_token(model, kv, tensor, pipeline)
+    per_token = kv_bytes_per_token(model, kv, *split)
     room = budget - weights - activations - RUNTIME
-    tokens_that_fit = max(0, room // per_token // KV_BLOCK * KV_BLOCK)
+    fitting = max(0, room // per_token // KV_BLOCK * KV_BLOCK)
+    longest = min(fitting, model.longest) if model.longest else fitting
     cache = math.ceil(context / KV_BLOCK) * KV_BLOCK * per_token
-    return Fit(
-        gpus.name,
-        tensor,
-        pipeline,
-        kv,
-        UTILISATION,
-        context,
-        budget,
-        weights,
-        cache,
-        activations,
-        RUNTIME,
-        room - cache,
-        min(tokens_that_fit, model.longest) if model.longest else tokens_that_fit,
-        room >= cache,
-    )
+    used = budget, weights, cache, activations, RUNTIME, room - cache
+    return Fit(gpus.name, tensor, pipeline, kv, UTILISATION, context, *used, longest, room >= cache)
 
 
 def _weights(model: Model, tensor: int, pipeline: int) -> int:
@@ -223,7 +213,7 @@ def _weights(model: Model, tensor: int, pipeline: int) -> int:
     per_stage = math.ceil(len(model.layers) / pipeline)
     stages = [model.layers[first : first + per_stage] for first in range(0, len(model.layers), per_stage)]
     gpus = {
-        name: module_cards(name, tensor, model.facts, model.sizes) for layer in model.layers for name in layer.linears
+        name: module_gpus(name, tensor, model.facts, model.sizes) for layer in model.layers for name in layer.linears
     }
     in_layers = max(
         sum(
@@ -247,7 +237,7 @@ def _activations(model: Model, gpus: Gpus, tensor: int) -> int:
 
 
 def _attention_rows(model: Model, tensor: int) -> int:
-    """How many numbers a GPU makes of a token before attention: all rows but those of its output."""
+    """Numbers that a GPU computes of a token before attention: all rows but those of its output."""
     facts, sizes = model.facts, model.sizes
     assert facts.tensor_parallel is not None
     rows = {
@@ -276,7 +266,7 @@ def assumptions(gpus: Sequence[Gpus]) -> list[str]:
 
 
 def notes(model: Model, fits: Iterable[Fit]) -> list[str]:
-    """What some of these ways to divide the model need besides memory, one line each."""
+    """Needs besides memory, one line each."""
     shares = {row.tensor_parallel: model.sizes["width"] // row.tensor_parallel for row in fits}
     return [
         f"vLLM 0.33 or newer for TP {ranks}: {share} of an expert's width on a GPU are no multiple of {MARLIN_TILE}, "
@@ -293,7 +283,7 @@ def common_fits(model: Model) -> list[Fit]:
     is listed only if the maximum context does not fit in 16 bit.
     """
     rows: list[Fit] = []
-    for gpus in map(parse_gpus, COMMON):
+    for gpus in (parse_gpus(f"{text}GiB") for text in COMMON.split()):
         for kv in KV_BYTES:
             row = fit(model, gpus, kv=kv)
             if row.longest >= min(8192, model.longest):
@@ -303,3 +293,162 @@ def common_fits(model: Model) -> list[Fit]:
         if sum(row.fits and row.kv == "auto" for row in rows) == 2:
             break
     return rows
+
+
+def unsaid(facts: Architecture) -> str | None:
+    """Why nothing can be said about GPUs: the facts do not say how servers divide such a model. None if they do."""
+    lacking = [key for key in ("kv_cache", "tensor_parallel") if getattr(facts, key) is None]
+    if not lacking:
+        return None
+    return (
+        f"the facts of {facts.model_type} have no {' and no '.join(lacking)}, so the memory of a GPU is not known; "
+        "add them as in quantizers/architectures/minimax_m2.yaml"
+    )
+
+
+def cache_gpus(ranks: int, facts: Architecture, sizes: Sizes) -> int:
+    """The number of GPUs among which a token's keys and values are divided: 1 if every GPU has all of them."""
+    assert facts.kv_cache is not None
+    return min(ranks, sizes.value(facts.kv_cache.split_by)) if facts.kv_cache.split_by else 1
+
+
+def module_gpus(module: str, ranks: int, facts: Architecture, sizes: Sizes) -> int:
+    """The number of GPUs among which an unquantized linear module is divided: 1 if each has all of it.
+
+    Args:
+        module: its name without the layer's prefix.
+    """
+    assert facts.kv_cache is not None
+    parts = _parts(facts).get(module)
+    if parts is None:
+        return 1
+    return cache_gpus(ranks, facts, sizes) if parts == facts.kv_cache.split_by else ranks
+
+
+def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[int], blocks: Blocks) -> Iterator[str]:
+    """Every reason why a model cannot be divided among `ranks` GPUs.
+
+    Args:
+        facts: with `kv_cache` and `tensor_parallel`, see `unsaid`.
+        groups: group sizes of the experts' integers.
+        blocks: of the passthrough linear modules that are FP8 with a scale per block.
+    """
+    assert facts.kv_cache is not None
+    heads, width, split = sizes["heads"], sizes["width"], facts.kv_cache.split_by
+    if heads % ranks:
+        yield f"{heads} attention heads are not a multiple of {ranks}"
+    if split and sizes.value(split) % ranks and ranks % sizes.value(split):
+        yield f"{sizes.value(split)} key-value heads and {ranks} GPUs are no multiples of each other"
+    if width % ranks:
+        yield f"the experts' width {width} is not a multiple of {ranks}"
+    for group in sorted(groups, reverse=True):
+        if width // ranks % group:
+            yield (
+                f"the experts' width per rank, {width // ranks}, is not a multiple of the group, {group}: groups would "
+                "cross ranks"
+            )
+    shapes = facts.linears(dense=False) | (facts.linears(dense=True) if sizes.dense else {})
+    for module, parts in _parts(facts).items():
+        if module in shapes and parts not in ("heads", split) and sizes.value(parts) % ranks:
+            yield f"{module} has {sizes.value(parts)} parts, which are not a multiple of {ranks}"
+    for module, block in blocks.items():
+        yield from _within_blocks(module, sizes.shape(shapes[module]), block, ranks, facts, sizes)
+
+
+def _within_blocks(
+    module: str, shape: tuple[int, ...], block: tuple[int, int], ranks: int, facts: Architecture, sizes: Sizes
+) -> Iterator[str]:
+    assert facts.tensor_parallel is not None
+    if ranks > 1 and module in _parts(facts):
+        edge = 0 if module in facts.tensor_parallel.rows else 1
+        share = shape[edge] // module_gpus(module, ranks, facts, sizes)
+        if share % block[edge]:
+            side = ("rows", "columns")[edge]
+            yield f"{module}'s {side} per rank, {share}, are not a multiple of the FP8 block, {block[edge]}"
+    elif shape[0] % block[0] and _is_followed(module, facts):
+        yield f"{module}'s rows, {shape[0]}, are merged with others and not a multiple of the FP8 block, {block[0]}"
+
+
+def _is_followed(module: str, facts: Architecture) -> bool:
+    """Whether vLLM makes one module of this one and others, of which it is not the last."""
+    last = module.rpartition(".")[2]
+    merged = FUSED | (facts.servers["vllm"].fused if "vllm" in facts.servers else {})
+    return any(last in parts[:-1] for parts in merged.values())
+
+
+def _parts(facts: Architecture) -> dict[str, str]:
+    """The number of parts of each module that can be divided, as an expression in sizes."""
+    assert facts.tensor_parallel is not None
+    return facts.tensor_parallel.rows | facts.tensor_parallel.columns
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change, in the words of options and keys, and the estimate with it, which fits."""
+
+    say: str
+    fit: Fit
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"say": self.say, "fit": self.fit.as_dict()}
+
+
+def remedies(
+    job: Job, model: Model, asked: Sequence[tuple[Gpus, Fit]], tensor_parallel: int | None = None
+) -> list[list[Remedy]]:
+    """For each set of GPUs the changes that would make the output fit, the cheapest first; none where it fits already.
+
+    Args:
+        model: of the job's plan.
+        asked: sets of GPUs with their estimates.
+        tensor_parallel: as the user gave it; None to let the estimate choose.
+    """
+    smaller = [] if all(tried.fits for _, tried in asked) else list(_smaller(job))
+    return [
+        [] if tried.fits else list(_remedies(model, smaller, gpus, tried, tensor_parallel)) for gpus, tried in asked
+    ]
+
+
+def _remedies(
+    model: Model, smaller: Sequence[tuple[str, Model]], gpus: Gpus, asked: Fit, tensor_parallel: int | None
+) -> Iterator[Remedy]:
+    in_fp8 = fit(model, gpus, asked.context, "fp8", tensor_parallel)
+    both = asked.kv == "auto" and not in_fp8.fits
+    if in_fp8.fits:
+        yield Remedy("--kv fp8", in_fp8)
+    if asked.longest >= USEFUL:
+        yield Remedy(f"--context {asked.longest}", fit(model, gpus, asked.longest, asked.kv, tensor_parallel))
+    if both and in_fp8.longest >= USEFUL:
+        shorter = fit(model, gpus, in_fp8.longest, "fp8", tensor_parallel)
+        yield Remedy(f"--kv fp8 --context {in_fp8.longest}", shorter)
+    for say, other in smaller:
+        with_fewer_bits = fit(other, gpus, asked.context, asked.kv)
+        if with_fewer_bits.fits and tensor_parallel in (None, with_fewer_bits.tensor_parallel):
+            yield Remedy(f"{say} in the recipe", with_fewer_bits)
+            break
+    kvs: tuple[KvType, ...] = ("auto", "fp8") if both else (asked.kv,)
+    step, most = tensor_parallel or 1, MOST_GPUS
+    for kv in kvs:  # the smallest number of such GPUs; a still smaller one with keys and values in FP8
+        counts = range(gpus.count + step, most + 1, step)
+        fits = (fit(model, gpus.of(count), asked.context, kv, tensor_parallel) for count in counts)
+        for count, more in zip(counts, fits, strict=True):
+            if more.fits:
+                yield Remedy(f"--vram {shlex.quote(more.cards)}{'' if kv == asked.kv else f' --kv {kv}'}", more)
+                most = count - 1
+                break
+
+
+def _smaller(job: Job) -> Iterator[tuple[str, Model]]:
+    """The output with each scheme that has fewer bits than now, the most bits first, and the key that asks for it."""
+    experts, now = job.recipe.experts, max(scheme.bits_per_weight for scheme in job.plan.schemes)
+    for scheme in reversed(candidates(job.sizes, 1)):
+        if scheme.bits_per_weight >= now:
+            continue
+        plan = job.plan.with_schemes([scheme] * job.plan.layers)
+        say = f"bits: {scheme.bits} with group_size: {scheme.group_size}"
+        if experts.bits_per_weight is not None:
+            say = f"bits_per_weight: {scheme.bits_per_weight:g}"
+        elif experts.budget is not None:
+            say = f"budget: {sum(file_size(plan.shard(part)) for part in plan.parts)}B"
+        yield f"experts.{say}", serving_model(plan, job.facts, job.sizes, job.config, job.fp8)

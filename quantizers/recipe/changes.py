@@ -7,6 +7,7 @@ They change the recipe before it is checked, so the changed recipe is hashed and
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,17 +46,21 @@ class Change:
         return Origin(self.shown, 0, dotted(self.place))
 
 
-def changes_of(texts: Sequence[str] = (), calibration: str | None = None) -> tuple[Change, ...]:
+def changes_of(
+    settings: Mapping[str, Any] | Sequence[str] = (), calibration: str | Path | None = None
+) -> tuple[Change, ...]:
     """Read the options.
 
     Args:
-        texts: of `--set`, such as `experts.group_size=64`.
+        settings: of `--set`, such as `experts.group_size=64`; or the same as a mapping, `{"experts.group_size": 64}`.
         calibration: of `--calibration`, a set's file or the name of a shipped one.
 
     Raises:
         RecipeError: a text is not `key=value`, its value is no YAML, a path leads nowhere, or a key is given twice.
     """
-    changes = [_change(text) for text in texts]
+    if isinstance(settings, Mapping):
+        settings = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]  # JSON is YAML
+    changes = [_change(text) for text in settings]
     if calibration is not None:
         shown = f"--calibration {calibration}"
         if whole := next((change for change in changes if change.place == CALIBRATION), None):

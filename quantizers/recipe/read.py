@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.architectures.families import published_models
-from quantizers.system.errors import RecipeError, did_you_mean
+from quantizers.system.errors import InputError, RecipeError, did_you_mean
 from quantizers.system.package_data import find, shipped, shipped_names
 from quantizers.system.pydantic_errors import Origin, Place, dotted
 from quantizers.system.strict_yaml import fit, origins_in, parse
@@ -44,6 +44,22 @@ def given_at(place: Place, path: Path, changes: Sequence[Change] = ()) -> str:
     """Where a key's value comes from, for messages: `recipe.yaml:7: experts.budget`, or the option that gave it."""
     origin = _values(path, changes)[1].get(place, Origin(f"{path}:1", 1))
     return origin.shown if origin.key == dotted(place) else f"{origin.shown}: {dotted(place)}"
+
+
+def find_set(name: str, such_as: str = "embedded") -> Path:
+    """The file of a calibration set, from a path or the name of a shipped one.
+
+    Args:
+        such_as: a shipped set, named in the error message as an example.
+
+    Raises:
+        InputError: there is no such set.
+    """
+    path = find(name, "calibration")
+    if not path.is_file():
+        hint = did_you_mean(name, shipped_names("calibration"))
+        raise InputError(f"{name}: no such set{hint}; give a file, or the name of a shipped set such as {such_as}")
+    return path
 
 
 def find_recipe(name: str) -> Path:

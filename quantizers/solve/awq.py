@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.forward.codes import code_range, grouped
+from quantizers.formats.packed_integers import code_range, grouped
 from quantizers.recipe.schema import Awq, Experts
 
 from .input_hessian import ExpertBatch, InputHessian

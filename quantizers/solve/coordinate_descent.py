@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from quantizers.device.triton_support import use_kernel
-from quantizers.forward.codes import code_range
+from quantizers.formats.packed_integers import code_range
 
 from . import kernels
 from .symmetric import ordered_sum

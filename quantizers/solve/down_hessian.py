@@ -18,7 +18,7 @@ import torch
 from quantizers.device.devices import is_accelerator
 from quantizers.device.timing import phase, timed_items
 from quantizers.device.triton_support import use_kernel
-from quantizers.forward.recorded import Recorded, usable_rows
+from quantizers.forward.moe_inputs import MoeInputs, usable_rows
 
 from . import kernels
 from .input_hessian import ExpertBatch
@@ -50,7 +50,7 @@ class DownHessian:
 
 
 def collect_down_hessian(
-    chunks: Sequence[Recorded],
+    chunks: Sequence[MoeInputs],
     routing: RoutingStatistics,
     gate_up: torch.Tensor,
     *,

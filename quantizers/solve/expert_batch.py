@@ -22,7 +22,7 @@ import torch
 
 from quantizers.architectures.matrices import MATRICES
 from quantizers.device.timing import phase
-from quantizers.forward.codes import dequantize
+from quantizers.formats.packed_integers import dequantize
 from quantizers.recipe.schema import Awq, Experts
 
 from .awq import divided, divided_first, fold_hessian, grid_scales, row_step, scale_losses, weight_means

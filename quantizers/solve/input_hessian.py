@@ -18,7 +18,7 @@ import torch
 
 from quantizers.device.devices import release_free_memory
 from quantizers.device.timing import phase
-from quantizers.forward.recorded import Recorded
+from quantizers.forward.moe_inputs import MoeInputs
 from quantizers.planning.device_memory import Residents
 
 from .routing_weights import Blend, RoutingStatistics, rows_of
@@ -37,7 +37,7 @@ class InputHessian:
 
 
 def sweep(
-    chunks: Sequence[Recorded],
+    chunks: Sequence[MoeInputs],
     routing: RoutingStatistics,
     batches: Sequence[ExpertBatch],
     hidden: int,
@@ -96,7 +96,7 @@ class HessianCache:
     """
 
     def __init__(
-        self, chunks: Sequence[Recorded], routing: RoutingStatistics, hidden: int, residents: Residents
+        self, chunks: Sequence[MoeInputs], routing: RoutingStatistics, hidden: int, residents: Residents
     ) -> None:
         self.chunks, self.routing, self._hidden, self._residents = chunks, routing, hidden, residents
         self._cached: dict[ExpertBatch, torch.Tensor] = {}

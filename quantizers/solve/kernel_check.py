@@ -13,7 +13,7 @@ import torch
 
 from quantizers.device.triton_support import can_launch, disable_kernel, first_line
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.forward.codes import grouped
+from quantizers.formats.packed_integers import grouped
 
 from . import kernels
 from .coordinate_descent import refine_group

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from quantizers.device import triton_support
-from quantizers.forward.codes import code_range
+from quantizers.formats.packed_integers import code_range
 
 from .symmetric import LANES
 

@@ -19,7 +19,7 @@ import torch
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import tensor_to_host
 from quantizers.device.triton_support import use_kernel
-from quantizers.forward.codes import code_range, grouped
+from quantizers.formats.packed_integers import code_range, grouped
 
 from . import kernels
 from .symmetric import ordered_sum

@@ -11,7 +11,7 @@ is the blend, with a_e = a · min(1, n_e / n0): an expert with few routed tokens
 is known before the experts run, the blend is one weighted sum.
 
 One product takes as many routed rows of each expert of a batch as the busiest of them has; the others are padded. So
-the experts of a batch are chosen by their number of routed tokens, see `units.by_load`.
+the experts of a batch are chosen by their number of routed tokens, see `expert_batches.by_load`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from functools import cached_property
 import torch
 
 from quantizers.device.prefetch import tensor_to_host
-from quantizers.forward.recorded import Recorded, route_counts, routing_of
-from quantizers.planning.units import ALIGNED, ROUTED_ROWS, by_load
+from quantizers.forward.moe_inputs import MoeInputs, route_counts, routing_of
+from quantizers.planning.expert_batches import ALIGNED, ROUTED_ROWS, by_load
 
 Routed = tuple[torch.Tensor, torch.Tensor]  # rows of a chunk (c, m) int32, and their routing weights (c, m) float32
 
@@ -118,7 +118,7 @@ class RoutingStatistics:
 
 
 def routing_statistics(
-    chunks: Iterable[Recorded],
+    chunks: Iterable[MoeInputs],
     experts: int,
     routed_weight: float,
     full_share_at: int,
@@ -131,7 +131,7 @@ def routing_statistics(
         experts: E.
         routed_weight: the recipe's a, 0 to 1.
         full_share_at: n0. The hidden size is used: with fewer tokens than columns the routed Hessian is singular.
-        batch_size: experts of a batch, for the order of `units.by_load`; None for that of their numbers.
+        batch_size: experts of a batch, for the order of `expert_batches.by_load`; None for that of their numbers.
     """
     parts = [(_of_chunk(chunk, experts), len(chunk.x)) for chunk in routing_of(chunks)]
     numbers = torch.stack([counts for (_, _, counts, _), _ in parts])  # (chunks, 2E + 1)
@@ -154,7 +154,7 @@ def routing_statistics(
     return RoutingStatistics(tables, blend, order, sum(rows for _, rows in parts))
 
 
-def _of_chunk(chunk: Recorded, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _of_chunk(chunk: MoeInputs, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One chunk's rows and weights in the order of experts, see `Table`; its counts; its Σ r² of each expert.
 
     The counts are (2E + 1,) int64: of each expert the rows of the table and all rows that chose it; the usable rows.
@@ -178,14 +178,14 @@ def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, rows.flatten()).view(*rows.shape, -1)
 
 
-def squared_weights(chunk: Recorded, experts: torch.Tensor) -> torch.Tensor:
+def squared_weights(chunk: MoeInputs, experts: torch.Tensor) -> torch.Tensor:
     """(c, T) float32: the square of each row's routing weight for some experts (c,), 0 where not chosen."""
     chosen = chunk.chosen == experts[:, None, None]  # (c, T, K), of which at most one of K is true
     return torch.where(chosen, chunk.weight.square(), 0).sum(-1)
 
 
 def token_roots(
-    chunk: Recorded, blend: Blend, first: int, last: int, good: torch.Tensor, dtype: torch.dtype
+    chunk: MoeInputs, blend: Blend, first: int, last: int, good: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """(c, T): the square root of each row's weight in the blend, for the experts of a batch.
 

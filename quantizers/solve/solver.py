@@ -4,8 +4,8 @@ Order: one pass over the routing ─► one over the token chunks, for the Hessi
 its readers, where it is folded ─► expert batch by expert batch, see expert_batch.py. The other engine, llm-compressor's
 own, is llmcompressor_engine.py.
 
-Every matmul works on one token chunk or one expert batch, see planning/units.py. Memory only decides for how many
-expert batches the Hessians of x are collected in one sweep, see planning/device_memory.py.
+Every matmul works on one token chunk or one expert batch, see planning/expert_batches.py. Memory only decides for how
+many expert batches the Hessians of x are collected in one sweep, see planning/device_memory.py.
 
 Legend: E experts, c experts of an expert batch, H hidden, I expert width.
 """
@@ -25,11 +25,11 @@ from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.device.timing import phase
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.forward.codes import grouped
+from quantizers.formats.packed_integers import grouped
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import Recorded, RecordedRows
+from quantizers.forward.moe_inputs import MoeInputs, MoeInputStore
 from quantizers.planning.device_memory import Residents
-from quantizers.planning.units import rows_of_block, unit_of_experts, units_of
+from quantizers.planning.expert_batches import expert_batches, experts_per_batch, tokens_per_chunk
 from quantizers.recipe.schema import Experts
 
 from .awq import fold_hessian, fold_norm, norm_scale
@@ -47,7 +47,7 @@ Weights = Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def solve(
-    chunks: Sequence[Recorded],
+    chunks: Sequence[MoeInputs],
     weights: Weights,
     *,
     norm: torch.Tensor | None,
@@ -69,7 +69,7 @@ def solve(
         offset: added to the stored norm by the model, 0 or 1.
         router: (E, H).
         activation: of the gate, usually SiLU.
-        batch_size: experts of an expert batch, see planning/units.py.
+        batch_size: experts of an expert batch, see planning/expert_batches.py.
         residents: expert batches whose Hessians are cached at a time; decides no byte.
         dist: each process solves its share of the expert batches, which are those of one process, so that not even the
             shape of a matmul differs; all of them get the whole result.
@@ -83,7 +83,7 @@ def solve(
         QuantizeError: the device's memory is too small for one expert batch.
     """
     experts, hidden = router.shape
-    batches = units_of(experts, batch_size)
+    batches = expert_batches(experts, batch_size)
     batches = [batches[i] for i in dist.partition(len(batches))]
     with phase("Hessians"):
         routing = routing_statistics(
@@ -242,7 +242,7 @@ def solve_layer(
     model: LayeredModel,
     layer: torch.nn.Module,
     norm: torch.Tensor | None,
-    recorded: RecordedRows,
+    moe_inputs: MoeInputStore,
     settings: Experts,
     *,
     weights: Weights,
@@ -257,7 +257,7 @@ def solve_layer(
     Args:
         layer: with the source's weights, those of its experts only for the llmcompressor engine; left as it is.
         norm: (H,) as stored, in the source's dtype: the one that AWQ folds its scales into; None if it stays.
-        recorded: captured MoE inputs.
+        moe_inputs: captured MoE inputs.
         weights, residents: see `solve`.
         entering: hidden states entering the layer, (T, H) each; the llmcompressor engine runs the layer itself.
         check: called between sequences; may raise to interrupt.
@@ -270,14 +270,14 @@ def solve_layer(
         router: Any = layer.get_submodule(modules.router)
         accelerator, sizes = is_accelerator(model.device), model.sizes
         return solve(
-            recorded.blocks(model.device, rows_of_block(accelerator), check),
+            moe_inputs.blocks(model.device, tokens_per_chunk(accelerator), check),
             weights,
             norm=norm,
             offset=model.facts.norm.offset,
             router=router.weight.data,
             activation=experts.act_fn,
             settings=settings,
-            batch_size=unit_of_experts(accelerator, sizes["hidden"], sizes["width"]),
+            batch_size=experts_per_batch(accelerator, sizes["hidden"], sizes["width"]),
             residents=residents,
             dist=dist,
         )

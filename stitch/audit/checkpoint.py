@@ -19,10 +19,10 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.checkpoint.formats import readable
-from quantizers.checkpoint.fused_experts import with_experts_apart
-from quantizers.checkpoint.reader import CONFIG, Checkpoint, block_size, open_folder, read_json
+from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_folder, read_json
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.formats.fp8 import block_size
+from quantizers.formats.tensor_names import readable, with_experts_apart
 from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import Plan
 from quantizers.recipe.schema import Experts, Scheme

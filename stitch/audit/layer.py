@@ -19,10 +19,11 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
-from quantizers.forward.smoothing import CLOSE_ENOUGH, matrix_errors, norm_ratio, reader_state, router_state
-from quantizers.forward.weights import ExpertWeights, read_weight
+from quantizers.formats.dequantization import read_weight
+from quantizers.forward.layer_weights import ExpertWeights
+from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.planning.plan import KEPT, Action
-from quantizers.planning.units import unit_of_experts, units_of
+from quantizers.solve.folded_scales import CLOSE_ENOUGH, matrix_errors, norm_ratio, reader_state, router_state
 from quantizers.system.errors import CheckpointError
 
 ROUTER_ULPS = 2
@@ -175,8 +176,8 @@ def _reading_the_source() -> Iterator[None]:
 
 def _in_batches(old: ExpertWeights, new: ExpertWeights, smooth: torch.Tensor) -> dict[int, torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
-    unit = unit_of_experts(is_accelerator(smooth.device), old.hidden, old.width)
-    for first, last in units_of(old.experts, unit):
+    unit = experts_per_batch(is_accelerator(smooth.device), old.hidden, old.width)
+    for first, last in expert_batches(old.experts, unit):
         # The previous batch is freed after this one is read, so that a CPU's memory is reused, not returned.
         with _reading_the_source():
             source = _matrices(*old.unit(range(first, last)))

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.checkpoint.fp8 import ROWS, Fp8
-from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, block_size, side_files
+from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
+from quantizers.formats.fp8 import ROWS, Fp8, block_size
 from quantizers.planning.plan import Plan, index_json
 from quantizers.system.files import copy_file, write_text
 

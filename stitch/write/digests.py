@@ -15,8 +15,8 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from quantizers.checkpoint.reader import as_bytes
 from quantizers.checkpoint.safetensors_header import read_header
-from quantizers.checkpoint.tensor_bytes import as_bytes
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import file_sha256
 from quantizers.system.thread_map import thread_map

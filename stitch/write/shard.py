@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.tensor_bytes import torch_dtype
+from quantizers.checkpoint.reader import Checkpoint, torch_dtype
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers
-from quantizers.forward.packing import pack
+from quantizers.formats.packed_integers import pack
 from quantizers.planning.plan import KEPT, METADATA, Action, Plan
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import CheckpointError, QuantizeError

@@ -25,15 +25,16 @@ from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
-from quantizers.forward.codes import dequantize
-from quantizers.forward.recorded import recorded as seen_by
-from quantizers.forward.weights import layer_weights, read_weight
+from quantizers.commands.stitch import stitch_checkpoints
+from quantizers.formats.dequantization import read_weight
+from quantizers.formats.packed_integers import dequantize
+from quantizers.forward.layer_weights import layer_weights
+from quantizers.forward.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.pipeline import pipeline
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
-from quantizers.pipeline.stitched import stitch
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
 from quantizers.recipe.schema import ALL, Scheme
@@ -250,7 +251,7 @@ def test_verify_reads_the_schemes_from_the_files(done: Any, tmp_path: Path) -> N
 def test_stitch_keeps_each_layers_scheme(done: Any, tmp_path: Path) -> None:
     """The output taken as an experts' checkpoint: the same config, packed experts and routers again."""
     job, folder, _ = done
-    report = stitch(job.source, open_folder(folder), tmp_path / "output", CPU, repair_router=True)
+    report = stitch_checkpoints(job.source, open_folder(folder), tmp_path / "output", CPU, repair_router=True)
     assert report["audit"]["differences"] == []
     for name in ("config.json", "model-00001-of-00005.safetensors", "model-00004-of-00005.safetensors"):
         assert (tmp_path / "output" / name).read_bytes() == (folder / name).read_bytes()

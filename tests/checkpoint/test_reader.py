@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from quantizers.checkpoint.reader import (
-    block_size,
-    declared_block,
+    as_tensor,
     open_checkpoint,
     open_folder,
+    read_bytes,
     read_json,
     resolve,
     side_files,
 )
 from quantizers.checkpoint.safetensors_header import TensorInfo
-from quantizers.checkpoint.tensor_bytes import as_tensor, read_bytes
+from quantizers.formats.fp8 import block_size, declared_block
 from quantizers.system.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
+from quantizers.checkpoint.reader import as_tensor, read_bytes
 from quantizers.checkpoint.safetensors_header import read_header
-from quantizers.checkpoint.tensor_bytes import as_tensor, read_bytes
 from quantizers.system.errors import CheckpointError
 
 PROPERTY = settings(

@@ -101,7 +101,7 @@ def test_a_run_begins_with_what_how_big_to_where_and_on_what(
 def test_an_unfinished_stitch_names_its_command(
     finished: Finished, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantizers.pipeline import stitched
+    from quantizers.commands import stitch as stitched
 
     def cut(*_: Any, **__: Any) -> None:
         raise QuantizeError("cut here")

@@ -14,8 +14,8 @@ import torch
 from delayed_copies import AtOnce, Delayed, Hosts, delay
 from tiny import make
 
-from quantizers.checkpoint.ahead import held_ahead
-from quantizers.checkpoint.held import Held, hold
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, load_tensors
+from quantizers.checkpoint.prefetch import prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.device import prefetch
 from quantizers.device.prefetch import BufferPrefetch, PinnedBuffers, pin, prefetched, start_copies
@@ -59,16 +59,10 @@ def test_each_part_is_there_in_its_turn(lengths: list[int], hosts: Hosts, stream
     assert stream.most == min(len(lengths), 1 if isinstance(stream, AtOnce) else 2)
 
 
-def test_what_lies_there_is_given_as_it_is(hosts: Hosts, stream: Delayed) -> None:
-    wide, _ = two_columns(hosts)
-    here = wide.clone()
-    parts = list(zip(wide.split(LENGTHS), here.split(LENGTHS), strict=True))
-    for wanted, (first, second) in zip(here.split(LENGTHS), prefetched(parts, CPU), strict=True):
-        assert torch.equal(first, wanted)
-        assert second.data_ptr() == wanted.data_ptr()
-    assert stream.copied == len(LENGTHS)
-    assert [own.data_ptr() for (own,) in prefetched([(here,)], CPU)] == [here.data_ptr()]
-    assert stream.copied == len(LENGTHS)
+def test_parts_on_the_device_are_returned_as_they_are(hosts: Hosts, stream: Delayed) -> None:
+    part = torch.arange(3)
+    assert [tensor.data_ptr() for (tensor,) in prefetched([(part,)], CPU)] == [part.data_ptr()]
+    assert stream.copied == 0
 
 
 def test_whoever_gives_up_leaves_nothing_under_way(hosts: Hosts, stream: Delayed) -> None:
@@ -155,7 +149,7 @@ def test_a_gpu_copies_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 def driver(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """The bytes that a driver, which is not here, has registered at each address; it refuses more than 1,000."""
     held: dict[int, int] = {}
-    prefetch._print_why_slower.cache_clear()
+    prefetch._print_refusal.cache_clear()
     states = SimpleNamespace(success=0, invalid=1)
 
     def register(address: int, size: int, flags: int) -> int:
@@ -255,7 +249,9 @@ def test_each_layer_has_its_bytes_while_it_is_in_use(
 ) -> None:
     delay(monkeypatch, stream)
     following, places = BufferPrefetch(CPU), set[int]()
-    with closing(held_ahead(model, parts_of(model), prepare=following.allocate, arrived=begin(following))) as ahead:
+    with closing(
+        prefetched_tensors(model, parts_of(model), prepare=following.allocate, arrived=begin(following))
+    ) as ahead:
         for names, part in zip(parts_of(model), ahead, strict=True):
             there = part.to(CPU, following.take())
             assert there.buffer is not None
@@ -263,7 +259,7 @@ def test_each_layer_has_its_bytes_while_it_is_in_use(
             assert there.buffer.data_ptr() != part.buffer.data_ptr()
             places.add(there.buffer.data_ptr())
             time.sleep(0.05)  # the thread reads the next one meanwhile, and begins to copy it
-            assert part.digest() == hold(model, names).digest()
+            assert part.digest() == load_tensors(model, names).digest()
             for name in names:
                 assert there.holds(there.tensor(name))
                 assert there.raw(name) == model.raw(name)
@@ -272,7 +268,7 @@ def test_each_layer_has_its_bytes_while_it_is_in_use(
 
 
 def begin(following: BufferPrefetch) -> Any:
-    def arrived(part: Held) -> None:
+    def arrived(part: LoadedTensors) -> None:
         assert part.buffer is not None
         following.begin(part.buffer)
 
@@ -284,7 +280,9 @@ def test_a_layer_that_is_not_taken_is_waited_for(model: Checkpoint, monkeypatch:
     stream = Delayed()
     delay(monkeypatch, stream)
     following = BufferPrefetch(CPU)
-    with closing(held_ahead(model, parts_of(model), prepare=following.allocate, arrived=begin(following))) as ahead:
+    with closing(
+        prefetched_tensors(model, parts_of(model), prepare=following.allocate, arrived=begin(following))
+    ) as ahead:
         part = next(ahead)
         part.to(CPU, following.take())
         while not stream.under_way:  # until the thread has read the next one

@@ -13,17 +13,17 @@ from one_layer import EXPERTS, GROUP, assert_same, make_layer, silu
 from rank_threads import together
 from sets import write_set
 
-from eval.coverage.measure import Question, measure_coverage
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
+from quantizers.commands.coverage import Question, measure_coverage
+from quantizers.commands.evaluate import measure
 from quantizers.device import determinism
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output import journal
-from quantizers.pipeline.measure import measure
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
-from quantizers.planning import units
+from quantizers.planning import expert_batches
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.job import prepare
 from quantizers.recipe.schema import Awq, CoverageGate, Experts
@@ -52,7 +52,7 @@ def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any
     def work(dist: ProcessGroup) -> LayerResult:
         return solve(
             layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, activation=silu,
-            settings=settings, unit=unit, residents=Residents(2, unit, 0), dist=dist,
+            settings=settings, batch_size=unit, residents=Residents(2, unit, 0), dist=dist,
         )  # fmt: skip
 
     wanted = work(SINGLE_PROCESS)
@@ -122,7 +122,7 @@ def test_the_folder_is_held_until_the_last_has_ended(tmp_path: Path) -> None:
 
 def test_an_evaluation_by_several(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figures of one process, by two machines too; cut off in one of three, it goes on with two and then alone."""
-    monkeypatch.setattr(units, "CPU_ROWS", 256)  # everybody has texts
+    monkeypatch.setattr(expert_batches, "CPU_TOKENS", 256)  # everybody has texts
     source, candidate = open_folder(finished.source), open_folder(finished.folder)
 
     def work(dist: ProcessGroup, folder: str, done: str | None = None) -> list[dict[str, Any]]:

@@ -19,13 +19,13 @@ from whole_models import finished_weights, source_weights
 
 from eval.coverage.compare import compare_counts, compare_table, labels
 from eval.coverage.gates import check_floors, entropy, gates, summarise
-from eval.coverage.measure import Question, measure_coverage
 from eval.coverage.routing import TIE, Routed
 from eval.coverage.tables import coverage_table, report
 from eval.report.plot_style import save
 from eval.report.plots import comparison_figure
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
+from quantizers.commands.coverage import Question, measure_coverage
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare

@@ -21,11 +21,11 @@ from whole_models import Run, run_whole, source_weights
 from eval.fidelity.metrics import Measured, Text, figures
 from quantizers.architectures.families import architecture_for
 from quantizers.calibration.load_set import load_set
-from quantizers.checkpoint.formats import readable
 from quantizers.checkpoint.reader import Checkpoint, open_folder
+from quantizers.commands.evaluate import measure
+from quantizers.formats.dequantization import read_weight
+from quantizers.formats.tensor_names import readable
 from quantizers.forward import layered_model
-from quantizers.forward.weights import read_weight
-from quantizers.pipeline.measure import measure
 from quantizers.system.errors import CheckpointError, Interrupted, OutputError
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from whole_models import Run, run_whole, source_weights
 
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
-from quantizers.pipeline.measure import measure
+from quantizers.commands.evaluate import measure
 
 CPU = torch.device("cpu")
 WholeModel = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]

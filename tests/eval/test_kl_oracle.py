@@ -16,7 +16,7 @@ from whole_models import Run, finished_weights, run_whole, source_weights
 
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
-from quantizers.pipeline.measure import measure
+from quantizers.commands.evaluate import measure
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def test_measure_alone_gives_what_the_report_says(finished: Finished, tmp_path: 
 
 def test_int4_weights_are_the_library_s(finished: Finished) -> None:
     """Every weight that the program reads from the finished files is the one compressed-tensors decompresses."""
-    from quantizers.forward.weights import read_weight
+    from quantizers.formats.dequantization import read_weight
 
     checkpoint = open_folder(finished.folder)
     _, weights = finished_weights(finished.folder)

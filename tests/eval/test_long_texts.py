@@ -28,9 +28,9 @@ from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli.tables.run import run_table
+from quantizers.commands.evaluate import measure
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.pipeline.final_verification import fidelity_gates
-from quantizers.pipeline.measure import measure
+from quantizers.pipeline.report import fidelity_gates
 from quantizers.recipe.schema import PerplexityGate
 from quantizers.system.errors import Interrupted
 

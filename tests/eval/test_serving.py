@@ -38,8 +38,8 @@ from eval.serving.findings import Consumers, render
 from eval.serving.lookup import TRANSFORMERS
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import sizes_of
-from quantizers.checkpoint.fp8 import ROWS
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.formats.fp8 import ROWS
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.recipe.schema import Experts, Scheme
 from quantizers.system.errors import InputError

@@ -11,7 +11,7 @@ import pytest
 
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
-from quantizers.checkpoint.fp8 import ROWS, Fp8
+from quantizers.formats.fp8 import ROWS, Fp8
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.recipe.schema import Experts, Scheme
 from stitch.write.config_files import output_config

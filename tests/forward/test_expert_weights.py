@@ -13,13 +13,12 @@ import torch
 
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
-from quantizers.checkpoint.held import hold
+from quantizers.checkpoint.loaded_tensors import load_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
-from quantizers.forward import weights
-from quantizers.forward.fitting import load_layer
-from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.stored_matrix import is_finite
-from quantizers.forward.weights import ExpertWeights, layer_weights, read_weight
+from quantizers.formats.dequantization import is_finite, read_weight
+from quantizers.forward import layer_weights as weights
+from quantizers.forward.layer_weights import ExpertWeights, layer_weights
+from quantizers.forward.layered_model import LayeredModel, load_layer
 from quantizers.system.errors import ArchitectureError, CheckpointError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -151,7 +150,7 @@ def test_blocks_of_any_size(block: tuple[int, int], way: str, tmp_path: Path) ->
 
 def test_a_unit_is_one_call_for_each_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And on an accelerator nothing waits: a look at a number would fail on the meta device."""
-    from quantizers.forward import stored_matrix
+    from quantizers.formats import dequantization as stored_matrix
 
     calls, real = list[tuple[int, ...]](), stored_matrix.dequantize_fp8
 
@@ -161,7 +160,7 @@ def test_a_unit_is_one_call_for_each_matrix(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(stored_matrix, "dequantize_fp8", counted)
     checkpoint = stored(tmp_path, "FP8 in blocks")
-    for source in (checkpoint, hold(checkpoint, checkpoint.tensors).to(META)):
+    for source in (checkpoint, load_tensors(checkpoint, checkpoint.tensors).to(META)):
         calls.clear()
         gate_up, down = experts_of(source, META, torch.bfloat16).unit(range(1, 4))
         assert (gate_up.shape, down.shape) == ((3, 2 * WIDTH, HIDDEN), (3, HIDDEN, WIDTH))

@@ -18,8 +18,7 @@ from torch import Tensor
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
-from quantizers.forward.fitting import require_plain_experts
-from quantizers.forward.layered_model import LayeredModel
+from quantizers.forward.layered_model import LayeredModel, require_plain_experts
 from quantizers.system.errors import ArchitectureError
 
 # ‖streamed − by hand‖ / ‖by hand‖, float32 against float64. Measured: at most 1.1e-6 over all models and

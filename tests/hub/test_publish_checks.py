@@ -17,8 +17,8 @@ from hub_stand_in import HubStandIn
 from huggingface_hub import ModelCard
 from publishing import REPO, SHARD, Publish, break_a_byte, contents
 
+from quantizers.commands import verify as verification
 from quantizers.output.manifest import write_record
-from quantizers.pipeline import verification
 
 # huggingface_hub's own way of sending a file by the LFS protocol, in this process.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

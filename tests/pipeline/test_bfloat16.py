@@ -12,8 +12,9 @@ from conftest import Finished
 from one_layer import GROUP, make_layer, sliced
 
 from quantizers.architectures.matrices import MATRICES
-from quantizers.forward.recorded import Recorded, recorded
-from quantizers.pipeline import measure, pipeline, quantize
+from quantizers.commands import evaluate as measure
+from quantizers.commands import pipeline, quantize
+from quantizers.forward.moe_inputs import MoeInputs, capture_moe_inputs
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.device_memory import Residents
@@ -21,7 +22,7 @@ from quantizers.planning.job import prepare
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.down_hessian import collect_down_hessian
 from quantizers.solve.input_hessian import sweep
-from quantizers.solve.routing_weights import survey
+from quantizers.solve.routing_weights import routing_statistics
 from quantizers.solve.solver import solve
 
 silu = torch.nn.functional.silu
@@ -32,11 +33,11 @@ def rounded_layer() -> Any:
     """A layer whose weights and recorded inputs bfloat16 holds exactly, so that only the arithmetic differs."""
     layer = make_layer(5, tokens=200)
     layer.gate_up, layer.down = layer.gate_up.bfloat16().float(), layer.down.bfloat16().float()
-    return layer, [recorded(r.x.bfloat16().float(), r.chosen, r.weight) for r in layer.recorded()]
+    return layer, [capture_moe_inputs(r.x.bfloat16().float(), r.chosen, r.weight) for r in layer.recorded()]
 
 
-def in_bfloat16(blocks: list[Recorded]) -> list[Recorded]:
-    return [recorded(r.x.bfloat16(), r.chosen, r.weight) for r in blocks]
+def in_bfloat16(blocks: list[MoeInputs]) -> list[MoeInputs]:
+    return [capture_moe_inputs(r.x.bfloat16(), r.chosen, r.weight) for r in blocks]
 
 
 def test_sums_of_bfloat16_inputs_are_float32_sums() -> None:
@@ -44,13 +45,13 @@ def test_sums_of_bfloat16_inputs_are_float32_sums() -> None:
     layer, blocks = rounded_layer()
     half = in_bfloat16(blocks)
     x = torch.cat([r.x for r in blocks]).double()
-    found = survey(half, 5, 0.0, 96)
+    found = routing_statistics(half, 5, 0.0, 96)
     sums, _ = sweep(half, found, [], x.shape[1], with_all=True)
     assert sums is not None
     length = (x.square().sum(0)).sqrt()
     assert sums.hessian.dtype == torch.float32
     assert ((sums.hessian.double() - x.mT @ x).abs() <= 1e-6 * length[:, None] * length).all()
-    got = collect_down_hessian(half, found, layer.gate_up.bfloat16(), activation=silu, unit=(0, 5))
+    got = collect_down_hessian(half, found, layer.gate_up.bfloat16(), activation=silu, batch=(0, 5))
     assert got.hessian.dtype == torch.float32
     gate, up = (x @ layer.gate_up.double().mT).chunk(2, dim=-1)
     h = silu(gate) * up

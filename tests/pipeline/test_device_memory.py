@@ -19,7 +19,7 @@ from quantizers.pipeline import pipeline, quantize
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.pipeline.quantizer import _by_expert
-from quantizers.planning import units
+from quantizers.planning import expert_batches
 from quantizers.planning.device_memory import device_memory
 from quantizers.planning.job import prepare
 from quantizers.solve import solver
@@ -32,8 +32,8 @@ LAYERS, EXPERTS = 3, 8
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe for layers of eight experts that are solved one by one, so that eight sums can be held at a time."""
-    monkeypatch.setattr(units, "CPU_EXPERTS", 1)
-    monkeypatch.setattr(units, "CPU_ROWS", 32)  # of a layer this small more would need more than its experts
+    monkeypatch.setattr(expert_batches, "CPU_EXPERTS", 1)
+    monkeypatch.setattr(expert_batches, "CPU_TOKENS", 32)  # of a layer this small more would need more than its experts
     folder = tmp_path / "job"
     write_tokenizer(tiny.make(folder / "model", num_hidden_layers=LAYERS, num_local_experts=EXPERTS))
     recipe = tiny.write_recipe(folder, words=20, samples=3, awq={"grid": 3})
@@ -80,7 +80,7 @@ def test_two_limits_give_the_same_bytes(job: Path, tmp_path: Path, held: list[in
 def test_another_limit_at_every_resume(
     job: Path, tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted after each layer; and it is the units that a resumed run must keep, not the memory."""
+    """Interrupted after each layer; and it is the expert batches that a resumed run must keep, not the memory."""
     of, whole, output = limits(job), tmp_path / "whole", tmp_path / "output"
     run(prepare(str(job)), Options(whole, CPU))
     real = quantize.write_json
@@ -97,8 +97,8 @@ def test_another_limit_at_every_resume(
             with pytest.raises(Interrupted):
                 run(prepare(str(job)), Options(output, CPU, of[resident]))
     with monkeypatch.context() as patched:
-        patched.setattr(units, "CPU_EXPERTS", 2)
-        with pytest.raises(OutputError, match=r"unfinished run with another units\.experts \(1, now 2\)"):
+        patched.setattr(expert_batches, "CPU_EXPERTS", 2)
+        with pytest.raises(OutputError, match=r"unfinished run with another batches\.experts \(1, now 2\)"):
             run(prepare(str(job)), Options(output, CPU))
     run(prepare(str(job)), Options(output, CPU, of[1]))
     assert held == [2] * 4 + [4] * 2 + [1] * 8

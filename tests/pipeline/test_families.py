@@ -31,17 +31,17 @@ from quantizers.architectures.families import known
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
-from quantizers.forward.halves import observe
+from quantizers.commands.stitch import stitch_checkpoints
+from quantizers.forward.activation_store import ActivationStore
+from quantizers.forward.layer_forward import observe
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.recorded import recorded_rows
-from quantizers.forward.states import Rows
+from quantizers.forward.moe_inputs import moe_input_store
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
-from quantizers.pipeline.stitched import stitch
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size, index_json
 from quantizers.solve.input_hessian import sweep
-from quantizers.solve.routing_weights import survey
+from quantizers.solve.routing_weights import routing_statistics
 from quantizers.system.errors import CheckpointError
 from stitch.audit.checkpoint import verify
 
@@ -184,7 +184,7 @@ def test_the_sums_are_those_of_a_hook_on_the_whole_model(made: Made, whole: Any,
             whole.model(text[None])
     hook.remove()
     gate.remove()
-    states = Rows(None, lengths, streamed.sizes["hidden"], torch.float32)
+    states = ActivationStore(None, lengths, streamed.sizes["hidden"], torch.float32)
     table = streamed.embedding()
     for i, text in enumerate(texts):
         states[i] = table[text]
@@ -192,16 +192,18 @@ def test_the_sums_are_those_of_a_hook_on_the_whole_model(made: Made, whole: Any,
         with streamed.layer(before) as layer:
             for i in range(len(texts)):
                 states[i] = streamed.run(layer, states[i])[0]
-    recorded = recorded_rows(lambda _, width, dtype: Rows(None, lengths, width, dtype), streamed.sizes, torch.float32)
+    recorded = moe_input_store(
+        lambda _, width, dtype: ActivationStore(None, lengths, width, dtype), streamed.sizes, torch.float32
+    )
     with streamed.layer(number) as layer:
         observe(streamed, layer, states, recorded)
     blocks = recorded.blocks(CPU, 100)
-    found = survey(blocks, streamed.sizes["experts"], 0.0, streamed.sizes["hidden"])
+    found = routing_statistics(blocks, streamed.sizes["experts"], 0.0, streamed.sizes["hidden"])
     sums, _ = sweep(blocks, found, [], streamed.sizes["hidden"], with_all=True)
     assert sums is not None
     x = torch.cat(seen)
     wanted = x.mT @ x
-    assert found.blended.tokens == len(x)
+    assert found.blend.tokens == len(x)
     assert float((sums.hessian.double() - wanted).norm() / wanted.norm()) < 1e-6
     assert torch.allclose(sums.mean.double(), x.abs().mean(0), rtol=1e-5)
     assert torch.equal(torch.bincount(recorded.chosen.flat.flatten()), torch.bincount(torch.cat(chosen)))
@@ -528,7 +530,9 @@ def test_stitching_its_own_experts_gives_the_output_again(made: Made, tmp_path: 
     groups = own["quantization_config"]["config_groups"]
     section = own["quantization_config"] | {"config_groups": {"routed_experts": groups["routed_experts"]}}
     folder = tiny.write(tmp_path / "experts", own | {"quantization_config": section}, experts | written | packed)
-    stitch(open_folder(made.source), open_folder(folder), tmp_path / "output", CPU, repair_router=made.folds)
+    stitch_checkpoints(
+        open_folder(made.source), open_folder(folder), tmp_path / "output", CPU, repair_router=made.folds
+    )
     found = stored(tmp_path / "output")[1]
     assert found.keys() == output.keys()
     assert [n for n, t in output.items() if not torch.equal(t.view(torch.uint8), found[n].view(torch.uint8))] == []

@@ -23,7 +23,7 @@ from eval.serving.check import STORED, check_folder
 from eval.serving.engines import ATTENTION, OUTPUT
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
-from quantizers.forward.weights import read_weight
+from quantizers.formats.dequantization import read_weight
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare

@@ -21,11 +21,10 @@ from whole_models import stored
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.checkpoint.formats import readable
-from quantizers.checkpoint.fused_experts import specs_apart, with_experts_apart
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.checkpoint.source_files import source_digest
+from quantizers.checkpoint.source_identity import source_digest
+from quantizers.formats.tensor_names import readable, specs_apart, with_experts_apart
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.assign_actions import expected_tensors

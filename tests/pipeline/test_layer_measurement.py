@@ -15,8 +15,7 @@ from commands import quantize
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.pipeline.layer_measurement import (
-    ORDER,
-    Scaling,
+    GROWS_WITH,
     extrapolated,
     measure_layer,
     random_job,
@@ -34,7 +33,7 @@ FACTORS = {
     "read": EXPERTS, "materialise": EXPERTS, "dequantize": EXPERTS, "search": EXPERTS, "rounding": EXPERTS,
     "other solving": EXPERTS, "pack": EXPERTS, "write": EXPERTS, "reference": TOKENS, "candidate": TOKENS,
     "compare": TOKENS, "observe": TOKENS, "propagate": TOKENS, "changes": TOKENS, "forced pass": TOKENS * EXPERTS,
-    "sums": TOKENS * HESSIANS,
+    "Hessians": TOKENS * HESSIANS,
 }  # fmt: skip
 
 
@@ -52,7 +51,7 @@ def test_a_layer_goes_through_every_phase_of_a_run(
     assert quantize(monkeypatch, *words, "--json") == 0
     found = json.loads(capsys.readouterr().out)["measured"]
     assert not list(tmp_path.glob("quantize-measure-*"))
-    assert [row["phase"] for row in found["phases"]] == list(ORDER)
+    assert [row["phase"] for row in found["phases"]] == list(GROWS_WITH)
     for row in found["phases"]:
         assert row["run"] == pytest.approx(row["seconds"] * FACTORS[row["phase"]])
         assert row["seconds"] > 0 or row["phase"] in ("write", "other solving")
@@ -67,15 +66,15 @@ def test_a_layer_goes_through_every_phase_of_a_run(
 def test_a_whole_run_by_hand() -> None:
     """DeepSeek-V3: 58 layers with experts and 3 without, a second in each phase, and 200 of reading."""
     job = prepare("deepseek-v3.1-fp8-int4", offline_facts=True)
-    scaling = Scaling(tokens=10, texts=4, experts=2, hessians=1.5)
-    phases = dict.fromkeys(ORDER, 1.0)
-    found = extrapolated(job, phases, [{"observe": 3.0, "pack": 1.0, "reference": 1.0}] * 3, scaling)
+    ratios = {"tokens": 10, "evaluation tokens": 4, "experts": 2, "Hessians": 1.5}
+    phases = dict.fromkeys(GROWS_WITH, 1.0)
+    found = extrapolated(job, phases, [{"observe": 3.0, "pack": 1.0, "reference": 1.0}] * 3, ratios)
     # dequantize, search, rounding, other solving, pack, write, materialise; observe, propagate, changes; forced; sums
     layer = 7 * 2 + 3 * 10 + 20 + 15 + 3 * 4
     assert found["layer"] == layer
     assert found["dense_layer"] == 3 * 10 + 1 + 4
     assert found["run"] == 58 * layer + 3 * 35
-    assert extrapolated(job, phases | {"read": 200.0}, [], scaling)["layer"] == 400
+    assert extrapolated(job, phases | {"read": 200.0}, [], ratios)["layer"] == 400
 
 
 def test_layers_without_experts_are_measured_too(tmp_path: Path) -> None:

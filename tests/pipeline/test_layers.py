@@ -24,11 +24,11 @@ from tiny import make, write_job
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.cli import main as cli
-from quantizers.forward.states import Rows
+from quantizers.commands.evaluate import measure
+from quantizers.forward.activation_store import ActivationStore
 from quantizers.layers import loop
 from quantizers.output import journal
 from quantizers.pipeline import pipeline, quantize, quantizer
-from quantizers.pipeline.measure import measure
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.device_memory import DeviceMemory, placement
@@ -114,9 +114,9 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
 ) -> None:
     """The states that leave it, of source and output; however slow the disk. Where it is full, nothing is journaled."""
     events: list[str] = []
-    flush, write = Rows.flush, quantize.write_json
+    flush, write = ActivationStore.flush, quantize.write_json
 
-    def slowly(rows: Rows) -> None:
+    def slowly(rows: ActivationStore) -> None:
         time.sleep(0.1)
         flush(rows)
         assert rows.path is not None
@@ -126,19 +126,19 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
         events.append(path.name)
         write(path, *content)
 
-    monkeypatch.setattr(Rows, "flush", slowly)
+    monkeypatch.setattr(ActivationStore, "flush", slowly)
     monkeypatch.setattr(quantize, "write_json", noted)
     run(job_of(small), Options(tmp_path / "output", CPU))
     layers = job_of(small).sizes["layers"]
     for number in range(layers):
         entry = events.index(journal.layer_file(tmp_path, number).name)
-        assert all(events.index(f"states-{lane}-{number + 1:05d}.bin") < entry for lane in (0, 1))
+        assert all(events.index(f"states-{stream}-{number + 1:05d}.bin") < entry for stream in (0, 1))
     assert len(events) == 3 * layers + 1, "and the entry of the shard outside the layers"
 
-    def full(_: Rows) -> None:
+    def full(_: ActivationStore) -> None:
         raise QuantizeError("states: no room")
 
-    monkeypatch.setattr(Rows, "flush", full)
+    monkeypatch.setattr(ActivationStore, "flush", full)
     with pytest.raises(QuantizeError, match="states: no room"):
         run(job_of(small), Options(tmp_path / "other", CPU))
     assert journal.done_layers(journal.work_folder(tmp_path / "other"), layers) == []
@@ -323,13 +323,13 @@ def test_what_is_copied_beside_the_work_has_the_same_bytes(
 ) -> None:
     """An accelerator's way, on the CPU: the source's next layer, all hidden states, and what was packed."""
     stream = Delayed()
-    hosts, make_rows = delay(monkeypatch, stream), Rows.__init__
+    hosts, make_rows = delay(monkeypatch, stream), ActivationStore.__init__
 
-    def make_there(self: Rows, *arguments: Any, **named: Any) -> None:
+    def make_there(self: ActivationStore, *arguments: Any, **named: Any) -> None:
         make_rows(self, *arguments, **named)
         hosts.add(self.flat)
 
-    monkeypatch.setattr(Rows, "__init__", make_there)
+    monkeypatch.setattr(ActivationStore, "__init__", make_there)
     for module in (loop, quantize, quantizer, writing):
         monkeypatch.setattr(module, "is_accelerator", lambda device: True)
     monkeypatch.setattr(

@@ -22,10 +22,10 @@ from calibration_tokenizer import write_tokenizer
 from live_bytes import Alive
 from safetensors.torch import save_file
 
-from quantizers.checkpoint import ahead
+from quantizers.checkpoint import prefetch
 from quantizers.pipeline import pipeline, quantize
 from quantizers.pipeline.options import Options
-from quantizers.planning import units
+from quantizers.planning import expert_batches
 from quantizers.planning.device_memory import calibration_bytes
 from quantizers.planning.job import prepare
 from quantizers.system.errors import QuantizeError
@@ -168,7 +168,7 @@ def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Liv
 
     What threads do beside it is done on the spot, so that the next layer is always in memory beside the one in work.
     """
-    for module in (ahead, quantize):
+    for module in (prefetch, quantize):
         monkeypatch.setattr(module, "ThreadPoolExecutor", OnTheSpot)
     real, runs, found = pipeline.quantize_layers, iter(range(100)), list[Living]()
 
@@ -214,7 +214,7 @@ def test_what_is_alive_does_not_grow_with_the_number_of_tokens(
 
     of all else by less than a state takes.
     """
-    monkeypatch.setattr(units, "CPU_ROWS", 8 * SEQUENCE)  # so that blocks of rows are full
+    monkeypatch.setattr(expert_batches, "CPU_TOKENS", 8 * SEQUENCE)  # so that blocks of rows are full
     few, many = living(1, 9), living(1, 36)
     more = (36 - 9) * SEQUENCE
     table = 8 * tiny.config()["num_experts_per_tok"] * more + 16 * SMALL[2] * more // (8 * SEQUENCE)

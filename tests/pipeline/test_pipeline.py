@@ -16,7 +16,7 @@ from runs import cut_at, cut_in_layer, hashes, timeless
 from tiny import write_job
 
 from quantizers.cli import main as cli
-from quantizers.forward import lane
+from quantizers.forward import activation_stream
 from quantizers.output import folder, journal
 from quantizers.pipeline import pipeline, quantize, quantizer
 from quantizers.pipeline.options import Options
@@ -95,7 +95,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path, dict[str
         (quantizer, "write_shard", 1),
         pytest.param(quantizer, "audit_layer", 2, marks=pytest.mark.slow),
         pytest.param(quantizer, "finish", 3, marks=pytest.mark.slow),
-        pytest.param(lane, "attend", 5, marks=pytest.mark.slow),
+        pytest.param(activation_stream, "attend", 5, marks=pytest.mark.slow),
         pytest.param(quantize, "write_json", 0, marks=pytest.mark.slow),
         pytest.param(quantize, "write_json", 2, marks=pytest.mark.slow),
         (quantize, "score", 0),

@@ -24,8 +24,8 @@ from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
+from quantizers.forward.layer_weights import layer_weights
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.weights import layer_weights
 
 CPU = torch.device("cpu")
 MESSAGES = [

@@ -15,8 +15,8 @@ from own_tokenizer import FILES, FIRST, write_own_tokenizer
 
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
+from quantizers.commands.evaluate import measure
 from quantizers.hub.checks import local_files
-from quantizers.pipeline.measure import measure
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare

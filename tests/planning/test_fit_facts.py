@@ -229,7 +229,7 @@ def test_a_plan_with_facts_of_ones_own_is_not_made_from_a_kept_config(
     config, tensors = published()
     (tmp_path / "facts.yaml").write_text(facts_text(fit_facts(config, tensors, "here"), "tiny"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("quantizers.checkpoint.hub_headers.read_hub", lambda *_: (config, tensors, "abc"))
+    monkeypatch.setattr("quantizers.planning.hub_headers.read_hub", lambda *_: (config, tensors, "abc"))
     job = prepare("minimax-m2.1-fp8-int4", offline_facts=True, own=tmp_path / "facts.yaml")
     assert (job.basis, job.sizes["layers"]) == ("the headers of MiniMaxAI/MiniMax-M2.1 on the Hub, commit abc", 2)
 
@@ -452,7 +452,7 @@ def test_of_the_hub_only_headers_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, tensors = published()
-    monkeypatch.setattr("quantizers.checkpoint.hub_headers.read_hub", lambda *_: (config, tensors, "commit"))
+    monkeypatch.setattr("quantizers.planning.hub_headers.read_hub", lambda *_: (config, tensors, "commit"))
     monkeypatch.chdir(tmp_path)
     assert quantize(monkeypatch, "new", "Me/My-Model", "--facts") == 0
     assert (tmp_path / "my-model-facts.yaml").read_text().startswith("# Facts about Me/My-Model, made by")

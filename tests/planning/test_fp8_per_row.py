@@ -14,8 +14,8 @@ from eval.serving.engines import ATTENTION
 from eval.serving.findings import Consumers
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
-from quantizers.checkpoint.fp8 import ROWS, Fp8
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.formats.fp8 import ROWS, Fp8
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.device_memory import device_memory
 from quantizers.planning.fit_facts import fit_facts

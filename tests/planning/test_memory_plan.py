@@ -12,7 +12,7 @@ from one_layer import sliced
 
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
-from quantizers.forward.recorded import recorded
+from quantizers.forward.moe_inputs import capture_moe_inputs
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.device_memory import DeviceMemory, Residents, _Phases, device_memory
 from quantizers.planning.plan import Plan
@@ -100,7 +100,7 @@ def test_never_more_than_planned(hidden: int, width: int, experts: int, method: 
         scores = torch.rand(2, rows, experts)
         scores[..., 0] += 1  # one expert gets every token, the worst case that is planned for
         chosen = scores.topk(sizes["chosen"]).indices
-        blocks = [recorded(torch.randn(rows, hidden), c, torch.rand(c.shape)) for c in chosen]
+        blocks = [capture_moe_inputs(torch.randn(rows, hidden), c, torch.rand(c.shape)) for c in chosen]
         with Alive() as alive:
             solve(
                 blocks,
@@ -109,7 +109,7 @@ def test_never_more_than_planned(hidden: int, width: int, experts: int, method: 
                 router=torch.randn(experts, hidden),
                 activation=torch.nn.functional.silu,
                 settings=settings,
-                unit=unit,
+                batch_size=unit,
                 residents=Residents(resident, unit, 0),
             )
         phases = _Phases(plan, sizes, rows, 4, unit=unit, rows=rows, accelerator=False, tokens=2 * rows)

@@ -22,10 +22,10 @@ from quantizers.planning.serving_memory import (
     fit,
     kv_bytes_per_token,
     notes,
+    obstacles,
     serving_model,
     tensor_parallel_problem,
 )
-from quantizers.planning.tensor_parallel import obstacles
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, InputError
 from quantizers.system.package_data import shipped

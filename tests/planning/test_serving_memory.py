@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from quantizers.cli import main as cli
-from quantizers.planning.gpus import STATED, Gpus, parse_gpus
+from quantizers.planning.gpus import Gpus, known_gpus, parse_gpus
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.serving_memory import (
     RUNTIME,
@@ -22,10 +22,10 @@ from quantizers.planning.serving_memory import (
     common_fits,
     fit,
     kv_bytes_per_token,
+    remedies,
     serving_model,
     tensor_parallel_problem,
 )
-from quantizers.planning.serving_suggestions import remedies
 from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import gib, parse_bytes
@@ -197,7 +197,7 @@ def test_an_unknown_card_lists_the_known_ones(text: str, meant: str) -> None:
     with pytest.raises(InputError) as refused:
         parse_gpus(text)
     assert f"(did you mean {meant}?)" in str(refused.value)
-    assert all(name in str(refused.value) for name in STATED)
+    assert all(name in str(refused.value) for name in known_gpus())
 
 
 SMALL = ("2xH100", "4x4090", "8x4090", "1x96GiB", "2x94GiB", "2xRTX 6000 Ada", "3x48GiB")

@@ -21,10 +21,10 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
+from quantizers.commands.verify import verify_folder
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
-from quantizers.pipeline.verification import verify_folder
 from quantizers.planning.job import prepare
 from quantizers.recipe.portable import resolve_recipe, settings_hash
 from quantizers.recipe.read import read_recipe

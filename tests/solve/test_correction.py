@@ -6,20 +6,20 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from quantizers.forward.codes import dequantize
-from quantizers.forward.recorded import Recorded, recorded
+from quantizers.formats.packed_integers import dequantize
+from quantizers.forward.moe_inputs import MoeInputs, capture_moe_inputs
 from quantizers.solve import down_hessian
 from quantizers.solve.down_hessian import DownHessian, collect_down_hessian
 from quantizers.solve.expert_batch import corrected
 from quantizers.solve.rounding import minmax_scales, nearest
-from quantizers.solve.routing_weights import survey
+from quantizers.solve.routing_weights import routing_statistics
 
 EXPERTS, HIDDEN, WIDTH = 3, 64, 32
-Case = tuple[list[Recorded], torch.Tensor, torch.Tensor]
+Case = tuple[list[MoeInputs], torch.Tensor, torch.Tensor]
 
 
 def case(seed: int, lengths: tuple[int, ...] = (30, 60)) -> Case:
-    """Recorded sequences, the source's w1 and w3, and those rounded to 4 bits."""
+    """MoeInputs sequences, the source's w1 and w3, and those rounded to 4 bits."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -29,19 +29,19 @@ def case(seed: int, lengths: tuple[int, ...] = (30, 60)) -> Case:
     for length in lengths:
         chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(length)])
         weight = torch.rand(length, 2, generator=generator)
-        sequences.append(recorded(normal(length, HIDDEN), chosen, weight / weight.sum(-1, keepdim=True)))
+        sequences.append(capture_moe_inputs(normal(length, HIDDEN), chosen, weight / weight.sum(-1, keepdim=True)))
     source = normal(EXPERTS, 2 * WIDTH, HIDDEN) / 8
     scale = minmax_scales(source, 32, 4)
     return sequences, source, dequantize(nearest(source, scale, 4), scale)
 
 
-def sums_of(sequences: list[Recorded], source: torch.Tensor, served: torch.Tensor, share: float) -> DownHessian:
-    found = survey(sequences, EXPERTS, share, HIDDEN)
-    return collect_down_hessian(sequences, found, served, activation=silu, unit=(0, EXPERTS), source=source)
+def sums_of(sequences: list[MoeInputs], source: torch.Tensor, served: torch.Tensor, share: float) -> DownHessian:
+    found = routing_statistics(sequences, EXPERTS, share, HIDDEN)
+    return collect_down_hessian(sequences, found, served, activation=silu, batch=(0, EXPERTS), source=source)
 
 
 def slow(
-    sequences: list[Recorded], source: torch.Tensor, served: torch.Tensor, share: float
+    sequences: list[MoeInputs], source: torch.Tensor, served: torch.Tensor, share: float
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """For each expert d and h of all tokens, their weights in the blend, and the part that is the routed ones'."""
     x, chosen, weight = (
@@ -78,13 +78,13 @@ def test_the_sums_are_those_of_the_tokens(share: float) -> None:
 
 def test_one_unit_or_several_is_the_same() -> None:
     sequences, source, served = case(2)
-    found = survey(sequences, EXPERTS, 0.9, HIDDEN)
+    found = routing_statistics(sequences, EXPERTS, 0.9, HIDDEN)
     whole = sums_of(sequences, source, served, 0.9)
     assert whole.changes is not None
     for e in range(EXPERTS):
         part = slice(e, e + 1)
         unit = e, e + 1
-        one = collect_down_hessian(sequences, found, served[part], activation=silu, unit=unit, source=source[part])
+        one = collect_down_hessian(sequences, found, served[part], activation=silu, batch=unit, source=source[part])
         assert one.changes is not None
         assert torch.equal(one.hessian[0], whole.hessian[e])
         assert torch.equal(one.changes[0], whole.changes[e])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizers.forward.codes import code_range, dequantize
+from quantizers.formats.packed_integers import code_range, dequantize
 from quantizers.solve.coordinate_descent import refine
 from quantizers.solve.rounding import damped, gptq, mse_scales, nearest
 

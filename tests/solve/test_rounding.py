@@ -11,7 +11,7 @@ from hessians import broken_hessians, correlated_hessian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizers.forward.codes import code_range, dequantize
+from quantizers.formats.packed_integers import code_range, dequantize
 from quantizers.solve import rounding
 from quantizers.solve.rounding import MSE_FACTORS, gptq, minmax_scales, mse_scales, nearest
 

@@ -170,7 +170,7 @@ def test_kept_tensors_are_the_sources_bytes(finished: Finished) -> None:
 
 def test_without_the_routers_compensation_kl_is_far_worse(finished: Finished, tmp_path: Path) -> None:
     """So that the audit has something to catch: the published recipe's defect, on the same experts."""
-    from quantizers.pipeline.measure import measure
+    from quantizers.commands.evaluate import measure
 
     copy = tmp_path / "copy"
     shutil.copytree(finished.folder, copy)

@@ -13,10 +13,10 @@ from tiny import make
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import sizes_of
-from quantizers.checkpoint.held import Held, held_tensors, hold, layer_names
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors, tensors_in_memory
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.forward.weights import read_weight
+from quantizers.formats.dequantization import read_weight
 from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import KEPT, Plan
 from quantizers.recipe.schema import Experts
@@ -36,7 +36,7 @@ class Layer:
         model = open_folder(make(folder / "model", num_hidden_layers=1))
         self.facts = architecture_for(model.config, "config.json")
         self.sizes = sizes_of(self.facts, model.config, "config.json")
-        self.source: Held = hold(model, layer_names(model, self.facts, 0))
+        self.source: LoadedTensors = load_tensors(model, layer_names(model, self.facts, 0))
         specs = {name: Spec(info.dtype, info.shape) for name, info in model.tensors.items()}
         self.plan: Plan = make_plan(self.facts, self.sizes, specs, Experts(group_size=32), "tiny", BLOCK)
         self.norm = self.source.tensor(self.facts.layer(0, self.facts.norm.tensor))
@@ -127,7 +127,7 @@ def test_an_accelerators_tensors_have_the_same_bytes(layer: Layer, monkeypatch: 
 
 
 def test_the_candidate_gets_the_kept_tensors_from_the_device(layer: Layer) -> None:
-    near = hold(open_folder(layer.source.folder), layer.source.stored)
+    near = load_tensors(open_folder(layer.source.folder), layer.source.stored)
     tensors = layer_tensors(layer.plan, 0, layer.source, layer.solved(), near=near)
     for action in layer.plan.of_layer(0):
         if action.kind in KEPT:
@@ -149,7 +149,7 @@ def rounded(layer: Layer) -> LayerTensors:
 
 
 def audited(layer: Layer, tensors: dict[str, torch.Tensor]) -> LayerAudit:
-    audit, made = LayerAudit(), held_tensors(layer.source, tensors, Path("made"))
+    audit, made = LayerAudit(), tensors_in_memory(layer.source, tensors, Path("made"))
     audit_layer(0, layer.facts, layer.sizes, layer.source, made, device=torch.device("cpu"), audit=audit)
     return audit
 
@@ -162,7 +162,7 @@ def test_units_of_experts_are_audited_as_single_ones(layer: Layer, monkeypatch: 
     tensors[f"{unreadable}.weight_scale"] = torch.full_like(tensors[f"{unreadable}.weight_scale"], torch.nan)
     tensors[f"{wrong}.weight_scale"] = tensors[f"{wrong}.weight_scale"] * 2
     single = audited(layer, tensors)
-    monkeypatch.setattr(auditing, "unit_of_experts", lambda *_: 3)
+    monkeypatch.setattr(auditing, "experts_per_batch", lambda *_: 3)
     units = audited(layer, tensors)
     assert units.differences == single.differences
     assert [line.partition(":")[0] for line in single.differences] == [

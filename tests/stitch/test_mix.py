@@ -15,8 +15,8 @@ from huggingface_hub import ModelCard
 
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
-from quantizers.pipeline.measure import measure
-from quantizers.pipeline.stitched import stitch
+from quantizers.commands.evaluate import measure
+from quantizers.commands.stitch import stitch_checkpoints
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import file_sha256 as sha256
 from stitch.audit.checkpoint import verify
@@ -107,7 +107,7 @@ def test_experts_that_were_not_smoothed(finished: Finished, copy: Path, tmp_path
     """No norm was divided: nothing to repair, and every norm and router keeps its bytes."""
     (experts,) = oneshots(copy, {tmp_path / "rtn": {"weights": FORMATS["pack-quantized, group"], "experts_only": True}})
     source = open_folder(finished.source)
-    report = stitch(source, open_folder(experts), tmp_path / "output", CPU)
+    report = stitch_checkpoints(source, open_folder(experts), tmp_path / "output", CPU)
     assert report["notes"] == ["no norm was smoothed: the source's routers fit"]
     assert report["audit"]["differences"] == []
     output = open_folder(tmp_path / "output")
@@ -120,13 +120,13 @@ def test_experts_that_were_not_smoothed(finished: Finished, copy: Path, tmp_path
 def test_norms_and_experts_that_do_not_belong_together(finished: Finished, copy: Path, tmp_path: Path) -> None:
     experts = experts_only(finished.folder, copy, tmp_path / "experts", folded=False)
     with pytest.raises(CheckpointError, match=r"layer 0: its experts are .*% away from the source's times the ratio"):
-        stitch(open_folder(finished.source), open_folder(experts), tmp_path / "output", CPU)
+        stitch_checkpoints(open_folder(finished.source), open_folder(experts), tmp_path / "output", CPU)
     assert not (tmp_path / "output").exists()
 
 
 def test_experts_that_are_not_packed(finished: Finished, copy: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="its experts must be packed integers"):
-        stitch(open_folder(finished.source), open_folder(copy), tmp_path / "output", CPU)
+        stitch_checkpoints(open_folder(finished.source), open_folder(copy), tmp_path / "output", CPU)
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_the_repair_wins_the_divergence_back(finished: Finished, copy: Path, tmp
         ("compensated", with_router, True),
     ):
         compensate = folder == with_router
-        report = stitch(source, open_folder(folder), tmp_path / name, CPU, repair_router=repair)
+        report = stitch_checkpoints(source, open_folder(folder), tmp_path / name, CPU, repair_router=repair)
         states = [layer["router"] for layer in report["layers"]]
         assert states == ["compensated" if compensate else "not compensated"] * 4
         assert len(report["audit"]["differences"]) == (0 if repair else 4)

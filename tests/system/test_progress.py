@@ -14,8 +14,8 @@ from sets import write_set
 
 from eval.fidelity import scoring
 from quantizers.checkpoint.reader import open_folder
-from quantizers.forward import lane
-from quantizers.pipeline.measure import measure
+from quantizers.commands.evaluate import measure
+from quantizers.forward import activation_stream
 from quantizers.system import progress as shown
 from quantizers.system.errors import Interrupted
 
@@ -28,7 +28,7 @@ class Clock:
     def __init__(self, patched: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         patched.setattr(time, "monotonic", lambda: self.now)
-        patched.setattr(lane, "attend", self.slowed(lane.attend, LAYER))
+        patched.setattr(activation_stream, "attend", self.slowed(activation_stream.attend, LAYER))
         patched.setattr(scoring, "score_text", self.slowed(scoring.score_text, TEXT))
 
     def slowed(self, work: Any, seconds: float) -> Any:
@@ -93,7 +93,7 @@ def test_an_evaluation_that_goes_on_counts_what_was_done_before_as_done(
             with pytest.raises(Interrupted):
                 evaluated(finished, tmp_path / "work")
 
-    cut_in(lane, "attend", 3)  # the candidate's in layer 1
+    cut_in(activation_stream, "attend", 3)  # the candidate's in layer 1
     cut_in(scoring, "score_text", 4)
     said = capsys.readouterr().err.splitlines()
     assert said == [

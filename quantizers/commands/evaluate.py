@@ -1,0 +1,340 @@
+"""Perplexity, KL and routing of finished checkpoints against their source, on a held-out set: `quantizers.evaluate`.
+
+Nothing but files is read, each layer of each checkpoint once, in the same loop as that of a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.fidelity.comparison import Comparison
+from eval.fidelity.held_out import HeldOut, held_out
+from eval.fidelity.metrics import Measured
+from eval.fidelity.paired import NOTE, paired
+from eval.fidelity.scoring import measured, score
+from eval.fidelity.weight_error import weight_errors
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import CalibrationData, digest_of
+from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors, outside_names
+from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
+from quantizers.device.determinism import ordered
+from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, shown
+from quantizers.formats.argument_order import refuse_swapped_arguments
+from quantizers.formats.tensor_names import readable
+from quantizers.forward.activation_stream import ActivationStream
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.layers.loop import all_tensors, layer_steps
+from quantizers.layers.step import LayerStep
+from quantizers.output.fingerprint import begun_with
+from quantizers.output.journal import refuse_unfinished
+from quantizers.output.manifest import carried_facts
+from quantizers.recipe.read import find_set
+from quantizers.system.errors import CheckpointError, OutputError
+from quantizers.system.files import json_finite, write_json
+from quantizers.system.interrupts import interruptible
+
+EVALUATION = "evaluation.json"  # in `work`: the settings that a resumable evaluation was started with
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """The figures of one candidate.
+
+    Attributes:
+        model: as it was named.
+        figures: all figures, see `HeldOut.figures`; those of report.json have the same names.
+    """
+
+    model: str
+    figures: dict[str, Any]
+
+    @property
+    def kl(self) -> float:
+        """Mean KL(source || candidate), in nats."""
+        return float(self.figures["kl"]["mean"])
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity of the candidate."""
+        return float(self.figures["perplexity"]["candidate"])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of `evaluate`.
+
+    Attributes:
+        source: as it was named.
+        candidates: in the order given; none in ranks except 0.
+        paired: with several candidates, the differences of each further one to the first, with confidence intervals.
+    """
+
+    source: str
+    candidates: tuple[Fidelity, ...]
+    paired: tuple[dict[str, Any], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `quantize eval --json` prints."""
+        from quantizers.pipeline.report import NOT_SIMULATED
+
+        return {
+            "source": self.source,
+            "candidates": [{"model": one.model} | one.figures for one in self.candidates],
+            "notes": [NOT_SIMULATED],
+        } | ({"paired": list(self.paired)} if self.paired else {})
+
+
+def evaluate(
+    source: str | Path,
+    candidates: str | Path | Sequence[str | Path],
+    data: str | Path,
+    *,
+    facts: str | Path | None = None,
+    device: str = "auto",
+    work: str | Path | None = None,
+    trust_remote_code: bool = False,
+    dist: ProcessGroup = SINGLE_PROCESS,
+) -> Evaluation:
+    """Measure perplexity, KL and more of candidates against a source; one layer of each is in memory at a time.
+
+    Args:
+        source: a folder or Hub id.
+        candidates: one or more checkpoints of the same model, in any format that `quantize eval --help` names.
+        data: evaluation set: a file, or the name of a shipped set such as held-out.
+        facts: the user's own architecture spec; the one that a candidate carries by default.
+        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+        work: folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one,
+            without a journal, by default.
+        trust_remote_code: allow custom tokenizer code.
+        dist: the processes that share the work; each of them calls this.
+
+    Raises:
+        InputError: a set or checkpoint is wrong, or `work` holds another evaluation.
+        QuantizeError: a model's hidden states are not finite. Interrupted: by a signal.
+    """
+    names = [str(source), *map(str, [candidates] if isinstance(candidates, str | Path) else candidates)]
+    for name in names:
+        refuse_unfinished(Path(name))
+    data_set = find_set(str(data), "held-out")
+    opened = dist.in_turn(lambda: [open_checkpoint(name) for name in names])
+    own = Path(facts) if facts is not None else next(filter(None, (carried_facts(c.folder) for c in opened[1:])), None)
+    if own is not None and facts is None and dist.is_main:
+        print(f"facts: {own}", file=sys.stderr, flush=True)
+    where = str(opened[0].folder / "config.json")
+    sizes = sizes_of(architecture_for(opened[0].config, where, own), opened[0].config, where)
+    settings = begun_with(Path(work) / "evaluation", EVALUATION) if work else {}
+    use_threads(sizes, dist.broadcast_object(settings.get("threads")), dist)
+    advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
+    scratch = tempfile.TemporaryDirectory() if work is None else contextlib.nullcontext(work)
+    with scratch as folder, interruptible(advice) as interrupt, ordered():
+        figures = measure(
+            opened[0],
+            opened[1:],
+            data_set,
+            choose_device(device, dist),
+            Path(folder) / "evaluation",
+            dist.watch(interrupt),
+            weights=True,
+            resumable=work is not None,
+            trust_remote_code=trust_remote_code,
+            dist=dist,
+            own=own,
+        )
+    pairs = [
+        {"model": name, "against": names[1], "note": NOTE} | paired(figures[0], other)
+        for name, other in zip(names[2:], figures[1:], strict=dist.is_main)
+    ]
+    return Evaluation(names[0], tuple(map(Fidelity, names[1:], figures)), tuple(pairs))
+
+
+def measure(
+    source: Checkpoint,
+    candidates: list[Checkpoint],
+    data_set: Path,
+    device: torch.device,
+    work: Path,
+    check: Callable[[], None] = lambda: None,
+    *,
+    weights: bool = False,
+    resumable: bool = False,
+    long: bool = True,
+    trust_remote_code: bool = False,
+    dist: ProcessGroup = SINGLE_PROCESS,
+    own: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Perplexity, KL and routing of candidates against their source on a held-out set.
+
+    Args:
+        source, candidates: in any format that checkpoint/formats.py and forward/weights.py read.
+        data_set: a calibration set file; tokenized with the source's tokenizer.
+        work: a folder for hidden states on the first machine, created and removed here.
+        check: called between steps; may raise to interrupt.
+        weights: also compare the weights, layer by layer.
+        resumable: keep `work` when interrupted, and resume from what it holds.
+        long: also measure the set's long texts; a set that has only long texts is measured in any case.
+        trust_remote_code: whether the tokenizer may run code of its own.
+        dist: the processes that share the work; each of them calls this.
+        own: a file with the user's own facts about the family.
+
+    Returns:
+        Figures of each candidate, see `HeldOut.figures`. An empty list in all ranks except 0.
+
+    Raises:
+        CheckpointError: a candidate is a different model, in a format that cannot be read, or what the source was
+            made from.
+        OutputError: `work` holds another evaluation.
+        QuantizeError: a model's hidden states are not finite, or its perplexity is not a number.
+    """
+    for candidate in candidates:
+        refuse_swapped_arguments(source, candidate, f"give {candidate.name} first, and {source.name} after it")
+    where = str(source.folder / "config.json")
+    facts = architecture_for(source.config, where, own)
+    sizes = sizes_of(facts, source.config, where)
+    opened = [readable(checkpoint, facts) for checkpoint in (source, *candidates)]
+    for candidate in candidates:
+        config_path = str(candidate.folder / "config.json")
+        other = sizes_of(facts, candidate.config, config_path)
+        if candidate.config.get("model_type") != facts.model_type or (other, other.dense) != (sizes, sizes.dense):
+            raise CheckpointError(f"{config_path}: is another model than {source.name}; give checkpoints of one model")
+    data = dist.broadcast_object(load_set(data_set, source.folder, trust_remote_code) if dist.is_main else None)
+    if not long and any(not sample.long for sample in data.samples):
+        short = tuple(sample for sample in data.samples if not sample.long)
+        data = replace(data, samples=short, digest=digest_of(short))
+    held = held_out(data, source, sizes["vocabulary"], trust_remote_code)
+    parts = [load_tensors(one, outside_names(one, facts)) for one in opened]
+    models = [LayeredModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
+    if dist.is_main:
+        if not resumable:
+            shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True, exist_ok=True)
+    try:
+        if dist.is_main and resumable:
+            _same_evaluation(work, opened, data, device, weights)
+        dist.barrier()
+        results = _evaluate(models, opened, held, work, check, weights=weights, resumable=resumable, dist=dist)
+    except BaseException:
+        if dist.is_main and not resumable:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    if not dist.is_main:
+        return []
+    shutil.rmtree(work, ignore_errors=True)
+    return [held.figures(one, candidate.name) for one, candidate in zip(results, candidates, strict=True)]
+
+
+class _FromFiles:
+    """A candidate that lies in files."""
+
+    keeps_attention = False  # which may be any tool's
+
+    def __init__(self, stream: ActivationStream, checkpoint: Checkpoint, weights: bool) -> None:
+        self.stream, self.checkpoint, self.weights = stream, checkpoint, weights
+        self.weight_error: dict[str, float] = {}
+
+    def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
+        """Nothing is made of the source's weights."""
+
+    @contextlib.contextmanager
+    def layer(self, step: LayerStep) -> Iterator[torch.nn.Module]:
+        """The layer as it lies in the files, each tensor read once."""
+        model = self.stream.model
+        part = load_tensors(self.checkpoint, layer_names(self.checkpoint, model.facts, step.number))
+        if self.weights:
+            self.weight_error = weight_errors(step.source, part, model.facts, model.sizes, step.number, model.device)
+        with model.layer(step.number, part) as layer:
+            yield layer
+
+
+def _evaluate(
+    models: Sequence[LayeredModel],
+    opened: Sequence[Checkpoint],
+    held: HeldOut,
+    work: Path,
+    check: Callable[[], None],
+    *,
+    weights: bool,
+    resumable: bool,
+    dist: ProcessGroup,
+) -> list[Measured]:
+    """Run all models over the texts; journaled layer by layer if `resumable`."""
+    layers = models[0].sizes["layers"]
+
+    def journal(number: int) -> Path:
+        return work / f"layer-{number:05d}.json"
+
+    done = dist.broadcast_object(next((n for n in range(layers) if not (resumable and journal(n).exists())), layers))
+    lengths = [len(text.tokens) for text in held.texts]
+    streams = [
+        ActivationStream(one.name, model, number, lengths, work, durable=resumable, check=check, dist=dist)
+        for number, (model, one) in enumerate(zip(models, opened, strict=True))
+    ]
+    for stream in streams:
+        if done == 0:
+            stream.embed([text.tokens for text in held.texts])
+        else:
+            stream.resume(done)
+    candidates = [
+        _FromFiles(stream, one, weights and dist.is_main) for stream, one in zip(streams[1:], opened[1:], strict=True)
+    ]
+    entries = [json.loads(journal(number).read_text()) for number in range(done if dist.is_main else 0)]
+    comparison = Comparison(streams[0], candidates, held.texts, dist)
+    tensors = all_tensors(models[0], opened[0], done)
+    steps = layer_steps(opened[0], tensors, [comparison], models[0], check=check, dist=dist)
+    with shown("evaluating", layers, done, check, dist) as shown_step, contextlib.closing(steps):
+        for step in steps:
+            if dist.is_main:
+                found = [
+                    compared | ({"weight_error": candidate.weight_error} if weights else {})
+                    for compared, candidate in zip(comparison.found, candidates, strict=True)
+                ]
+                entries.append(found)
+                if resumable:
+                    write_json(journal(step.number), json_finite(found))
+            for stream in streams:
+                stream.forget(step.number)
+            shown_step(f"layer {step.number}")
+    kept = work if resumable and dist.node == 0 else None  # on the other machines nobody has made the folder
+    scores = score(streams, held.texts, partial(shown, check=check, dist=dist), kept, dist)
+    if not dist.is_main:
+        return []
+    return [
+        measured(scores[0], own, held.texts, [entry[number] for entry in entries])
+        for number, own in enumerate(scores[1:])
+    ]
+
+
+def _same_evaluation(
+    work: Path, opened: list[Checkpoint], data: CalibrationData, device: torch.device, weights: bool
+) -> None:
+    """Write the settings that the figures depend on beside the states, or compare them with those already there."""
+    settings = {
+        "data": data.digest,
+        "checkpoints": [
+            {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in {info.file for info in c.tensors.values()}}
+            | {"folder": str(c.folder)}
+            for c in opened
+        ],
+        "machine": fingerprint(device),
+        "weights": weights,
+    }
+    path = work / EVALUATION
+    if not path.exists():
+        write_json(path, settings)
+    elif json.loads(path.read_text()) != json.loads(json.dumps(settings)):
+        raise OutputError(
+            f"{work}: holds an unfinished evaluation of other models or data; empty it, or give another --work"
+        )

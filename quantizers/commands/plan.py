@@ -1,0 +1,163 @@
+"""What a run would do and need, and where its output fits: `quantizers.plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from quantizers.system.errors import InputError
+
+if TYPE_CHECKING:
+    from quantizers.planning.job import Job
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The result of `plan`.
+
+    Attributes:
+        figures: what `quantize plan --json` prints: actions, bytes, memory and time; or with `vram` the fits, or with
+            `measure` the measurement.
+    """
+
+    figures: dict[str, Any]
+
+    @property
+    def output_bytes(self) -> int | None:
+        """Size of the finished checkpoint; None with `vram` or `measure`."""
+        return self.figures.get("output_bytes")
+
+    @property
+    def fits(self) -> list[dict[str, Any]]:
+        """With `vram`, for each of the GPUs, whether and with which context the output fits there."""
+        return list(self.figures.get("fits", ()))
+
+
+def plan(
+    recipe: str | Path,
+    *,
+    source: str | Path | None = None,
+    calibration: str | Path | None = None,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    facts: str | Path | None = None,
+    output: str | Path | None = None,
+    hub: bool = False,
+    device_memory: int | None = None,
+    nodes: int = 1,
+    gpus: int = 1,
+    disk: int | None = None,
+    tensors: bool = False,
+    vram: Sequence[str] = (),
+    context: int | None = None,
+    kv: Literal["auto", "fp8"] = "auto",
+    tp: int | None = None,
+    measure: bool = False,
+    tokens: int | None = None,
+    experts: int | None = None,
+    device: str | None = None,
+) -> PlannedRun:
+    """Show what a run would do and need; with `vram`, where its output fits. Reads headers only.
+
+    Args:
+        recipe, source, calibration, settings: as in `quantizers.run`.
+        facts: the user's own architecture spec, instead of the one that the recipe may name.
+        output: with a budget: the folder of a run, to show the schemes that it chose.
+        hub: read the headers from the Hub even if the architecture spec is built in.
+        device_memory: bytes of the device's memory that the run may use at most.
+        nodes, gpus: machines, and GPUs of each, for which a run is estimated as well.
+        disk: bandwidth of a machine's disk in bytes per second; 1 GB by default.
+        tensors: list every tensor with its action.
+        vram: GPUs to serve the output on, such as 2x96GiB or 2xH100.
+        context: with `vram`, context length in tokens; the model's maximum by default.
+        kv: with `vram`, 16-bit keys and values (auto), or fp8.
+        tp: with `vram`, tensor-parallel size; the largest that vLLM allows by default.
+        measure: instead, quantize one layer of the model's size with random weights on this machine, and give seconds
+            by phase, and hours for all layers.
+        tokens, experts, device: with `measure`, calibration tokens, experts of the layer, and where; one token chunk,
+            as many as fit into memory, and the first GPU if there is one by default.
+
+    Raises:
+        InputError: the recipe or its source is wrong, or arguments do not go together.
+    """
+    from quantizers.budget.choice import apply_choice
+    from quantizers.planning.job import prepare
+    from quantizers.recipe.changes import changes_of
+
+    if not vram and (context is not None or tp is not None or kv != "auto"):
+        raise InputError("--context, --kv and --tp go with --vram; say which GPUs, as --vram 2x96GiB")
+    if vram and (nodes, gpus, disk) != (1, 1, None):
+        raise InputError("--nodes, --gpus and --disk plan a run, --vram plans serving; give one or the other")
+    for_measure = {"--tokens": tokens, "--experts": experts, "--device": device}
+    if not measure and (named := [option for option, value in for_measure.items() if value is not None]):
+        raise InputError(f"{', '.join(named)}: only with --measure; add it")
+    if measure and (vram or tensors or (nodes, gpus, disk) != (1, 1, None)):
+        raise InputError("--measure times a layer in one process; leave out --vram, --tensors, --nodes, --gpus, --disk")
+    job = prepare(
+        str(recipe),
+        offline_facts=True,
+        hub=hub,
+        source_folder=Path(source) if source is not None else None,
+        own=Path(facts) if facts is not None else None,
+        changes=changes_of(settings, calibration),
+    )
+    job, schemes = apply_choice(job, Path(output) if output is not None else None)
+    figures: dict[str, Any] = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
+    if measure:
+        return PlannedRun(figures | {"measured": _measured(job, device or "auto", tokens, experts, device_memory)})
+    if vram:
+        return PlannedRun(figures | _serving(job, vram, context, kv, tp))
+    figures |= _needs(job, nodes, gpus, disk, device_memory) | ({"schemes": schemes} if schemes else {})
+    if tensors:
+        from quantizers.planning.plan import listing
+
+        figures |= {"tensors": listing(job.plan)}
+    return PlannedRun(figures)
+
+
+def _needs(job: Job, nodes: int, gpus: int, disk: int | None, device_memory: int | None) -> dict[str, Any]:
+    """Actions and bytes of a run, and an estimate of its memory and time."""
+    from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu
+    from quantizers.planning.plan import summary
+    from quantizers.planning.serving_memory import unsaid
+
+    figures = summary(job.plan, job.sizes) | {"cards_unknown": unsaid(job.facts)}
+    needs = estimate_run(job, int(str(figures["output_bytes"])), nodes * gpus, disk or DISK)
+    figures |= {"needs": needs.as_dict(), "asked": {"machines": nodes, "gpus": gpus}}
+    return figures | ({"device_memory": memory_on_gpu(job, device_memory).as_dict()} if device_memory else {})
+
+
+def _serving(
+    job: Job, vram: Sequence[str], context: int | None, kv: Literal["auto", "fp8"], tp: int | None
+) -> dict[str, Any]:
+    """Whether the output fits on each of the GPUs, and ways to make it fit."""
+    from quantizers.planning.gpus import parse_gpus
+    from quantizers.planning.serving_memory import assumptions, fit, kv_bytes_per_token, notes, remedies, serving_model
+
+    model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
+    gpus = [parse_gpus(text) for text in vram]
+    fits = [fit(model, one, context, kv, tp) for one in gpus]
+    suggested = remedies(job, model, list(zip(gpus, fits, strict=True)), tp)
+    return {
+        "fits": [
+            one.as_dict() | {"to_fit": [remedy.as_dict() for remedy in ways]}
+            for one, ways in zip(fits, suggested, strict=True)
+        ],
+        "longest": model.longest,
+        "kv_bytes_per_token": kv_bytes_per_token(model, kv),
+        "kv_divided": job.facts.kv_cache is not None and job.facts.kv_cache.split_by is not None,
+        "notes": notes(model, fits),
+        "assumptions": assumptions(gpus),
+    }
+
+
+def _measured(
+    job: Job, device: str, tokens: int | None, experts: int | None, device_memory: int | None
+) -> dict[str, Any]:
+    """One layer, timed, and what follows for the whole run."""
+    from quantizers.device.devices import choose_device, use_threads
+    from quantizers.pipeline.layer_measurement import measure_layer
+
+    use_threads(job.sizes)
+    return measure_layer(job, choose_device(device), tokens=tokens, experts=experts, limit=device_memory)

@@ -1,0 +1,182 @@
+"""A recipe becomes a finished checkpoint: `quantizers.run`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.system.errors import InputError
+from quantizers.system.output_files import RECIPE, REPORT
+
+
+@dataclass(frozen=True)
+class FinishedCheckpoint:
+    """A checkpoint that `run` or `stitch` finished, with its report.
+
+    Attributes:
+        folder: with the shards, config.json, report.json, report.html and the model card README.md.
+        report: the contents of report.json, see docs/report.md; empty in ranks except 0.
+        source: the source's folder on this machine, or its Hub id.
+    """
+
+    folder: Path
+    report: dict[str, Any]
+    source: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether every gate passed."""
+        return all(gate["passed"] for gate in self.report.get("gates", ()))
+
+    @property
+    def kl(self) -> float | None:
+        """Mean KL(source || output) on the held-out texts, in nats; None if it was not measured."""
+        return self.report["kl"]["mean"] if "kl" in self.report else None
+
+    @property
+    def perplexity(self) -> float | None:
+        """Perplexity of the output on the held-out texts; None if it was not measured."""
+        return self.report["perplexity"]["candidate"] if "perplexity" in self.report else None
+
+
+def run(
+    recipe: str | Path,
+    output: str | Path | None = None,
+    *,
+    source: str | Path | None = None,
+    calibration: str | Path | None = None,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    device: str = "auto",
+    device_memory: int | None = None,
+    fresh: bool = False,
+    paranoid: bool = False,
+    states: Literal["auto", "memory", "files"] = "auto",
+    ignore_stop: bool = False,
+    with_data: bool = False,
+    command: Sequence[str] = (),
+    dist: ProcessGroup = SINGLE_PROCESS,
+) -> FinishedCheckpoint:
+    """Quantize a checkpoint, stitch it, verify and measure it. An interrupted run resumes when it is called again.
+
+    Progress is printed on standard error. Ctrl-C and SIGTERM end it between two steps.
+
+    Args:
+        recipe: a recipe file, the name of a shipped recipe, or the Hub id of a model that has one.
+        output: folder for the finished checkpoint: new, empty, or an unfinished run; out/<name of the recipe> by
+            default.
+        source: local folder of the source model, instead of the recipe's.
+        calibration: calibration set instead of the recipe's: a file, or the name of a shipped set.
+        settings: keys of the recipe to override, such as `{"experts.group_size": 64}`; None removes a key.
+        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+        device_memory: bytes of the device's memory to use at most; the output is the same.
+        fresh: discard an earlier run in `output`, without asking.
+        paranoid: hash the source's shards, and check them again on resume.
+        states: where calibration activations are kept; auto: on the device or in memory if they fit, else in files.
+        ignore_stop: continue after a layer whose figures are beyond the recipe's `verify.stop`.
+        with_data: copy the sets' local data files into the output, for publishing.
+        command: what the user typed, named where the run is found unfinished.
+        dist: the processes that share the run; each of them calls this.
+
+    Returns:
+        The checkpoint. Gates that failed do not raise: see `passed`.
+
+    Raises:
+        InputError: something that was given is wrong; the message names file, line or key, and the remedy.
+        Stopped: the recipe's `verify.stop` ended the run after a layer.
+        QuantizeError: the run failed. Interrupted: by a signal. What was finished stays on disk in both cases.
+    """
+    from quantizers.device.determinism import ordered
+    from quantizers.output.fingerprint import begun_with
+    from quantizers.output.journal import discard, refuse_second_run, work_folder
+    from quantizers.planning.job import Job, prepare
+    from quantizers.recipe.changes import changes_of
+    from quantizers.recipe.read import find_recipe
+
+    changes = changes_of(settings, calibration)
+    path = find_recipe(str(recipe))
+    folder = default_output(_run_name(path), say=dist.is_main) if output is None else Path(output)
+
+    def begin() -> Job:
+        """Everything that may refuse or download; rank 0 does it first."""
+        if dist.is_main:
+            refuse_second_run(folder)
+        job = prepare(str(recipe), source_folder=Path(source) if source is not None else None, changes=changes)
+        if fresh and dist.is_main:
+            _keep_own_recipe(job.path, folder)
+            discard(folder)
+        return job
+
+    job = dist.in_turn(begin)
+    from quantizers.device.devices import choose_device, use_threads
+    from quantizers.pipeline.existing_output import of_another_source
+    from quantizers.pipeline.options import Options
+    from quantizers.pipeline.pipeline import run as run_job
+
+    if dist.is_main and of_another_source(job):
+        print(
+            f"{job.path}: the checkpoint beside it was made from another source than {job.location}, so this will "
+            "not give the same bytes",
+            file=sys.stderr,
+        )
+    use_threads(job.sizes, dist.broadcast_object(begun_with(work_folder(folder)).get("threads")), dist)
+    options = Options(
+        folder,
+        choose_device(device, dist),
+        device_memory,
+        paranoid,
+        with_data,
+        states,
+        ignore_stop,
+        dist,
+        tuple(command),
+    )
+    with ordered():
+        return FinishedCheckpoint(folder, run_job(job, options), job.location)
+
+
+def default_output(name: str, say: bool = True) -> Path:
+    """The output folder where none is given: out/`name` below the current folder.
+
+    Args:
+        say: print it on standard error; only one of several processes should.
+    """
+    output = Path("out") / name
+    if say:
+        print(f"output: {output} (another with --output)", file=sys.stderr, flush=True)
+    return output
+
+
+def _run_name(recipe: Path) -> str:
+    """The name of a run without an output: its recipe's.
+
+    The recipe of a finished checkpoint is always called recipe.yaml, so its run is called after the checkpoint's
+    folder: NAME-again.
+
+    Raises:
+        InputError: the current folder is inside that checkpoint, where loaders would find the second one.
+    """
+    from quantizers.recipe.portable import source_name
+
+    folder = Path(os.path.abspath(recipe)).parent  # of a link, as in the Hub's cache, and not of its target
+    if recipe.name != RECIPE or not (folder / REPORT).is_file():
+        return recipe.stem
+    if Path.cwd().resolve().is_relative_to(folder.resolve()):
+        raise InputError(
+            f"{recipe}: the current folder is inside this finished checkpoint; give --output a folder outside of it"
+        )
+    return f"{Path(source_name(str(folder), folder)).name}-again"
+
+
+def _keep_own_recipe(recipe: Path, output: Path) -> None:
+    """Refuse to discard a finished checkpoint for a run of its own recipe.
+
+    Raises:
+        InputError: the recipe is one of the files that would be discarded.
+    """
+    if Path(os.path.abspath(recipe)).parent.resolve() == output.resolve():
+        raise InputError(f"{recipe}: --fresh would discard it with the rest of {output}; give --output another folder")

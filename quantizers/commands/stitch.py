@@ -1,0 +1,146 @@
+"""Two checkpoints become one, which is verified and reported as a run's is: `quantizers.stitch`.
+
+Nothing is known of the experts' calibration; report and card say so, and repeat what the experts' checkpoint says of
+itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
+from quantizers.checkpoint.source_identity import source_digest
+from quantizers.device.determinism import ordered
+from quantizers.device.devices import choose_device
+from quantizers.distributed.process_group import RESUME
+from quantizers.output import journal
+from quantizers.output.fingerprint import refuse_changes
+from quantizers.output.folder import finished_report, move_into_place, refuse_strangers
+from quantizers.output.journal import refuse_unfinished
+from quantizers.output.manifest import text_sha256
+from quantizers.pipeline.report import stitch_report
+from quantizers.pipeline.report_files import write_report
+from quantizers.recipe.portable import facts_copy, source_name
+from quantizers.system.errors import OutputError
+from quantizers.system.files import write_text
+from quantizers.system.interrupts import interruptible
+from quantizers.system.progress import checked, progress
+from stitch.audit.checkpoint import verify
+from stitch.mix import belong_together, write_mix
+
+from .run import FinishedCheckpoint, default_output
+
+
+def stitch(
+    source: str | Path,
+    experts: str | Path,
+    output: str | Path | None = None,
+    *,
+    repair_router: bool = False,
+    facts: str | Path | None = None,
+    device: str = "auto",
+    command: Sequence[str] = (),
+) -> FinishedCheckpoint:
+    """Build a mixed checkpoint: experts from one checkpoint, everything else from the FP8 source.
+
+    Progress is printed on standard error. An interrupted call resumes when it is made again.
+
+    Args:
+        source: the FP8 model, a folder or Hub id.
+        experts: a checkpoint with packed experts, quantized by any tool from a BF16 copy of the source.
+        output: a new or empty folder, or that of the same call that was interrupted; out/<name of experts>-stitched by
+            default.
+        repair_router: compensate the router for the smoothed norms of the experts' checkpoint.
+        facts: the user's own architecture spec, as `quantize new --facts` writes it.
+        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+        command: what the user typed, named where the folder is found unfinished.
+
+    Returns:
+        The checkpoint. Gates that failed, such as an uncompensated router, do not raise: see `passed`.
+
+    Raises:
+        CheckpointError: the two do not belong together, or have a format that cannot be stitched.
+        OutputError: the folder holds something else.
+    """
+    refuse_unfinished(Path(source))
+    refuse_unfinished(Path(experts))
+    if output is None:
+        output = default_output(f"{Path(source_name(str(experts), Path.cwd())).name}-stitched")
+    opened = open_checkpoint(str(source))
+    with interruptible(RESUME) as check, ordered():
+        report = stitch_checkpoints(
+            opened,
+            open_checkpoint(str(experts)),
+            Path(output),
+            choose_device(device),
+            repair_router=repair_router,
+            check=check,
+            own=Path(facts) if facts is not None else None,
+            command=command,
+        )
+    location = os.path.relpath(opened.folder) if Path(source).expanduser().is_dir() else str(source)
+    return FinishedCheckpoint(Path(output), report, location)
+
+
+def stitch_checkpoints(
+    source: Checkpoint,
+    experts: Checkpoint,
+    output: Path,
+    device: torch.device,
+    *,
+    repair_router: bool = False,
+    check: Callable[[], None] = lambda: None,
+    own: Path | None = None,
+    command: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Build the mixed checkpoint, audit it against its source as `quantize verify` does, and report.
+
+    Args:
+        source: the FP8 checkpoint.
+        experts: an experts-only checkpoint made from a BF16 copy of it, by any tool.
+        output: a new or empty folder, or that of the same call that was interrupted.
+        repair_router: multiply the source's router by the ratio of the norms.
+        check: called between steps; may raise to interrupt.
+        own: a file with the user's own facts about the family, of which the output then carries a copy.
+        command: what the user typed, to be named where the folder is found unfinished.
+
+    Returns:
+        The contents of report.json.
+
+    Raises:
+        CheckpointError: the two do not belong together, or have a format that cannot be stitched.
+        OutputError: the folder holds something else.
+    """
+    carried = facts_copy(own)
+    settings = {
+        "source": source_name(source.name, Path.cwd()),
+        "experts": source_name(experts.name, Path.cwd()),
+        "digests": {"source": source_digest(source), "experts": source_digest(experts)},
+        "repair_router": repair_router,
+    } | {name: text_sha256(text) for name, text in carried.items()}
+    finished = finished_report(output)
+    if finished is not None:
+        if finished.get("stitched") != settings or "gates" not in finished:  # older versions had no gates
+            raise OutputError(f"{output}: holds another finished output; choose another --output")
+        return finished | {"already_done": True}
+    mix = belong_together(source, experts, device, own)
+    refuse_strangers(output)
+    with journal.locked(output):
+        work = journal.work_folder(output)
+        if not (work / "moving").exists():
+            refuse_changes(work, settings, output)
+            journal.note_command(work, command, mix.sizes["layers"])
+            written = write_mix(mix, work, repair_router=repair_router, check=check)
+            folder = work / "output"
+            for name, text in carried.items():
+                write_text(text, folder / name)
+            with progress("verifying", mix.sizes["layers"]) as step:
+                audit = verify(folder, source, device, written, checked(step, check), own=own)
+            write_report(folder, stitch_report(mix, settings, folder, audit, written, own), carried)
+            write_text("", work / "moving")
+        return move_into_place(work, output)

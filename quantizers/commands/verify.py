@@ -1,0 +1,196 @@
+"""A finished checkpoint against its source, its own report and the rules of serving engines: `quantizers.verify`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantizers.architectures.families import architecture_for
+from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json, refuse_gguf
+from quantizers.formats.argument_order import refuse_swapped_arguments
+from quantizers.formats.awq_gptq import is_awq_or_gptq
+from quantizers.formats.unsupported import refuse_unsupported
+from quantizers.output.journal import refuse_unfinished
+from quantizers.output.manifest import carried_facts
+from quantizers.pipeline.manifest_check import Record, check_manifest
+from quantizers.recipe.portable import is_hub_id
+from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
+from quantizers.system.output_files import FACTS, REPORT
+from quantizers.system.package_data import shipped
+from quantizers.system.progress import progress
+
+if TYPE_CHECKING:
+    import torch
+
+    from eval.serving.findings import Consumers
+    from stitch.audit.checkpoint import Audit
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`.
+
+    Attributes:
+        audit: the files compared with the source.
+        record: the files compared with report.json, and report.json with its checksum.
+        consumers: how serving engines would read it; None if the folder cannot be opened, which the audit reports.
+        vllm: the answers of an installed vLLM, see `eval.serving.ask_vllm`; None if it was not asked.
+    """
+
+    audit: Audit
+    record: Record
+    consumers: Consumers | None
+    vllm: dict[str, Any] | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing differs, and every serving engine would read it as it is stored."""
+        return not (self.differences or self.misread or (self.vllm and self.vllm["differences"]))
+
+    @property
+    def differences(self) -> list[str]:
+        """What is wrong with the files, one line each."""
+        return [*self.audit.differences, *self.record.differences]
+
+    @property
+    def misread(self) -> list[str]:
+        """What serving engines would read differently from how it is stored, one line each."""
+        return [str(finding) for finding in self.consumers.errors] if self.consumers else []
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `quantize verify --json` prints."""
+        result = self.audit.as_dict() | {"differences": self.differences, "notes": list(self.record.notes)}
+        if self.consumers is not None:
+            findings = [one.as_dict() | {"places": list(one.places)} for one in self.consumers.findings]
+            result["consumers"] = self.consumers.as_dict() | {"findings": findings}
+        return result | ({"vllm": self.vllm} if self.vllm else {})
+
+
+def verify(
+    folder: str | Path,
+    source: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    with_vllm: bool = False,
+    facts: str | Path | None = None,
+    device: str = "auto",
+) -> Verification:
+    """Compare a finished checkpoint with its source, with its own report, and with the rules of serving engines.
+
+    Args:
+        folder: a finished checkpoint of compressed-tensors' formats, made by this program or another.
+        source: the source model, a folder or Hub id; the one in report.json by default.
+        revision: of the source on the Hub; the one in report.json by default.
+        with_vllm: also ask the installed vLLM for the scheme of every layer.
+        facts: the user's own architecture spec, instead of one that the folder carries.
+        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+
+    Raises:
+        InputError: the folder or the source cannot be opened, or the source is unknown.
+        DamagedRecord: report.json, which would name the source, cannot be read.
+    """
+    from quantizers.device.determinism import ordered
+    from quantizers.device.devices import choose_device
+
+    folder, own = Path(folder), Path(facts) if facts is not None else None
+    for name in (folder, *([source] if source is not None else [])):
+        refuse_unfinished(Path(name))
+    opened = source_of(folder, str(source) if source is not None else None, revision)
+    with ordered():
+        found = verify_folder(folder, opened, choose_device(device), own)
+    if not with_vllm:
+        return found
+    from eval.serving.ask_vllm import ask_vllm
+
+    return replace(found, vllm=ask_vllm(folder, own or carried_facts(folder)))
+
+
+def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: Path | None = None) -> Verification:
+    """Compare a finished checkpoint with its source, with its own record, and with the serving engines' rules.
+
+    Args:
+        own: a file with the user's own facts about the family, instead of those that the folder may carry.
+
+    Raises:
+        CheckpointError: the folder does not exist, or is in a format that is not read here; the source is broken, or
+            was made from the folder.
+        ArchitectureError: there are no facts for the source. A fault in facts that the folder carries is a difference.
+    """
+    from eval.serving.check import check_folder
+    from stitch.audit.checkpoint import Audit, verify
+
+    _refuse(folder, source)
+    record, carried = check_manifest(folder), carried_facts(folder)
+    if own is None and carried is not None:
+        try:
+            architecture_for(source.config, str(source.folder / CONFIG), carried)
+        except ArchitectureError as failure:
+            told = any(line.startswith(f"{FACTS}:") for line in record.differences)
+            fault = str(failure).replace(f"{folder}/", "")
+            return Verification(Audit(differences=[] if told else [fault]), record, None)
+    if own is None and carried is not None:
+        own, record = carried, replace(record, notes=(*record.notes, f"read with the facts that it carries, {FACTS}"))
+    with progress("verifying", int(source.config.get("num_hidden_layers", 1))) as step:
+        audit = verify(folder, source, device, step=step, own=own)
+    return Verification(audit, record, check_folder(folder, own))
+
+
+def _refuse(folder: Path, source: Checkpoint) -> None:
+    """Refuse a folder of a format that is not read here, and one from which the source was made."""
+    try:
+        config = read_config(folder)
+    except CheckpointError:
+        return  # which the audit reports
+    refuse_unsupported(config, str(folder / CONFIG))
+    if is_awq_or_gptq(config):
+        method = config["quantization_config"]["quant_method"]
+        raise CheckpointError(
+            f"{folder / CONFIG}: quantization_config.quant_method is {method!r}; "
+            "`verify` checks compressed-tensors checkpoints, such as those of `quantize run` and `quantize stitch`; "
+            f"measure this one with `quantize eval {source.name} {folder} --data SET`"
+        )
+    candidate = Checkpoint(folder, str(folder), config, {})
+    refuse_swapped_arguments(source, candidate, f"quantize verify {source.name} --source {folder}")
+
+
+def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoint:
+    """The source of a finished checkpoint: the one given, or the one that its report.json names.
+
+    Args:
+        given: a folder or Hub id; if None, the report's Hub id, or the shipped model with the report's name.
+        revision: on the Hub; if None, the report's, or main.
+
+    Raises:
+        InputError: the report names a folder and no shipped model has that name, or there is no report.
+        DamagedRecord: the report cannot be read.
+        CheckpointError: the source cannot be opened.
+    """
+    refuse_gguf(str(folder))
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
+    model, made_at = _named_source(folder, needed=given is None)
+    if given is not None:
+        return open_checkpoint(given, revision or made_at)
+    if is_hub_id(model):
+        return open_checkpoint(model, revision or made_at)
+    for kept in sorted(shipped("models").iterdir()):
+        if kept.name == model:
+            return open_checkpoint(str(kept))
+    raise InputError(f"{folder}: was made from a folder called {model}; say where that is with --source")
+
+
+def _named_source(folder: Path, needed: bool) -> tuple[str, str]:
+    """The source's name and revision in report.json; if it has none and none is needed, an empty name and main."""
+    try:
+        source = read_json(folder / REPORT)["source"]
+        return str(source["model"]), str(source["revision"] or "main")
+    except (CheckpointError, KeyError, TypeError) as failure:
+        if not needed:
+            return "", "main"
+        damaged = check_manifest(folder).differences
+        if damaged:
+            raise DamagedRecord(f"{damaged[0]}; with --source the rest can be verified") from None
+        raise InputError(
+            f"{folder}: has no {REPORT} that names its source; say where that is with --source"
+        ) from failure

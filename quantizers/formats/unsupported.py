@@ -1,0 +1,150 @@
+"""Checkpoints that are refused because of their config.json: formats that cannot be read, and sources in 4 bits.
+
+A format of another tool that is mistaken for a known one would silently give wrong weights. EXL3 and QuIP# have
+codebooks or rotations of their own, NVFP4 and MXFP4 are 4-bit floats; the tool that runs such a format can also
+evaluate it. (GGUF files are refused in reader.py.)
+
+A source in 4 bits can be read but not quantized: its weights are already rounded, and would only get worse.
+
+    gpt-oss                      quantization_config.quant_method: mxfp4
+    Kimi-K2-Thinking and later   a config group of compressed-tensors whose weights have num_bits: 4
+    DeepSeek-V4                  expert_dtype: fp4
+    GPTQ, AWQ, AutoRound         quantization_config.bits: 4
+    NVFP4, bitsandbytes          quant_algo: NVFP4, load_in_4bit: true
+
+Candidates of `verify`, `eval` and `stitch` may be such models.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quantizers.checkpoint.reader import EVALUATE_GGUF, GIVE_ORIGINAL
+from quantizers.checkpoint.safetensors_header import printed
+from quantizers.system.errors import CheckpointError
+
+from .awq_gptq import METHODS, read_packing
+
+SECTION = "quantization_config"
+SUPPORTED = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
+DEQUANTIZE = "load it with transformers, save model.dequantize() with save_pretrained, and give that folder"
+# By quant_method: what to do instead.
+INSTEAD = {
+    "gguf": EVALUATE_GGUF,
+    "exl2": f"evaluate it with exllamav2's test_inference.py --eval_dataset; {GIVE_ORIGINAL}",
+    "exl3": f"evaluate it with exllamav3's eval/model_diff.py; {GIVE_ORIGINAL}",
+    "bitsandbytes": DEQUANTIZE,
+    "higgs": DEQUANTIZE,
+}
+OTHERWISE = f"evaluate it with the program that made it; {GIVE_ORIGINAL}"
+MLX = f"evaluate it with mlx-lm; {GIVE_ORIGINAL}"
+
+
+def refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a checkpoint in a format that this program cannot read.
+
+    Args:
+        config: config.json, not validated yet.
+        where: its path, for the message.
+
+    Raises:
+        CheckpointError: one line that names the key and the remedy.
+    """
+    section = config.get(SECTION)
+    mlx = config.get("quantization")
+    if isinstance(mlx, Mapping) and {"bits", "group_size"} <= mlx.keys() and "quant_method" not in (section or {}):
+        raise CheckpointError(f"{where}: quantization is MLX's, which is not supported; {MLX}")
+    if isinstance(section, Mapping):
+        if section.get("quant_method") in METHODS:
+            read_packing(section, f"{where}: {SECTION}")
+            return
+        for problem in _problems(section):
+            raise CheckpointError(f"{where}: {SECTION}: {problem}")
+
+
+def _problems(section: Mapping[str, Any]) -> Iterator[str]:
+    method = section.get("quant_method", "compressed-tensors")
+    if method not in ("fp8", "compressed-tensors"):
+        instead = INSTEAD.get(method.lower(), OTHERWISE) if isinstance(method, str) else OTHERWISE
+        yield f"quant_method is {reprlib.repr(method)}, which is not supported; {instead}"
+    groups = section.get("config_groups")
+    formats = [section.get("format")]
+    if isinstance(groups, Mapping):
+        formats += [group.get("format") for group in groups.values() if isinstance(group, Mapping)]
+    for name in formats:
+        if name is not None and name not in SUPPORTED:
+            yield f"format {reprlib.repr(name)} is not one of {', '.join(sorted(SUPPORTED))}; {OTHERWISE}"
+    if section.get("transform_config"):
+        yield f"transform_config rotates activations at run time, which is not supported; {OTHERWISE}"
+    sparsity = section.get("sparsity_config") or {}
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        yield f"sparsity_config has format {reprlib.repr(sparsity['format'])}, which is not supported; {OTHERWISE}"
+
+
+FORMATS = ("quant_method", "quant_algo", "format", "fmt")
+BITS = ("bits", "w_bit", "num_bits")
+SWITCHES = ("load_in_4bit", "_load_in_4bit")
+DTYPE = re.compile(r"(torch_|.*(expert|weight).*)?dtype")  # not those of the KV cache or of activations
+FOUR_BIT_NAME = re.compile(r"(fp|float|int|nf|w)_?4(?!\d)", re.IGNORECASE)  # mxfp4, float4_e2m1, int4, W4A16, nf4
+
+
+def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a source whose weights have 4 bits or fewer.
+
+    Args:
+        config: config.json, not validated yet.
+        where: its path, for the message.
+
+    Raises:
+        CheckpointError: one line that names the key.
+    """
+    sign = four_bit_key(config)
+    if sign is not None:
+        raise CheckpointError(
+            f"{where}: {sign}: this model already has 4-bit weights, so there is nothing to quantize; give the model's "
+            "FP8 or BF16 release"
+        )
+
+
+def four_bit_key(config: Mapping[str, Any]) -> str | None:
+    """The first key of config.json that declares weights of 4 bits or fewer, with its value; None if there is none."""
+    return next((f"{printed(key)} is {reprlib.repr(value)}" for key, value in _four_bit_keys(config)), None)
+
+
+def _four_bit_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Every such key with its value, those of a language model within another model (`text_config`) included."""
+    for place, part in (("", config), ("text_config.", config.get("text_config"))):
+        if isinstance(part, Mapping):
+            yield from _four_bit_dtypes(part, place)
+            section = part.get(SECTION)
+            if isinstance(section, Mapping):
+                yield from _in_section(section, f"{place}{SECTION}.")
+
+
+def _in_section(section: Mapping[str, Any], place: str) -> Iterator[tuple[str, object]]:
+    yield from _four_bit_dtypes(section, place)
+    yield from ((place + key, section[key]) for key in FORMATS if _is_four_bit_name(section.get(key)))
+    yield from ((place + key, section[key]) for key in BITS if _is_four_or_less(section.get(key)))
+    yield from ((place + key, True) for key in SWITCHES if section.get(key) is True)
+    groups = section.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and _is_four_or_less(weights.get("num_bits")):
+            yield f"{place}config_groups.{name}.weights.num_bits", weights["num_bits"]
+
+
+def _four_bit_dtypes(part: Mapping[str, Any], place: str) -> Iterator[tuple[str, object]]:
+    for key, value in part.items():
+        if DTYPE.fullmatch(key) and _is_four_bit_name(value):
+            yield place + key, value
+
+
+def _is_four_bit_name(value: object) -> bool:
+    return isinstance(value, str) and FOUR_BIT_NAME.search(value) is not None
+
+
+def _is_four_or_less(value: object) -> bool:
+    return type(value) is int and 1 <= value <= 4

@@ -1,0 +1,129 @@
+"""Hidden states of many sequences: on the device, in memory, or in one memory-mapped file.
+
+They lie one after the other, each (T, width). In a file, the page cache holds the parts in use; the process itself
+allocates no memory for them, however many tokens there are, and other processes can map the same file.
+
+Of several processes each one keeps a part of them, see row_partition.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.system.errors import QuantizeError
+from quantizers.system.files import disk_errors, sync_folder
+
+from .row_partition import RowPartition
+
+
+class ActivationStore(Sequence[torch.Tensor]):
+    """A list of (T_i, width) tensors; assigning an item writes to the memory or file where they lie.
+
+    Args:
+        path: the file; if it does not exist, it is created with all its blocks allocated. None for memory.
+        lengths: T_i of each sequence, of all of them.
+        width: number of columns.
+        dtype: dtype of the elements.
+        device: where they lie if not in a file.
+        dist: the processes that share them, of which each keeps a part; without one, this process keeps all.
+        block: see `RowPartition`.
+
+    Attributes:
+        share: which of the sequences are kept here.
+        flat: (Σ T_i, width), all rows that are kept here.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        lengths: Sequence[int],
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        *,
+        dist: ProcessGroup = SINGLE_PROCESS,
+        block: int | None = None,
+    ) -> None:
+        self.path, self.width, self.partition = path, width, RowPartition(lengths, dist, block)
+        kept = self.partition.kept_by(dist.rank)
+        count = (kept.stop - kept.start) * width
+        self._size = count * dtype.itemsize
+        if path is None or not count:  # an empty file cannot be mapped
+            self.flat = torch.empty(count, dtype=dtype, device=device).view(-1, width)
+            return
+        if not path.exists():
+            _allocate(path, self._size)
+        elif path.stat().st_size != self._size:
+            raise QuantizeError(f"{path}: has {path.stat().st_size} bytes, not {self._size}; start over with --fresh")
+        self.flat = torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(-1, width)
+
+    def __len__(self) -> int:
+        return len(self.partition.sequences)
+
+    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]  # no slices
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        share, number = self.partition, self.partition.sequences[index]
+        return self.flat[share.offsets[number] - share.start : share.offsets[number + 1] - share.start]
+
+    def __setitem__(self, index: int, value: torch.Tensor) -> None:
+        self[index].copy_(value)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def blocks(self) -> list[slice]:
+        """Slices of `flat`: the blocks of rows, counted through all sequences, that are computed here."""
+        return self.partition.blocks()
+
+    def batches(self) -> list[tuple[slice, list[int]]]:
+        """What `of_batch` says of all batches that are kept here."""
+        return [self.of_batch(batch) for batch in self.partition.batches if batch.start in self.partition.sequences]
+
+    def of(self, sequence: int) -> torch.Tensor:
+        """One of the sequences that are kept here, by its number among all."""
+        return self[self.partition.sequences.index(sequence)]
+
+    def of_batch(self, batch: range) -> tuple[slice, list[int]]:
+        """Where the rows of a batch that is kept here lie in `flat`, and tokens of each of its sequences."""
+        start, offsets = self.partition.start, self.partition.offsets
+        rows = slice(offsets[batch.start] - start, offsets[batch.stop] - start)
+        return rows, self.partition.lengths[batch.start : batch.stop]
+
+    def remove(self) -> None:
+        """Remove the file; its blocks are freed once nobody maps it any more."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def flush(self) -> None:
+        """Write a file's rows to disk before returning."""
+        if self.path is None or not len(self.flat):
+            return
+        with disk_errors(self.path):
+            handle = os.open(self.path, os.O_RDWR)
+            try:
+                os.fsync(handle)  # on Linux this also writes back dirty shared mappings of the file
+            finally:
+                os.close(handle)
+            sync_folder(self.path.parent)
+
+
+def _allocate(path: Path, size: int) -> None:
+    # Allocate all blocks now, so that a full disk raises an error here instead of a SIGBUS in the middle of a layer.
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as stream:
+            if size:
+                os.posix_fallocate(stream.fileno(), 0, size)
+        os.replace(temporary, path)
+    except OSError as failure:
+        temporary.unlink(missing_ok=True)
+        raise QuantizeError(
+            f"{path}: no room for {size:,} bytes of hidden states ({failure.strerror}); make room, "
+            "then give the same command again"
+        ) from None

@@ -1,0 +1,166 @@
+"""One of the models that go through the layers side by side: the states of its held-out texts.
+
+The source is the first stream, and every candidate is one more. States lie in files, since what a layer leaves behind
+is what an interrupted run goes on from: the source's cannot be computed again without reading the source. Where the
+device has room for them they lie there, and go to the file in one copy a layer; several processes keep their parts in
+memory, and rank 0 writes all of them to the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
+
+import torch
+
+from quantizers.device.devices import is_accelerator
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.planning.expert_batches import tokens_per_chunk
+from quantizers.system.errors import QuantizeError
+
+from .activation_store import ActivationStore
+from .layer_forward import attend, finish
+from .layered_model import LayeredModel
+
+
+class ActivationStream:
+    """One model's states, from layer to layer.
+
+    Args:
+        name: of the model, for messages.
+        model: its structure and device.
+        number: 0 for the source.
+        lengths: tokens of each text.
+        folder: an existing folder for the files, the same for all streams.
+        durable: whether states must be on disk before a layer counts as done.
+        check: called between sequences; may raise to interrupt.
+        dist: the processes that share the texts.
+        device: where the states lie; None for the files themselves, or for memory in one of several processes.
+        writer: a thread that has durable states written to the disk while the next layer is worked on, see `on_disk`;
+            None for this one, which then waits for the disk.
+
+    Attributes:
+        left: the states that left the layer that ran last; between its halves, the residual stream.
+        chosen: the experts that its router chose in the layer with experts that ran last, int32.
+    """
+
+    left: ActivationStore
+
+    def __init__(
+        self,
+        name: str,
+        model: LayeredModel,
+        number: int,
+        lengths: Sequence[int],
+        folder: Path,
+        *,
+        durable: bool,
+        check: Callable[[], None] = lambda: None,
+        dist: ProcessGroup = SINGLE_PROCESS,
+        device: torch.device | None = None,
+        writer: Executor | None = None,
+    ) -> None:
+        self.name, self.model, self.number = name, model, number
+        self._lengths, self._folder, self._durable, self._check, self._dist = lengths, folder, durable, check, dist
+        self._device, self._in_files = device, device is None and not dist.is_distributed
+        self._writer = writer
+        self._flushed: dict[int, Future[None]] = {}
+        self._states: dict[int, ActivationStore] = {}
+        self.chosen = self._rows(f"chosen-{number}.bin", model.sizes["chosen"], torch.int32)
+
+    def states(self, layer: int) -> ActivationStore:
+        """The states that enter a layer; the number of layers stands for those that leave the last."""
+        if layer not in self._states:
+            self._states[layer] = self._rows(self._file(layer), self.model.sizes["hidden"], self.model.dtype)
+        return self._states[layer]
+
+    def resume(self, layer: int) -> None:
+        """Take the states that enter a layer from their file, of which rank 0 gives each process its part.
+
+        Raises:
+            QuantizeError: there is no such file; zeros would be taken for them.
+        """
+        path = self._folder / self._file(layer)
+        if self._dist.is_main and self._lengths and not path.exists():
+            raise QuantizeError(f"{path}: is gone, and with it what the next layer reads; start over with --fresh")
+        if not self._in_files:
+            states = self.states(layer)
+            states.partition.deal(states.flat, self._whole(layer).flat if self._dist.is_main else None)
+
+    def _whole(self, layer: int) -> ActivationStore:
+        """The file of the states that enter a layer, with the rows of all processes."""
+        path = self._folder / self._file(layer)
+        return ActivationStore(path, self._lengths, self.model.sizes["hidden"], self.model.dtype)
+
+    def _file(self, layer: int) -> str:
+        return f"states-{self.number}-{layer:05d}.bin"
+
+    def _rows(self, name: str, width: int, dtype: torch.dtype) -> ActivationStore:
+        return self._at(self._folder / name if self._in_files else None, width, dtype)
+
+    def _at(self, path: Path | None, width: int, dtype: torch.dtype) -> ActivationStore:
+        block = tokens_per_chunk(is_accelerator(self.model.device))
+        return ActivationStore(path, self._lengths, width, dtype, self._device, dist=self._dist, block=block)
+
+    def embed(self, texts: Sequence[torch.Tensor]) -> None:
+        """Fill the states that enter layer 0 from token ids (T,) int64."""
+        embed(self.model, texts, self.states(0))
+
+    def attend(self, number: int, layer: torch.nn.Module) -> None:
+        """Take all texts through the first half of a layer with this stream's weights; `left` is then the residual."""
+        self.left = self.states(number + 1)
+        attend(self.model, layer, self.states(number), self.left, self._check)
+        self._states.pop(number)  # the file stays until it is forgotten
+
+    def attend_as(self, other: ActivationStream, number: int) -> None:
+        """Take over the residual of a stream that entered the layer with the same states and has the same attention."""
+        self.left = self.states(number + 1)
+        self.left.flat.copy_(other.left.flat)
+        self._states.pop(number, None)
+
+    def finish(self, number: int, layer: torch.nn.Module) -> None:
+        """Take them through the second half.
+
+        Raises:
+            QuantizeError: an output is not finite.
+        """
+        where = f"{self.name}: layer {number}"
+        finish(self.model, layer, self.left, where, self._check, chosen=self.chosen)
+        if self._durable:
+            self._keep(number + 1)
+
+    def _keep(self, layer: int) -> None:
+        """Write the states that enter a layer to their file, and have them brought to the disk."""
+        whole = self.left
+        if not self._in_files:
+            whole = self._whole(layer) if self._dist.is_main else whole
+            self.left.partition.collect(self.left.flat, whole.flat if self._dist.is_main else None)
+        if self._dist.is_main and self._writer is not None:
+            self._flushed[layer] = self._writer.submit(whole.flush)
+        elif self._dist.is_main:
+            whole.flush()
+
+    def on_disk(self, layer: int) -> None:
+        """Wait until the states that enter a layer, if this process writes them, are on the disk.
+
+        Raises:
+            QuantizeError: they could not be written.
+        """
+        if layer in self._flushed:
+            self._flushed.pop(layer).result()
+
+    def forget(self, number: int) -> None:
+        """Remove the states that entered a layer, once those that left it are kept."""
+        self._states.pop(number, None)
+        if self._dist.is_main:
+            (self._folder / self._file(number)).unlink(missing_ok=True)
+
+
+def embed(model: LayeredModel, texts: Sequence[torch.Tensor], states: ActivationStore) -> None:
+    """Fill the states that enter layer 0 from the token ids (T,) int64 of all texts."""
+    if not len(states):
+        return
+    table = model.embedding()
+    for i, number in enumerate(states.partition.sequences):
+        states[i] = table[texts[number].to(table.device)]

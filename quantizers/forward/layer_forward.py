@@ -1,0 +1,106 @@
+"""The two halves of a layer over the rows of many sequences, see layered_model.py.
+
+Attention runs on batches of whole sequences. What follows it treats every row alone, so it runs on blocks of rows that
+do not care where a sequence ends: short sequences would give the experts a handful of tokens each. Neither unit depends
+on the number of processes, so neither do the bytes. Of several processes each takes on what it keeps,
+see row_partition.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from quantizers.device.prefetch import prefetched
+from quantizers.system.errors import QuantizeError
+
+from .activation_store import ActivationStore
+from .attention_batches import padded, unpadded
+from .layered_model import LayeredModel
+from .moe_inputs import MoeInputStore
+
+Check = Callable[[], None]
+
+
+def attend(
+    model: LayeredModel,
+    layer: torch.nn.Module,
+    before: ActivationStore,
+    after: ActivationStore,
+    check: Check = lambda: None,
+) -> None:
+    """The first half: from the states that enter the layer to the residual stream after attention.
+
+    Args:
+        before, after: may be the same.
+        check: called between batches; may raise to interrupt.
+    """
+    batches, device = before.batches(), model.device
+    entering = prefetched([(before.flat[rows],) for rows, _ in batches], device)
+    for (rows, lengths), (states,) in zip(batches, entering, strict=True):
+        batch = model.attend(layer, padded(states, lengths))
+        after.flat[rows].copy_(unpadded(batch, lengths))
+        check()
+
+
+def observe(
+    model: LayeredModel,
+    layer: torch.nn.Module,
+    states: ActivationStore,
+    moe_inputs: MoeInputStore,
+    check: Check = lambda: None,
+) -> None:
+    """The first half in place, and what the experts are then called with. The experts do not run.
+
+    Args:
+        states: those that enter the layer; afterwards the residual stream.
+        moe_inputs: filled here, with the rows of all processes.
+        check: as for `attend`.
+    """
+    attend(model, layer, states, states, check)
+    start, device = states.partition.start, model.device
+    blocks = states.blocks()
+    for block, (residual,) in zip(blocks, prefetched([(states.flat[rows],) for rows in blocks], device), strict=True):
+        moe_inputs.put(slice(start + block.start, start + block.stop), model.route(layer, residual))
+        check()
+    moe_inputs.complete(states.partition.dist, states.partition.rows_of)
+
+
+def finish(
+    model: LayeredModel,
+    layer: torch.nn.Module,
+    residual: ActivationStore,
+    where: str,
+    check: Check = lambda: None,
+    *,
+    chosen: ActivationStore | None = None,
+) -> None:
+    """The second half in place: from the residual stream to the states that leave the layer.
+
+    Args:
+        where: names the model and the layer in an error.
+        chosen: gets the experts that the router chose, int32; left as it is by a layer without experts.
+        check: as for `attend`.
+
+    Raises:
+        QuantizeError: an output is not finite.
+    """
+    finite: torch.Tensor | None = None
+    blocks, device = residual.blocks(), model.device
+    for block, (rows,) in zip(blocks, prefetched([(residual.flat[rows],) for rows in blocks], device), strict=True):
+        output, choices = model.finish(layer, rows)
+        so_far = torch.isfinite(output).all()
+        finite = so_far if finite is None else finite & so_far
+        residual.flat[block].copy_(output)
+        if chosen is not None and choices is not None:
+            chosen.flat[block].copy_(choices)
+        check()
+    # Looked at once: on an accelerator every look waits for all that was launched.
+    if finite is not None and not bool(finite):
+        raise QuantizeError(
+            f"{where}: its output is not finite and would spoil the layers after it; nothing can be computed here"
+        )
+    for kept in (residual, chosen):
+        if kept is not None:
+            kept.partition.complete(kept.flat)

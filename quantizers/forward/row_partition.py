@@ -1,0 +1,147 @@
+"""Partition of the rows of many sequences: which a process computes, and which it keeps.
+
+Rows are dealt in whole blocks (see `ActivationStore.blocks`), consecutive ones in the order of ranks. Attention needs
+whole batches of sequences (see attention_batches.py), and a batch may reach across the border of two ranks' rows: then
+both keep all of it, and take it through attention both, which gives both the same bits. What follows attention is
+computed block by block, by the block's process alone; afterwards the rows of the batches at the borders are exchanged
+(`RowPartition.complete`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+
+from .attention_batches import batches
+
+
+class RowPartition:
+    """One process's part of the rows of some sequences.
+
+    Args:
+        lengths: tokens of each sequence, of all of them.
+        dist: who shares them.
+        block: rows that go through a layer together, see planning/expert_batches.py; None: one block of all.
+
+    Attributes:
+        offsets: where each sequence begins among all rows, and where the last one ends.
+        batches: the sequences that go through attention together, of all of them.
+        rows: first and last (exclusive) row of those that this process computes block by block.
+        sequences: those that it keeps: of each batch that has a row among these.
+        start: the first row that it keeps.
+    """
+
+    def __init__(self, lengths: Sequence[int], dist: ProcessGroup = SINGLE_PROCESS, block: int | None = None) -> None:
+        self.lengths, self.dist = list(lengths), dist
+        self._block = block or max(1, sum(lengths))
+        self.offsets = [0]
+        for length in lengths:
+            self.offsets.append(self.offsets[-1] + length)
+        self.batches = batches(self.lengths, self._block)
+        self.rows = self.rows_of(dist.rank)
+        self.sequences = self._touching(self.rows)
+        self.start = self.offsets[self.sequences.start]
+
+    @property
+    def total(self) -> int:
+        """Number of all rows."""
+        return self.offsets[-1]
+
+    @property
+    def owned_batches(self) -> list[range]:
+        """The batches whose first row this process computes: each is one process's."""
+        first, last = self.rows
+        return [batch for batch in self.batches if first <= self.offsets[batch.start] < last]
+
+    @property
+    def owned(self) -> range:
+        """Their sequences."""
+        own = self.owned_batches
+        return range(own[0].start, own[-1].stop) if own else range(0)
+
+    def rows_of(self, rank: int) -> tuple[int, int]:
+        """First and last (exclusive) row that a process computes block by block."""
+        blocks = self.dist.partition(-(-self.total // self._block), rank)
+        return min(blocks.start * self._block, self.total), min(blocks.stop * self._block, self.total)
+
+    def kept_by(self, rank: int) -> slice:
+        """The rows that a process keeps, counted through all sequences."""
+        kept = self._touching(self.rows_of(rank))
+        return slice(self.offsets[kept.start], self.offsets[kept.stop])
+
+    def blocks(self) -> list[slice]:
+        """The blocks of this process, counted from `start`; cut in the same places whatever the number of processes."""
+        first, last = self.rows
+        starts = range(first, last, self._block)
+        return [slice(start - self.start, min(start + self._block, last) - self.start) for start in starts]
+
+    def complete(self, flat: torch.Tensor) -> None:
+        """Get the rows at the borders that others have computed.
+
+        Args:
+            flat: (rows kept, …), of which this process has computed its blocks.
+        """
+        kept = self.kept_by(self.dist.rank)
+        for first, last in self._borders():
+            here = kept.start <= first and last <= kept.stop
+            for owner in range(self.dist.world_size):
+                begin, end = self.rows_of(owner)
+                begin, end = max(begin, first), min(end, last)
+                if begin < end:
+                    rows = flat[begin - self.start : end - self.start] if here else _unused(flat, end - begin)
+                    self.dist.broadcast(rows, owner)
+
+    def collect(self, flat: torch.Tensor, whole: torch.Tensor | None) -> None:
+        """Put together in rank 0 what the processes have computed.
+
+        Args:
+            flat: (rows kept, …), of this process.
+            whole: (all rows, …) on the CPU, filled here; None in the other ranks.
+        """
+        for owner in range(self.dist.world_size):
+            first, last = self.rows_of(owner)
+            if owner == self.dist.rank:
+                rows = flat[first - self.start : last - self.start]
+            elif whole is not None:
+                rows = whole[first:last]
+            else:
+                rows = _unused(flat, last - first)
+            self.dist.broadcast(rows, owner)
+            if whole is not None and owner == self.dist.rank:
+                whole[first:last].copy_(rows)
+
+    def deal(self, flat: torch.Tensor, whole: torch.Tensor | None) -> None:
+        """Give each process the rows that it keeps; the reverse of `collect`.
+
+        Args:
+            flat: (rows kept, …), filled here.
+            whole: (all rows, …) in rank 0; None in the others.
+        """
+        kept = self.kept_by(self.dist.rank)
+        for part in range(self.dist.world_size):
+            first, last = self.rows_of(part)
+            rows = flat.new_empty(last - first, *flat.shape[1:]) if whole is None else whole[first:last]
+            self.dist.broadcast(rows)
+            begin, end = max(first, kept.start), min(last, kept.stop)
+            if begin < end:
+                flat[begin - self.start : end - self.start].copy_(rows[begin - first : end - first])
+
+    def _borders(self) -> list[tuple[int, int]]:
+        """First and last (exclusive) rows of the batches that reach across a border; the same in all processes."""
+        ends = {self.rows_of(rank)[1] for rank in range(self.dist.world_size - 1)}
+        spans = [(self.offsets[batch.start], self.offsets[batch.stop]) for batch in self.batches]
+        return [(begin, end) for begin, end in spans if any(begin < border < end for border in ends)]
+
+    def _touching(self, rows: tuple[int, int]) -> range:
+        """The sequences of the batches that have a row among these."""
+        first, last = rows
+        touched = [b for b in self.batches if self.offsets[b.start] < last and first < self.offsets[b.stop]]
+        return range(touched[0].start, touched[-1].stop) if first < last else range(0)
+
+
+def _unused(like: torch.Tensor, rows: int) -> torch.Tensor:
+    """Room for rows that pass by: everybody takes part in a broadcast."""
+    return like.new_empty(rows, *like.shape[1:])

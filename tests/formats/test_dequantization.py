@@ -1,0 +1,237 @@
+"""Stored tensors as numbers, against compressed-tensors' decompressors and loops over single elements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.reader import Checkpoint, open_folder
+from quantizers.formats.dequantization import dequantize_fp8, read_weight
+from quantizers.formats.packed_integers import unpack
+from quantizers.forward.layer_weights import layer_weights
+from quantizers.system.errors import CheckpointError
+
+CPU = torch.device("cpu")
+
+
+def stored(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Checkpoint:
+    """A checkpoint of just these tensors, in two shards."""
+    return open_folder(tiny.write(folder / "checkpoint", tiny.config(**config), tensors))
+
+
+def e4m3(code: int) -> float:
+    """What a byte means in FP8 e4m3fn: sign, 4 exponent bits with bias 7, 3 fraction bits, no infinity."""
+    sign, exponent, fraction = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
+    if exponent == 0:
+        return sign * fraction / 8 * 2.0**-6
+    return sign * (1 + fraction / 8) * 2.0 ** (exponent - 7)
+
+
+def fp8_bytes(seed: int, *shape: int) -> torch.Tensor:
+    """Random bytes without the two that are NaN."""
+    codes = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 1
+    return codes
+
+
+@pytest.mark.parametrize("suffix", ["weight_scale_inv", "weight_scale"])
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [((256, 128), (128, 128)), ((130, 257), (128, 128)), ((5, 7), (128, 128)), ((64, 96), (32, 64)), ((9, 9), (1, 4))],
+)
+def test_fp8_by_a_loop_over_elements(
+    shape: tuple[int, int], block: tuple[int, int], suffix: str, tmp_path: Path
+) -> None:
+    """Oracle: e4m3 decoded from its bits times its block's scale, rounded to float32 once; every byte occurs."""
+    codes = fp8_bytes(1, *shape)
+    values = [c for c in range(256) if c & 127 != 127]
+    codes.view(-1)[: len(values)] = torch.tensor(values, dtype=torch.uint8)[: codes.numel()]
+    rows, columns = (-(-n // b) for n, b in zip(shape, block, strict=True))
+    scale = torch.rand(rows, columns, generator=torch.Generator().manual_seed(2)) * 1e-3
+    quantization = {"quant_method": "fp8", "weight_block_size": list(block)}
+    tensors = {"m.weight": codes.view(torch.float8_e4m3fn), f"m.{suffix}": scale}
+    weight = read_weight(stored(tmp_path, tensors, quantization_config=quantization), "m", CPU)
+    slow = torch.tensor(
+        [
+            [e4m3(int(codes[i, j])) * float(scale[i // block[0], j // block[1]]) for j in range(shape[1])]
+            for i in range(shape[0])
+        ],
+        dtype=torch.float64,
+    )
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, slow.float())
+    assert torch.equal(dequantize_fp8(codes.view(torch.float8_e4m3fn), scale, block), weight)
+
+
+def test_a_bfloat16_scale_is_taken_as_it_is(tmp_path: Path) -> None:
+    """Some FP8 checkpoints store scales in bfloat16; the product is still float32."""
+    codes, scale = fp8_bytes(3, 128, 256).view(torch.float8_e4m3fn), torch.tensor([[0.0117, 0.3]]).bfloat16()
+    weight = read_weight(stored(tmp_path, {"m.weight": codes, "m.weight_scale_inv": scale}), "m", CPU)
+    assert torch.equal(weight, codes.float() * scale.float().repeat_interleave(128, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_plain_weights_are_themselves(dtype: torch.dtype, tmp_path: Path) -> None:
+    """No scale, no change."""
+    weight = torch.randn(6, 10, generator=torch.Generator().manual_seed(4)).to(dtype)
+    got = read_weight(stored(tmp_path, {"m.weight": weight}), "m", CPU)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, weight.float())
+
+
+def packed_tensors(bits: int, rows: int = 6, columns: int = 128, group: int = 32) -> dict[str, torch.Tensor]:
+    """A weight as compressed-tensors' own compressor writes it."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    generator = torch.Generator().manual_seed(bits)
+    half = 2 ** (bits - 1)
+    codes = torch.randint(-half, half, (rows, columns), generator=generator).to(torch.int8)
+    return {
+        "m.weight_packed": pack_to_int32(codes, bits),
+        "m.weight_scale": torch.rand(rows, columns // group, generator=generator).add(0.01).bfloat16(),
+        "m.weight_shape": torch.tensor([rows, columns]),
+    }
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_weights_are_what_compressed_tensors_decompresses(bits: int, group: int, tmp_path: Path) -> None:
+    """Oracles: the library's PackedQuantizationCompressor, and a loop that picks bits out of the words."""
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    tensors = packed_tensors(bits, group=group)
+    weight = read_weight(stored(tmp_path, tensors), "m", CPU)
+    arguments = QuantizationArgs(num_bits=bits, type="int", symmetric=True, strategy="group", group_size=group)
+    state = {name.removeprefix("m."): tensor for name, tensor in tensors.items()}
+    state["weight_scale"] = state["weight_scale"].float()
+    library = PackedQuantizationCompressor.decompress(state, QuantizationScheme(targets=["Linear"], weights=arguments))[
+        "weight"
+    ]
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, library)
+    per_word, scale = 32 // bits, tensors["m.weight_scale"]
+    codes = unpack(tensors["m.weight_packed"], bits, (6, 128))
+    for i in range(6):
+        for j in range(128):
+            word = int(tensors["m.weight_packed"][i, j // per_word]) & 0xFFFFFFFF
+            code = (word >> bits * (j % per_word) & (2**bits - 1)) - 2 ** (bits - 1)
+            assert int(codes[i, j]) == code
+            assert float(weight[i, j]) == code * float(scale[i, j // group])
+
+
+def poisoned(dtype: torch.dtype, value: float) -> torch.Tensor:
+    weight = torch.ones(128, 128)
+    weight[3, 4] = value
+    return weight.to(dtype)
+
+
+FP8 = torch.float8_e4m3fn
+ONE = torch.ones(1, 1)
+BROKEN = {
+    "weight missing": {"n.weight": torch.ones(2, 2)},
+    "scale missing": {"m.weight": poisoned(FP8, 1)},
+    "scale of another shape": {"m.weight": poisoned(FP8, 1), "m.weight_scale_inv": torch.ones(2, 1)},
+    "scale without blocks": {"m.weight": poisoned(FP8, 1), "m.weight_scale_inv": torch.ones(())},
+    "NaN in FP8": {"m.weight": poisoned(FP8, float("nan")), "m.weight_scale_inv": ONE},
+    "NaN in a scale": {"m.weight": poisoned(FP8, 1), "m.weight_scale_inv": ONE * float("nan")},
+    "infinite scale": {"m.weight": poisoned(FP8, 1), "m.weight_scale_inv": ONE * float("inf")},
+    "product that overflows": {"m.weight": poisoned(FP8, 448), "m.weight_scale_inv": ONE * 1e37},
+    "NaN in a plain weight": {"m.weight": poisoned(torch.bfloat16, float("nan"))},
+    "infinity in a plain weight": {"m.weight": poisoned(torch.float32, float("inf"))},
+    "integers": {"m.weight": torch.ones(4, 4, dtype=torch.int8)},
+    "another FP8": {"m.weight": poisoned(torch.float8_e5m2, 1)},
+    "FP8 of one dimension": {"m.weight": torch.ones(128).to(FP8), "m.weight_scale_inv": ONE},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_weight_is_a_checkpoint_error(name: str, tmp_path: Path) -> None:
+    """One line that names the module; never another exception, and never wrong numbers."""
+    with pytest.raises(CheckpointError) as caught:
+        read_weight(stored(tmp_path, BROKEN[name]), "m", CPU)
+    assert "\n" not in str(caught.value)
+    assert "m." in str(caught.value)
+
+
+BROKEN_PACKED: dict[str, dict[str, torch.Tensor | None]] = {
+    "no scale": {"weight_scale": None},
+    "no shape": {"weight_shape": None},
+    "shape of other rows": {"weight_shape": torch.tensor([7, 128])},
+    "shape of other columns": {"weight_shape": torch.tensor([6, 100])},
+    "shape of zero columns": {"weight_shape": torch.tensor([6, 0])},
+    "shape that means 2 bits": {"weight_shape": torch.tensor([6, 256])},
+    "shape of three numbers": {"weight_shape": torch.tensor([6, 128, 1])},
+    "scale of other rows": {"weight_scale": torch.ones(5, 4).bfloat16()},
+    "groups that do not divide": {"weight_scale": torch.ones(6, 5).bfloat16()},
+    "scale of one dimension": {"weight_scale": torch.ones(6).bfloat16()},
+    "NaN in a scale": {"weight_scale": torch.full((6, 4), float("nan")).bfloat16()},
+    "words of one dimension": {"weight_packed": torch.zeros(96, dtype=torch.int32)},
+    "words of another dtype": {"weight_packed": torch.zeros(6, 16, dtype=torch.int64)},
+    "zero points": {"weight_zero_point": torch.zeros(1, 4, dtype=torch.int32)},
+    "groups in another order": {"weight_g_idx": torch.zeros(128, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_PACKED)
+def test_a_broken_packed_weight_is_a_checkpoint_error(name: str, tmp_path: Path) -> None:
+    """As above, for packed weights."""
+    tensors = packed_tensors(4)
+    for suffix, tensor in BROKEN_PACKED[name].items():
+        tensors.pop(f"m.{suffix}", None)
+        if tensor is not None:
+            tensors[f"m.{suffix}"] = tensor
+    with pytest.raises(CheckpointError) as caught:
+        read_weight(stored(tmp_path, tensors), "m", CPU)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layers_weights_are_its_stored_tensors_fused_in_order(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Oracle: the tensors that the checkpoint was written from; w1 above w3, experts in order, names transformers'."""
+    config = tiny.config(hidden_size=160, intermediate_size=96)
+    source = tiny.tensors(config, seed=5)
+    checkpoint = open_folder(tiny.write(tmp_path / "model", config, source))
+    facts = architecture_for(checkpoint.config, "config.json")
+    weights = layer_weights(checkpoint, facts, sizes_of(facts, checkpoint.config, "config.json"), 1, CPU, dtype)
+
+    def value(name: str) -> torch.Tensor:
+        codes, scale = source[f"model.layers.1.{name}.weight"], source[f"model.layers.1.{name}.weight_scale_inv"]
+        rows, columns = codes.shape
+        expanded = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        return (codes.float() * expanded).to(dtype)
+
+    for expert in range(4):
+        at = f"block_sparse_moe.experts.{expert}"
+        fused = weights["mlp.experts.gate_up_proj"][expert]
+        assert torch.equal(fused, torch.cat([value(f"{at}.w1"), value(f"{at}.w3")]))
+        assert torch.equal(weights["mlp.experts.down_proj"][expert], value(f"{at}.w2"))
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        assert torch.equal(weights[f"self_attn.{name}.weight"], value(f"self_attn.{name}"))
+    for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
+        assert torch.equal(weights[f"{name}.weight"], source[f"model.layers.1.{name}.weight"].to(dtype))
+    for ours, published in (("gate.weight", "gate.weight"), ("e_score_correction_bias", "e_score_correction_bias")):
+        tensor = weights[f"mlp.{ours}"]
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, source[f"model.layers.1.block_sparse_moe.{published}"])
+    assert len(weights) == 6 + 4 + 2
+
+
+@pytest.mark.parametrize("name", ["post_attention_layernorm.weight", "block_sparse_moe.gate.weight"])
+def test_a_layer_with_a_nan_is_refused(name: str, tmp_path: Path) -> None:
+    """The message names the tensor."""
+    config = tiny.config()
+    source = tiny.tensors(config)
+    source[f"model.layers.0.{name}"].view(-1)[5] = float("nan")
+    checkpoint = open_folder(tiny.write(tmp_path / "model", config, source))
+    facts = architecture_for(checkpoint.config, "config.json")
+    sizes = sizes_of(facts, checkpoint.config, "config.json")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        layer_weights(checkpoint, facts, sizes, 0, CPU, torch.float32)
+    assert layer_weights(checkpoint, facts, sizes, 1, CPU, torch.float32)

@@ -1,0 +1,104 @@
+"""Both halves over the rows of many sequences, against the layer run whole, one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import make
+
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.reader import open_folder
+from quantizers.forward.activation_store import ActivationStore
+from quantizers.forward.layer_forward import attend, finish, observe
+from quantizers.forward.layered_model import LayeredModel
+from quantizers.forward.moe_inputs import moe_input_store
+from quantizers.system.errors import QuantizeError
+
+LENGTHS = [5, 1, 12, 7, 3, 4, 2, 2, 2]
+SINGLE_PROCESS = 4  # the first go through attention alone, then two together with padding, and three that are as long
+BLOCK = 8  # rows: every block but the first holds parts of two sequences or more
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LayeredModel:
+    checkpoint = open_folder(make(tmp_path_factory.mktemp("halves") / "model", seed=3))
+    facts = architecture_for(checkpoint.config, "config.json")
+    sizes = sizes_of(facts, checkpoint.config, "config.json")
+    return LayeredModel(checkpoint, facts, sizes, torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture
+def layer(model: LayeredModel) -> Iterator[torch.nn.Module]:
+    with model.layer(0) as module:
+        yield module
+
+
+def rows(width: int, dtype: torch.dtype, path: Path | None = None) -> ActivationStore:
+    return ActivationStore(path, LENGTHS, width, dtype, block=BLOCK)
+
+
+def filled(model: LayeredModel, path: Path | None = None) -> ActivationStore:
+    states = rows(model.sizes["hidden"], model.dtype, path)
+    states.flat.copy_(torch.randn(states.flat.shape, generator=torch.Generator().manual_seed(1)))
+    return states
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_blocks_of_rows_give_what_each_sequence_gives_alone(
+    in_a_file: bool, model: LayeredModel, layer: torch.nn.Module, tmp_path: Path
+) -> None:
+    states = filled(model, tmp_path / "states.bin" if in_a_file else None)
+    wanted = [layer(**model.inputs(sequence.unsqueeze(0)))[0] for sequence in states]
+    experts: list[torch.Tensor] = []
+    hook = layer.mlp.experts.register_forward_pre_hook(lambda _, args: experts.append(args[1]))
+    for sequence in states:
+        layer(**model.inputs(sequence.unsqueeze(0)))
+    hook.remove()
+    after, chosen = filled(model), rows(model.sizes["chosen"], torch.int32)
+    attend(model, layer, states, after)
+    assert len(after.blocks()) == 5
+    assert [len(lengths) for _, lengths in after.batches()] == [1, 1, 1, 1, 2, 3]
+    finish(model, layer, after, "here", chosen=chosen)
+    for i, (expected, choices) in enumerate(zip(wanted, experts, strict=True)):
+        closeness = 1e-5 if i < SINGLE_PROCESS else 1e-4  # attention of a batch has other roundings
+        assert torch.allclose(after[i], expected, rtol=closeness, atol=closeness)
+        assert torch.equal(chosen[i].long().sort(-1).values, choices.sort(-1).values)
+
+
+@torch.no_grad()
+def test_observing_leaves_the_residual_and_what_the_experts_are_given(
+    model: LayeredModel, layer: torch.nn.Module
+) -> None:
+    states = filled(model)
+    residual = [model.attend(layer, sequence) for sequence in states]
+    recorded = moe_input_store(lambda _, width, dtype: rows(width, dtype), model.sizes, model.dtype)
+    observe(model, layer, states, recorded)
+    for i, expected in enumerate(residual):
+        if i < SINGLE_PROCESS:
+            assert torch.equal(states[i], expected)
+        assert torch.allclose(states[i], expected, atol=1e-5)
+        seen = model.route(layer, expected)
+        assert torch.allclose(recorded.x[i], seen.x, atol=1e-6 if i < SINGLE_PROCESS else 1e-5)
+        assert torch.equal(recorded.chosen[i].long(), seen.chosen)
+        assert torch.allclose(recorded.weight[i], seen.weight, atol=1e-6)
+
+
+@torch.no_grad()
+def test_an_output_that_is_not_finite_is_named(model: LayeredModel, layer: torch.nn.Module) -> None:
+    states = filled(model)
+    states[2][3, 0] = torch.nan
+    with pytest.raises(QuantizeError, match="layer 7: its output is not finite"):
+        finish(model, layer, states, "layer 7")
+
+
+def test_rows_of_nothing_are_rows(tmp_path: Path) -> None:
+    """A set without texts has files without bytes, which cannot be mapped."""
+    empty = ActivationStore(tmp_path / "states.bin", [], 4, torch.float32)
+    assert (len(empty), empty.blocks()) == (0, [])
+    empty.flush()
+    empty.remove()

@@ -1,0 +1,105 @@
+"""Which rows a process computes and keeps, for any sequences and any number of processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_threads import together
+
+from quantizers.distributed.process_group import ProcessGroup
+from quantizers.forward.activation_store import ActivationStore
+from quantizers.forward.moe_inputs import MoeInputs, moe_input_store
+from quantizers.forward.row_partition import RowPartition
+
+BLOCK = 8
+# Sequences within a block, across some, and across the shares of three processes; the last ones in batches of two.
+LENGTHS = [3, 30, 1, 7, 9, 2, 25, 6, 2, 2, 3, 1, 1]
+LENGTH = st.integers(1, 40)
+
+
+def shares(lengths: list[int], count: int) -> list[RowPartition]:
+    teams = [ProcessGroup() for _ in range(count)]
+    for rank, dist in enumerate(teams):
+        dist.rank, dist.world_size = rank, count
+    return [RowPartition(lengths, dist, BLOCK) for dist in teams]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(LENGTH, max_size=12), st.integers(1, 7))
+def test_every_row_is_computed_once_in_the_blocks_of_one_process(lengths: list[int], count: int) -> None:
+    (alone,) = shares(lengths, 1)
+    parts = shares(lengths, count)
+    cut = [(block.start + one.start, block.stop + one.start) for one in parts for block in one.blocks()]
+    assert cut == [(block.start, block.stop) for block in alone.blocks()]
+    assert [i for one in parts for i in one.owned] == list(range(len(lengths)))
+    assert [batch for one in parts for batch in one.owned_batches] == alone.batches
+    for one in parts:
+        kept = one.kept_by(one.dist.rank)
+        assert kept.start == one.start == alone.offsets[one.sequences.start]
+        assert kept.stop == alone.offsets[one.sequences.stop]
+        first, last = one.rows
+        touched = [b for b in alone.batches if alone.offsets[b.start] < last and alone.offsets[b.stop] > first]
+        assert list(one.sequences) == ([n for batch in touched for n in batch] if first < last else [])
+        assert set(one.owned) <= set(one.sequences)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 12])
+def test_rows_at_the_borders_are_passed_on(count: int) -> None:
+    """Afterwards every process has all rows of the sequences that it keeps, as whoever computed them has them."""
+    whole = torch.arange(3.0 * sum(LENGTHS)).view(-1, 3)
+
+    def work(dist: ProcessGroup) -> None:
+        rows = ActivationStore(None, LENGTHS, 3, torch.float32, dist=dist, block=BLOCK)
+        rows.flat.fill_(-1)
+        for block in rows.blocks():
+            first = rows.partition.start
+            rows.flat[block] = whole[first + block.start : first + block.stop]
+        rows.partition.complete(rows.flat)
+        for i, number in enumerate(rows.partition.sequences):
+            first = rows.partition.offsets[number]
+            assert torch.equal(rows[i], whole[first : first + LENGTHS[number]])
+            assert torch.equal(rows.of(number), rows[i])
+
+    assert together(count, work) == count * [None]
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_rank_0_collects_and_deals_all_rows(count: int) -> None:
+    whole = torch.arange(2.0 * sum(LENGTHS)).view(-1, 2)
+
+    def work(dist: ProcessGroup) -> None:
+        share = RowPartition(LENGTHS, dist, BLOCK)
+        own = torch.full((share.kept_by(dist.rank).stop - share.start, 2), -1.0)
+        share.deal(own, whole if dist.is_main else None)
+        assert torch.equal(own, whole[share.kept_by(dist.rank)])
+        back = torch.zeros_like(whole) if dist.is_main else None
+        share.collect(own, back)
+        assert back is None or torch.equal(back, whole)
+
+    assert together(count, work) == count * [None]
+
+
+def test_every_process_gets_what_the_experts_are_called_with() -> None:
+    sizes = {"hidden": 5, "chosen": 2}
+    total = sum(LENGTHS)
+    x = torch.randn(total, 5, generator=torch.Generator().manual_seed(1)).bfloat16()
+    chosen = torch.arange(2 * total).view(-1, 2)
+    weight = torch.rand(total, 2, generator=torch.Generator().manual_seed(2))
+    usable = torch.arange(total) % 3 > 0
+
+    def work(dist: ProcessGroup) -> None:
+        recorded = moe_input_store(lambda _, *row: ActivationStore(None, LENGTHS, *row), sizes, torch.bfloat16)  # type: ignore[arg-type]
+        share = RowPartition(LENGTHS, dist, BLOCK)
+        for block in share.blocks():
+            rows = slice(share.start + block.start, share.start + block.stop)
+            recorded.put(rows, MoeInputs(x[rows], chosen[rows], weight[rows], usable[rows]))
+        recorded.complete(dist, share.rows_of)
+        found = recorded.at(slice(None), torch.device("cpu"))
+        assert torch.equal(found.x, x)
+        assert torch.equal(found.chosen, chosen.int())
+        assert torch.equal(found.weight, weight)
+        assert torch.equal(found.usable, usable)
+
+    assert together(4, work) == 4 * [None]
