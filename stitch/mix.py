@@ -25,10 +25,10 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, torch_dtype
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.formats.argument_order import refuse_swapped_arguments
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.fp8 import block_size
 from quantizers.formats.tensor_names import readable, with_experts_apart
+from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.layers.loop import layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
 from quantizers.output import journal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,20 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """With -s what tests print is wanted, which the processes that run two at a time do not pass on."""
     if config.option.capture == "no":
         config.option.numprocesses = 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    """Ctrl-C and SIGTERM end pytest also within a run, whose own handlers would end one test alone."""
+    real = signal.signal
+
+    def without_handlers(number: int, handler: Any) -> Any:
+        return signal.getsignal(number) if number in (signal.SIGINT, signal.SIGTERM) else real(number, handler)
+
+    with pytest.MonkeyPatch.context() as patched:
+        if not item.get_closest_marker("own_signals"):
+            patched.setattr(signal, "signal", without_handlers)
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

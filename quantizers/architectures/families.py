@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.system.errors import ArchitectureError
-from quantizers.system.strict_yaml import load
+from quantizers.system.schema import load
 
 from .architecture import Architecture
 from .facts import Published

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quantizers.architectures.matrices import MATRICES
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.fingerprint import refuse_changes
+from quantizers.output.journal import refuse_changes
 from quantizers.planning.allocation import Allocation
 from quantizers.recipe.schema import Scheme, counted
 from quantizers.system.errors import InputError
@@ -111,7 +111,7 @@ def apply_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | N
 
 def read_choice(job: Job, output: Path) -> dict[str, Any] | None:
     """What a finished or unfinished run in `output` has chosen; None where it has not, or ran another recipe."""
-    from quantizers.output.folder import finished_report
+    from quantizers.output.journal import finished_report
     from quantizers.recipe.portable import settings_hash
 
     from .measure import read_measurements

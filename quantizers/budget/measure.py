@@ -49,7 +49,7 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.loaded_tensors import load_tensors
 from quantizers.device.devices import forward_dtype, use_one_arena
-from quantizers.distributed.process_group import shown
+from quantizers.distributed.process_group import rank_0_progress
 from quantizers.formats.packed_integers import dequantize
 from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
@@ -102,13 +102,13 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
     tensors, check, started = all_tensors(model, job.opened), context.check, time.monotonic()
     early = context.prefetch_to_device
     steps = layer_steps(job.opened, tensors, [measurement], model, check=check, dist=dist, early=early)
-    with shown("measuring", layers, 0, check, dist, unit="layer") as step, closing(steps):
+    with rank_0_progress("measuring", layers, 0, check, dist, unit="layer") as step, closing(steps):
         for one in steps:
             seconds, started = time.monotonic() - started, time.monotonic()
             if dist.is_main:
                 write_json(_entry_file(work, one.number), measurement.entry | {"seconds": seconds})
             step(f"{seconds:.1f} s")
-    _, (_, kl, _) = score(measurement.streams, texts, partial(shown, check=check, dist=dist), dist=dist)
+    _, (_, kl, _) = score(measurement.streams, texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)
     if not math.isfinite(float(kl.mean())):
         raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
     if dist.local_rank == 0:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from quantizers.system.errors import CalibrationError
 from quantizers.system.files import file_sha256, write_text
-from quantizers.system.strict_yaml import Strict
+from quantizers.system.schema import Strict
 
 from .rows import SourceError, for_each_source, local_file
 from .set import CalibrationSet, DataSource, read_set

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from quantizers.system.errors import CalibrationError
-from quantizers.system.strict_yaml import Strict, load, parse
+from quantizers.system.schema import Strict, load
+from quantizers.system.strict_yaml import parse
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".parquet")
 Kind = Literal["programming", "spoken"]

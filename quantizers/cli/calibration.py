@@ -226,9 +226,10 @@ def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
     Example: quantize calibration schema > calibration-set.schema.json
     """
-    from .schema_reference import set_schema
+    from quantizers.calibration.set import CalibrationSet
+    from quantizers.system.schema import json_schema
 
-    print(set_schema(), end="")  # JSON in any case
+    print(json_schema(CalibrationSet, "Calibration set of quantize"), end="")  # JSON in any case
 
 
 def _texts_diff(before: Path, after: Path, counting: Counting, workers: int) -> tuple[TextsDiff | None, str]:

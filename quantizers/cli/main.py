@@ -10,8 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from quantizers.device.determinism import ordered
-from quantizers.distributed.launch import join_launched, launched
-from quantizers.distributed.process_group import ProcessGroup
+from quantizers.distributed.process_group import ProcessGroup, launched
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.interrupts import stoppable
 
@@ -82,9 +81,12 @@ def main() -> None:
     dist = ProcessGroup()
     try:
         with stoppable(), ordered():
-            if launched() and not {*sys.argv[1:2]} <= SEVERAL:
-                raise InputError("only run, eval and coverage work with several processes; start this by itself")
-            dist = join_launched()
+            if ranks := launched():
+                if not {*sys.argv[1:2]} <= SEVERAL:
+                    raise InputError("only run, eval and coverage work with several processes; start this by itself")
+                from quantizers.distributed.torch_group import init_process_group  # imports torch
+
+                dist = init_process_group(*ranks)
             code = app(prog_name="quantize", standalone_mode=False, obj=dist) or 0  # typer.Exit is returned as a code
             dist.shutdown()
             sys.exit(code)

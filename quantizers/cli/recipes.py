@@ -63,9 +63,10 @@ def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
     Example: quantize recipes schema > recipe.schema.json
     """
-    from .schema_reference import recipe_schema
+    from quantizers.recipe.schema import Recipe
+    from quantizers.system.schema import json_schema
 
-    print(recipe_schema(), end="")  # JSON in any case
+    print(json_schema(Recipe, "Recipe of quantize"), end="")  # JSON in any case
 
 
 @recipes.command()

@@ -32,15 +32,14 @@ from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors, outs
 from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
-from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, shown
-from quantizers.formats.argument_order import refuse_swapped_arguments
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.formats.tensor_names import readable
+from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import LayerStep
-from quantizers.output.fingerprint import begun_with
-from quantizers.output.journal import refuse_unfinished
+from quantizers.output.journal import begun_with, refuse_unfinished
 from quantizers.output.manifest import carried_facts
 from quantizers.recipe.read import find_set
 from quantizers.system.errors import CheckpointError, OutputError
@@ -294,7 +293,7 @@ def _evaluate(
     comparison = Comparison(streams[0], candidates, held.texts, dist)
     tensors = all_tensors(models[0], opened[0], done)
     steps = layer_steps(opened[0], tensors, [comparison], models[0], check=check, dist=dist)
-    with shown("evaluating", layers, done, check, dist) as shown_step, contextlib.closing(steps):
+    with rank_0_progress("evaluating", layers, done, check, dist) as shown_step, contextlib.closing(steps):
         for step in steps:
             if dist.is_main:
                 found = [
@@ -308,7 +307,7 @@ def _evaluate(
                 stream.forget(step.number)
             shown_step(f"layer {step.number}")
     kept = work if resumable and dist.node == 0 else None  # on the other machines nobody has made the folder
-    scores = score(streams, held.texts, partial(shown, check=check, dist=dist), kept, dist)
+    scores = score(streams, held.texts, partial(rank_0_progress, check=check, dist=dist), kept, dist)
     if not dist.is_main:
         return []
     return [

@@ -91,8 +91,7 @@ def run(
         QuantizeError: the run failed. Interrupted: by a signal. What was finished stays on disk in both cases.
     """
     from quantizers.device.determinism import ordered
-    from quantizers.output.fingerprint import begun_with
-    from quantizers.output.journal import discard, refuse_second_run, work_folder
+    from quantizers.output.journal import begun_with, discard, refuse_second_run, work_folder
     from quantizers.planning.job import Job, prepare
     from quantizers.recipe.changes import changes_of
     from quantizers.recipe.read import find_recipe

@@ -19,9 +19,13 @@ from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import RESUME
 from quantizers.output import journal
-from quantizers.output.fingerprint import refuse_changes
-from quantizers.output.folder import finished_report, move_into_place, refuse_strangers
-from quantizers.output.journal import refuse_unfinished
+from quantizers.output.journal import (
+    finished_report,
+    move_into_place,
+    refuse_changes,
+    refuse_strangers,
+    refuse_unfinished,
+)
 from quantizers.output.manifest import text_sha256
 from quantizers.pipeline.report import stitch_report
 from quantizers.pipeline.report_files import write_report

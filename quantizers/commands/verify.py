@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json, refuse_gguf
-from quantizers.formats.argument_order import refuse_swapped_arguments
 from quantizers.formats.awq_gptq import is_awq_or_gptq
-from quantizers.formats.unsupported import refuse_unsupported
+from quantizers.formats.unsupported import refuse_swapped_arguments, refuse_unsupported
 from quantizers.output.journal import refuse_unfinished
 from quantizers.output.manifest import carried_facts
 from quantizers.pipeline.manifest_check import Record, check_manifest

@@ -1,1 +1,5 @@
-"""The processes of a run, as torchrun or accelerate launch start them, on torch.distributed."""
+"""The processes of a run, on torch.distributed. A launcher starts them, on each machine:
+
+torchrun --nproc-per-node 4 -m quantizers run RECIPE
+accelerate launch --num_processes 4 -m quantizers run RECIPE
+"""

@@ -1,9 +1,8 @@
 """The process group of a run. This file has the group of one process; torch_group.py has that of several.
 
-Work is split into expert batches, sequences and chunks of rows that do not depend on the number of processes. Every
-matmul keeps its shape, and sums over sequences or experts are added in their order by each process that needs them.
-Processes exchange only what one of them has computed, and reduce nothing on the way. That is why the bytes of the
-output are those of one process.
+Output bytes do not depend on the number of processes: work is split into expert batches, sequences and token chunks
+that do not depend on it either, every matmul keeps its shape, and each process that needs a sum over sequences or
+experts adds it in their order. Results are broadcast or gathered, never reduced.
 
 All processes call the same methods in the same order.
 """
@@ -11,6 +10,7 @@ All processes call the same methods in the same order.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 RESUME = "give the same command again to resume"
+
+
+def launched() -> tuple[int, int, int] | None:
+    """Rank, world size and local rank, from a launcher's environment; None for a process by itself."""
+    values = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    if not all(value.isdigit() for value in values) or int(values[1]) < 2:
+        return None
+    rank, world_size, local_rank = map(int, values)
+    return rank, world_size, local_rank
 
 
 class ProcessGroup:
@@ -64,11 +73,7 @@ class ProcessGroup:
         return "this process"
 
     def partition(self, items: int, rank: int | None = None) -> range:
-        """The consecutive ones of `items` items that a rank works on.
-
-        Args:
-            rank: None for this process.
-        """
+        """The consecutive ones of `items` items that a rank (None: this process) works on."""
         number = self.rank if rank is None else rank
         return range(items * number // self.world_size, items * (number + 1) // self.world_size)
 
@@ -83,7 +88,7 @@ class ProcessGroup:
         """Wait until all processes have called this."""
 
     def in_turn(self, make: Callable[[], Made]) -> Made:
-        """`make()`, by rank 0 first, then by local rank 0 of each machine, then by the others: for what is cached."""
+        """`make()`, by rank 0 first, then by local rank 0 of each machine, then by the others: for cached results."""
         return make()
 
     def broadcast_object(self, value: Any = None) -> Any:
@@ -113,13 +118,10 @@ class ProcessGroup:
         """Leave the group after the last exchange; the other processes may still be at work."""
 
     def final_message(self, message: str, code: int) -> tuple[str | None, int]:
-        """What a failing process prints, and its exit code: of several processes only the first failure is printed.
+        """The message that a failing process prints, None where another does; and the exit code of the first failure.
 
         Args:
             message, code: of this process's own failure.
-
-        Returns:
-            The message, None where another process prints one; and the exit code of the first failure.
         """
         return message, code
 
@@ -128,13 +130,9 @@ SINGLE_PROCESS = ProcessGroup()
 
 
 @contextlib.contextmanager
-def shown(
+def rank_0_progress(
     title: str, total: int, done: int, check: Callable[[], None], dist: ProcessGroup, *, unit: str = ""
 ) -> Iterator[Step]:
-    """Progress on rank 0, none on the others; `check` runs before each step and may interrupt.
-
-    Args:
-        title, total, done, unit: see `progress`.
-    """
+    """`progress` on rank 0, none on the others; `check` runs before each step and may raise to interrupt."""
     with progress(title, total, done, unit) if dist.is_main else contextlib.nullcontext(lambda _: None) as step:
         yield checked(step, check)

@@ -1,8 +1,8 @@
 """The process group of several processes, through torch.distributed.
 
-Every collective is waited for in Python, so that a signal ends the wait, and so does the failure of another process: a
-process that fails writes why into the launcher's store; that of a process that was killed is seen by its connections
-(gloo), by the launcher, which then terminates the others of its machine, or at the latest by a timeout.
+Collectives are awaited in Python, so that a signal ends the wait, and so does another process's failure: a process that
+fails writes the reason into the launcher's store; one that was killed is noticed by gloo's connections to it, by the
+launcher, which then terminates the others on its machine, or at the latest by a timeout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SIGTERM_CODE = 128 + signal.SIGTERM
 
 
 def init_process_group(rank: int, world_size: int, local_rank: int) -> DistributedGroup:
-    """Join the processes that a launcher started, of which this is one; see launch.py.
+    """Join the processes that a launcher started; see `launched`.
 
     Raises:
         InputError: ranks are not numbered machine by machine.
@@ -51,9 +51,9 @@ def init_process_group(rank: int, world_size: int, local_rank: int) -> Distribut
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported here, in one line
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # or NCCL's watchdog aborts with pages of text
-    found, _, _ = next(rendezvous("env://"))
-    # torchrun --max-restarts keeps its store, with what an attempt before this one wrote.
-    store = PrefixStore(f"quantize/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
+    rendezvous_store, _, _ = next(rendezvous("env://"))
+    # torchrun --max-restarts keeps its store, with the keys of earlier attempts.
+    store = PrefixStore(f"quantize/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", rendezvous_store)
     places = exchange_places(store, rank, world_size, (socket.gethostname(), local_rank))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and torch_distributed.is_nccl_available() else "gloo"
     torch_distributed.init_process_group(
@@ -69,7 +69,7 @@ def exchange_places(store: Store, rank: int, world_size: int, own: tuple[str, in
 
     Args:
         store: shared by all processes.
-        own: of this process.
+        own: this process's.
 
     Raises:
         QuantizeError: one did not start within START_TIMEOUT.

@@ -1,12 +1,21 @@
-"""A linear module's matrix as its tensors, in the forms that can be turned into numbers any rows at a time.
+"""Dequantization of a linear module's weight, from every supported format, to float32.
 
-    blocks    weight F8_E4M3 (R, C), weight_scale_inv or weight_scale (R / b, ⌈C / b'⌉)   b rows of blocks b x b'
+Formats of which any rows can be dequantized (`WeightFormat`):
+
+    blocks    weight F8_E4M3 (R, C), weight_scale_inv or weight_scale (⌈R / b⌉, ⌈C / b'⌉)   blocks b x b'
     rows      weight F8_E4M3 (R, C), weight_scale (R,) or (R, 1)
     packed    weight_packed I32 (R, C · bits / 32), weight_scale (R, n), weight_shape
     plain     weight BF16, F16 or F32 (R, C)
 
-Headers alone say which it is. Matrices of one form can be laid one below the other and become numbers together, and a
-matrix can be cut into bands of rows: the numbers are the same, bit for bit. Everything else is read by `read_weight`.
+Of other programs, as a whole:
+
+    integers with a scale per tensor, row or group      weight I8, weight_scale (, weight_zero_point I8)
+    FP8 with a scale per tensor, group or other block   weight F8_E4M3, weight_scale
+    packed integers with zero points                    weight_packed, weight_scale, weight_shape, weight_zero_point
+    integers of AutoAWQ, GPTQ and AutoRound             see awq_gptq.py
+
+compressed-tensors' pack-quantized, int-quantized, float-quantized and naive-quantized are among these. Other formats
+are refused in unsupported.py.
 
 Legend: R rows (outputs), C columns (inputs), n groups of a row.
 """
@@ -14,7 +23,6 @@ Legend: R rows (outputs), C columns (inputs), n groups of a row.
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,18 +31,18 @@ from typing import Any, Literal
 import torch
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import FP8, TensorInfo
+from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TensorInfo
 from quantizers.system.errors import CheckpointError
 
 from .awq_gptq import dequantize_awq_gptq
 from .fp8 import SCALE, SCALE_INV, block_size, blocks_of
 from .packed_integers import dequantize, unpack
 
-PLAIN = ("BF16", "F16", "F32")
+PACKED, ZERO_POINT, GROUP_INDEX = "weight_packed", "weight_zero_point", "weight_g_idx"
 
 
 def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
-    """Read a linear module's weight as float32 on `device`.
+    """Read a linear module's weight (R, C) as float32 on `device`.
 
     Args:
         module: its full published name, without `.weight`.
@@ -52,22 +60,26 @@ def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> to
 
 def unchecked_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
     """As `read_weight`, but numbers that are not finite are left in."""
-    foreign = foreign_weight(checkpoint, module, device)
-    if foreign is not None:
-        return foreign
-    if f"{module}.weight_packed" in checkpoint.tensors:
-        return packed_weight(checkpoint, module, device)
-    info = checkpoint.require(f"{module}.weight", "a linear layer's weight")
-    stored = checkpoint.tensor(info.name).to(device)
-    if stored.dtype == torch.float8_e4m3fn:
-        scale = checkpoint.tensor(fp8_scale(checkpoint, module).name).to(device)
-        return dequantize_fp8(stored, scale, block_size(checkpoint))
-    if stored.is_floating_point() and stored.element_size() > 1:
-        return stored.float()
-    raise CheckpointError(
-        f"{info.file}: {info.name}: dtype {info.dtype} is not that of a weight that can be read; give the published "
-        "checkpoint"
-    )
+    stored = weight_format(checkpoint, module)
+    if stored is not None:
+        parts = [checkpoint.tensor(f"{module}.{part}").to(device) for part in stored.parts]
+        return stored.numbers(parts).float()
+    if f"{module}.qweight" in checkpoint.tensors:
+        return dequantize_awq_gptq(checkpoint, module, device)
+    if f"{module}.{PACKED}" in checkpoint.tensors:
+        return _with_zero_points(checkpoint, module, device)
+    info = checkpoint.tensors[f"{module}.weight"]
+    scale = checkpoint.tensors.get(f"{module}.{SCALE}")
+    if info.dtype not in ("I8", FP8) or scale is None:
+        raise CheckpointError(
+            f"{info.file}: {info.name}: dtype {info.dtype} is not that of a weight that can be read; give the "
+            "published checkpoint"
+        )
+    codes = checkpoint.tensor(info.name).to(device).float()
+    zero = checkpoint.tensors.get(f"{module}.{ZERO_POINT}")
+    if zero is not None:
+        codes -= _spread(checkpoint, zero, info, device)
+    return codes.mul_(_spread(checkpoint, scale, info, device))
 
 
 def refuse_bias(checkpoint: Checkpoint, module: str) -> None:
@@ -81,8 +93,8 @@ def refuse_bias(checkpoint: Checkpoint, module: str) -> None:
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a matrix is stored; matrices with equal ones can be laid one below the other.
+class WeightFormat:
+    """How a matrix is stored; matrices of equal formats can be stacked and dequantized together, bit for bit alike.
 
     Attributes:
         kind: see above.
@@ -101,9 +113,9 @@ class Form:
     def band(self, parts: Sequence[torch.Tensor], first: int, last: int) -> list[torch.Tensor]:
         """The parts of rows `first` to `last`, both multiples of the block's rows or the matrix's end."""
         step = self.block[0]
-        return [parts[0][first:last], *(scale[first // step : last // step] for scale in parts[1:])]
+        return [parts[0][first:last], *(scale[first // step : math.ceil(last / step)] for scale in parts[1:])]
 
-    def put(self, parts: Sequence[torch.Tensor], slot: torch.Tensor) -> torch.Tensor:
+    def fill(self, parts: Sequence[torch.Tensor], slot: torch.Tensor) -> torch.Tensor:
         """Fill a slot with the numbers of some rows, each rounded to its dtype once.
 
         Args:
@@ -130,74 +142,52 @@ class Form:
         return dequantize(unpack(codes, codes.shape[1] * 32 // columns, (len(codes), columns)), scale)
 
 
-def form_of(checkpoint: Checkpoint, module: str) -> Form | None:
-    """The form of a module's matrix, from headers; None where only `read_weight` knows.
+def weight_format(checkpoint: Checkpoint, module: str) -> WeightFormat | None:
+    """The format of a module's matrix, from headers; None for those of other programs.
 
     Raises:
-        CheckpointError: its weight is missing, or FP8 in blocks has no scale or one of another shape.
+        CheckpointError: the weight is missing or no matrix, or its tensors do not belong together.
     """
     tensors = checkpoint.tensors
-    others = ("qweight", "weight_zero_point", "weight_g_idx")
-    if any(f"{module}.{part}" in tensors for part in others):
+    if f"{module}.qweight" in tensors:
         return None
-    if f"{module}.weight_packed" in tensors:
-        return _packed(checkpoint, module)
+    if f"{module}.{PACKED}" in tensors:
+        parts, shape, _ = _packed(checkpoint, module)
+        return None if len(parts) > 2 else _format("packed", parts, shape)
     info = checkpoint.require(f"{module}.weight", "a linear layer's weight")
     if len(info.shape) != 2:
-        return None
-    shape = (info.shape[0], info.shape[1])
-    if info.dtype in PLAIN:
-        return Form("plain", ("weight",), ((info.dtype, shape),), shape)
+        raise CheckpointError(f"{info.file}: {info.name} has shape {list(info.shape)}; a matrix is needed")
+    rows, columns = info.shape
+    if info.dtype in FLOATING:
+        return _format("plain", [info], (rows, columns))
     if info.dtype != FP8:
         return None
-    block, scale = block_size(checkpoint), tensors.get(f"{module}.weight_scale")
-    if scale is None or scale.shape == blocks_of(shape, block):
-        scale = fp8_scale(checkpoint, module)
-        if shape[0] % block[0]:
-            return None
-        kind: Literal["blocks", "rows"] = "blocks"
-    elif scale.shape in ((shape[0],), (shape[0], 1)):
-        kind, block = "rows", (1, 1)
-    else:
-        return None
-    stored = ((info.dtype, shape), (scale.dtype, scale.shape))
-    return Form(kind, ("weight", scale.name.rpartition(".")[2]), stored, shape, block)
+    block, scale = block_size(checkpoint), tensors.get(f"{module}.{SCALE}")
+    if scale is None or scale.shape == blocks_of(info.shape, block):
+        return _format("blocks", [info, _block_scale(checkpoint, info, block)], (rows, columns), block)
+    return _format("rows", [info, scale], (rows, columns)) if scale.shape in ((rows,), (rows, 1)) else None
 
 
-def _packed(checkpoint: Checkpoint, module: str) -> Form | None:
-    found = [checkpoint.tensors.get(f"{module}.{part}") for part in ("weight_packed", "weight_scale", "weight_shape")]
-    words, scale, stated = found
-    if words is None or scale is None or stated is None or words.dtype != "I32" or math.prod(stated.shape) != 2:
-        return None
-    rows, columns = (int(n) for n in checkpoint.tensor(stated.name).flatten().tolist())
-    if len(words.shape) != 2 or len(scale.shape) != 2 or columns <= 0 or not scale.shape[1]:
-        return None
-    whole = columns % scale.shape[1] == 0 and (words.shape[1] * 32) % columns == 0
-    if not whole or words.shape[1] * 32 // columns not in (4, 8) or not rows == words.shape[0] == scale.shape[0]:
-        return None
-    stored = ((words.dtype, words.shape), (scale.dtype, scale.shape))
-    return Form("packed", ("weight_packed", "weight_scale"), stored, (rows, columns))
+def _format(
+    kind: Literal["blocks", "rows", "packed", "plain"],
+    parts: Sequence[TensorInfo],
+    shape: tuple[int, int],
+    block: tuple[int, int] = (1, 1),
+) -> WeightFormat:
+    names = tuple(info.name.rpartition(".")[2] for info in parts)
+    return WeightFormat(kind, names, tuple((info.dtype, info.shape) for info in parts), shape, block)
 
 
-def fp8_scale(checkpoint: Checkpoint, module: str) -> TensorInfo:
-    """The header entry of the scale of an FP8 module in blocks: `weight_scale_inv`, as published, or `weight_scale`.
-
-    Raises:
-        CheckpointError: there is none, or weight and scale do not belong together.
-    """
-    weight = checkpoint.tensors[f"{module}.weight"]
+def _block_scale(checkpoint: Checkpoint, weight: TensorInfo, block: tuple[int, int]) -> TensorInfo:
+    """The scale of FP8 in blocks: `weight_scale_inv`, as published, or `weight_scale`."""
+    module = weight.name.removesuffix(".weight")
     names = (f"{module}.{SCALE_INV}", f"{module}.{SCALE}")
     info = next((checkpoint.tensors[name] for name in names if name in checkpoint.tensors), None)
     if info is None:
         raise CheckpointError(
-            f"{weight.file}: {module}.weight is FP8 but has no {SCALE_INV}; the checkpoint is incomplete, "
+            f"{weight.file}: {weight.name} is FP8 but has no {SCALE_INV}; the checkpoint is incomplete, "
             "download it again"
         )
-    if len(weight.shape) != 2:
-        raise CheckpointError(
-            f"{weight.file}: {module}.weight has shape {list(weight.shape)}; FP8 in blocks has rows and columns"
-        )
-    block = block_size(checkpoint)
     expected = blocks_of(weight.shape, block)
     if info.shape != expected:
         raise CheckpointError(
@@ -205,6 +195,81 @@ def fp8_scale(checkpoint: Checkpoint, module: str) -> TensorInfo:
             f"{list(block)} needs {list(expected)}"
         )
     return info
+
+
+def _packed(checkpoint: Checkpoint, module: str) -> tuple[list[TensorInfo], tuple[int, int], int]:
+    """The header entries of packed integers, scales and zero points if there are any; R and C; bits.
+
+    Raises:
+        CheckpointError: one is missing, they do not belong together, or the groups are not in order of columns.
+    """
+    names = (PACKED, SCALE, "weight_shape")
+    packed, scale, stated = (checkpoint.require(f"{module}.{name}", "part of a packed weight") for name in names)
+    zero, index = (checkpoint.tensors.get(f"{module}.{part}") for part in (ZERO_POINT, GROUP_INDEX))
+    symmetric = all(weights.get("symmetric", True) for weights in _weight_schemes(checkpoint))
+    unread = index or (zero if symmetric else None)
+    if unread is not None:
+        raise CheckpointError(
+            f"{packed.file}: {unread.name}: only groups in order of columns can be read, and zero points that "
+            "config.json declares (symmetric: false)"
+        )
+    two = math.prod(stated.shape) == 2
+    rows, columns = (int(n) for n in checkpoint.tensor(stated.name).flatten().tolist()) if two else (0, 0)
+    bits, groups = packed.shape[-1] * 32 // columns if packed.shape and columns > 0 else 0, (0, *scale.shape)[-1]
+    parts = [packed, scale] if zero is None else [packed, scale, zero]
+    shapes = [(rows, columns * bits // 32), (rows, groups), (math.ceil(rows * bits / 32), groups)][: len(parts)]
+    whole = bits in (4, 8) and groups > 0 and columns % groups == columns * bits % 32 == 0
+    integers = all(info.dtype == "I32" for info in parts if info is not scale)
+    if not whole or not integers or [info.shape for info in parts] != shapes:
+        stored = ", ".join(f"{info.name.rpartition('.')[2]} {info.dtype} {list(info.shape)}" for info in parts)
+        raise CheckpointError(
+            f"{packed.file}: {module}: {stored} and weight_shape {[rows, columns]} do not belong together"
+        )
+    return parts, (rows, columns), bits
+
+
+def _with_zero_points(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
+    """Dequantize packed integers as (code - zero) * scale. The zero points (R, n) are packed along the rows."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    parts, (rows, columns), bits = _packed(checkpoint, module)
+    packed, scale, zero = (checkpoint.tensor(info.name).to(device) for info in parts)
+    groups = scale.shape[1]
+    codes = unpack_from_int32(packed, bits, torch.Size((rows, columns))).float()
+    zeros = unpack_from_int32(zero, bits, torch.Size((rows, groups)), packed_dim=0).float()
+    shifted = codes.view(rows, groups, -1) - zeros.unsqueeze(-1)
+    weight: torch.Tensor = (shifted * scale.float().unsqueeze(-1)).view(rows, columns)
+    return weight
+
+
+def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, device: torch.device) -> torch.Tensor:
+    """A scale or zero point in float32, expanded so that it broadcasts to the weight's shape (R, C)."""
+    rows, columns = weight.shape
+    values = checkpoint.tensor(scale.name).to(device).float()
+    if values.numel() == 1:
+        return values.view(1, 1)
+    if scale.shape in ((rows,), (rows, 1)):
+        return values.view(rows, 1)
+    if len(scale.shape) == 2 and scale.shape[0] == rows and columns % scale.shape[1] == 0:
+        return values.repeat_interleave(columns // scale.shape[1], dim=1)
+    for declared in _weight_schemes(checkpoint):
+        block = declared.get("block_structure")
+        if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+            if scale.shape == blocks_of(weight.shape, (block[0], block[1])):
+                return values.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
+            break
+    raise CheckpointError(
+        f"{scale.file}: {scale.name} has shape {list(scale.shape)}; one number, or one per row, group or declared "
+        f"block of {list(weight.shape)} is needed"
+    )
+
+
+def _weight_schemes(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """The `weights` entry of every config group."""
+    section = checkpoint.config.get("quantization_config")
+    groups = section.get("config_groups") if isinstance(section, dict) else None
+    schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    return [weights for weights in schemes if isinstance(weights, dict)]
 
 
 @cache
@@ -220,154 +285,9 @@ def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, 
     return result
 
 
-def packed_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
-    """The weight (R, C) of a module of packed integers, in float32 on `device`.
-
-    Raises:
-        CheckpointError: a tensor is missing, or they do not belong together.
-    """
-    info = checkpoint.tensors[f"{module}.weight_packed"]
-    scale_info = checkpoint.require(f"{module}.weight_scale", "the scales of a packed weight")
-    shape_info = checkpoint.require(f"{module}.weight_shape", "the shape of a packed weight")
-    for suffix in ("weight_zero_point", "weight_g_idx"):
-        if f"{module}.{suffix}" in checkpoint.tensors:
-            raise CheckpointError(
-                f"{info.file}: {module}.{suffix}: only symmetric integers with groups in order of columns can be read"
-            )
-    shape = checkpoint.tensor(shape_info.name).flatten().tolist()
-    if len(shape) != 2 or len(info.shape) != 2 or len(scale_info.shape) != 2 or info.dtype != "I32":
-        raise CheckpointError(
-            f"{info.file}: {module}: packed {info.dtype} {list(info.shape)}, scale {list(scale_info.shape)} and "
-            f"weight_shape {reprlib.repr(shape)}; int32 words and scales in rows and columns are needed"
-        )
-    rows, columns = (int(n) for n in shape)
-    bits, remainder = divmod(info.shape[1] * 32, columns) if columns > 0 else (0, 1)
-    groups = scale_info.shape[1]
-    if (
-        bits not in (4, 8)
-        or remainder
-        or info.shape[0] != rows
-        or scale_info.shape[0] != rows
-        or not groups
-        or columns % groups
-    ):
-        raise CheckpointError(
-            f"{info.file}: {module}: packed {list(info.shape)}, scale {list(scale_info.shape)} and "
-            f"weight_shape {[rows, columns]} do not belong together"
-        )
-    packed = checkpoint.tensor(info.name).to(device)
-    scale = checkpoint.tensor(scale_info.name).to(device).float()
-    return dequantize(unpack(packed, bits, (rows, columns)), scale)
-
-
 def is_finite(tensor: torch.Tensor) -> torch.Tensor:
     """Whether all numbers are, as a bool of no dimension on the tensor's device: nothing waits for it."""
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     floating = tensor.float() if tensor.element_size() == 1 else tensor
     return torch.stack(torch.aminmax(floating)).isfinite().all()  # a NaN is both; without arrays of its size
-
-
-def foreign_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor | None:
-    """A module's weight (R, C) in float32 on `device`, dequantized from one of the formats above.
-
-    Returns:
-        The weight, or None if its format is none of those above.
-
-    Raises:
-        CheckpointError: the module's tensors do not fit each other.
-    """
-    if f"{module}.qweight" in checkpoint.tensors:
-        return dequantize_awq_gptq(checkpoint, module, device)
-    parts = {part: checkpoint.tensors.get(f"{module}.{part}") for part in _PARTS}
-    scale, weight = parts["weight_scale"], parts["weight"]
-    if parts["weight_packed"] is not None:
-        asymmetric = parts["weight_zero_point"] is not None and not _all_symmetric(checkpoint)
-        return _asymmetric(checkpoint, module, device) if asymmetric else None
-    if weight is None or scale is None or len(weight.shape) != 2:
-        return None
-    if weight.dtype not in ("I8", FP8):
-        return None
-    if weight.dtype == FP8 and scale.shape == blocks_of(weight.shape, block_size(checkpoint)):
-        return None
-    codes = checkpoint.tensor(weight.name).to(device).float()
-    zero = parts["weight_zero_point"]
-    if zero is not None:
-        codes -= _spread(checkpoint, zero, weight, device)
-    return codes.mul_(_spread(checkpoint, scale, weight, device))
-
-
-_PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point")
-
-
-def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, device: torch.device) -> torch.Tensor:
-    """A scale or zero point in float32, expanded so that it broadcasts to the weight's shape (R, C)."""
-    rows, columns = weight.shape
-    values = checkpoint.tensor(scale.name).to(device).float()
-    if values.numel() == 1:
-        return values.view(1, 1)
-    if scale.shape in ((rows,), (rows, 1)):
-        return values.view(rows, 1)
-    if len(scale.shape) == 2 and scale.shape[0] == rows and columns % scale.shape[1] == 0:
-        return values.repeat_interleave(columns // scale.shape[1], dim=1)
-    block = _declared_block(checkpoint)
-    if block is not None and scale.shape == blocks_of(weight.shape, block):
-        return values.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
-    raise CheckpointError(
-        f"{scale.file}: {scale.name} has shape {list(scale.shape)}; one number, or one per row, group or declared "
-        f"block of {list(weight.shape)} is needed"
-    )
-
-
-def _weight_schemes(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """The `weights` entry of every config group."""
-    section = checkpoint.config.get("quantization_config")
-    groups = section.get("config_groups") if isinstance(section, dict) else None
-    schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
-    return [weights for weights in schemes if isinstance(weights, dict)]
-
-
-def _all_symmetric(checkpoint: Checkpoint) -> bool:
-    return all(weights.get("symmetric", True) for weights in _weight_schemes(checkpoint))
-
-
-def _declared_block(checkpoint: Checkpoint) -> tuple[int, int] | None:
-    """The `block_structure` of the first config group that has one."""
-    for weights in _weight_schemes(checkpoint):
-        block = weights.get("block_structure")
-        if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-            return block[0], block[1]
-    return None
-
-
-def _asymmetric(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
-    """Dequantize as (code - zero) * scale. The zero points (R, n) are packed along the rows."""
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
-    names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
-    packed, scale, shape, zero = (
-        checkpoint.tensor(checkpoint.require(f"{module}.{name}", "a packed weight with zero points").name)
-        for name in names
-    )
-    rows, columns = [int(n) for n in shape.flatten().tolist()] if shape.numel() == 2 else (0, 0)
-    bits = packed.shape[-1] * 32 // columns if packed.dim() == 2 and columns > 0 else 0
-    groups = scale.shape[-1] if scale.dim() == 2 else 0
-    if (
-        bits not in (4, 8)
-        or packed.shape != (rows, columns * bits // 32)
-        or not groups
-        or scale.shape != (rows, groups)
-        or columns % groups
-        or zero.shape != (math.ceil(rows * bits / 32), groups)
-        or zero.dtype != packed.dtype
-        or f"{module}.weight_g_idx" in checkpoint.tensors
-    ):
-        raise CheckpointError(
-            f"{checkpoint.folder}: {module}: packed {list(packed.shape)}, scale {list(scale.shape)}, zero point "
-            f"{list(zero.shape)} and weight_shape {[rows, columns]} do not fit each other"
-        )
-    codes = unpack_from_int32(packed.to(device), bits, torch.Size((rows, columns))).float()
-    zeros = unpack_from_int32(zero.to(device), bits, torch.Size((rows, groups)), packed_dim=0).float()
-    shifted = codes.view(rows, groups, -1) - zeros.unsqueeze(-1)
-    weight: torch.Tensor = (shifted * scale.to(device).float().unsqueeze(-1)).view(rows, columns)
-    return weight

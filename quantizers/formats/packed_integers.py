@@ -1,35 +1,33 @@
-"""Codes as 32-bit words, and back, in the layout of compressed-tensors' `pack-quantized` format.
+"""Packed integers: INT4 and INT8 with a scale per group, in compressed-tensors' `pack-quantized` layout.
 
-A word holds 32 / bits neighbouring codes of a row, the first in its lowest bits, each plus 2^(bits-1) so that it is
-not negative. On a machine that stores the lowest byte first, a row of words is therefore the row's bytes in order:
-one code a byte with 8 bits, two with 4, the even column in the low half. So nothing here is wider than 8 bits, nothing
-is scattered, and no value is looked at: all experts of a matrix are packed by the same few operations as one.
+An int32 holds 32 / bits neighbouring integers of a row, the first in its lowest bits, each plus 2^(bits-1) so that it
+is not negative. On a little-endian machine a row is therefore its bytes in order: one integer a byte with 8 bits, two
+with 4, the even column in the low half. So nothing here is wider than 8 bits or scattered, and no value is looked at:
+all experts of a matrix are packed by the same few operations as one.
 
-Legend: R rows, C columns, … any leading dimensions.
+Legend: R rows (outputs), C columns (inputs), g group size, n = C / g groups, … any leading dimensions.
 """
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
-# Adding 2^(bits-1) modulo 2^bits flips the sign bit: of a byte's one code, or of both its halves.
+# Adding 2^(bits-1) modulo 2^bits flips the sign bit: of a byte's one integer, or of both its halves.
 SIGN_BITS = {4: 0x88, 8: 0x80}
 
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes (…, R, C) int8 as words (…, R, C * bits / 32) int32.
+def pack(integers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack integers (…, R, C) int8 into int32 (…, R, C * bits / 32).
 
     Args:
-        codes: each in [-2^(bits-1), 2^(bits-1) - 1].
+        integers: each in [-2^(bits-1), 2^(bits-1) - 1].
         bits: 4 or 8.
 
     Raises:
-        ValueError: another width, or a row that does not fill its words.
+        ValueError: another width, or rows that are no whole number of int32.
     """
-    _require_whole_words(codes.shape[-1], bits)
-    raw = codes.contiguous().view(torch.uint8)
+    _require_whole_rows(integers.shape[-1], bits)
+    raw = integers.contiguous().view(torch.uint8)
     if bits == 8:
         return (raw ^ SIGN_BITS[bits]).view(torch.int32)
     packed = raw[..., 1::2] << 4
@@ -39,35 +37,33 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Words (…, R, C * bits / 32) int32 as codes int8 of the given shape (…, R, C).
+    """Unpack int32 (…, R, C * bits / 32) to integers int8 of the given shape (…, R, C).
 
     Raises:
-        ValueError: as `pack`, or the shape is another than that of the words.
+        ValueError: as `pack`, or the two shapes do not belong together.
     """
-    _require_whole_words(shape[-1], bits)
+    _require_whole_rows(shape[-1], bits)
     if tuple(packed.shape) != (*shape[:-1], shape[-1] * bits // 32):
-        raise ValueError(f"words {list(packed.shape)} do not hold codes {list(shape)} of {bits} bits")
+        raise ValueError(f"int32 {list(packed.shape)} do not hold {list(shape)} integers of {bits} bits")
     raw = packed.contiguous().view(torch.uint8)
     if bits == 8:
         return (raw ^ SIGN_BITS[bits]).view(torch.int8)
-    codes = torch.empty(shape, dtype=torch.uint8, device=packed.device)
-    codes[..., ::2] = raw & 0xF
-    codes[..., 1::2] = raw >> 4
-    codes -= 8  # modulo 256, which is what the bits of a negative int8 are
-    return codes.view(torch.int8)
+    integers = torch.empty(shape, dtype=torch.uint8, device=packed.device)
+    integers[..., ::2] = raw & 0xF
+    integers[..., 1::2] = raw >> 4
+    integers -= 8  # modulo 256, which is what the bits of a negative int8 are
+    return integers.view(torch.int8)
 
 
-def _require_whole_words(columns: int, bits: int) -> None:
+def _require_whole_rows(columns: int, bits: int) -> None:
     if bits not in SIGN_BITS:
-        raise ValueError(f"codes of {bits} bits cannot be packed, only of {' or '.join(map(str, SIGN_BITS))}")
+        raise ValueError(f"integers of {bits} bits cannot be packed, only of {' or '.join(map(str, SIGN_BITS))}")
     if columns % (32 // bits):
-        raise ValueError(f"rows of {columns} codes of {bits} bits do not fill words of 32 bits")
-    if sys.byteorder != "little":
-        raise ValueError("words can only be packed on a machine that stores the lowest byte first")
+        raise ValueError(f"rows of {columns} integers of {bits} bits do not fill int32")
 
 
 def code_range(bits: int) -> tuple[int, int]:
-    """Smallest and largest code of a symmetric signed integer of `bits` bits."""
+    """Smallest and largest value of a symmetric signed integer of `bits` bits."""
     return -(1 << (bits - 1)), (1 << (bits - 1)) - 1
 
 
@@ -76,7 +72,7 @@ def grouped(weight: torch.Tensor, group: int) -> torch.Tensor:
     return weight.view(*weight.shape[:-1], -1, group)
 
 
-def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """code * scale in float32: (…, R, C) from codes (…, R, C), int8 or float32, and scales (…, R, n)."""
-    view = grouped(codes, codes.shape[-1] // scale.shape[-1])
+def dequantize(integers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """integer * scale in float32: (…, R, C) from integers (…, R, C), int8 or float32, and scales (…, R, n)."""
+    view = grouped(integers, integers.shape[-1] // scale.shape[-1])
     return (view * scale.float().unsqueeze(-1)).flatten(-2)

@@ -1,8 +1,8 @@
-"""Checkpoints that are refused because of their config.json: formats that cannot be read, and sources in 4 bits.
+"""Checkpoints that are refused by their config.json: unsupported formats, sources in 4 bits, swapped arguments.
 
 A format of another tool that is mistaken for a known one would silently give wrong weights. EXL3 and QuIP# have
 codebooks or rotations of their own, NVFP4 and MXFP4 are 4-bit floats; the tool that runs such a format can also
-evaluate it. (GGUF files are refused in reader.py.)
+evaluate it. (GGUF files are refused in checkpoint/reader.py.)
 
 A source in 4 bits can be read but not quantized: its weights are already rounded, and would only get worse.
 
@@ -13,18 +13,24 @@ A source in 4 bits can be read but not quantized: its weights are already rounde
     NVFP4, bitsandbytes          quant_algo: NVFP4, load_in_4bit: true
 
 Candidates of `verify`, `eval` and `stitch` may be such models.
+
+Source and candidate are swapped if the source was quantized (4-bit weights, a quant_method of a tool, or this
+program's report.json) and the candidate was not. Two quantized checkpoints may be compared in either order, and so may
+two that are not, for example FP8 and its BF16 copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quantizers.checkpoint.reader import EVALUATE_GGUF, GIVE_ORIGINAL
+from quantizers.checkpoint.reader import CONFIG, EVALUATE_GGUF, GIVE_ORIGINAL, Checkpoint, read_json
 from quantizers.checkpoint.safetensors_header import printed
-from quantizers.system.errors import CheckpointError
+from quantizers.system.errors import CheckpointError, InputError
+from quantizers.system.output_files import REPORT
 
 from .awq_gptq import METHODS, read_packing
 
@@ -101,7 +107,7 @@ def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
     Raises:
         CheckpointError: one line that names the key.
     """
-    sign = four_bit_key(config)
+    sign = _four_bit_key(config)
     if sign is not None:
         raise CheckpointError(
             f"{where}: {sign}: this model already has 4-bit weights, so there is nothing to quantize; give the model's "
@@ -109,7 +115,7 @@ def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def four_bit_key(config: Mapping[str, Any]) -> str | None:
+def _four_bit_key(config: Mapping[str, Any]) -> str | None:
     """The first key of config.json that declares weights of 4 bits or fewer, with its value; None if there is none."""
     return next((f"{printed(key)} is {reprlib.repr(value)}" for key, value in _four_bit_keys(config)), None)
 
@@ -148,3 +154,32 @@ def _is_four_bit_name(value: object) -> bool:
 
 def _is_four_or_less(value: object) -> bool:
     return type(value) is int and 1 <= value <= 4
+
+
+def refuse_swapped_arguments(source: Checkpoint, candidate: Checkpoint, remedy: str) -> None:
+    """Refuse a source that was quantized, with a candidate that was not.
+
+    Args:
+        remedy: what to give instead.
+
+    Raises:
+        CheckpointError: one line that says how the source shows it.
+    """
+    sign = _quantized_by(source)
+    if sign is not None and _quantized_by(candidate) is None:
+        raise CheckpointError(
+            f"{source.name}: is given as the source, but {sign}, and {candidate.name} shows no such sign; they are the "
+            f"wrong way round: {remedy}"
+        )
+
+
+def _quantized_by(checkpoint: Checkpoint) -> str | None:
+    """How a checkpoint shows that it was quantized from another; None if it does not."""
+    with contextlib.suppress(InputError):  # there is no report, or it is damaged
+        if "seal" in read_json(checkpoint.folder / REPORT):
+            return f"its {REPORT} says that this program made it"
+    section = checkpoint.config.get("quantization_config")
+    if isinstance(section, Mapping) and section.get("quant_method") in METHODS:
+        return f"its {CONFIG} says quant_method: {section['quant_method']}"
+    sign = _four_bit_key(checkpoint.config)
+    return None if sign is None else f"its {CONFIG} says {sign}"

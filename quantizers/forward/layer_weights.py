@@ -17,42 +17,48 @@ from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
-from quantizers.formats.dequantization import Form, form_of, is_finite, read_weight, refuse_bias, unchecked_weight
+from quantizers.formats.dequantization import (
+    WeightFormat,
+    is_finite,
+    read_weight,
+    refuse_bias,
+    unchecked_weight,
+    weight_format,
+)
 from quantizers.system.errors import CheckpointError
 
 # Legend: E experts, c experts of a unit, R rows, C columns, H hidden size, I width of an expert
 
-FP8 = torch.float8_e4m3fn
 UNIT = 16  # experts whose matrices an accelerator is given together
 TOGETHER = 4  # of these, as many as are dequantized together: float32 in between takes memory that is not planned for
 BAND = 2**21  # bytes in float32 of the rows that a CPU dequantizes at a time: in its cache, and in the heap
 
 
 class FiniteCheck:
-    """Looks that are still to be made."""
+    """Deferred checks that tensors are finite: on an accelerator each check is a synchronisation."""
 
     def __init__(self) -> None:
-        self._found: list[torch.Tensor] = []
-        self._again: list[Callable[[], object]] = []
+        self._finite: list[torch.Tensor] = []
+        self._read_again: list[Callable[[], object]] = []
 
-    def add(self, found: torch.Tensor, again: Callable[[], object]) -> None:
-        """Put off a look.
+    def add(self, finite: torch.Tensor, read_again: Callable[[], object]) -> None:
+        """Defer a check.
 
         Args:
-            found: a bool on the device: whether something is finite.
-            again: reads that again, and raises an error that names it where it is not.
+            finite: a bool on the device: whether a tensor is finite.
+            read_again: reads that tensor again, and raises an error that names it where it is not.
         """
-        self._found.append(found)
-        self._again.append(again)
+        self._finite.append(finite)
+        self._read_again.append(read_again)
 
     def require(self) -> None:
-        """Make all looks so far; whatever the errors say comes from the first that was not finite."""
-        if self._found and not bool(torch.stack(self._found).all()):
-            for again in self._again:
-                again()
+        """Make all checks so far; the error is that of the first tensor that was not finite."""
+        if self._finite and not bool(torch.stack(self._finite).all()):
+            for read_again in self._read_again:
+                read_again()
             raise AssertionError("a tensor was not finite, and is now")
-        self._found.clear()
-        self._again.clear()
+        self._finite.clear()
+        self._read_again.clear()
 
 
 class ExpertWeights:
@@ -82,12 +88,12 @@ class ExpertWeights:
         self.stored, self.device, self.dtype = stored, device, dtype
         self.experts, self.width, self.hidden = sizes["experts"], sizes["width"], sizes["hidden"]
         self.modules = {m: [facts.expert(layer, e, m) for e in range(self.experts)] for m in MATRICES}
-        self._forms: dict[str, Form | None] = {}
+        self._forms: dict[str, WeightFormat | None] = {}
         self._finite = finite or FiniteCheck()
         for expert in range(self.experts):
             for matrix in MATRICES:
                 module = self.modules[matrix][expert]
-                form = self._forms[module] = form_of(stored, module)
+                form = self._forms[module] = weight_format(stored, module)
                 if form is not None:
                     self._require_shape(module, matrix, form.shape)
                 refuse_bias(stored, module)
@@ -113,18 +119,19 @@ class ExpertWeights:
         slots = (gate_up[:, : self.width], gate_up[:, self.width :], down)
         for matrix, slot in zip(MATRICES, slots, strict=True):
             modules = [self.modules[matrix][expert] for expert in experts]
-            form = self._forms[modules[0]]
-            if form is None or any(self._forms[module] != form for module in modules):
+            form, together = self._forms[modules[0]], is_accelerator(self.device)
+            alike = form is not None and all(self._forms[module] == form for module in modules)
+            if form is None or not alike or (together and form.shape[0] % form.block[0]):
                 for module, own in zip(modules, slot, strict=True):
                     weight = read_weight(self.stored, module, self.device)
                     self._require_shape(module, matrix, tuple(weight.shape))
                     own.copy_(weight)
-            elif is_accelerator(self.device):
+            elif together:
                 self._fill_together(form, modules, slot)
             else:
                 self._fill_in_bands(form, modules, slot)
 
-    def _fill_together(self, form: Form, modules: list[str], slot: torch.Tensor) -> None:
+    def _fill_together(self, form: WeightFormat, modules: list[str], slot: torch.Tensor) -> None:
         """A few matrices one below the other: one copy of each part to the device, one product in float32."""
         for first in range(0, len(modules), TOGETHER):
             some = slice(first, first + TOGETHER)
@@ -136,7 +143,7 @@ class ExpertWeights:
         # As bytes, because not every device lays FP8 together.
         return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
 
-    def _fill_in_bands(self, form: Form, modules: list[str], slot: torch.Tensor) -> None:
+    def _fill_in_bands(self, form: WeightFormat, modules: list[str], slot: torch.Tensor) -> None:
         """Some rows of a matrix at a time: a whole matrix in float32 would be fresh memory, with its page faults."""
         rows, columns = form.shape
         step = max(BAND // (4 * columns) // form.block[0], 1) * form.block[0]
@@ -146,8 +153,8 @@ class ExpertWeights:
                 band = own[row : row + step]
                 self._put(form, form.band(parts, row, row + len(band)), band, [module])
 
-    def _put(self, form: Form, parts: list[torch.Tensor], slot: torch.Tensor, modules: list[str]) -> None:
-        self._finite.add(form.put(parts, slot), partial(self._read_again, modules))
+    def _put(self, form: WeightFormat, parts: list[torch.Tensor], slot: torch.Tensor, modules: list[str]) -> None:
+        self._finite.add(form.fill(parts, slot), partial(self._read_again, modules))
 
     def _read_again(self, modules: list[str]) -> None:
         for module in modules:

@@ -10,7 +10,7 @@ from quantizers.checkpoint.prefetch import broadcast_tensors, received_tensors
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import release_free_memory
-from quantizers.distributed.process_group import ProcessGroup, shown
+from quantizers.distributed.process_group import ProcessGroup, rank_0_progress
 
 from .loop import device_memory_errors
 
@@ -33,7 +33,7 @@ def resume_layers(
     """
     if not layers:
         return
-    with shown("resuming", layers, 0, check, dist) as step:
+    with rank_0_progress("resuming", layers, 0, check, dist) as step:
         for number in range(layers):
             with device_memory_errors(number):
                 (make_again if number in damaged else follow)(number)

@@ -1,4 +1,6 @@
-"""The journal: the state of an unfinished run, in the folder DIR/.quantize/.
+"""The output folder of a run: what may resume, the journal while it is unfinished, and the final move.
+
+The state of an unfinished run is in the folder DIR/.quantize/:
 
     run.json          the fingerprint: every setting that decides bytes
     begun.json        the command that began it, and how many layers it has
@@ -6,15 +8,15 @@
     schemes/          the measurements for a budget, see budget/measure.py
     choice.json       the schemes chosen within the budget
     layers/00003.json layer 3 is done: the digest of its shard, and its figures
-    outside.json      the same of the shard that holds what lies outside the layers
+    outside.json      the same of the shard of the non-layer tensors
     held-out.json     the held-out set that the layers are measured on
     held-out/         hidden states of the held-out texts after the last finished layer: the source's and the output's
     states.bin        calibration states between two layers, and x.bin, chosen.bin, weight.bin: where they do not
-                      fit in memory; nobody reads them again after the process has ended
+                      fit in memory; not read again after the process has ended
     output/           the checkpoint, as far as it is written
     run.log           one line of figures for each layer
     moving            everything is verified, and the final move has started
-    lock              held while a process works here
+    lock              locked while a process works here
 
 A layer is done when its JSON file exists. That file is written last, after the shard and the held-out states are on
 disk, so a run that dies loses at most the layer that it was working on.
@@ -34,29 +36,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quantizers.checkpoint.reader import CONFIG, INDEX
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.system.errors import OutputError
-from quantizers.system.files import disk_errors, file_sha256, write_json
+from quantizers.system.errors import OutputError, QuantizeError
+from quantizers.system.files import disk_errors, file_sha256, sync_folder, write_json
+from quantizers.system.output_files import CARD, REPORT
 from quantizers.system.thread_map import thread_map
 
 WORK = ".quantize"
+FINGERPRINT = "run.json"
 HELD_OUT = "held-out.json"
 BEGUN = "begun.json"
+LIBRARIES = ("torch", "transformers")  # of the fingerprint's part `machine`
+MOVED_LAST = (REPORT, CARD, INDEX, CONFIG)  # moved last, because these files mark a folder as finished
 
 
 def work_folder(output: Path, node: int = 0) -> Path:
-    """The folder of an unfinished run; of another machine than the first, which may see the same disk, one inside."""
+    """The folder of an unfinished run; for another machine than the first, which may see the same disk, one inside."""
     return output / WORK / f"node-{node}" if node else output / WORK
 
 
 def unfinished(output: Path) -> bool:
     """Whether an unfinished run is here. The empty work folder that a kill at the very end leaves does not count."""
     work = work_folder(output)
-    return (work / "run.json").exists() or (work / "moving").exists()
+    return (work / FINGERPRINT).exists() or (work / "moving").exists()
 
 
 def note_command(work: Path, words: Sequence[str], layers: int) -> None:
-    """Keep the command that goes on with this run: what was typed, without what discards it.
+    """Write down the command that resumes this run: what was typed, without the options that discard it.
 
     Args:
         words: from `quantize` on; empty if it was called in another way.
@@ -66,7 +73,7 @@ def note_command(work: Path, words: Sequence[str], layers: int) -> None:
 
 
 def refuse_unfinished(folder: Path) -> None:
-    """Refuse a folder whose run was cut off, for all that needs a finished checkpoint.
+    """Refuse the folder of an interrupted run where a finished checkpoint is needed.
 
     Raises:
         OutputError: it is unfinished; the message has the command that finishes it.
@@ -78,7 +85,7 @@ def refuse_unfinished(folder: Path) -> None:
         begun = json.loads((work / BEGUN).read_text())
         layers, words, place = int(begun["layers"]), list(begun["words"]), begun["folder"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise OutputError(f"{folder}: unfinished; give the command that began it again, which goes on") from None
+        raise OutputError(f"{folder}: unfinished; give the command that began it again, which resumes") from None
     done = sum(layer_file(work, layer).exists() for layer in range(layers))
     command = f": `{shlex.join(words)}`" if words else " that began it"
     where = "" if place == str(Path.cwd()) or not words else f", in {place}"
@@ -146,12 +153,12 @@ def layer_file(work: Path, layer: int) -> Path:
 
 
 def kept_file(work: Path, part: int | None) -> Path:
-    """The path of the entry of a shard that is kept as a whole: None for the tensors outside the layers."""
+    """The path of the journal entry of a passthrough shard: None for the tensors outside the layers."""
     return work / ("outside.json" if part is None else f"kept-{part:05d}.json")
 
 
 def kept_files(work: Path) -> list[Path]:
-    """Those of them that are there."""
+    """The journal entries of passthrough shards so far."""
     return [path for path in work.glob("*.json") if path.name == "outside.json" or path.name.startswith("kept-")]
 
 
@@ -169,7 +176,7 @@ def done_layers(work: Path, layers: int) -> list[dict[str, Any]]:
 def damaged_shards(
     work: Path, entries: Sequence[dict[str, Any]], step: Callable[[str], None] = lambda _: None
 ) -> dict[int, str]:
-    """The finished shards that are not as they were written, by their place in `entries`, and what is wrong with each.
+    """The problem of each damaged finished shard, by its index in `entries`.
 
     Args:
         entries: of the journal, with `shard` and `digest`. Every shard is read.
@@ -177,15 +184,15 @@ def damaged_shards(
     """
     damaged = {}
     with contextlib.closing(thread_map(partial(_damage, work / "output"), entries)) as found:
-        for place, problem in enumerate(found):
+        for index, problem in enumerate(found):
             if problem:
-                damaged[place] = problem
-            step(entries[place]["shard"])
+                damaged[index] = problem
+            step(entries[index]["shard"])
     return damaged
 
 
 def _damage(folder: Path, entry: dict[str, Any]) -> str:
-    """What is wrong with a finished shard; empty if nothing is."""
+    """How a finished shard differs from what was written; empty if it does not."""
     path, written = folder / entry["shard"], entry["digest"]
     try:
         size = path.stat().st_size
@@ -230,7 +237,7 @@ def remove(work: Path) -> None:
     A kill half-way then never leaves layers without the fingerprint that they belong to.
     """
     shutil.rmtree(work / "layers", ignore_errors=True)
-    last = ("run.json", "moving", "lock")
+    last = (FINGERPRINT, "moving", "lock")
     for path in work.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -242,9 +249,137 @@ def remove(work: Path) -> None:
 
 
 def leave(output: Path, node: int) -> None:
-    """Remove what a machine other than the first had here, and the folders around it if they hold nothing else."""
+    """Remove the work folder of another machine than the first, and the folders around it if they are then empty."""
     work = work_folder(output, node)
     shutil.rmtree(work, ignore_errors=True)
     with contextlib.suppress(OSError):
         work.parent.rmdir()
         output.rmdir()
+
+
+# What may resume
+
+
+def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path, name: str = FINGERPRINT) -> None:
+    """Write the fingerprint of a new run, or compare it with that of the run to resume.
+
+    Raises:
+        OutputError: a setting that decides bytes differs; the message has the old and the new value.
+    """
+    path = work / name
+    if not path.exists():
+        write_json(path, fingerprint)
+        return
+    try:
+        old = json.loads(path.read_text())
+    except ValueError:
+        raise OutputError(f"{path}: cannot be read; start over with --fresh") from None
+    changes = list(differences(old, json.loads(json.dumps(fingerprint))))
+    # Report a changed device first, because other differences follow from it, and the digest of the calibration data
+    # last, because it follows from others.
+    for key, before, now in sorted(changes, key=lambda one: (not one[0].endswith(".device"), one[0] == "calibration")):
+        raise OutputError(
+            f"{output}: holds an unfinished run with another {key} ({short_value(before)}, now {short_value(now)}); "
+            f"{_remedy(key, before)}, or start over with --fresh"
+        )
+
+
+def _remedy(key: str, before: Any) -> str:
+    """The way to give a setting the value that it had when the run began."""
+    last = key.rpartition(".")[2]
+    if not key.startswith("machine.") or before is None:
+        return "restore it"
+    if last == "threads":
+        return f"set OMP_NUM_THREADS={before}"
+    if last == "device":
+        return "give --device cpu" if before == "cpu" else f"resume on the device {before}"
+    return f"install {last} {before}" if last in LIBRARIES else "restore it"
+
+
+def begun_with(work: Path, name: str = FINGERPRINT) -> dict[str, Any]:
+    """The machine's part of the fingerprint of the run to resume; empty if there is none."""
+    try:
+        machine = json.loads((work / name).read_text())["machine"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return machine if isinstance(machine, dict) else {}
+
+
+def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every leaf that differs: its dotted key, the old and the new value."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new:
+        yield path, old, new
+
+
+def short_value(value: Any) -> str:
+    """A value of a setting for a message, cut where it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# The folder around it
+
+
+def finished_report(output: Path) -> dict[str, Any] | None:
+    """The report of a finished output; None if the output is not finished, {} if its report is not a JSON object."""
+    if unfinished(output) or not (output / CONFIG).is_file():
+        return None
+    try:
+        report: dict[str, Any] = json.loads((output / REPORT).read_text())
+    except (OSError, ValueError):
+        return None
+    return report if isinstance(report, dict) else {}
+
+
+def refuse_strangers(output: Path) -> None:
+    """Refuse a folder that contains other files.
+
+    Raises:
+        OutputError: the path is a file, or a folder with other files in it.
+    """
+    existing = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise OutputError(f"{existing}: is a file; give a new or empty folder as --output")
+    if output.is_dir() and not work_folder(output).exists() and any(output.iterdir()):
+        raise OutputError(f"{output}: is not empty and holds no run of this program; give a new or empty folder")
+
+
+def check_room(work: Path, needed: int) -> None:
+    """Refuse to start a run that would fill the disk.
+
+    Args:
+        needed: bytes of the output and of all temporary files.
+
+    Raises:
+        QuantizeError: the disk has less free space; the message gives both numbers.
+    """
+    # Files of an interrupted run already have their space: count their allocated blocks, not their sizes.
+    written = sum(512 * file.stat().st_blocks for file in work.rglob("*") if file.is_file())
+    free = shutil.disk_usage(work).free
+    if needed - written > free:
+        raise QuantizeError(
+            f"{work.parent}: the output and its hidden states need {(needed - written) / 1e9:.3g} GB more, "
+            f"{free / 1e9:.3g} GB are free; make room or choose another --output"
+        )
+
+
+def move_into_place(work: Path, output: Path) -> dict[str, Any]:
+    """Move the finished files: shards first, config.json last. Continues an interrupted move.
+
+    Returns:
+        The report.
+    """
+    folder = work / "output"
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    shards = [name for name in names if name.endswith(".safetensors")]
+    rest = [name for name in names if name not in shards and name not in MOVED_LAST]
+    with disk_errors(output):
+        for name in [*shards, *rest, *(name for name in MOVED_LAST if name in names)]:
+            os.replace(folder / name, output / name)
+        sync_folder(output)
+    report: dict[str, Any] = json.loads((output / REPORT).read_text())
+    remove(work)
+    return report

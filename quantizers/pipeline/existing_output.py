@@ -13,8 +13,7 @@ import yaml
 from eval.fidelity.held_out import HeldOut
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.output import journal
-from quantizers.output.fingerprint import differences, refuse_changes, short_value
-from quantizers.output.folder import finished_report
+from quantizers.output.journal import differences, finished_report, refuse_changes, short_value
 from quantizers.output.manifest import add_files, seal_of, write_record
 from quantizers.planning.job import Job
 from quantizers.recipe.portable import Resolved, meaning, resolve_recipe, settings_hash

@@ -28,8 +28,15 @@ from quantizers.device.devices import device_limit, fingerprint, forward_dtype, 
 from quantizers.distributed.process_group import RESUME, ProcessGroup
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.fingerprint import differences, refuse_changes, short_value
-from quantizers.output.folder import check_room, finished_report, move_into_place, refuse_strangers
+from quantizers.output.journal import (
+    check_room,
+    differences,
+    finished_report,
+    move_into_place,
+    refuse_changes,
+    refuse_strangers,
+    short_value,
+)
 from quantizers.output.manifest import text_sha256
 from quantizers.planning.device_memory import (
     Place,

@@ -25,7 +25,7 @@ from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import forward_dtype, is_accelerator, use_one_arena
-from quantizers.distributed.process_group import shown
+from quantizers.distributed.process_group import rank_0_progress
 from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.context import Context
@@ -253,7 +253,7 @@ class _Run:
         """Score the texts, and put all figures together; None without texts, and of no use in other processes."""
         if not self.texts:
             return None
-        stage = partial(shown, check=self.context.check, dist=self.context.dist)
+        stage = partial(rank_0_progress, check=self.context.check, dist=self.context.dist)
         source, output = score(self.streams, self.texts, stage, dist=self.context.dist)
         return measured(source, output, self.texts, compared)
 

@@ -1,8 +1,8 @@
 """Memory of a run: what is kept on the device, in host memory or in files, and what is recomputed.
 
-Pure arithmetic on sizes and a limit (`--device-memory`), and the one safety net, `Residents`: a device that is full
-all the same drops the cached Hessians, halves their number and repeats the step. Memory decides speed, never a byte
-of the output.
+Pure arithmetic on sizes and a limit (`--device-memory`), and one safety net, `Residents`: if the device is full all the
+same, the cached Hessians are dropped, half as many are kept, and the step is repeated. Memory decides speed, never a
+byte of the output.
 
 A layer step has four phases, the largest of which is the peak. On an accelerator the source's stored layer stays there
 throughout.
@@ -51,15 +51,14 @@ class DeviceMemory:
     """Bytes on the device, and what is kept there.
 
     Attributes:
-        unit: experts of an expert batch.
-        units: expert batches of a layer.
+        unit, units: experts of an expert batch, and expert batches of a layer.
         resident: expert batches whose Hessians of x are kept at a time.
         inputs, states, texts: whether the captured MoE inputs, the activations between layers, and the held-out
             activations stay on the device; never on a CPU, which keeps them in host memory or in files.
         early: whether the source's next layer is prefetched to the device.
         layer: the source's largest layer as stored; 0 on a CPU, where it is in host memory anyway.
         forward: the largest layer in the dtype of the forward pass.
-        one_unit: bytes for solving one expert batch.
+        one_unit: for solving one expert batch.
         smallest: peak with one expert batch at a time and nothing else kept.
         peak: peak of the plan.
     """
@@ -110,82 +109,89 @@ def device_memory(
     Raises:
         InputError: the limit is too small even for one expert batch at a time.
     """
-    itemsize = 2 if accelerator else FLOAT
-    unit = experts_per_batch(accelerator, sizes["hidden"], sizes["width"])
-    units = len(expert_batches(sizes["experts"], unit))
-    rows = tokens_per_chunk(accelerator)
-    phases = _Phases(plan, sizes, longest, itemsize, unit=unit, rows=rows, accelerator=accelerator, tokens=tokens or 0)
+    phases = _Phases(plan, sizes, longest, accelerator=accelerator, tokens=tokens or 0)
+    smallest, resident = phases.peak(1), phases.batches
     inputs = states = texts = early = 0
-    resident, smallest = units, phases.peak(1)
     if accelerator and tokens is not None:
-        inputs = recorded_bytes(sizes, tokens, itemsize)
-        states = between_bytes(sizes, -(-tokens // processes), itemsize)
-        texts = held_out_device_bytes(sizes, -(-held_out // processes), itemsize)
+        inputs = recorded_bytes(sizes, tokens, phases.itemsize)
+        states = between_bytes(sizes, -(-tokens // processes), phases.itemsize)
+        texts = held_out_device_bytes(sizes, -(-held_out // processes), phases.itemsize)
         early = phases.layer if processes == 1 else 0
     if limit is not None:
         if smallest > limit:
             raise InputError(
                 f"{gib(limit)} of device memory is too little: a layer takes {gib(phases.layer + phases.forward)}, "
-                f"{gib(smallest)} with one batch of {unit} experts at a time; give --device-memory "
+                f"{gib(smallest)} with one batch of {phases.size} experts at a time; give --device-memory "
                 f"{math.ceil(smallest / 2**20)}MiB, or shorter sequences"
             )
         inputs = inputs if smallest + inputs <= limit else 0
         states = states if smallest + inputs + states <= limit else 0
         texts = texts if smallest + inputs + states + texts <= limit else 0
-        resident = max(1, min(units, (limit - inputs - states - texts - phases.solve(0)) // phases.routed))
-        early = early if phases.peak(resident) + inputs + states + texts + early <= limit else 0
+        room = limit - inputs - states - texts
+        resident = max(1, min(phases.batches, (room - phases.solve(0)) // phases.routed))
+        early = early if phases.peak(resident) + early <= room else 0
     return DeviceMemory(
-        unit,
-        units,
-        resident,
-        bool(inputs),
-        bool(states),
-        bool(texts),
-        bool(early),
-        phases.layer,
-        phases.forward,
-        phases.one_unit,
-        smallest,
-        phases.peak(resident) + inputs + states + texts + early,
+        unit=phases.size,
+        units=phases.batches,
+        resident=resident,
+        inputs=bool(inputs),
+        states=bool(states),
+        texts=bool(texts),
+        early=bool(early),
+        layer=phases.layer,
+        forward=phases.forward,
+        one_unit=phases.one_batch,
+        smallest=smallest,
+        peak=phases.peak(resident) + inputs + states + texts + early,
     )
 
 
 class _Phases:
-    """Bytes of each phase of a layer step, without the activations of the calibration set."""
+    """Bytes of each phase of a layer step, without the activations of the calibration set.
+
+    Args:
+        longest, tokens: of the longest sequence, and of the calibration set.
+        size, rows: experts of a batch, and tokens of a chunk, if they are not those of the kind of device.
+    """
 
     def __init__(
         self,
         plan: Plan,
         sizes: Sizes,
         longest: int,
-        itemsize: int,
         *,
-        unit: int,
-        rows: int,
         accelerator: bool,
         tokens: int = 0,
+        size: int | None = None,
+        rows: int | None = None,
     ) -> None:
-        experts, hidden, width = sizes["experts"], sizes["hidden"], sizes["width"]
+        experts, hidden, width, chosen = (sizes[name] for name in ("experts", "hidden", "width", "chosen"))
         numbers = range(plan.layers)
+        rows = rows or tokens_per_chunk(accelerator)
+        self.itemsize = itemsize = 2 if accelerator else FLOAT
+        self.size = size or experts_per_batch(accelerator, hidden, width)
+        self.batches = len(expert_batches(experts, self.size))
         self.layer = max(sum(a.spec.bytes for a in plan.of_layer(n)) for n in numbers) if accelerator else 0
         self.forward = max(_layer_bytes(plan, number, itemsize) for number in numbers)
         self._rest = max(self.forward - itemsize * 3 * experts * width * hidden, 0)  # of the layer without its experts
         self._written = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
         self._codes = 3 * experts * width * hidden
-        batch = max(longest, rows)
-        attention = batch * itemsize * 4 * (hidden + max(_rows_made(plan, number) for number in numbers))
+        attention_rows = max(
+            sum(a.spec.shape[0] for a in plan.of_layer(number) if a.is_kept_matrix) for number in numbers
+        )
+        attention = max(longest, rows) * itemsize * 4 * (hidden + attention_rows)
         # At the experts, for each routed copy of a token: x, gate and up, their activations and h; or x and the output,
         # and twice the output in float32 times its routing weight. (A CPU computes expert after expert.)
         copies = max(hidden + 4 * width, 2 * hidden + 2 * hidden * FLOAT // itemsize)
-        routed = rows * itemsize * (sizes["chosen"] * (copies if accelerator else 2 * hidden + 3 * width) + 8 * hidden)
+        routed = rows * itemsize * (chosen * (copies if accelerator else 2 * hidden + 3 * width) + 8 * hidden)
         self._activations = max(attention, routed)
         # The Hessian of all rows and a temporary, one token chunk and one being copied, and the routing.
-        self._inputs = 2 * FLOAT * hidden**2 + 2 * rows * hidden * itemsize + 8 * sizes["chosen"] * tokens
-        self.routed = unit * FLOAT * hidden**2
-        self.one_unit = unit * _expert_bytes(sizes, rows, itemsize)
+        self._inputs = 2 * FLOAT * hidden**2 + 2 * rows * hidden * itemsize + 8 * chosen * tokens
+        self.routed = self.size * FLOAT * hidden**2
+        self.one_batch = self.size * _expert_bytes(sizes, rows, itemsize)
 
     def solve(self, resident: int) -> int:
-        return self.layer + self._rest + self._codes + self._inputs + resident * self.routed + self.one_unit
+        return self.layer + self._rest + self._codes + self._inputs + resident * self.routed + self.one_batch
 
     def peak(self, resident: int) -> int:
         pack = self.layer + self._rest + self._codes + self._written
@@ -198,17 +204,8 @@ def _layer_bytes(plan: Plan, number: int, itemsize: int) -> int:
     return sum(math.prod(a.spec.shape) * (FLOAT if a.kind == "compensate" else itemsize) for a in weights)
 
 
-def _rows_made(plan: Plan, number: int) -> int:
-    """Output features of a layer's passthrough matrices, together."""
-    return sum(a.spec.shape[0] for a in plan.of_layer(number) if a.is_kept_matrix)
-
-
 def _expert_bytes(sizes: Sizes, rows: int, itemsize: int) -> int:
-    """Bytes of one expert while its batch is solved, without its routed Hessian.
-
-    Args:
-        rows: of a token chunk.
-    """
+    """Bytes of one expert while its batch is solved in chunks of `rows` tokens, without its routed Hessian."""
     hidden, width, chosen = sizes["hidden"], sizes["width"], sizes["chosen"]
     square, narrow = FLOAT * hidden**2, FLOAT * width**2  # the Hessians of x and of h
     gate_up, down = FLOAT * 2 * width * hidden, FLOAT * width * hidden
@@ -221,13 +218,13 @@ def _expert_bytes(sizes: Sizes, rows: int, itemsize: int) -> int:
     batch = itemsize * max(4 * width * rows, 3 * width * rows + (2 * hidden + 3 * width) * routed) + small
     serving = stored + 3 * gate_up + down + 2 * narrow + batch
     # The weights in float32 and as served, and one matrix being rounded.
-    held = stored + 2 * (gate_up + down) + narrow
+    weights = stored + 2 * (gate_up + down) + narrow
     rounding = max(
         squares * hessian + matrices * weight + panels * min(PANEL, columns) * weight // columns
         for squares, matrices, panels in (FACTORIZED, ROUNDED)
         for hessian, weight, columns in ((square, gate_up, hidden), (narrow, down, width))
     )
-    return max(inputs, serving, held + rounding)
+    return max(inputs, serving, weights + rounding)
 
 
 def placement(
@@ -241,7 +238,7 @@ def placement(
     processes: int = 1,
     machines: int = 1,
 ) -> tuple[Place, Place, int]:
-    """Where calibration activations are kept: on the device as planned, else in host memory if they fit, else in files.
+    """Place of the calibration activations: the device as planned, else host memory if they fit, else files.
 
     Args:
         rows: tokens of the calibration set.
@@ -312,11 +309,7 @@ class Residents:
 
 
 def between_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
-    """Activations of the calibration set between two layers.
-
-    Args:
-        itemsize: bytes of one element of a hidden state.
-    """
+    """Bytes of the calibration set's activations between two layers, of `itemsize` bytes each."""
     return tokens * itemsize * sizes["hidden"]
 
 

@@ -11,13 +11,6 @@ from quantizers.system.package_data import shipped
 from .read import read_recipe, shipped_recipe
 from .schema import Experts, Recipe
 
-HEADER = """# Recipes
-
-One recipe for each checkpoint that is meant to be made with them. `quantize recipes show NAME` prints one,
-`quantize recipes copy NAME` puts it beside your own files, `quantize new MODEL` writes a commented one.
-A test compares this table with the files; `python -m quantizers.cli.reference` writes it.
-"""
-
 
 def rows() -> list[dict[str, str]]:
     """One row for every shipped recipe, sorted by name."""
@@ -48,15 +41,6 @@ def _stored(experts: Experts) -> str:
     if experts.bits_per_weight is not None:
         return f"chosen, {experts.bits_per_weight:g} bits per weight"
     return f"INT{experts.bits}, groups of {experts.group_size}"
-
-
-def catalogue() -> str:
-    """The text of recipes/README.md."""
-    lines = [HEADER, "| recipe | source | calibration | experts | |", "|---|---|---|---|---|"]
-    for row in rows():
-        name = f"[{row['name']}]({row['name']}.yaml)"
-        lines.append(f"| {name} | `{row['source']}` | {row['calibration']} | {row['experts']} | {row['about']} |")
-    return "\n".join(lines) + "\n"
 
 
 def copied(name: str) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 
 from quantizers.system.errors import RecipeError, did_you_mean
 from quantizers.system.package_data import find, shipped_names
-from quantizers.system.pydantic_errors import Origin, Place, dotted
-from quantizers.system.strict_yaml import Refused, dump, parse_value
+from quantizers.system.schema import Origin
+from quantizers.system.strict_yaml import Place, Refused, dotted, dump, parse_value
 
 CALIBRATION = ("calibration",)
 SET = ("calibration", "set")

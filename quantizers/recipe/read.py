@@ -10,8 +10,8 @@ from typing import Any
 from quantizers.architectures.families import published_models
 from quantizers.system.errors import InputError, RecipeError, did_you_mean
 from quantizers.system.package_data import find, shipped, shipped_names
-from quantizers.system.pydantic_errors import Origin, Place, dotted
-from quantizers.system.strict_yaml import fit, origins_in, parse
+from quantizers.system.schema import Origin, fit, origins_in
+from quantizers.system.strict_yaml import Place, dotted, parse
 
 from .changes import Change, changed
 from .schema import Recipe

@@ -17,7 +17,7 @@ from pydantic import (
 
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
-from quantizers.system.strict_yaml import Strict
+from quantizers.system.schema import Strict
 
 SCALE_BITS = 16  # bfloat16
 BITS, GROUPS = (4, 8), (32, 64, 128)  # supported by vLLM's Marlin MoE kernels without zero points

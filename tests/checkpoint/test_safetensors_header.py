@@ -19,7 +19,7 @@ from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.system.errors import CheckpointError
 
 PROPERTY = settings(
-    derandomize=True, deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -79,31 +79,6 @@ def test_a_mutated_file_is_read_as_the_library_reads_it_or_refused(
         count = data.draw(st.integers(0, 3))
         raw[at : at + count] = data.draw(st.binary(max_size=3))
     file.write_bytes(raw)
-    agrees_with_the_library(file)
-
-
-ENTRIES = st.fixed_dictionaries(
-    {},
-    optional={
-        "dtype": st.sampled_from(["F32", "I8", "F8_E4M3", "BOOL", "F3", "", 5, None, []]),
-        "shape": st.lists(st.integers(-1, 3) | st.sampled_from([2**63, 10**4000, 1.0, True, "1", None]), max_size=3)
-        | st.sampled_from([None, 5, "22", {}]),
-        "data_offsets": st.lists(st.integers(-1, 12) | st.sampled_from([2**64, 10**4000, 1.0, True]), max_size=3)
-        | st.sampled_from([None, 5, "08"]),
-        "more": st.none(),
-    },
-)
-HEADERS = st.dictionaries(
-    st.sampled_from(["a", "b", "__metadata__", "", "a\nb", "\ud800", "é"]),
-    ENTRIES | st.sampled_from([None, 1, [], "x"]),
-)
-
-
-@PROPERTY
-@given(header=HEADERS, size=st.integers(0, 12))
-def test_any_header_is_read_as_the_library_reads_it_or_refused(file: Path, header: dict[str, Any], size: int) -> None:
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
     agrees_with_the_library(file)
 
 
@@ -186,14 +161,11 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read_header(tmp_path)
 
 
-def test_a_file_without_tensors(file: Path) -> None:
-    save_file({}, file)
-    assert read_header(file) == {}
-
-
 def test_tensors_come_in_the_order_of_their_bytes(file: Path) -> None:
     save_file({"a": torch.ones(1, dtype=torch.int8), "b": torch.ones(3), "c": torch.ones(2, dtype=torch.int64)}, file)
     infos = list(read_header(file).values())
     assert [info.name for info in infos] == ["c", "b", "a"]
     assert [info.size for info in infos] == [16, 12, 1]
     assert infos[-1].end == file.stat().st_size
+    save_file({}, file)
+    assert read_header(file) == {}

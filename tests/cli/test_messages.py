@@ -17,7 +17,7 @@ from conftest import Finished
 
 from quantizers.device.devices import choose_device
 from quantizers.output import journal
-from quantizers.output.fingerprint import refuse_changes
+from quantizers.output.journal import refuse_changes
 from quantizers.pipeline import quantize as quantizing
 from quantizers.system.errors import InputError, QuantizeError
 
@@ -149,7 +149,7 @@ def test_other_threads_name_the_variable_and_the_number(
     [
         ("threads", 3, "set OMP_NUM_THREADS=3"),
         ("device", "cpu", "give --device cpu"),
-        ("device", "a card", "go on with the device a card"),
+        ("device", "NVIDIA L4", "resume on the device NVIDIA L4"),
         ("torch", "2.0", "install torch 2.0"),
         ("cpu_capability", "AVX2", "restore it"),
     ],

@@ -13,15 +13,15 @@ import yaml
 from calibration_tokenizer import write_tokenizer
 from commands import quantize
 from conftest import REPOSITORY
+from make_reference import key_table
 from pydantic import BaseModel
 
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.set import CalibrationSet, Shape
 from quantizers.calibration.set_files import new_set
-from quantizers.cli.schema_reference import pages
 from quantizers.recipe.schema import Recipe
-from quantizers.system.schema_docs import key_table
-from quantizers.system.strict_yaml import Strict, load, parse
+from quantizers.system.schema import Strict, load
+from quantizers.system.strict_yaml import parse
 
 DOCS = REPOSITORY / "docs"
 MODELS: dict[str, type[BaseModel]] = {"recipe.schema.json": Recipe, "calibration-set.schema.json": CalibrationSet}
@@ -38,11 +38,6 @@ def validator(name: str) -> jsonschema.Draft202012Validator:
     schema = json.loads((DOCS / "schemas" / name).read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
-
-
-@pytest.mark.parametrize("path", pages(DOCS), ids=lambda path: path.name)
-def test_what_is_made_from_the_schemas_is_up_to_date(path: Path) -> None:
-    assert path.read_text(encoding="utf-8") == pages(DOCS)[path], "run python -m quantizers.cli.reference"
 
 
 @pytest.mark.parametrize(("name", "path"), SHIPPED, ids=lambda value: getattr(value, "name", value))

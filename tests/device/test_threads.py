@@ -24,7 +24,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.device import devices
 from quantizers.device.devices import use_threads
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.output.fingerprint import begun_with
+from quantizers.output.journal import begun_with
 from quantizers.pipeline import quantize as quantizing
 from quantizers.system.errors import OutputError
 

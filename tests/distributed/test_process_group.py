@@ -13,8 +13,7 @@ from rank_threads import joined, together
 from torch.distributed import HashStore
 
 from quantizers.distributed import torch_group
-from quantizers.distributed.launch import join_launched, launched
-from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, launched
 from quantizers.distributed.torch_group import DistributedGroup, node_numbers
 from quantizers.system.errors import InputError, Interrupted, PeerFailed, QuantizeError
 
@@ -124,7 +123,6 @@ def test_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched() == (3, 4, 1)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launched() is None
-    assert type(join_launched()) is ProcessGroup
 
 
 def test_processes_on_different_devices() -> None:

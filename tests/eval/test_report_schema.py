@@ -13,11 +13,11 @@ import jsonschema
 import pytest
 from commands import quantize
 from conftest import REPOSITORY, Finished
+from make_reference import part_tables
 from pydantic import ValidationError
 
 from eval.report.command_schema import JSON_REPORTS, CoverageReport, EvalReport, VerifyReport
 from eval.report.schema import Part, checked
-from quantizers.system.schema_docs import part_tables
 
 
 def validate(report: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.formats.dequantization import dequantize_fp8, read_weight
+from quantizers.formats.fp8 import declared_block
 from quantizers.formats.packed_integers import unpack
 from quantizers.forward.layer_weights import layer_weights
 from quantizers.system.errors import CheckpointError
@@ -69,20 +70,24 @@ def test_fp8_by_a_loop_over_elements(
     assert torch.equal(dequantize_fp8(codes.view(torch.float8_e4m3fn), scale, block), weight)
 
 
-def test_a_bfloat16_scale_is_taken_as_it_is(tmp_path: Path) -> None:
-    """Some FP8 checkpoints store scales in bfloat16; the product is still float32."""
-    codes, scale = fp8_bytes(3, 128, 256).view(torch.float8_e4m3fn), torch.tensor([[0.0117, 0.3]]).bfloat16()
-    weight = read_weight(stored(tmp_path, {"m.weight": codes, "m.weight_scale_inv": scale}), "m", CPU)
-    assert torch.equal(weight, codes.float() * scale.float().repeat_interleave(128, 1))
+@pytest.mark.parametrize(
+    ("config", "block"),
+    [
+        ({}, (128, 128)),
+        ({"quantization_config": {"weight_block_size": None}}, (128, 128)),
+        ({"quantization_config": {"weight_block_size": [64, 32]}}, (64, 32)),
+    ],
+)
+def test_block_sizes(config: dict[str, Any], block: tuple[int, int]) -> None:
+    assert declared_block(config, "config.json") == block
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_plain_weights_are_themselves(dtype: torch.dtype, tmp_path: Path) -> None:
-    """No scale, no change."""
-    weight = torch.randn(6, 10, generator=torch.Generator().manual_seed(4)).to(dtype)
-    got = read_weight(stored(tmp_path, {"m.weight": weight}), "m", CPU)
-    assert got.dtype == torch.float32
-    assert torch.equal(got, weight.float())
+@pytest.mark.parametrize("declared", [[0, 1], [1], [-1, 1], [True, 1], [1.0, 1], "ab", {"a": 1}])
+def test_wrong_block_sizes(declared: object) -> None:
+    with pytest.raises(CheckpointError, match=r"config.json: quantization_config.weight_block_size is .* are needed"):
+        declared_block({"quantization_config": {"weight_block_size": declared}}, "config.json")
+    with pytest.raises(CheckpointError, match=r"^config.json: quantization_config is .*; an object is needed$"):
+        declared_block({"quantization_config": [declared]}, "config.json")
 
 
 def packed_tensors(bits: int, rows: int = 6, columns: int = 128, group: int = 32) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from awq_gptq import Kind
 from commands import quantize
 from safetensors.torch import save_file
 
-from quantizers.formats.unsupported import refuse_four_bits
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.formats.unsupported import refuse_four_bits, refuse_swapped_arguments, refuse_unsupported
 from quantizers.planning.hub_headers import read_hub
 from quantizers.system.errors import CheckpointError
 
@@ -46,10 +48,19 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_format_that_is_not_read_is_refused_with_a_remedy(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_format_that_is_not_read_is_refused_with_a_remedy(name: str) -> None:
     section, said = SECTIONS[name]
+    with pytest.raises(CheckpointError) as failure:
+        refuse_unsupported(tiny.config(quantization_config=section), "here/config.json")
+    assert str(failure.value).startswith("here/config.json: quantization_config")
+    assert said in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_every_command_that_takes_a_candidate_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section, said = SECTIONS["EXL3"]
     source = tiny.make(tmp_path / "source")
     other = tiny.make(tmp_path / "other", quantization_config=section)
     for words in (
@@ -176,9 +187,9 @@ def test_a_model_in_four_bits_is_refused_by_file_and_key(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("config", NOT_FOUR_BITS, ids=range(len(NOT_FOUR_BITS)))
-def test_any_other_config_is_left_to_the_checks_that_follow(config: dict[str, Any]) -> None:
-    refuse_four_bits(config, "here/config.json")
+def test_any_other_config_is_left_to_the_checks_that_follow() -> None:
+    for config in NOT_FOUR_BITS:
+        refuse_four_bits(config, "here/config.json")
 
 
 def test_a_name_with_a_line_break_stays_in_one_line() -> None:
@@ -188,16 +199,8 @@ def test_a_name_with_a_line_break_stays_in_one_line() -> None:
         refuse_four_bits({"quantization_config": section}, "here/config.json")
 
 
-@pytest.mark.parametrize("shard", [b"", b"not a shard at all"], ids=["config alone", "with an unreadable shard"])
-@pytest.mark.parametrize(
-    "words", [("run", "r.yaml", "--output", "out"), ("plan", "r.yaml"), ("new", "model", "n.yaml")]
-)
 def test_every_command_that_takes_a_source_says_so_first(
-    words: tuple[str, ...],
-    shard: bytes,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before the architecture, which is not known, and before the shards, whose dtypes may not be."""
     source = "{dataset: a/b, columns: [text], shape: text, samples: 5, category: c}"
@@ -205,13 +208,13 @@ def test_every_command_that_takes_a_source_says_so_first(
     (tmp_path / "r.yaml").write_text("source: {model: model}\ncalibration: set.yaml\n")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(FOUR_BITS["gpt-oss"][0]))
-    if shard:
-        (tmp_path / "model" / "model.safetensors").write_bytes(shard)
     monkeypatch.chdir(tmp_path)
-    assert quantize(monkeypatch, *words) == 2
-    assert "config.json: quantization_config.quant_method is 'mxfp4': this model already has 4-bit weights" in refused(
-        capsys
-    )
+    said = "config.json: quantization_config.quant_method is 'mxfp4': this model already has 4-bit weights"
+    for _ in range(2):
+        for words in (("run", "r.yaml", "--output", "out"), ("plan", "r.yaml"), ("new", "model", "n.yaml")):
+            assert quantize(monkeypatch, *words) == 2
+            assert said in refused(capsys)
+        (tmp_path / "model" / "model.safetensors").write_bytes(b"not a shard at all")
     assert not (tmp_path / "n.yaml").exists()
 
 
@@ -223,3 +226,58 @@ def test_a_model_on_the_hub_is_refused_before_its_headers_are_read(
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json"))
     with pytest.raises(CheckpointError, match=r"^me/model: config.json: expert_dtype is 'fp4': this model already"):
         read_hub("me/model", "main")
+
+
+# Source and candidate in the wrong order ------------------------------------------------------------
+
+FP8 = tiny.config()["quantization_config"]
+QUANTIZED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "4 bits": (packed(4), {}, f"its config.json says {GROUP} is 4"),
+    "GPTQ in 8 bits": (Kind("gptq", bits=8).section(), {}, "its config.json says quant_method: gptq"),
+    "this program's": (FP8, {"seal": "x", "settings": {}}, "its report.json says that this program made it"),
+}
+NOT_QUANTIZED: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "FP8": (FP8, {}),
+    "BF16": (None, {}),
+    "FP8 with a report of another program": (FP8, {"accuracy": 1}),
+}
+
+
+def written(folder: Path, section: dict[str, Any] | None, report: dict[str, Any]) -> Checkpoint:
+    tiny.make(folder, quantization_config=section)
+    if report:
+        (folder / "report.json").write_text(json.dumps(report))
+    return Checkpoint(folder, str(folder), json.loads((folder / "config.json").read_text()), {})
+
+
+def test_swapped_arguments_are_refused_by_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section, report, sign = QUANTIZED["this program's"]
+    quantized, source = tmp_path / "quantized", tmp_path / "source"
+    written(quantized, section, report)
+    written(source, FP8, {})
+    for words, remedy in (
+        (("eval", quantized, source, "--data", "held-out"), f"give {source} first, and {quantized} after it"),
+        (("verify", source, "--source", quantized), f"quantize verify {quantized} --source {source}"),
+        (("stitch", "--source", quantized, "--experts", source, "--output", tmp_path / "out"),
+         f"--source {source} --experts {quantized}"),
+    ):  # fmt: skip
+        assert quantize(monkeypatch, *words, "--device", "cpu") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{quantized}: is given as the source, but {sign}, and {source} shows no such sign; they are " in line
+        assert line.endswith(f"wrong way round: {remedy}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_the_clear_case_is_refused(tmp_path: Path) -> None:
+    quantized = [written(tmp_path / name, *QUANTIZED[name][:2]) for name in QUANTIZED]
+    plain = [written(tmp_path / name, *NOT_QUANTIZED[name]) for name in NOT_QUANTIZED]
+    for source in (*quantized, *plain):
+        for candidate in (*quantized, *plain):
+            if source in plain or candidate in quantized:
+                refuse_swapped_arguments(source, candidate, "")
+            else:
+                said = re.escape(QUANTIZED[source.folder.name][2])
+                with pytest.raises(CheckpointError, match=rf"{said}, and .*: give the other$"):
+                    refuse_swapped_arguments(source, candidate, "give the other")

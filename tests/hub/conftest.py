@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import quantize
@@ -26,10 +27,20 @@ def folder(finished: Finished, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def no_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source must not be opened."""
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("the source was opened")
+
+    monkeypatch.setattr("quantizers.commands.verify.source_of", refused)
+
+
+@pytest.fixture
 def publish(
     hub: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Publish:
-    """`publish(*arguments, token=TOKEN)`: the command in this process, where importing costs no seconds each time."""
+    """`publish(*arguments, token=TOKEN)`: the command in this process, which imports once; pages have no plots."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
@@ -39,6 +50,7 @@ def publish(
 
     def call(*arguments: object, token: str | None = TOKEN) -> tuple[int, str, str]:
         with monkeypatch.context() as patched:
+            patched.setattr("eval.report.plots.draw", lambda _: {})
             patched.delenv("HF_TOKEN", raising=False)
             if token is not None:
                 patched.setenv("HF_TOKEN", token)

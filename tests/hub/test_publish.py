@@ -27,89 +27,67 @@ from quantizers.planning.job import prepare
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
-class Command:
-    """`quantize publish` in a process of its own, with the token in its environment; keeps all that it says."""
-
-    def __init__(self, hub: HubStandIn, home: Path, token: str | None = TOKEN) -> None:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-        hub_settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_DEBUG": "1"}
-        self.environment = kept | hub_settings
-        if token is not None:
-            self.environment["HF_TOKEN"] = token
-
-    def start(self, *arguments: object) -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", "quantizers", *map(str, arguments)]
-        return subprocess.Popen(
-            words, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
-        )
-
-    def ended(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
-        """Exit code, standard output and standard error; no token in either."""
-        out, err = process.communicate(timeout=600)
-        assert TOKEN not in out + err
-        return process.returncode, out, err
-
-    def __call__(self, *arguments: object) -> tuple[int, str, str]:
-        return self.ended(self.start(*arguments))
-
-
-@pytest.fixture
-def command(hub: HubStandIn, tmp_path: Path) -> Command:
-    return Command(hub, tmp_path / "home")
-
-
-def test_published_and_equal(
-    hub: HubStandIn, command: Command, folder: Path, finished: Finished, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("no_source")
+def test_published_and_equal(hub: HubStandIn, publish: Publish, folder: Path, tmp_path: Path) -> None:
     (folder / "notes.txt").write_text("mine")
-    code, out, err = command(
-        "publish", folder, "--repo", REPO, "--source", finished.source, "--private", "--revision", "v1", "--json"
-    )
+    code, out, err = publish(folder, "--repo", REPO, "--private", "--revision", "v1", "--json")
     assert code == 0, err
     result = json.loads(out)
     sent = {name: raw for name, raw in contents(folder).items() if name != "notes.txt"}
-    held = dict(hub.repositories[REPO]["v1"])
-    assert held.pop(".gitattributes")
-    assert held == sent
+    on_hub = dict(hub.repositories[REPO]["v1"])
+    assert on_hub.pop(".gitattributes")
+    assert on_hub == sent
     assert hub.private == {REPO: True}
     assert list(hub.repositories[REPO]["main"]) == [".gitattributes"]
     assert {file["name"] for file in result["files"]} == set(sent)
     assert result["bytes"] == sum(map(len, sent.values()))
-    assert not [
-        path for path in (tmp_path / "home").rglob("*") if path.is_file() and TOKEN in path.read_text("latin-1")
-    ]
-    assert not any(TOKEN.encode() in raw for raw in held.values())
+    kept = [path.read_bytes() for path in (tmp_path / "home").rglob("*") if path.is_file()]
+    assert not any(TOKEN.encode() in raw for raw in [*kept, *on_hub.values()])
 
 
 @pytest.mark.slow
-def test_interrupted_and_published_again(hub: HubStandIn, command: Command, folder: Path, finished: Finished) -> None:
-    words = ("publish", folder, "--repo", REPO, "--source", finished.source)
+def test_interrupted_and_published_again(hub: HubStandIn, folder: Path, finished: Finished, tmp_path: Path) -> None:
+    """In processes of their own, with the token in their environment; nothing they print contains it."""
+    own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_DEBUG": "1"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    words = [sys.executable, "-m", "quantizers", "publish", folder, "--repo", REPO, "--source", finished.source]
+
+    def start() -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            words, env=environment | own | {"HF_TOKEN": TOKEN}, stdout=pipe, stderr=pipe, text=True, cwd="/"
+        )
+
+    def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+        out, err = process.communicate(timeout=600)
+        assert TOKEN not in out + err
+        return process.returncode, out, err
+
     hub.stall_after = 3
-    process = command.start(*words)
+    process = start()
     while not hub.stalled.wait(0.2) and process.poll() is None:
         pass
     process.send_signal(signal.SIGINT)
-    code, _, err = command.ended(process)
+    code, _, err = ended(process)
     assert code == 130, err
     assert "give the same command again" in err
     assert list(hub.repositories[REPO]["main"]) == [".gitattributes"]
-    first = list(hub.received)
-    assert len(first) == 3
+    assert len(hub.received) == 3
 
     hub.stall_after = None
     hub.release.set()
-    code, out, err = command(*words)
+    code, out, err = ended(start())
     assert code == 0, err
     assert "the Hub's hashes equal the local ones" in out
-    held = hub.repositories[REPO]["main"]
-    assert {name: raw for name, raw in held.items() if name != ".gitattributes"} == contents(folder)
+    on_hub = hub.repositories[REPO]["main"]
+    assert {name: raw for name, raw in on_hub.items() if name != ".gitattributes"} == contents(folder)
     assert len(hub.received) == len(set(hub.received)), "an object was sent twice"
 
 
-def test_a_dry_run_sends_nothing(hub: HubStandIn, publish: Publish, folder: Path, finished: Finished) -> None:
+def test_a_dry_run_sends_nothing(hub: HubStandIn, publish: Publish, folder: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     before = contents(folder)
-    code, out, err = publish(folder, "--repo", REPO, "--source", finished.source, "--dry-run")
+    code, out, err = publish(folder, "--repo", REPO, "--dry-run")
     assert code == 0, err
     assert [request for request in hub.asked if not request.startswith("GET ")] == []
     assert contents(folder) == before
@@ -152,10 +130,10 @@ def test_nothing_that_is_published_names_the_machine(hub: HubStandIn, publish: P
 
 @pytest.mark.parametrize("spoil", [break_a_byte, fail_a_gate, mislead_servers])
 def test_a_failing_checkpoint_is_refused_unless_forced(
-    hub: HubStandIn, publish: Publish, folder: Path, finished: Finished, spoil: Any
+    hub: HubStandIn, publish: Publish, folder: Path, spoil: Any
 ) -> None:
     spoil(folder)
-    words = (folder, "--repo", REPO, "--source", finished.source)
+    words = (folder, "--repo", REPO)
     code, out, err = publish(*words)
     assert (code, out) == (2, "")
     assert "give --force with a reason" in err.splitlines()[-1]
@@ -170,15 +148,13 @@ def test_a_failing_checkpoint_is_refused_unless_forced(
     assert json.loads(hub.repositories[REPO]["main"]["report.json"])["forced"]["problems"]
 
 
-def test_no_reason_publishes_changed_figures(
-    hub: HubStandIn, publish: Publish, folder: Path, finished: Finished
-) -> None:
+def test_no_reason_publishes_changed_figures(hub: HubStandIn, publish: Publish, folder: Path) -> None:
     """Before, --force sealed a report that had been edited, and the next publishing sent it as it was."""
     report = json.loads((folder / "report.json").read_text())
     report["kl"]["mean"] = 1e-9
     (folder / "report.json").write_text(json.dumps(report))
     before = contents(folder)
-    code, _, err = publish(folder, "--repo", REPO, "--source", finished.source, "--force", "a test")
+    code, _, err = publish(folder, "--repo", REPO, "--force", "a test")
     assert code == 2
     assert "was modified after the run (checksum mismatch), so its figures are not published, even with --force" in err
     assert contents(folder) == before
@@ -186,7 +162,7 @@ def test_no_reason_publishes_changed_figures(
 
 
 def test_a_forced_card_is_taken_back(publish: Publish, folder: Path, finished: Finished) -> None:
-    words = (folder, "--repo", REPO, "--source", finished.source)
+    words = (folder, "--repo", REPO)
     assert publish(*words)[0] == 0
     before = contents(folder)
     break_a_byte(folder)
@@ -198,16 +174,16 @@ def test_a_forced_card_is_taken_back(publish: Publish, folder: Path, finished: F
     assert (folder / "README.md").read_bytes() == before["README.md"]
 
 
-def test_a_hub_that_holds_something_else(hub: HubStandIn, publish: Publish, folder: Path, finished: Finished) -> None:
+def test_a_hub_with_other_content(hub: HubStandIn, publish: Publish, folder: Path) -> None:
     for spoiled in ("model-00001-of-00005.safetensors", "config.json"):
         hub.damage = lambda path, raw, spoiled=spoiled: raw[:-1] + b"?" if path == spoiled else raw
-        code, _, err = publish(folder, "--repo", f"me/{spoiled[:5]}", "--source", finished.source)
+        code, _, err = publish(folder, "--repo", f"me/{spoiled[:5]}")
         assert code == 1
         assert f"the Hub has other content in {spoiled}; publish again" in err
 
 
-def test_what_is_wrong_with_a_login(publish: Publish, folder: Path, finished: Finished) -> None:
-    words = (folder, "--repo", REPO, "--source", finished.source)
+def test_a_missing_or_refused_token(publish: Publish, folder: Path) -> None:
+    words = (folder, "--repo", REPO)
     code, _, err = publish(*words, token=None)
     assert (code, err.splitlines()[-1]) == (
         2,
@@ -221,19 +197,22 @@ def test_what_is_wrong_with_a_login(publish: Publish, folder: Path, finished: Fi
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("option", "value", "message"),
     [
-        (("--repo", "tiny"), "--repo tiny: write it as owner/name"),
-        (("--repo", "me/a b"), "write it as owner/name"),
-        (("--repo", REPO, "--force", " "), "--force: give the reason"),
+        ("--repo", "tiny", "write it as owner/name"),
+        ("--repo", "me/a b", "write it as owner/name"),
+        ("--base-model", "tiny", "write it as owner/name"),
+        ("--license", "Apache 2", "use the Hub's identifier, such as apache-2.0, mit or other"),
     ],
 )
-def test_what_is_wrong_with_the_arguments(
-    publish: Publish, folder: Path, finished: Finished, words: tuple[str, ...], message: str
-) -> None:
-    code, _, err = publish(folder, "--source", finished.source, *words)
-    assert code == 2
-    assert message in err
+def test_wrong_arguments(publish: Publish, folder: Path, option: str, value: str, message: str) -> None:
+    code, _, err = publish(folder, "--repo", REPO, option, value)
+    assert (code, err.splitlines()[-1]) == (2, f"quantize: {option} {value}: {message}")
+
+
+def test_force_needs_a_reason(publish: Publish, folder: Path) -> None:
+    code, _, err = publish(folder, "--repo", REPO, "--force", " ")
+    assert (code, err.splitlines()[-1]) == (2, "quantize: --force: give the reason, which the card states")
 
 
 def test_what_is_no_finished_output(publish: Publish, folder: Path, tmp_path: Path) -> None:

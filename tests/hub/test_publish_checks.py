@@ -24,29 +24,11 @@ from quantizers.output.manifest import write_record
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
-@pytest.fixture
-def no_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody opens the source."""
-
-    def refused(*_: Any) -> None:
-        raise AssertionError("the source was opened")
-
-    monkeypatch.setattr(verification, "source_of", refused)
-
-
 def rewrite_report(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """A report with changes, and sealed again."""
     report = json.loads((folder / "report.json").read_text())
     change(report)
     write_record(folder, report)
-
-
-@pytest.mark.usefixtures("no_source")
-def test_a_finished_folder_is_published_without_its_source(hub: HubStandIn, publish: Publish, folder: Path) -> None:
-    code, _, err = publish(folder, "--repo", REPO)
-    assert code == 0, err
-    held = {name: raw for name, raw in hub.repositories[REPO]["main"].items() if name != ".gitattributes"}
-    assert held == contents(folder)
 
 
 @pytest.mark.usefixtures("no_source")
@@ -185,17 +167,6 @@ def test_a_card_without_licence_and_base_model_is_warned_about_or_completed(
     assert "license (empty: none)" in err
     assert ModelCard(hub.repositories[REPO]["main"]["README.md"].decode()).data.license == "mit"
     assert "base_model" not in ModelCard((folder / "README.md").read_text()).data.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--license", "Apache 2"), "--license Apache 2: use the Hub's identifier, such as apache-2.0, mit or other"),
-        (("--base-model", "tiny"), "--base-model tiny: write it as owner/name"),
-    ],
-)
-def test_what_is_wrong_with_what_is_given(publish: Publish, folder: Path, words: tuple[str, ...], said: str) -> None:
-    assert publish(folder, "--repo", REPO, *words)[2] == f"quantize: {said}\n"
 
 
 @pytest.mark.usefixtures("no_source")

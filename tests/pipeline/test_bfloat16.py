@@ -13,8 +13,8 @@ from one_layer import GROUP, make_layer, sliced
 
 from quantizers.architectures.matrices import MATRICES
 from quantizers.commands import evaluate as measure
-from quantizers.commands import pipeline, quantize
 from quantizers.forward.moe_inputs import MoeInputs, capture_moe_inputs
+from quantizers.pipeline import pipeline, quantize
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.device_memory import Residents
@@ -67,8 +67,8 @@ def test_a_layer_solved_in_bfloat16_is_as_good(rounding: Any) -> None:
     """Errors on the calibration inputs within 5 % of those of float32: an expert may get the scale next to its own."""
     layer, blocks = rounded_layer()
     settings = Experts(group_size=GROUP, awq=Awq(grid=8), rounding=rounding)
-    options: Any = {"norm": layer.norm, "router": layer.router, "activation": silu, "settings": settings, "unit": 5}
-    options["residents"] = Residents(1, 5, 0)
+    options: Any = {"norm": layer.norm, "router": layer.router, "activation": silu, "settings": settings}
+    options |= {"batch_size": 5, "residents": Residents(1, 5, 0)}
     whole = solve(blocks, layer.weights(), **options)
     half = solve(in_bfloat16(blocks), sliced(layer.gate_up.bfloat16(), layer.down.bfloat16()), **options)
     for name in ("gate_up_rounding", "down_rounding", "norm_search_after", "down_search_after"):

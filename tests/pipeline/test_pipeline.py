@@ -17,7 +17,7 @@ from tiny import write_job
 
 from quantizers.cli import main as cli
 from quantizers.forward import activation_stream
-from quantizers.output import folder, journal
+from quantizers.output import journal
 from quantizers.pipeline import pipeline, quantize, quantizer
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
@@ -124,7 +124,7 @@ def test_a_move_that_was_cut_goes_on(finished: Finished, tmp_path: Path) -> None
     shutil.copytree(finished.folder, work / "output")
     (work / "moving").touch()
     (work / "lock").touch()
-    real = folder.os.replace
+    real = journal.os.replace
     for _ in range(moves - 1):
         count = iter(range(1_000_000))
 
@@ -134,7 +134,7 @@ def test_a_move_that_was_cut_goes_on(finished: Finished, tmp_path: Path) -> None
             real(a, b)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(folder.os, "replace", once)
+            patched.setattr(journal.os, "replace", once)
             with pytest.raises(QuantizeError, match="cut here"):
                 run(job, Options(output, CPU))
         assert not (output / "config.json").exists()
@@ -165,6 +165,7 @@ def test_two_runs_on_one_folder(finished: Finished, tmp_path: Path) -> None:
         run(prepare(str(finished.recipe)), Options(tmp_path, CPU))
 
 
+@pytest.mark.own_signals
 def test_an_interrupt_ends_between_steps(finished: Finished, tmp_path: Path) -> None:
     import os
     import signal

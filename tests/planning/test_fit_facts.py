@@ -24,7 +24,7 @@ from quantizers.planning.job import prepare
 from quantizers.planning.plan import Plan
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError
-from quantizers.system.strict_yaml import load
+from quantizers.system.schema import load
 
 Tensors = dict[str, Spec]
 Change = Callable[[dict[str, Any], Tensors], object]

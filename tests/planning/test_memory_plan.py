@@ -112,7 +112,7 @@ def test_never_more_than_planned(hidden: int, width: int, experts: int, method: 
                 batch_size=unit,
                 residents=Residents(resident, unit, 0),
             )
-        phases = _Phases(plan, sizes, rows, 4, unit=unit, rows=rows, accelerator=False, tokens=2 * rows)
+        phases = _Phases(plan, sizes, rows, accelerator=False, tokens=2 * rows, size=unit, rows=rows)
         foreseen = phases.solve(min(resident, -(-experts // unit)))
         assert alive.most <= foreseen
         assert method[0] != "gptq" or foreseen <= 2.5 * alive.most

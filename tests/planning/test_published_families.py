@@ -29,7 +29,7 @@ from quantizers.planning.serving_memory import (
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, InputError
 from quantizers.system.package_data import shipped
-from quantizers.system.strict_yaml import load
+from quantizers.system.schema import load
 
 # Experts' matrices, and gigabytes of experts in INT4 with groups of 32, of one model of each size.
 SIZES = {

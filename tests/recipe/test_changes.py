@@ -22,7 +22,7 @@ from quantizers.recipe.portable import settings_hash
 from quantizers.recipe.read import read_recipe
 from quantizers.recipe.schema import Recipe
 from quantizers.system.package_data import shipped
-from quantizers.system.pydantic_errors import Origin
+from quantizers.system.schema import Origin
 from quantizers.system.strict_yaml import dump
 
 TINY = "tiny-minimax-m2-fp8-int4"
@@ -157,7 +157,7 @@ def test_paths_start_from_the_current_folder(recipe: Path, tmp_path: Path, monke
         (["--set", ".bits=4"], ["--set .bits=4: is not key=value; write it as --set experts.group_size=64"]),
         (["--set", "keep="], ["--set keep=: has no value; give one, or null to take the key out of the recipe"]),
         (["--set", "keep=!x y"], ["--set keep=!x y: tags (`!name`) are not supported; write the plain value"]),
-        (["--set", "keep={a"], ["--set keep={a: not valid YAML: expected ',' or '}', but got '<stream end>'; "]),
+        (["--set", "keep={a"], ["--set keep={a: not valid YAML: did not find expected ',' or '}'; "]),
         (["--set", "verify.stop=null"], ["--set verify.stop=null: the recipe has no such key; leave it out"]),
         (
             ["--set", "experts.awq=false", "--set", "experts.awq.grid=9"],

@@ -19,7 +19,8 @@ from tiny import write_job
 
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.set import read_set
-from quantizers.pipeline import pipeline, verification
+from quantizers.commands import verify as verification
+from quantizers.pipeline import pipeline
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
 from quantizers.system.errors import CalibrationError, InputError, RecipeError
-from quantizers.system.pydantic_errors import dotted
-from quantizers.system.strict_yaml import dump, load, parse
+from quantizers.system.schema import load
+from quantizers.system.strict_yaml import dotted, dump, parse
 
 PROPERTY = settings(
     derandomize=True, deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -132,7 +132,7 @@ def test_places_in_dots_and_brackets() -> None:
         ("a: [1,\n", ":2: not valid YAML"),
         ("a: 'x", ":1: not valid YAML"),
         ('a: "\\UFFFFFFFF"', ": not valid YAML"),
-        ("a: 1\nb: \x07", ":2: not valid YAML: special characters are not allowed; remove this character"),
+        ("a: 1\nb: \x07", ":2: not valid YAML: control characters are not allowed; remove this character"),
         ("- a", ":1: must be a mapping; write keys with values"),
         ("text", ":1: must be a mapping"),
         ("# " + "x" * 200_000, ": larger than 200,000 bytes"),

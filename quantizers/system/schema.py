@@ -1,0 +1,156 @@
+"""Pydantic schemas of YAML files: their base class, JSON schema, and errors as lines for the file's author."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import ErrorDetails
+
+from .errors import InputError, did_you_mean
+from .strict_yaml import Place, dotted, parse
+
+Model = TypeVar("Model", bound=BaseModel)
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
+
+
+class Strict(BaseModel):
+    """Base of our schemas: frozen, and unknown keys are errors, so that a misspelt option is never ignored.
+
+    The text under a field is its description, in the documentation and in the JSON schema.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Origin(NamedTuple):
+    """Where a value was given.
+
+    Attributes:
+        shown: such as `recipe.yaml:4`, or `--set experts.bits=3`.
+        line: faults are shown in ascending order of it.
+        key: the dotted key that `shown` names itself, so that it is not repeated.
+    """
+
+    shown: str
+    line: int
+    key: str = ""
+
+
+def load(path: Path, model: type[Model], error: type[InputError] = InputError) -> Model:
+    """Read a YAML file into a pydantic model.
+
+    Raises:
+        error: one line `file:line: key: problem (remedy)` for each fault, in the order of the lines.
+    """
+    data, lines = parse(path, error)
+    return fit(data, origins_in(path, lines), Origin(f"{path}:1", 1), model, error)
+
+
+def origins_in(path: Path, lines: Mapping[Place, int]) -> dict[Place, Origin]:
+    """The origin of each value of a file, for messages."""
+    return {place: Origin(f"{path}:{line}", line) for place, line in lines.items()}
+
+
+def fit(
+    data: Mapping[str, Any],
+    origins: Mapping[Place, Origin],
+    whole: Origin,
+    model: type[Model],
+    error: type[InputError] = InputError,
+) -> Model:
+    """Values as a pydantic model.
+
+    Args:
+        origins: of every key and list item that was given.
+        whole: of values that are in none of them.
+
+    Raises:
+        error: one line for each fault.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as failure:
+        # Union members' complaints about one value are one fault: "should be a string or must be a mapping".
+        found: dict[Place, list[ErrorDetails]] = {}
+        for detail in failure.errors():
+            found.setdefault(_place(detail, origins), []).append(detail)
+        # Only the deepest: not "must be false" next to a fault in `awq.grid`.
+        inner = {place[:length] for place in found for length in range(len(place))}
+        faults = [_fault(place, found[place], origins, whole, model) for place in found if place not in inner]
+    raise error("\n".join(text for _, text in sorted(faults, key=lambda fault: fault[0])))
+
+
+def _place(detail: ErrorDetails, origins: Mapping[Place, Origin]) -> Place:
+    # pydantic adds the name of a union's member to the place; drop parts that are not in the file.
+    known: Place = ()
+    for part in detail["loc"]:
+        if (*known, part) in origins:
+            known = (*known, part)
+    return (*known, detail["loc"][-1]) if detail["type"] == "missing" else known
+
+
+def _fault(
+    place: Place,
+    details: list[ErrorDetails],
+    origins: Mapping[Place, Origin],
+    whole: Origin,
+    model: type[BaseModel],
+) -> tuple[int, str]:
+    """The line of a fault, and its message."""
+    missing = details[0]["type"] == "missing"
+    origin = origins.get(place[:-1] if missing else place, whole)
+    name = dotted(place)
+    start = f"{origin.shown}: {name}: " if name and name != origin.key else f"{origin.shown}: "
+    if missing:
+        return origin.line, f"{start}missing; add it"
+    if details[0]["type"] == "extra_forbidden":
+        hint = did_you_mean(str(place[-1]), _all_keys(model), most=1) or "; remove it"
+        return origin.line, f"{start}unknown key{hint}"
+    value = details[0].get("input")
+    message = " or ".join(dict.fromkeys(_message(detail) for detail in details))
+    scalar = isinstance(value, (str, int, float, bool, type(None)))
+    if all(detail["type"] == "value_error" for detail in details) and not message.startswith(("must ", "should ")):
+        # A sentence of our own, with its remedy: a value after it would be read as a part of the remedy.
+        return origin.line, start + (f"{value!r} {message}" if scalar and message.startswith("is not ") else message)
+    return origin.line, start + message + (f", not {value!r}" if scalar else "")
+
+
+def _message(detail: ErrorDetails) -> str:
+    if detail["type"] in ("model_type", "dict_type"):
+        return "must be a mapping of keys to values"
+    return " ".join(detail["msg"].removeprefix("Value error, ").removeprefix("Input ").split())
+
+
+def _all_keys(model: type[BaseModel]) -> list[str]:
+    """Every key of the schema at any depth: a wrong key is often the right word at the wrong depth."""
+    schema = model.model_json_schema()
+    return [key for part in (schema, *schema.get("$defs", {}).values()) for key in part.get("properties", ())]
+
+
+def json_schema(model: type[BaseModel] | TypeAdapter[Any], title: str) -> str:
+    """The JSON schema of a model, or of a union of models, as text."""
+    adapter = model if isinstance(model, TypeAdapter) else TypeAdapter(model)
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
+    schema = head | adapter.json_schema(schema_generator=_Untitled) | {"title": title}
+    plain = json.loads(json.dumps(schema), object_hook=_plain_description)
+    return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+
+
+class _Untitled(GenerateJsonSchema):
+    """Without a title for every key: it would only repeat the key."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def _plain_description(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a schema with its description in one line, links reduced to their text."""
+    if isinstance(text := part.get("description"), str):
+        part["description"] = _LINK.sub(r"\1", " ".join(text.split()))
+    return part
