@@ -33,7 +33,7 @@ from quantizers.layers.loop import layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
 from quantizers.output import journal
 from quantizers.planning.assign_actions import make_plan
-from quantizers.planning.plan import KEPT, Plan
+from quantizers.planning.plan import PASSTHROUGH, Plan
 from quantizers.recipe.schema import Experts
 from quantizers.solve.folded_scales import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state, stored_norm_ratio
 from quantizers.system.errors import CheckpointError
@@ -193,7 +193,7 @@ def layer_tensors(
     """
     tensors: dict[str, torch.Tensor] = {}
     for action in plan.of_layer(layer):
-        if action.kind in KEPT:
+        if action.kind in PASSTHROUGH:
             (name,) = action.outputs
             tensors[name] = source.tensor(action.source)
         elif action.kind == "fold":
@@ -241,7 +241,7 @@ class Mixer(Consumer):
         tensors = layer_tensors(plan, self.mix.facts, number, step.source, self.mix.experts, self.repair_router)
         shard = plan.shard_file(number)
         kept = kept_hashes(plan, number, step.source)
-        digest = write_shard(tensors, self.work / "output" / shard, kept, plan.carried(number))
+        digest = write_shard(tensors, self.work / "output" / shard, kept, plan.unread(number))
         write_json(journal.layer_file(self.work, number), {"layer": number, "shard": shard, "digest": digest})
 
 
@@ -272,9 +272,9 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
         for step in steps:
             shown(f"layer {step.number}")
     kept = {}
-    for part in plan.kept_parts:
+    for part in plan.passthrough_parts:
         parts = writing.layer_tensors(plan, part, mix.source, None).host
-        kept[plan.shard_file(part)] = write_shard(parts, folder / plan.shard_file(part), carried=plan.carried(part))
+        kept[plan.shard_file(part)] = write_shard(parts, folder / plan.shard_file(part), carried=plan.unread(part))
     check()
     write_config_files(folder, mix.source, plan, mix.facts)
     written = {entry["shard"]: entry["digest"] for entry in journal.done_layers(work, layers)}

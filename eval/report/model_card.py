@@ -17,8 +17,8 @@ from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump
 
 from .rendering import base_name, render
-from .schemes import choice_lines, expert_bits, layer_rows, under_routed_line
 from .serve_commands import REASONS, knows_vllm, repository, sglang_command, vllm_command
+from .summary import choice_lines, expert_bits, layer_rows, under_routed_line
 
 GROUPS = {"code": "programming languages", "spoken": "spoken languages"}
 OTHER = "other fields"

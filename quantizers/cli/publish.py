@@ -80,8 +80,7 @@ def publish(
 def _completed(folder: Path, repo: str, license: str | None, base_model: str | None) -> tuple[str | None, str | None]:
     """Licence and base model, where the card would lack one: asked for on a terminal, elsewhere named."""
     from eval.report.model_card import front_matter
-    from quantizers.hub.checklist import base_model_point, license_point
-    from quantizers.hub.checks import read_report
+    from quantizers.hub.checks import base_model_point, license_point, read_report
     from quantizers.hub.publication import with_publication
 
     report = with_publication(read_report(folder), repo, license, base_model)

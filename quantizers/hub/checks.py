@@ -1,4 +1,4 @@
-"""Checks before an upload: the run's report, the hashes of the files, and the gates."""
+"""Checks before an upload: the run's report, the hashes of the files, the gates; and the checklist of a dry run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from eval.report.model_card import front_matter
 from quantizers.output.journal import refuse_unfinished
 from quantizers.output.manifest import carried_facts, seal_of
 from quantizers.pipeline.manifest_check import check_manifest
 from quantizers.system.errors import OutputError
-from quantizers.system.formatting import gate_figures
+from quantizers.system.formatting import gate_figures, size
 from quantizers.system.output_files import CARD, REPORT
 from quantizers.system.progress import Step
 from stitch.audit.folder import added, strays
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from quantizers.checkpoint.reader import Checkpoint
 
+State = Literal["done", "missing", "open"]
+PATIENCE = 10.0  # seconds to wait for the Hub's answer
 CHUNK = 1 << 24  # bytes read at a time
 ALWAYS = ("audit", "consumers")  # the gates of every output of this program
 
@@ -103,13 +106,13 @@ def rehash(folder: Path, files: list[LocalFile], names: list[str]) -> list[Local
 
 
 def _hashed(path: Path) -> LocalFile:
-    size = path.stat().st_size
-    sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    length = path.stat().st_size
+    sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % length, usedforsecurity=False)
     with path.open("rb") as stream:
         while block := stream.read(CHUNK):
             sha256.update(block)
             blob.update(block)
-    return LocalFile(path.name, size, sha256.hexdigest(), blob.hexdigest())
+    return LocalFile(path.name, length, sha256.hexdigest(), blob.hexdigest())
 
 
 def check_output(
@@ -124,7 +127,6 @@ def check_output(
     """Check a folder against its report, and against its source if the report does not suffice or on request.
 
     Args:
-        files: all files to upload, hashed.
         source: opens the source; called only if needed.
         thorough: compare with the source in any case, as `quantize verify` does.
     """
@@ -192,3 +194,79 @@ def _failed_gates(report: dict[str, Any], rechecked: tuple[str, ...]) -> list[st
         for gate in report["gates"]
         if not gate["passed"] and gate["name"] not in rechecked
     ]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step; `open` if its state is unknown, or decided later."""
+
+    name: str
+    state: State
+    words: str
+
+
+def checklist(
+    report: dict[str, Any], files: list[LocalFile], checks: Checks, repo: str, private: bool | None
+) -> list[Point]:
+    """All steps in order, done or missing; `report` is that of `publication.with_publication`."""
+    gates, front = report["gates"], front_matter(report)
+    passed = sum(gate["passed"] for gate in gates)
+    compared = "now" if checks.with_source else "when it was made; --thorough repeats it"
+    found = (
+        Point("checks", "missing", f"{len(checks.problems)} fail: repair the output, or give --force with a reason")
+        if checks.problems
+        else Point("checks", "done", "file hashes match report.json; no problems for vLLM, SGLang, transformers")
+    )
+    return [
+        Point("files", "done", f"{len(files)}, {size(sum(file.size for file in files))}"),
+        found,
+        Point("source", "done", f"tensors compared with the source {compared}"),
+        Point("gates", "done" if passed == len(gates) else "missing", f"{passed} of {len(gates)} passed"),
+        Point("card", "done", f"its commands will name {repo}; README.md, report.html and report.json will change"),
+        license_point(report, front),
+        base_model_point(report, front),
+        *_account(repo, private),
+    ]
+
+
+def license_point(report: dict[str, Any], front: dict[str, Any]) -> Point:
+    """Whether the card names a licence."""
+    if front.get("license"):
+        return Point("license", "done", str(front.get("license_name", front["license"])))
+    said = report.get("experts", {}).get("card", {}).get("license", ())
+    hint = f" (the experts' card says {', '.join(said)})" if said else ""
+    return Point("license", "missing", f"the source names none{hint}; give --license NAME")
+
+
+def base_model_point(report: dict[str, Any], front: dict[str, Any]) -> Point:
+    """Whether the card names the model on the Hub that was quantized."""
+    if front.get("base_model"):
+        return Point("base_model", "done", str(front["base_model"]))
+    said = report["source"].get("made_from", ())
+    hint = f" (made from {', '.join(said)} according to its card)" if said else ""
+    return Point("base_model", "missing", f"the source was a folder{hint}; give --base-model OWNER/NAME")
+
+
+def _account(repo: str, private: bool | None) -> list[Point]:
+    """Whether there is a token and a repository, as far as the Hub answers; nothing is uploaded."""
+    from httpx import HTTPError
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    token = get_token()
+    login = "log in with `hf auth login`, or set HF_TOKEN to one with write access"
+    points = [Point("token", "done", "found") if token else Point("token", "missing", login)]
+    as_new = {True: "as private", False: "as public", None: "with default visibility"}[private]
+    try:
+        info = HfApi().model_info(repo, timeout=PATIENCE)
+    except RepositoryNotFoundError:
+        return [*points, Point("repository", "open", f"{repo}: not found; will be created {as_new}")]
+    except HFValidationError:
+        return [*points, Point("repository", "missing", f"{repo} is not a valid name; write it as owner/name")]
+    except (HTTPError, OSError) as failure:
+        status = getattr(getattr(failure, "response", None), "status_code", None)
+        if token and status in (401, 403):
+            return [Point("token", "missing", f"the Hub refuses it ({status}); {login}"), *points[1:]]
+        return [*points, Point("repository", "open", f"{repo}: the Hub did not answer")]
+    ignored = "; --private and --public have no effect" if private not in (None, info.private) else ""
+    return [*points, Point("repository", "done", f"{repo} exists, {'private' if info.private else 'public'}{ignored}")]

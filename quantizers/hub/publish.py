@@ -71,8 +71,7 @@ def publish(
     from quantizers.device.devices import choose_device
     from quantizers.system.progress import progress
 
-    from .checklist import checklist
-    from .checks import check_output, local_files, read_report, rehash
+    from .checks import check_output, checklist, local_files, read_report, rehash
     from .publication import rewrite, with_publication, with_statement
     from .upload import upload
 

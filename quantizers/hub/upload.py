@@ -8,7 +8,6 @@ from __future__ import annotations
 import glob
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from quantizers.system.errors import InputError, QuantizeError
+from quantizers.system.interrupts import handle_signals
 from quantizers.system.progress import Step
 
 from .checks import LocalFile
@@ -102,16 +102,20 @@ def _same(file: LocalFile, entry: Any) -> bool:
 
 @contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """Turn exceptions of the Hub's library into ours, with a one-line message without the token."""
+    """Within the block the library's exceptions become ours, in one line without the token; signals end the process."""
     from httpx import HTTPError
     from huggingface_hub.errors import HFValidationError
 
+    def end(number: int, _frame: FrameType | None) -> None:
+        os.write(2, f"quantize: {repo}: interrupted while uploading; {AGAIN}\n".encode())
+        os._exit(128 + number)  # the library's threads would finish their shards first; nothing is written to disk
+
+    restore = handle_signals(end, signal.SIGINT, signal.SIGTERM)
     try:
-        with _exit_on_signals(f"quantize: {repo}: interrupted while uploading; {AGAIN}"):
-            yield
+        yield
     except HFValidationError as failure:
         raise InputError(f"--repo {repo}: {_first_line(failure)}; write it as owner/name") from None
-    except HTTPError as failure:
+    except (HTTPError, OSError, RuntimeError, ValueError) as failure:
         status = getattr(getattr(failure, "response", None), "status_code", None)
         if status in (401, 403):
             raise InputError(
@@ -119,30 +123,8 @@ def _hub_errors(repo: str) -> Iterator[None]:
                 "access, or choose another --repo"
             ) from None
         raise QuantizeError(f"{repo}: the upload stopped ({_first_line(failure)}); {AGAIN}") from None
-    except (OSError, RuntimeError, ValueError) as failure:
-        raise QuantizeError(f"{repo}: the upload stopped ({_first_line(failure)}); {AGAIN}") from None
-
-
-@contextmanager
-def _exit_on_signals(message: str) -> Iterator[None]:
-    """Within the block, Ctrl-C and SIGTERM end the process immediately.
-
-    Otherwise the library's threads would finish their shards first. Nothing is written to disk here.
-    """
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        os.write(2, f"{message}\n".encode())
-        os._exit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        restore()
 
 
 def _first_line(failure: BaseException) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from eval.coverage.gates import check_floors
-from eval.fidelity.held_out import HeldOut, held_out
+from eval.coverage.summary import check_floors
 from eval.fidelity.metrics import Text
+from eval.fidelity.scoring import HeldOut, held_out
 from quantizers.budget.choice import choose_schemes
 from quantizers.budget.measure import probe_bytes
 from quantizers.calibration.load_set import load_set

@@ -306,14 +306,14 @@ def write_passthrough(job: Job, outside: Checkpoint, context: Context) -> None:
             at a time.
     """
     plan, source = job.plan, job.opened
-    for part in plan.kept_parts:
+    for part in plan.passthrough_parts:
         file, shard = journal.kept_file(context.work, part), context.work / "output" / plan.shard_file(part)
         if file.exists() and shard.exists():
             continue
         actions = plan.of_layer(part)
         stored = outside if part is None else load_tensors(source, [action.source for action in actions])
         kept = kept_hashes(plan, part, stored)
-        digest = write_shard(layer_tensors(plan, part, stored, None).host, shard, kept, plan.carried(part))
+        digest = write_shard(layer_tensors(plan, part, stored, None).host, shard, kept, plan.unread(part))
         write_json(file, {"shard": shard.name, "digest": digest, "audit": written_from(actions).as_dict()})
         context.check()
 
@@ -331,7 +331,7 @@ def _refuse(entry: dict[str, Any], stop: Stop | None) -> None:
         problem = f"router agreement {agreement:.4g} < {stop.min_router_agreement:g} (verify.stop.min_router_agreement)"
     if problem:
         raise Stopped(
-            f"stopped after layer {entry['layer']}: {problem}; give the same command with --ignore-stop to go on"
+            f"stopped after layer {entry['layer']}: {problem}; give the same command with --ignore-stop to continue"
         )
 
 

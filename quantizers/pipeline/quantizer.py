@@ -129,7 +129,7 @@ class Quantizer:
                 step.on_device.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None,
                 self.moe_inputs,
                 settings,
-                weights=weights.unit,
+                weights=weights.batch,
                 residents=context.residents,
                 entering=entering,
                 check=context.check,
@@ -176,7 +176,7 @@ class Quantizer:
         if self.writer.ahead:  # the source's memory gets other bytes before the shard is on disk
             host = {name: tensor.clone() if source.holds(tensor) else tensor for name, tensor in host.items()}
         path = self.context.work / "output" / self.job.plan.shard_file(number)
-        hashes, carried = kept_hashes(self.job.plan, number, source), self.job.plan.carried(number)
+        hashes, carried = kept_hashes(self.job.plan, number, source), self.job.plan.unread(number)
         self.writer.begin(
             number,
             partial(audit_shard, self.job, number, step.on_device, made, self.context.device),

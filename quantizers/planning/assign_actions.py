@@ -1,4 +1,4 @@
-"""Assigns an action to every tensor of a checkpoint, from the architecture spec of its family and the headers.
+"""An action for every tensor of a checkpoint, from the architecture spec of its family and the headers.
 
 An unknown tensor is refused instead of kept, because it might read the folded norm. Scales are folded into the norm
 before the experts only where everything that reads it can follow.
@@ -6,14 +6,13 @@ before the experts only where everything that reads it can follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import TensorFacts
-from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TORCH_DTYPES, Spec
 from quantizers.formats.fp8 import ROWS, SCALE, SCALE_INV, Fp8, declared_form, scale_of, stored_form
@@ -23,6 +22,41 @@ from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeE
 from .plan import Action, Kind, Plan, packed_specs
 
 Remaining = dict[str, Spec]  # tensors without an action so far
+
+
+class _Module(NamedTuple):
+    """A tensor, or a linear module with its weight and scale, as the facts have it.
+
+    Attributes:
+        name: in full; of a linear module without `.weight`.
+        facts: of a tensor; None for a linear module.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None
+    facts: TensorFacts | None = None
+    expert: int | None = None
+    matrix: Matrix | None = None
+
+
+def _modules(facts: Architecture, sizes: Sizes, mtp: Iterable[int]) -> Iterator[_Module]:
+    """Everything that a checkpoint of these facts has, layer by layer, `mtp` last, then outside the layers."""
+    shapes = {matrix: sizes.shape(facts.expert_linears[matrix].shape) for matrix in MATRICES}
+    for layer in (*range(sizes["layers"]), *mtp):
+        dense = layer in sizes.dense
+        tensors, linears = facts.tensors(dense), facts.linears(dense)
+        if layer in sizes.mtp:
+            tensors, linears = facts.mtp_tensors(), facts.mtp_linears()
+        for name, one in tensors.items():
+            yield _Module(facts.layer(layer, name), sizes.shape(one.shape), layer, one)
+        for name, terms in linears.items():
+            yield _Module(facts.layer(layer, name), sizes.shape(terms), layer)
+        for expert in range(0 if dense else sizes["experts"]):
+            for matrix in MATRICES:
+                yield _Module(facts.expert(layer, expert, matrix), shapes[matrix], layer, None, expert, matrix)
+    for name, one in facts.outside.items():
+        yield _Module(name, sizes.shape(one.shape), None, one)
 
 
 def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any], where: str) -> dict[str, Spec]:
@@ -36,40 +70,22 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
         CheckpointError: quantization_config declares a form of weights that cannot be read.
     """
     form = declared_form(config, where) if config.get("quantization_config") else None
-    tensors = {name: Spec(t.dtype, sizes.shape(t.shape)) for name, t in facts.outside.items()}
-    shapes = {matrix: sizes.shape(facts.expert_linears[matrix].shape) for matrix in MATRICES}
 
     @cache
-    def specs(shape: tuple[int, ...]) -> list[tuple[str, Spec]]:
-        weight = ("weight", Spec(FP8 if form else "BF16", shape))
+    def linear(shape: tuple[int, ...]) -> list[tuple[str, Spec]]:
         if not form:
-            return [weight]
+            return [("weight", Spec("BF16", shape))]
         suffix, scale = scale_of(form, shape)
-        return [weight, (suffix, Spec(facts.scale_dtype, scale))]
+        return [("weight", Spec(FP8, shape)), (suffix, Spec(facts.scale_dtype, scale))]
 
-    def linear(name: str, shape: tuple[int, ...]) -> None:
-        for suffix, spec in specs(shape):
-            tensors[f"{name}.{suffix}"] = spec
-
-    for layer in (*range(sizes["layers"]), *sizes.mtp):
-        dense = layer in sizes.dense
-        own, linears = _in_layer(facts, sizes, layer)
-        for name, t in own.items():
-            tensors[facts.layer(layer, name)] = Spec(t.dtype, sizes.shape(t.shape))
-        for name, terms in linears.items():
-            linear(facts.layer(layer, name), sizes.shape(terms))
-        for expert in range(0 if dense else sizes["experts"]):
-            for matrix in MATRICES:
-                linear(facts.expert(layer, expert, matrix), shapes[matrix])
+    tensors: dict[str, Spec] = {}
+    for module in _modules(facts, sizes, sizes.mtp):
+        if module.facts is not None:
+            tensors[module.name] = Spec(module.facts.dtype, module.shape)
+            continue
+        for suffix, spec in linear(module.shape):
+            tensors[f"{module.name}.{suffix}"] = spec
     return tensors
-
-
-def _in_layer(facts: Architecture, sizes: Sizes, layer: int) -> tuple[dict[str, TensorFacts], dict[str, list[str]]]:
-    """The tensors and linear modules of a layer besides its routed experts."""
-    if layer in sizes.mtp:
-        return facts.mtp_tensors(), facts.mtp_linears()
-    dense = layer in sizes.dense
-    return facts.tensors(dense), facts.linears(dense)
 
 
 def mtp_layers(facts: Architecture, sizes: Sizes, tensors: Mapping[str, Spec]) -> list[int]:
@@ -105,52 +121,18 @@ def make_plan(
                 f"{sizes[size]}; choose a smaller group"
             )
     folded = folds(facts, experts, where)
-    remaining = dict(tensors)
-    actions: list[Action] = []
-    shapes = {matrix: sizes.shape(facts.expert_linears[matrix].shape) for matrix in MATRICES}
-
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     form = stored_form((name for name in tensors if name.startswith(in_layers) and not facts.is_unread(name)), block)
-    linear = (FP8, *FLOATING)
-    mtp = mtp_layers(facts, sizes, tensors)
-    for layer in (*range(sizes["layers"]), *mtp):
-        dense, read = layer in sizes.dense, layer not in sizes.mtp
-        own, linears = _in_layer(facts, sizes, layer)
-        for name, t in own.items():
-            full_name = facts.layer(layer, name)
-            if t.optional and full_name not in remaining:
-                continue
-            spec = take(remaining, full_name, sizes.shape(t.shape), FLOATING, where)
-            kind: Kind = "keep"
-            output = spec
-            if folded and read and not dense and name == facts.norm.tensor:
-                kind = "fold"
-            elif folded and read and not dense and name == facts.router.tensor:
-                kind, output = "compensate", Spec(facts.router.served, spec.shape)
-            actions.append(Action(full_name, spec, kind, {full_name: output}, layer))
-        for name, terms in linears.items():
-            module = facts.layer(layer, name)
-            spec = take(remaining, f"{module}.weight", sizes.shape(terms), linear, where)
-            actions += _kept_linear(remaining, Action(f"{module}.weight", spec, "keep", {}, layer), form, where)
-        for expert in range(0 if dense else sizes["experts"]):
-            for matrix in MATRICES:
-                module = facts.expert(layer, expert, matrix)
-                spec = take(remaining, f"{module}.weight", shapes[matrix], linear, where)
-                if not read:
-                    action = Action(f"{module}.weight", spec, "keep", {}, layer, expert, matrix)
-                    actions += _kept_linear(remaining, action, form, where)
-                    continue
-                outputs = packed_specs(module, spec.shape, experts.scheme)
-                actions.append(Action(f"{module}.weight", spec, "quantize", outputs, layer, expert, matrix))
-                if spec.dtype == FP8:
-                    scale, scale_spec = take_scale(remaining, module, spec.shape, form, where)
-                    actions.append(Action(scale, scale_spec, "drop", {}, layer, expert, matrix))
-    for name, t in facts.outside.items():
-        spec = take(remaining, name, sizes.shape(t.shape), FLOATING, where)
-        actions.append(Action(name, spec, "keep", {name: spec}))
-    named = {name for action in actions for name in (action.source, *action.outputs)}
-    for name, spec, number in take_unread(remaining, named, facts, sizes["layers"], where):
-        actions.append(Action(name, spec, "carry", {name: spec}, number))
+    mtp, remaining = mtp_layers(facts, sizes, tensors), dict(tensors)
+    folding = set(sizes.moe_layers if folded else ())
+    actions: list[Action] = []
+    for module in _modules(facts, sizes, mtp):
+        if module.facts is None:
+            actions += _linear_actions(remaining, module, experts, form, mtp, where)
+        elif module.name in remaining or not module.facts.optional:
+            spec = take(remaining, module.name, module.shape, FLOATING, where)
+            actions.append(_tensor_action(module, spec, facts, fold=module.layer in folding))
+    actions += _unread_actions(remaining, actions, facts, sizes["layers"], where)
     if remaining:
         more = f" (and {len(remaining) - 1} more)" if len(remaining) > 1 else ""
         reason = "it might read the folded norm" if folded else "nothing says what it is for"
@@ -164,31 +146,69 @@ def make_plan(
     return Plan(tuple(actions), sizes["layers"], experts, schemes, tuple(mtp))
 
 
-def _kept_linear(remaining: Remaining, weight: Action, form: Fp8, where: str) -> Iterator[Action]:
-    """The actions of a linear module that keeps its bytes: of its weight, and of the scale that an FP8 one has.
+def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bool) -> Action:
+    """The action of a tensor that is no linear module: with `fold` the norm's and the router's are changed."""
+    kind: Kind = "keep"
+    output = spec
+    if fold and module.layer is not None:
+        if module.name == facts.layer(module.layer, facts.norm.tensor):
+            kind = "fold"
+        elif module.name == facts.layer(module.layer, facts.router.tensor):
+            kind, output = "compensate", Spec(facts.router.served, spec.shape)
+    return Action(module.name, spec, kind, {module.name: output}, module.layer)
 
-    Args:
-        weight: the action without its outputs.
-    """
-    yield replace(weight, outputs={weight.source: weight.spec})
-    if weight.spec.dtype == FP8:
-        module = weight.source.removesuffix(".weight")
-        scale, spec = take_scale(remaining, module, weight.spec.shape, form, where)
-        written = f"{module}.{SCALE}"
-        kind: Kind = "keep" if scale == written else "rename"
-        yield replace(weight, source=scale, spec=spec, kind=kind, outputs={written: spec})
+
+def _linear_actions(
+    remaining: Remaining, module: _Module, experts: Experts, form: Fp8, mtp: Collection[int], where: str
+) -> Iterator[Action]:
+    """The actions of a linear module: of its weight, and of the scale that an FP8 one has."""
+    of = module.layer, module.expert, module.matrix
+    weight = f"{module.name}.weight"
+    spec = take(remaining, weight, module.shape, (FP8, *FLOATING), where)
+    quantized = module.expert is not None and module.layer not in mtp
+    outputs = packed_specs(module.name, spec.shape, experts.scheme) if quantized else {weight: spec}
+    yield Action(weight, spec, "quantize" if quantized else "keep", outputs, *of)
+    if spec.dtype != FP8:
+        return
+    suffix, shape = scale_of(form, spec.shape)
+    scale, other, written = (f"{module.name}.{name}" for name in (suffix, SCALE_INV, SCALE))
+    if form == ROWS and other in remaining:
+        raise CheckpointError(
+            f"{where}: {other} is a scale per block of FP8, but other tensors have a scale per row (weight_scale); one "
+            "config group cannot say both; give the published checkpoint"
+        )
+    scale_spec = take(remaining, scale, shape, ("F32", "BF16"), where)
+    if quantized:
+        yield Action(scale, scale_spec, "drop", {}, *of)
+    else:
+        yield Action(scale, scale_spec, "keep" if scale == written else "rename", {written: scale_spec}, *of)
+
+
+def _unread_actions(
+    remaining: Remaining, actions: Sequence[Action], facts: Architecture, layers: int, where: str
+) -> list[Action]:
+    """The actions of the tensors that the facts call unread, none of which another action may name."""
+    for name in {name for action in actions for name in (action.source, *action.outputs)} if facts.unread else ():
+        if facts.is_unread(name):
+            raise ArchitectureError(
+                f"{where}: {name} matches both a known tensor and `unread` in the architecture spec of "
+                f"{facts.model_type}; make the expression narrower"
+            )
+    unread = {name: spec.shape for name, spec in remaining.items() if facts.is_unread(name)}
+    taken = {name: take(remaining, name, shape, tuple(TORCH_DTYPES), where) for name, shape in unread.items()}
+    return [Action(name, spec, "carry", {name: spec}, _layer_of(name, facts, layers)) for name, spec in taken.items()]
+
+
+def _layer_of(name: str, facts: Architecture, layers: int) -> int | None:
+    start, _, _ = facts.layer_prefix.partition("{layer}")
+    number = name.removeprefix(start).partition(".")[0] if name.startswith(start) else ""
+    if not number.isdecimal() or int(number) >= layers:  # the MTP layers follow the last one
+        return None
+    return int(number) if name.startswith(facts.layer(int(number), "")) else None
 
 
 def take(remaining: Remaining, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], where: str) -> Spec:
-    """Take a tensor out of `remaining`.
-
-    Args:
-        dtypes: those that it may have, in safetensors' spelling.
-        where: the source's name, for messages.
-
-    Raises:
-        CheckpointError: it is missing, or has another shape or dtype.
-    """
+    """Take a tensor out of `remaining`, or raise CheckpointError if it is missing or has another shape or dtype."""
     spec = remaining.pop(name, None)
     if spec is None:
         raise CheckpointError(f"{where}: {name} is missing; the checkpoint is incomplete, download it again")
@@ -202,67 +222,6 @@ def take(remaining: Remaining, name: str, shape: tuple[int, ...], dtypes: tuple[
             f"{where}: {name} is {spec.dtype}; {' or '.join(dtypes)} is needed; give the published checkpoint"
         )
     return spec
-
-
-def take_scale(remaining: Remaining, module: str, shape: tuple[int, ...], form: Fp8, where: str) -> tuple[str, Spec]:
-    """Take the scale of an FP8 weight.
-
-    Args:
-        shape: of the weight, (rows, columns).
-        form: of all FP8 weights of the checkpoint.
-
-    Returns:
-        The scale's name and spec.
-
-    Raises:
-        CheckpointError: as `take`, or the weight has a scale per block in a checkpoint with scales per row.
-    """
-    suffix, needed = scale_of(form, shape)
-    other = f"{module}.{SCALE_INV}"
-    if form == ROWS and other in remaining:
-        raise CheckpointError(
-            f"{where}: {other} is a scale per block of FP8, but other tensors have a scale per row (weight_scale); one "
-            "config group cannot say both; give the published checkpoint"
-        )
-    name = f"{module}.{suffix}"
-    return name, take(remaining, name, needed, ("F32", "BF16"), where)
-
-
-def take_unread(
-    remaining: Remaining, named: Iterable[str], facts: Architecture, layers: int, where: str
-) -> list[tuple[str, Spec, int | None]]:
-    """Take the tensors that the facts call unread.
-
-    Args:
-        named: the names that are read or written otherwise.
-        layers: how many decoder layers there are.
-
-    Returns:
-        The name, spec and decoder layer of each; None for one outside the layers.
-
-    Raises:
-        ArchitectureError: the facts call one of `named` unread.
-        CheckpointError: a dtype cannot be read.
-    """
-    for name in named if facts.unread else ():
-        if facts.is_unread(name):
-            raise ArchitectureError(
-                f"{where}: {name} matches both a known tensor and `unread` in the architecture spec of "
-                f"{facts.model_type}; make the expression narrower"
-            )
-    taken = []
-    for name in [name for name in remaining if facts.is_unread(name)]:
-        spec = take(remaining, name, remaining[name].shape, tuple(TORCH_DTYPES), where)
-        taken.append((name, spec, _layer_of(name, facts, layers)))
-    return taken
-
-
-def _layer_of(name: str, facts: Architecture, layers: int) -> int | None:
-    start, _, _ = facts.layer_prefix.partition("{layer}")
-    number = name.removeprefix(start).partition(".")[0] if name.startswith(start) else ""
-    if not number.isdecimal() or int(number) >= layers:  # the MTP layers follow the last one
-        return None
-    return int(number) if name.startswith(facts.layer(int(number), "")) else None
 
 
 def obstacle(facts: Architecture, engine: Literal["gram", "llmcompressor"]) -> str | None:

@@ -147,7 +147,7 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
     first = {kind: number for number, kind in reversed(alike.items())}
     of_kind = {kind: layer_work(job, number, lengths, texts) for kind, number in first.items()}
     work = [of_kind[kind] for kind in alike.values()]
-    work.append(Work(files=2.0 * sum(a.spec.bytes for part in plan.kept_parts for a in plan.of_layer(part))))
+    work.append(Work(files=2.0 * sum(a.spec.bytes for part in plan.passthrough_parts for a in plan.of_layer(part))))
     logits = Work(4.0 * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"])
     gpus = [rates for rates in rates_of_gpus() if memory["GPU"].smallest <= USABLE * rates.memory]
 
@@ -172,7 +172,7 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
     """
     sizes, settings = job.sizes, job.plan.experts
     hidden, width, experts, chosen = (float(sizes[name]) for name in ("hidden", "width", "experts", "chosen"))
-    passthrough = [action for action in job.plan.of_layer(number) if action.is_kept_matrix]
+    passthrough = [action for action in job.plan.of_layer(number) if action.is_passthrough_matrix]
     numbers = sum(math.prod(action.spec.shape) for action in passthrough)
     outputs = (a.spec.shape[1] for a in passthrough if "attn" in a.source and a.spec.shape[0] == sizes["hidden"])
     tokens, passes = sum(lengths), sum(lengths) + 2 * sum(texts)

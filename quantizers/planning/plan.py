@@ -6,15 +6,11 @@
     drop        the FP8 scale of such a matrix: used to dequantize it, not written
     fold        the norm that AWQ divides by its scales
     compensate  the router that reads this norm, multiplied by the scales
-    carry       the source's bytes under the source's name, of a tensor that the facts call unread: nothing opens it
+    carry       the source's bytes under the source's name, of a tensor that the facts call unread: never opened
 
-Layers that predict further tokens (MTP) follow the others. Nothing computes with them, and every tensor in them is
-kept, experts too. Each has a shard of its own, as every decoder layer has.
-
-A norm is folded only if the router and the experts are its only readers. Where anything else reads it, or the recipe
-does not want it, norm and router are kept like everything else.
-
-No file is opened here; assign_actions.py assigns the actions.
+Layers that predict further tokens (MTP) follow the others. They are not computed, and every tensor in them passes
+through, experts too. Each has a shard of its own, as every decoder layer has. A norm is folded only if the router and
+the experts are its only readers and the recipe wants it; else norm and router pass through.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from quantizers.formats.fp8 import ROWS, SCALE, SCALE_INV, Fp8
 from quantizers.recipe.schema import Experts, Scheme
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "carry"]
-KEPT: tuple[Kind, ...] = ("keep", "rename", "carry")  # whose tensors keep their bytes
+PASSTHROUGH: tuple[Kind, ...] = ("keep", "rename", "carry")  # whose tensors keep their bytes
 METADATA = {"format": "pt"}
 SUMMED = ("tensors", "bytes_before", "bytes_after")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole part of a name
@@ -43,15 +39,13 @@ _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole part of a name
 
 @dataclass(frozen=True)
 class Action:
-    """What happens to one source tensor.
+    """The action of one source tensor.
 
     Attributes:
-        source: its name.
-        spec: its dtype and shape.
-        kind: see the module's docstring.
+        source, spec: its name, dtype and shape.
         outputs: the tensors written for it, by name.
-        layer: its layer; None for a tensor outside the layers.
-        expert, matrix: the expert and which of its matrices, for quantize and drop, and of the experts of MTP layers.
+        layer: None for a tensor outside the layers.
+        expert, matrix: for quantize and drop, and of the experts of MTP layers.
     """
 
     source: str
@@ -64,16 +58,16 @@ class Action:
 
     @property
     def is_scale(self) -> bool:
-        """Whether it is the scale of an FP8 weight, and no weight itself."""
+        """Whether it is the scale of an FP8 weight."""
         return self.source.endswith((f".{SCALE_INV}", f".{SCALE}"))
 
     @property
     def is_weight(self) -> bool:
-        """Whether it holds numbers that are multiplied with, and is no scale of such a tensor."""
+        """Whether the forward pass uses it, and it is no scale."""
         return not self.is_scale and self.kind != "carry"
 
     @property
-    def is_kept_matrix(self) -> bool:
+    def is_passthrough_matrix(self) -> bool:
         """Whether it is a weight (rows, columns) of anything but a routed expert."""
         return self.is_weight and self.expert is None and len(self.spec.shape) == 2
 
@@ -83,9 +77,9 @@ class Plan:
     """All actions, in the order of shards: layer by layer, then the tensors outside the layers.
 
     Attributes:
-        layers: how many decoder layers there are, without those that predict further tokens.
+        layers: number of decoder layers, without those that predict further tokens.
         experts: the recipe's settings; use `schemes` instead of its bits and group size.
-        schemes: the scheme of each layer's experts.
+        schemes: of each layer's experts.
         mtp: the numbers of the layers that predict further tokens, as far as the source has them.
     """
 
@@ -101,8 +95,8 @@ class Plan:
         return (*range(self.layers), *self.mtp, None)
 
     @property
-    def kept_parts(self) -> tuple[int | None, ...]:
-        """Those of them that nothing computes anew: all but the decoder layers."""
+    def passthrough_parts(self) -> tuple[int | None, ...]:
+        """Those of them that pass through whole: all but the decoder layers."""
         return self.parts[self.layers :]
 
     @property
@@ -130,14 +124,14 @@ class Plan:
         return any(action.kind == "fold" for action in self.actions)
 
     def with_norms_kept(self, layers: Collection[int]) -> Plan:
-        """The plan with norms and routers of these layers kept as they are."""
-
-        def kept(action: Action) -> Action:
-            if action.kind not in ("fold", "compensate") or action.layer not in layers:
-                return action
-            return replace(action, kind="keep", outputs={action.source: action.spec})
-
-        return replace(self, actions=tuple(map(kept, self.actions)))
+        """The plan with norms and routers of these layers passed through."""
+        actions = (
+            replace(action, kind="keep", outputs={action.source: action.spec})
+            if action.kind in ("fold", "compensate") and action.layer in layers
+            else action
+            for action in self.actions
+        )
+        return replace(self, actions=tuple(actions))
 
     def of_layer(self, layer: int | None) -> list[Action]:
         """The actions of one layer, or, for None, of the tensors outside the layers."""
@@ -145,13 +139,13 @@ class Plan:
 
     @cached_property
     def _by_layer(self) -> dict[int | None, list[Action]]:
-        found: dict[int | None, list[Action]] = {}
+        by_layer: dict[int | None, list[Action]] = {}
         for action in self.actions:
-            found.setdefault(action.layer, []).append(action)
-        return found
+            by_layer.setdefault(action.layer, []).append(action)
+        return by_layer
 
     def fp8_form(self, block: tuple[int, int]) -> Fp8 | None:
-        """The form of the FP8 weights that the plan keeps: ROWS, or `block` as it is given; None without any."""
+        """The form of the FP8 weights that pass through: ROWS, or `block` as it is given; None without any."""
         if any(action.kind == "keep" and action.is_scale for action in self.actions):
             return ROWS
         return block if any(action.kind == "rename" for action in self.actions) else None
@@ -162,8 +156,8 @@ class Plan:
         experts = (a for a in self.actions if a.layer in self.mtp and a.expert is not None)
         return any(action.is_scale for action in experts)
 
-    def carried(self, layer: int | None) -> set[str]:
-        """The names of the tensors in one output shard that nothing opens, so that they may hold anything."""
+    def unread(self, layer: int | None) -> set[str]:
+        """The names of the tensors in one output shard that are never opened, so that they may hold anything."""
         return {action.source for action in self.of_layer(layer) if action.kind == "carry"}
 
     def counts(self) -> dict[str, int]:
@@ -180,10 +174,7 @@ class Plan:
 
     def shards(self) -> dict[str, dict[str, Spec]]:
         """Every output shard's file name with its tensors."""
-        by_layer: dict[int | None, dict[str, Spec]] = {layer: {} for layer in self.parts}
-        for action in self.actions:
-            by_layer[action.layer].update(action.outputs)
-        return {self.shard_file(layer): tensors for layer, tensors in by_layer.items()}
+        return {self.shard_file(layer): self.shard(layer) for layer in self.parts}
 
 
 def stored_as(action: Action, scheme: Scheme) -> Action:
@@ -227,10 +218,9 @@ def file_size(tensors: Mapping[str, Spec]) -> int:
 
 
 def index_json(plan: Plan) -> str:
-    """The text of model.safetensors.index.json.
+    """The text of model.safetensors.index.json, as `json.dumps(…, indent=2)` writes it.
 
-    It is what `json.dumps(…, indent=2)` writes, but that takes seconds for a large model: only without `indent` does
-    the encoder run in C.
+    That would take seconds for a large model: only without `indent` does the encoder run in C.
     """
     shards = plan.shards()
     weight_map = {name: file for file, tensors in shards.items() for name in tensors}
@@ -245,24 +235,17 @@ def kind_of_tensor(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def _kind(action: Action, plan: Plan) -> str:
-    """The same, but the number of a layer that predicts further tokens is kept: it has other actions."""
-    name = kind_of_tensor(action.source)
-    return name.replace(".*.", f".{action.layer}.", 1) if action.layer in plan.mtp else name
-
-
 def kinds(plan: Plan) -> list[dict[str, object]]:
     """Every kind of tensor with its action, count, and bytes before and after, in the order of the plan."""
-    sums: dict[tuple[str, str], tuple[int, int, int]] = {}
+    totals: dict[tuple[str, str], Counter[str]] = {}
     for action in plan.actions:
-        key = _kind(action, plan), action.kind
-        tensors, before, after = sums.get(key, (0, 0, 0))
+        name = kind_of_tensor(action.source)
+        if action.layer in plan.mtp:  # which has other actions
+            name = name.replace(".*.", f".{action.layer}.", 1)
         written = sum(spec.bytes for spec in action.outputs.values())
-        sums[key] = tensors + 1, before + action.spec.bytes, after + written
-    return [
-        {"kind": name, "action": kind, "tensors": tensors, "bytes_before": before, "bytes_after": after}
-        for (name, kind), (tensors, before, after) in sums.items()
-    ]
+        added = {"tensors": 1, "bytes_before": action.spec.bytes, "bytes_after": written}
+        totals.setdefault((name, action.kind), Counter()).update(added)
+    return [{"kind": name, "action": kind, **total} for (name, kind), total in totals.items()]
 
 
 def listing(plan: Plan) -> list[dict[str, object]]:
@@ -286,23 +269,20 @@ def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
     for row in by_kind:
         table.setdefault(str(row["action"]), Counter()).update({key: row[key] for key in SUMMED})
     shards = {file: file_size(tensors) for file, tensors in plan.shards().items()}
-    source = Counter[int | None]()  # bytes of each layer
-    for action in plan.actions:
-        source[action.layer] += action.spec.bytes
-    layer_source = max(source[layer] for layer in range(plan.layers))
+    source = {layer: sum(action.spec.bytes for action in plan.of_layer(layer)) for layer in plan.parts}
     index = len(index_json(plan).encode())
     return {
         "layers": sizes["layers"],
         "dense_layers": sorted(sizes.dense),
         "experts_per_layer": sizes["experts"],
         "quantized_matrices": plan.counts()["quantize"],
-        "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in KEPT),
+        "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in PASSTHROUGH),
         "actions": table,
         "kinds": by_kind,
-        "source_bytes": source.total(),
+        "source_bytes": sum(source.values()),
         "expert_bytes": table["quantize"]["bytes_after"],
         "output_bytes": sum(shards.values()) + index,
         "index_bytes": index,
         "shards": shards,
-        "layer_source_bytes": layer_source,
+        "layer_source_bytes": max(source[layer] for layer in range(plan.layers)),
     } | ({"mtp": {"layers": list(plan.mtp), "bytes": sum(source[n] for n in plan.mtp)}} if plan.mtp else {})

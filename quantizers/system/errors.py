@@ -75,19 +75,13 @@ class PeerFailed(QuantizeError):
         self.exit_code = exit_code
 
 
-MOST = 3  # names suggested where several begin with what was given
-BEGUN = 3  # letters that say anything
+MOST = 3  # names suggested where several begin with the given one
+BEGUN = 3  # letters of a beginning, at least
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = MOST) -> str:
-    """` (did you mean group_size?)` for a name near to a known one, else nothing.
-
-    Near are the names that begin with it, if it has three letters: `most` of them, shortest first. If none
-    does, it is the one most like it. Upper and lower case are alike.
-    """
+    """` (did you mean group_size?)`: up to `most` known names that begin with this one, or else the most similar."""
     names = {one.lower(): one for one in known}
-    begun = sorted(
-        (one for one in names if len(name) >= BEGUN and one.startswith(name.lower())), key=lambda one: (len(one), one)
-    )
-    near = begun[:most] or difflib.get_close_matches(name.lower(), names, n=1)
+    begun = [one for one in sorted(names) if len(name) >= BEGUN and one.startswith(name.lower())]
+    near = sorted(begun, key=len)[:most] or difflib.get_close_matches(name.lower(), names, n=1)
     return f" (did you mean {' or '.join(names[one] for one in near)}?)" if near else ""

@@ -14,8 +14,6 @@ from typing import IO, Any
 
 from .errors import QuantizeError
 
-BLOCK = 1 << 20  # bytes held in memory while a file is copied
-
 
 def write_json(path: Path, data: Any) -> None:
     """Write JSON with sorted keys, atomically.
@@ -35,7 +33,7 @@ def write_text(text: str, path: Path) -> None:
 def copy_file(source: Path, target: Path) -> None:
     """Copy a file's bytes atomically."""
     with disk_errors(target), atomic(target) as stream, source.open("rb") as read:
-        shutil.copyfileobj(read, stream, BLOCK)
+        shutil.copyfileobj(read, stream)
 
 
 @contextlib.contextmanager
@@ -64,17 +62,13 @@ def disk_errors(path: Path) -> Iterator[None]:
     """Turn the exceptions of a full or failing disk into a one-line message that says how to continue."""
     try:
         yield
-    except OSError as failure:
-        raise QuantizeError(
-            f"{path}: cannot be written ({failure.strerror or failure}); make room or check the disk, "
-            "then give the same command again"
-        ) from None
     except Exception as failure:
         # safetensors reports a full disk with its own exception type.
-        if type(failure).__name__ != "SafetensorError":
+        if not isinstance(failure, OSError) and type(failure).__name__ != "SafetensorError":
             raise
+        reason = getattr(failure, "strerror", None) or failure
         raise QuantizeError(
-            f"{path}: cannot be written ({failure}); make room or check the disk, then give the same command again"
+            f"{path}: cannot be written ({reason}); make room or check the disk, then give the same command again"
         ) from None
 
 

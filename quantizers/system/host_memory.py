@@ -13,7 +13,7 @@ CGROUP = Path("/sys/fs/cgroup")
 def available() -> int:
     """Bytes that can still be allocated without swapping: of the machine, or of this container if that is less."""
     free: int = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # no limit is the word "max"; elsewhere there are no such files
+    with contextlib.suppress(OSError, ValueError):  # "max" if there is no limit; no such files elsewhere
         limit = int((CGROUP / "memory.max").read_text())
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         used = int((CGROUP / "memory.current").read_text()) - int(stat["inactive_file"])  # cached files give way

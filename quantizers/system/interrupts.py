@@ -7,9 +7,23 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 from .errors import Interrupted
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+def handle_signals(handler: Handler, *numbers: int) -> Callable[[], None]:
+    """Set a handler for signals; the returned function restores the earlier ones. Has no effect in other threads."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    previous = {number: signal.signal(number, handler) for number in numbers}
+
+    def restore() -> None:
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
+
+    return restore
 
 
 @contextlib.contextmanager
@@ -19,14 +33,11 @@ def stoppable() -> Iterator[None]:
     def stop(number: int, _frame: FrameType | None) -> None:
         raise Interrupted("interrupted by SIGTERM; give the same command again", number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, stop)
+    restore = handle_signals(stop, signal.SIGTERM)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        restore()
 
 
 @contextlib.contextmanager
@@ -40,21 +51,18 @@ def interruptible(advice: str) -> Iterator[Callable[[], None]]:
         Interrupted: from the yielded function. A second signal has its usual effect.
     """
     caught: list[int] = []
-    previous: dict[int, Any] = {}  # handlers, as signal.signal returns them
+    restore: Callable[[], None] = lambda: None  # noqa: E731  # a signal may arrive before the line that replaces it
 
     def record(number: int, _frame: FrameType | None) -> None:
         caught.append(number)
-        for signal_number, handler in previous.items():
-            signal.signal(signal_number, handler)
+        restore()
 
     def check() -> None:
         if caught:
             raise Interrupted(f"interrupted by {signal.Signals(caught[0]).name}; {advice}", caught[0])
 
-    if threading.current_thread() is threading.main_thread():
-        previous = {number: signal.signal(number, record) for number in (signal.SIGINT, signal.SIGTERM)}
+    restore = handle_signals(record, signal.SIGINT, signal.SIGTERM)
     try:
         yield check
     finally:
-        for signal_number, handler in previous.items():
-            signal.signal(signal_number, handler)
+        restore()

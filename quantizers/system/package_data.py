@@ -24,13 +24,10 @@ def shipped_names(folder: str) -> list[str]:
 
 
 def find(name: str, folder: str, beside: Path | None = None, suffix: str = ".yaml") -> Path:
-    """Find a file by its path, relative to `beside`, or by the bare name of a shipped file.
+    """Find a file by its path, or by the bare name of a file in a shipped folder, which may omit the suffix.
 
     Args:
-        name: the name that the user or a recipe wrote; a bare name may omit the suffix.
-        folder: the shipped folder in which bare names are looked up.
         beside: the folder that relative paths start from; None for the working directory.
-        suffix: appended to a bare name that does not have it.
 
     Returns:
         A path. It need not exist: the caller can give a better error message.

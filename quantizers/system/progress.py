@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 Step = Callable[[str], None]
-PATIENCE = 90.0  # seconds without a line before a phase within a step is worth one, where there is no terminal
-WIDEST = len("calibration pass")  # of the phases, so that what stands behind them does not jump
-_watching: list[Step] = []  # what shows the phases of the innermost progress of this process
+LINES = 5.0  # seconds between two lines, at least
+PATIENCE = 90.0  # seconds without a line before a phase within a step gets one
+WIDEST = len("calibration pass")  # phases are padded to this width
+_phases: list[Step] = []  # functions that show a phase, of the innermost progress of this process last
 
 
 def duration(seconds: float) -> str:
@@ -38,96 +39,89 @@ def checked(step: Step, check: Callable[[], None]) -> Step:
 
 
 def doing(phase: str) -> None:
-    """Say what the step is at now, such as `rounding`; it costs a comparison where nothing new is said.
-
-    Only the thread that shows the progress may call it.
-    """
-    if _watching:
-        _watching[-1](phase)
+    """Show the phase of the current step, such as `rounding`. Only for the thread that shows the progress."""
+    if _phases:
+        _phases[-1](phase)
 
 
 @contextlib.contextmanager
 def progress(title: str, total: int, done: int = 0, unit: str = "", *, trusted: int = 3) -> Iterator[Step]:
     """Yield a function to call after each of `total` steps with a short note about the step.
 
-    Within a step `doing` says its phases: on a terminal at once, elsewhere in a line where there was none for a while.
+    Within a step, `doing` shows its phases: on a terminal at once, elsewhere in a line after PATIENCE.
 
     Args:
-        title: the name of the work.
         done: steps that an earlier run completed; the time estimate ignores them.
         unit: the word for one step, for the plain lines.
-        trusted: steps after which the time of those that are left is estimated, without a terminal.
+        trusted: steps after which plain lines estimate the remaining time.
     """
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = (
-            TextColumn("{task.description:<12}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[phase]}{task.fields[note]}"),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task, latest = bar.add_task(title, total=total, completed=done, note="", phase=""), ""
-
-            def show(phase: str) -> None:
-                nonlocal latest
-                if phase != latest:
-                    latest = phase
-                    bar.update(task, phase=f"{phase:<{WIDEST}} ")
-
-            with _shows_phases(show):
-                yield lambda note: bar.update(task, advance=1, note=f"last: {note}" if latest else note)
-        return
-    started, last, count = time.monotonic(), 0.0, done
-    spoken = started
-
-    def line(note: str) -> None:
-        nonlocal last, spoken, count
-        count += 1
-        now = time.monotonic()
-        if count < total and now - last < 5.0:
-            return  # at most one line every five seconds; the last step always prints
-        last, spoken, steps = now, now, count - done
-        known = steps >= trusted and count < total
-        left = f", {duration((now - started) / steps * (total - count))} left" if known else ""
-        print(f"{title}: {unit}{' ' if unit else ''}{count} of {total}{left}  {note}", file=sys.stderr, flush=True)
-
-    def phase_line(phase: str) -> None:
-        nonlocal spoken
-        now = time.monotonic()
-        if now - spoken >= PATIENCE:
-            spoken = now
-            print(f"{title}: {unit}{' ' if unit else ''}{count + 1} of {total}: {phase}", file=sys.stderr, flush=True)
-
-    with _shows_phases(phase_line):
-        yield line
+    shown = _bar(title, total, done) if sys.stderr.isatty() else _lines(title, total, done, unit, trusted)
+    with shown as (step, phase):
+        _phases.append(phase)
+        try:
+            yield step
+        finally:
+            _phases.remove(phase)
 
 
 @contextlib.contextmanager
-def _shows_phases(show: Step) -> Iterator[None]:
-    _watching.append(show)
-    try:
-        yield
-    finally:
-        _watching.remove(show)
+def _bar(title: str, total: int, done: int) -> Iterator[tuple[Step, Step]]:
+    from rich import progress as rich
+    from rich.console import Console
+
+    columns = (
+        rich.TextColumn("{task.description:<12}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+        rich.TextColumn("left"),
+        rich.TimeRemainingColumn(),
+        rich.TextColumn("{task.fields[phase]}{task.fields[note]}"),
+    )
+    with rich.Progress(*columns, console=Console(stderr=True)) as bar:
+        task, latest = bar.add_task(title, total=total, completed=done, note="", phase=""), ""
+
+        def phase(name: str) -> None:
+            nonlocal latest
+            if name != latest:
+                latest = name
+                bar.update(task, phase=f"{name:<{WIDEST}} ")
+
+        yield lambda note: bar.update(task, advance=1, note=f"last: {note}" if latest else note), phase
+
+
+@contextlib.contextmanager
+def _lines(title: str, total: int, done: int, unit: str, trusted: int) -> Iterator[tuple[Step, Step]]:
+    started = latest = time.monotonic()  # of the last line
+    count, stepped = done, 0.0  # stepped: when the last step had a line
+
+    def line(number: int, rest: str) -> None:
+        nonlocal latest
+        latest = time.monotonic()
+        print(f"{title}: {unit}{' ' if unit else ''}{number} of {total}{rest}", file=sys.stderr, flush=True)
+
+    def step(note: str) -> None:
+        nonlocal count, stepped
+        count += 1
+        now = time.monotonic()
+        if count < total and now - stepped < LINES:
+            return
+        stepped, steps = now, count - done
+        known = steps >= trusted and count < total
+        left = f", {duration((now - started) / steps * (total - count))} left" if known else ""
+        line(count, f"{left}  {note}")
+
+    def phase(name: str) -> None:
+        if time.monotonic() - latest >= PATIENCE:
+            line(count + 1, f": {name}")
+
+    yield step, phase
 
 
 def forecast(layers: int) -> Callable[[dict[str, Any]], None]:
-    """A function to call with the journal entry of each finished layer of so many.
+    """A function to call with each finished layer's journal entry.
 
-    At the first one with experts it says on stderr how long the layers after it will take, if each takes as long.
+    At the first layer with experts it prints on stderr how long the rest of `layers` will take at this rate.
     """
     said = False
 
@@ -144,17 +138,13 @@ def forecast(layers: int) -> Callable[[dict[str, Any]], None]:
 
 
 def layer_line(entry: dict[str, Any]) -> str:
-    """The log line of one layer: seconds by phase, errors, what the held-out set says, fallbacks, peak memory.
-
-    Args:
-        entry: the layer's journal entry.
-    """
+    """The log line of a layer's journal entry: seconds by phase, errors, held-out figures, fallbacks, peak memory."""
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in entry["seconds"].items())
     errors = ", ".join(f"{name} {'infinite' if e is None else f'{e:.4g}'}" for name, e in entry["error"].items())
     held_out = entry.get("held_out")
     if held_out:
         errors += f"; hidden error {held_out['hidden_error']:.4g}"
-        if held_out["agreement"] is not None:  # as in a layer without experts
+        if held_out["agreement"] is not None:  # None in a layer without experts
             errors += f", router agreement {held_out['agreement']:.4g}"
     return (
         f"layer {entry['layer']}: {sum(entry['seconds'].values()):.1f} s ({phases}); {errors}; "

@@ -22,7 +22,7 @@ from quantizers.device.prefetch import to_host
 from quantizers.formats.dequantization import read_weight
 from quantizers.forward.layer_weights import ExpertWeights
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch
-from quantizers.planning.plan import KEPT, Action
+from quantizers.planning.plan import PASSTHROUGH, Action
 from quantizers.solve.folded_scales import CLOSE_ENOUGH, matrix_errors, norm_ratio, reader_state, router_state
 from quantizers.system.errors import CheckpointError
 
@@ -57,14 +57,14 @@ class LayerAudit:
 
 def written_from(actions: Sequence[Action]) -> LayerAudit:
     """The audit of a shard whose passthrough tensors were compared when it was written, see `write_shard`."""
-    return LayerAudit(len(actions), sum(action.kind in KEPT for action in actions))
+    return LayerAudit(len(actions), sum(action.kind in PASSTHROUGH for action in actions))
 
 
 def audit_kept(actions: Sequence[Action], source: Checkpoint, candidate: Checkpoint, audit: LayerAudit) -> None:
     """Count a layer's tensors, and compare the passthrough ones by SHA-256."""
     audit.tensors += len(actions)
     for action in actions:
-        if action.kind in KEPT:
+        if action.kind in PASSTHROUGH:
             (name,) = action.outputs
             if name not in candidate.tensors:
                 continue  # reported as missing
@@ -180,8 +180,8 @@ def _in_batches(old: ExpertWeights, new: ExpertWeights, smooth: torch.Tensor) ->
     for first, last in expert_batches(old.experts, unit):
         # The previous batch is freed after this one is read, so that a CPU's memory is reused, not returned.
         with _reading_the_source():
-            source = _matrices(*old.unit(range(first, last)))
-        candidate = _matrices(*new.unit(range(first, last)))
+            source = _matrices(*old.batch(range(first, last)))
+        candidate = _matrices(*new.batch(range(first, last)))
         found |= zip(range(first, last), matrix_errors(source, candidate, smooth), strict=True)
     return found
 

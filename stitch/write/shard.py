@@ -15,7 +15,7 @@ from quantizers.checkpoint.reader import Checkpoint, torch_dtype
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers
 from quantizers.formats.packed_integers import pack
-from quantizers.planning.plan import KEPT, METADATA, Action, Plan
+from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import CheckpointError, QuantizeError
 from quantizers.system.files import disk_errors, sync_folder
@@ -65,7 +65,7 @@ def layer_tensors(
     small: dict[str, torch.Tensor] = {}
     quantized: list[Action] = []
     for action in plan.of_layer(layer):
-        if action.kind in KEPT:
+        if action.kind in PASSTHROUGH:
             (name,) = action.outputs
             kept[name] = action.source
         elif action.kind == "quantize":
@@ -198,5 +198,5 @@ def write_shard(
 
 def kept_hashes(plan: Plan, layer: int | None, source: Checkpoint) -> dict[str, str]:
     """SHA-256, hexadecimal, of the source's bytes for every tensor of a shard that keeps them."""
-    actions = (action for action in plan.of_layer(layer) if action.kind in KEPT)
+    actions = (action for action in plan.of_layer(layer) if action.kind in PASSTHROUGH)
     return {name: source.sha256(action.source) for action in actions for name in action.outputs}

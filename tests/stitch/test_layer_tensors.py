@@ -18,7 +18,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.dequantization import read_weight
 from quantizers.planning.assign_actions import make_plan
-from quantizers.planning.plan import KEPT, Plan
+from quantizers.planning.plan import PASSTHROUGH, Plan
 from quantizers.recipe.schema import Experts
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import QuantizeError
@@ -102,7 +102,7 @@ def test_what_a_device_made_comes_to_the_host_in_a_few_copies(layer: Layer, monk
     monkeypatch.setattr(torch.Tensor, "cpu", cpu)
     tensors = layer_tensors(layer.plan, 0, layer.source, solved)
     assert len(copied) == 8, "codes and scales of three matrices, norm and router"
-    kept = {name for action in layer.plan.of_layer(0) if action.kind in KEPT for name in action.outputs}
+    kept = {name for action in layer.plan.of_layer(0) if action.kind in PASSTHROUGH for name in action.outputs}
     for name, tensor in tensors.device.items():
         assert tensors.host[name].device.type == "cpu"
         assert tensors.host[name].shape == tensor.shape
@@ -120,7 +120,7 @@ def test_an_accelerators_tensors_have_the_same_bytes(layer: Layer, monkeypatch: 
     laid = layer_tensors(layer.plan, 0, layer.source, layer.solved())
     for name, tensor in plain.host.items():
         assert torch.equal(tensor.view(torch.uint8), laid.host[name].view(torch.uint8)), name
-    kept = {name for action in layer.plan.of_layer(0) if action.kind in KEPT for name in action.outputs}
+    kept = {name for action in layer.plan.of_layer(0) if action.kind in PASSTHROUGH for name in action.outputs}
     unwritten = layer_tensors(layer.plan, 0, layer.source, layer.solved(), written=False)
     assert unwritten.host.keys() == kept
     assert unwritten.device.keys() == laid.device.keys()
@@ -130,7 +130,7 @@ def test_the_candidate_gets_the_kept_tensors_from_the_device(layer: Layer) -> No
     near = load_tensors(open_folder(layer.source.folder), layer.source.stored)
     tensors = layer_tensors(layer.plan, 0, layer.source, layer.solved(), near=near)
     for action in layer.plan.of_layer(0):
-        if action.kind in KEPT:
+        if action.kind in PASSTHROUGH:
             (name,) = action.outputs
             assert tensors.host[name].data_ptr() == layer.source.tensor(action.source).data_ptr()
             assert tensors.device[name] is near.tensor(action.source)
