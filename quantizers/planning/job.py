@@ -17,7 +17,7 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import INDEX, SINGLE, Checkpoint, open_folder, read_config, read_json, resolve
 from quantizers.checkpoint.safetensors_header import Spec, printed
 from quantizers.formats.fp8 import Fp8, block_size, declared_block
-from quantizers.formats.tensor_names import specs_apart, with_experts_apart
+from quantizers.formats.tensor_names import split_fused_experts, split_fused_specs
 from quantizers.formats.unsupported import refuse_four_bits
 from quantizers.recipe.changes import Change
 from quantizers.recipe.read import facts_location, given_at, read_recipe, set_location, source_location
@@ -98,7 +98,7 @@ def prepare(
         with _with_remedy(location):
             sizes = sizes_of(facts, config, basis)
             specs = expected_tensors(facts, sizes, config, basis) if headers is None else headers
-            specs = specs_apart(specs, facts, sizes, basis)
+            specs = split_fused_specs(specs, facts, sizes, basis)
             plan = make_plan(facts, sizes, specs, recipe.experts, basis, block)
         fp8 = plan.fp8_form(block)
         return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, fp8, own=own), changes)
@@ -112,7 +112,7 @@ def prepare(
     facts = architecture_for(source.config, where, own)
     with _with_remedy(location):
         sizes = sizes_of(facts, source.config, where)
-        source = with_experts_apart(source, facts, sizes)
+        source = split_fused_experts(source, facts, sizes)
         tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
         plan = make_plan(facts, sizes, tensors, recipe.experts, str(folder), block_size(source))
     fp8 = plan.fp8_form(block_size(source))
