@@ -41,7 +41,7 @@ class MoeInputs:
 def capture_moe_inputs(x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> MoeInputs:
     """The routing of x (T, H), with zeros in rows that no Hessian can use; the arguments are left as they are.
 
-    Rows are validated once, here, and not in each pass over them.
+    ActivationStore are validated once, here, and not in each pass over them.
     """
     weight = weight.float()
     usable = usable_rows(x) & usable_rows(weight)
