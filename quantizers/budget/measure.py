@@ -48,8 +48,7 @@ from eval.fidelity.scoring import score
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.loaded_tensors import load_tensors
-from quantizers.device.devices import forward_dtype
-from quantizers.device.malloc_tuning import use_one_arena
+from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
 from quantizers.formats.packed_integers import dequantize
 from quantizers.forward.activation_stream import ActivationStream

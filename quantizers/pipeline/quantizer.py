@@ -17,6 +17,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -256,7 +257,7 @@ def _for_the_journal(solved: LayerResult | None) -> dict[str, Any]:
         # JSON has no infinity. An infinite error means that an expert's weights or inputs overflow.
         "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
         "fallbacks": _by_expert(solved.fallbacks),
-        "leaning": solved.leaning and solved.leaning.as_dict(),
+        "leaning": solved.under_routed and asdict(solved.under_routed),
     }
 
 

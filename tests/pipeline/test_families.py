@@ -41,7 +41,7 @@ from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size, index_json
 from quantizers.solve.input_hessian import sweep
-from quantizers.solve.routing_weights import survey
+from quantizers.solve.routing_weights import routing_statistics
 from quantizers.system.errors import CheckpointError
 from stitch.audit.checkpoint import verify
 
@@ -198,12 +198,12 @@ def test_the_sums_are_those_of_a_hook_on_the_whole_model(made: Made, whole: Any,
     with streamed.layer(number) as layer:
         observe(streamed, layer, states, recorded)
     blocks = recorded.chunks(CPU, 100)
-    found = survey(blocks, streamed.sizes["experts"], 0.0, streamed.sizes["hidden"])
+    found = routing_statistics(blocks, streamed.sizes["experts"], 0.0, streamed.sizes["hidden"])
     sums, _ = sweep(blocks, found, [], streamed.sizes["hidden"], with_all=True)
     assert sums is not None
     x = torch.cat(seen)
     wanted = x.mT @ x
-    assert found.blended.tokens == len(x)
+    assert found.blend.tokens == len(x)
     assert float((sums.hessian.double() - wanted).norm() / wanted.norm()) < 1e-6
     assert torch.allclose(sums.mean.double(), x.abs().mean(0), rtol=1e-5)
     assert torch.equal(torch.bincount(recorded.chosen.flat.flatten()), torch.bincount(torch.cat(chosen)))
