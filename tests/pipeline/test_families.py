@@ -197,7 +197,7 @@ def test_the_sums_are_those_of_a_hook_on_the_whole_model(made: Made, whole: Any,
     )
     with streamed.layer(number) as layer:
         observe(streamed, layer, states, recorded)
-    blocks = recorded.blocks(CPU, 100)
+    blocks = recorded.chunks(CPU, 100)
     found = routing_statistics(blocks, streamed.sizes["experts"], 0.0, streamed.sizes["hidden"])
     sums, _ = sweep(blocks, found, [], streamed.sizes["hidden"], with_all=True)
     assert sums is not None
