@@ -185,8 +185,8 @@ def question_of(
 def measure_coverage(
     question: Question, device: torch.device, work: Path, dist: ProcessGroup = SINGLE_PROCESS
 ) -> dict[str, Any]:
-    """The report on one set; see `eval.coverage.tables.report`."""
-    from eval.coverage.tables import report
+    """The report on one set; see `eval.coverage.summary.report`."""
+    from eval.coverage.summary import report
 
     routed, (data,) = _stream(question, device, work, dist)
     found = {"model": question.model, "set": data.name} | report(routed.part("0:"), question.rule)
@@ -212,15 +212,15 @@ def _stream(
     question: Question, device: torch.device, work: Path, dist: ProcessGroup
 ) -> tuple[Routed, list[CalibrationData]]:
     """Stream all sets in one pass; the categories of set n get the prefix `n:`."""
-    from eval.coverage.gates import check_floors
     from eval.coverage.routing import count_routes
+    from eval.coverage.summary import check_floors
     from quantizers.architectures.families import architecture_for
     from quantizers.architectures.sizes import sizes_of
     from quantizers.calibration.load_set import load_set
     from quantizers.calibration.samples import token_tensors
     from quantizers.checkpoint.reader import open_checkpoint
     from quantizers.device.devices import forward_dtype, use_threads
-    from quantizers.formats.tensor_names import readable
+    from quantizers.formats.tensor_names import published_names
     from quantizers.forward.layered_model import LayeredModel
     from quantizers.system.progress import progress
 
@@ -228,7 +228,7 @@ def _stream(
     where = str(checkpoint.folder / "config.json")
     facts = architecture_for(checkpoint.config, where, question.own)
     sizes = sizes_of(facts, checkpoint.config, where)
-    named = readable(checkpoint, facts)  # first, for reading the sets may take long
+    named = published_names(checkpoint, facts)  # first, for reading the sets may take long
     trusted = question.trust_remote_code
     own = (
         [load_set(file, checkpoint.folder, trusted, question.tokens) for file in question.sets]

@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 
-from eval.fidelity.comparison import Comparison
-from eval.fidelity.held_out import HeldOut, held_out
+from eval.fidelity.comparison import Comparison, weight_errors
 from eval.fidelity.metrics import Measured
 from eval.fidelity.paired import NOTE, paired
-from eval.fidelity.scoring import measured, score
-from eval.fidelity.weight_error import weight_errors
+from eval.fidelity.scoring import HeldOut, held_out, measured, score
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set
@@ -33,7 +31,7 @@ from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
-from quantizers.formats.tensor_names import readable
+from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
@@ -203,7 +201,7 @@ def measure(
     where = str(source.folder / "config.json")
     facts = architecture_for(source.config, where, own)
     sizes = sizes_of(facts, source.config, where)
-    opened = [readable(checkpoint, facts) for checkpoint in (source, *candidates)]
+    opened = [published_names(checkpoint, facts) for checkpoint in (source, *candidates)]
     for candidate in candidates:
         config_path = str(candidate.folder / "config.json")
         other = sizes_of(facts, candidate.config, config_path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from eval.fidelity.held_out import HeldOut
+from eval.fidelity.scoring import HeldOut
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.output import journal
 from quantizers.output.journal import differences, finished_report, refuse_changes, short_value

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
-from eval.coverage.gates import gates as coverage_gates
-from eval.coverage.gates import summarise
+from eval.coverage.summary import gates as coverage_gates
+from eval.coverage.summary import summarise
 from eval.serving.check import check_folder
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import Options, ServerName
@@ -50,7 +50,7 @@ from stitch.write.digests import ShardDigest
 from .report_files import read_front_matter
 
 if TYPE_CHECKING:
-    from eval.serving.findings import Consumers
+    from eval.serving.check import ServingCheck
     from quantizers.calibration.samples import CalibrationData
     from quantizers.recipe.portable import Resolved
 
@@ -202,7 +202,7 @@ def _last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) 
     return written, audit
 
 
-def _own_gates(audit: Audit, engines: Consumers | None) -> list[dict[str, Any]]:
+def _own_gates(audit: Audit, engines: ServingCheck | None) -> list[dict[str, Any]]:
     """The gates of every output: its files are as planned, and serving engines read them as meant.
 
     Args:

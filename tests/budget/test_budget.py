@@ -18,7 +18,7 @@ import yaml
 from runs import cut_at, cut_in_layer
 from torch import Tensor
 
-from eval.report.schemes import choice_lines
+from eval.report.summary import choice_lines
 from eval.serving.check import STORED
 from quantizers.budget import choice, measure
 from quantizers.budget.measure import column_scale, scheme_errors

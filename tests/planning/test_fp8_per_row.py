@@ -9,9 +9,8 @@ import pytest
 from families import PER_ROW
 from planned import BLOCK, Model, tiny_model
 
-from eval.serving.check import STORED, check
+from eval.serving.check import STORED, ServingCheck, check
 from eval.serving.engines import ATTENTION
-from eval.serving.findings import Consumers
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import ROWS, Fp8
 from quantizers.planning.device_memory import device_memory
@@ -93,7 +92,7 @@ def test_scales_take_no_memory_of_their_own_as_weights() -> None:
     assert needed[0] == needed[1]
 
 
-def read_by_servers(form: Fp8, model: Model) -> Consumers:
+def read_by_servers(form: Fp8, model: Model) -> ServingCheck:
     """How servers read an output with the model's tensors whose config says this form."""
     plan = model.plan()
     written = {name: spec for action in plan.actions for name, spec in action.outputs.items()}

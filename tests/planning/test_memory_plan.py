@@ -86,7 +86,7 @@ def test_never_more_than_planned(hidden: int, width: int, experts: int, method: 
                 router=torch.randn(experts, hidden),
                 activation=torch.nn.functional.silu,
                 settings=settings,
-                unit=unit,
+                batch_size=unit,
                 residents=Residents(resident, unit, 0),
             )
         phases = _Phases(model.plan(), sizes, rows, accelerator=False, tokens=2 * rows, size=unit, rows=rows)

@@ -174,7 +174,7 @@ def test_an_unknown_gpu_lists_the_known_ones(text: str, meant: str) -> None:
     assert all(name in str(refused.value) for name in known_gpus())
 
 
-SMALL = ("2xH100", "4x4090", "1x96GiB", "2xRTX 6000 Ada")
+SMALL = ("2xH100", "4x4090", "1x96GiB", "2x94GiB")
 
 
 def test_what_would_make_it_fit_fits(model: Model, published_job: Job) -> None:
