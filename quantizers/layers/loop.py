@@ -10,8 +10,7 @@ import torch
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names
 from quantizers.checkpoint.prefetch import prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.device.devices import is_accelerator
-from quantizers.device.malloc_tuning import release_free_memory
+from quantizers.device.devices import is_accelerator, release_free_memory
 from quantizers.device.prefetch import BufferPrefetch, pin
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.layered_model import LayeredModel

@@ -24,8 +24,7 @@ from eval.fidelity.scoring import measured, score
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.device.devices import forward_dtype, is_accelerator
-from quantizers.device.malloc_tuning import use_one_arena
+from quantizers.device.devices import forward_dtype, is_accelerator, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
 from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel

@@ -24,7 +24,7 @@ from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.commands.evaluate import measure
 from quantizers.formats.dequantization import read_weight
-from quantizers.formats.tensor_names import readable
+from quantizers.formats.tensor_names import published_names
 from quantizers.forward import layered_model
 from quantizers.system.errors import CheckpointError, Interrupted, OutputError
 
@@ -97,7 +97,7 @@ def test_a_stock_checkpoint_measures_as_the_whole_model_does(
     folder = stock[name]
     config, weights = library_weights(folder)
     opened = open_folder(folder)
-    named = readable(opened, architecture_for(opened.config, "x"))
+    named = published_names(opened, architecture_for(opened.config, "x"))
     for module in ("block_sparse_moe.experts.3.w1", "block_sparse_moe.experts.9.w2", "self_attn.q_proj"):
         full = f"model.layers.2.{module}"
         assert torch.equal(read_weight(named, full, CPU), weights[f"{full}.weight"])
@@ -226,7 +226,7 @@ def test_a_format_that_would_be_read_wrongly_is_refused(section: dict[str, Any],
     facts = architecture_for(opened.config, "x")
     spoilt = Checkpoint(opened.folder, "x", opened.config | {"quantization_config": section}, opened.tensors)
     with pytest.raises(CheckpointError) as failure:
-        readable(spoilt, facts)
+        published_names(spoilt, facts)
     assert said in str(failure.value)
 
 
@@ -243,13 +243,13 @@ def test_other_spellings_are_read_and_doubles_are_refused(finished: Finished, co
     save_file(renamed, tmp_path / "model.safetensors")
     opened = open_folder(tmp_path)
     facts = architecture_for(opened.config, "x")
-    assert set(readable(opened, facts).tensors) == set(tensors)
+    assert set(published_names(opened, facts).tensors) == set(tensors)
     found = measure(open_folder(copy), [opened], finished.held_out, CPU, tmp_path / "work")[0]
     assert found["kl"]["max"] == 0.0
     double = "model.layers.0.block_sparse_moe.gate.weight"
     save_file(renamed | {double: tensors[double].clone()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="are the same tensor; keep one"):
-        readable(open_folder(tmp_path), facts)
+        published_names(open_folder(tmp_path), facts)
 
 
 def test_another_model_is_refused(finished: Finished, tmp_path: Path) -> None:
