@@ -199,7 +199,7 @@ class SchemeMeasurement(Consumer):
     def _recorded(self, layer: torch.nn.Module) -> MoeInputs:
         """What the layer's experts are called with: the rows of all processes."""
         source, dist = self.streams[0], self.context.dist
-        blocks = [self.model.route(layer, source.left.flat[rows]) for rows in source.left.blocks()]
+        blocks = [self.model.route(layer, source.left.flat[rows]) for rows in source.left.chunks()]
         names = [field.name for field in fields(MoeInputs)]
         own = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names} if blocks else {}
         return MoeInputs(**dist.all_gather(own, self.model.device))

@@ -270,7 +270,7 @@ def solve_layer(
         router: Any = layer.get_submodule(modules.router)
         accelerator, sizes = is_accelerator(model.device), model.sizes
         return solve(
-            moe_inputs.blocks(model.device, tokens_per_chunk(accelerator), check),
+            moe_inputs.chunks(model.device, tokens_per_chunk(accelerator), check),
             weights,
             norm=norm,
             offset=model.facts.norm.offset,
