@@ -50,7 +50,7 @@ def observe(
     moe_inputs: MoeInputStore,
     check: Check = lambda: None,
 ) -> None:
-    """The first half in place, and what the experts are then called with. The experts do not run.
+    """The first half in place, and a capture of the experts' inputs. The experts do not run.
 
     Args:
         states: those that enter the layer; afterwards the residual stream.
@@ -95,7 +95,7 @@ def finish(
         if chosen is not None and choices is not None:
             chosen.flat[chunk].copy_(choices)
         check()
-    # Looked at once: on an accelerator every look waits for all that was launched.
+    # Checked once: on an accelerator every check is a synchronisation.
     if finite is not None and not bool(finite):
         raise QuantizeError(
             f"{where}: its output is not finite and would spoil the layers after it; nothing can be computed here"

@@ -59,8 +59,8 @@ class RowPartition:
     @property
     def owned(self) -> range:
         """Their sequences."""
-        own = self.owned_batches
-        return range(own[0].start, own[-1].stop) if own else range(0)
+        batches = self.owned_batches
+        return range(batches[0].start, batches[-1].stop) if batches else range(0)
 
     def rows_of(self, rank: int) -> tuple[int, int]:
         """First and last (exclusive) row that a process computes chunk by chunk."""
@@ -73,7 +73,7 @@ class RowPartition:
         return slice(self.offsets[kept.start], self.offsets[kept.stop])
 
     def chunks(self) -> list[slice]:
-        """The chunks of this process, counted from `start`; cut in the same places whatever the number of processes."""
+        """The chunks of this process, counted from `start`; the same for any number of processes."""
         first, last = self.rows
         starts = range(first, last, self._chunk)
         return [slice(start - self.start, min(start + self._chunk, last) - self.start) for start in starts]
@@ -121,8 +121,8 @@ class RowPartition:
             whole: (all rows, …) in rank 0; None in the others.
         """
         kept = self.kept_by(self.dist.rank)
-        for part in range(self.dist.world_size):
-            first, last = self.rows_of(part)
+        for rank in range(self.dist.world_size):
+            first, last = self.rows_of(rank)
             rows = flat.new_empty(last - first, *flat.shape[1:]) if whole is None else whole[first:last]
             self.dist.broadcast(rows)
             begin, end = max(first, kept.start), min(last, kept.stop)
@@ -143,5 +143,5 @@ class RowPartition:
 
 
 def _unused(like: torch.Tensor, rows: int) -> torch.Tensor:
-    """Room for rows that pass by: everybody takes part in a broadcast."""
+    """A buffer for rows that this process does not keep: a broadcast needs all processes."""
     return like.new_empty(rows, *like.shape[1:])

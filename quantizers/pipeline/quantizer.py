@@ -173,7 +173,7 @@ class Quantizer:
             self.writer.skip(number)
             return
         host = tensors.host
-        if self.writer.ahead:  # the source's memory gets other bytes before the shard is on disk
+        if self.writer.pending:  # the source's memory gets other bytes before the shard is on disk
             host = {name: tensor.clone() if source.holds(tensor) else tensor for name, tensor in host.items()}
         path = self.context.work / "output" / self.job.plan.shard_file(number)
         hashes, carried = kept_hashes(self.job.plan, number, source), self.job.plan.unread(number)

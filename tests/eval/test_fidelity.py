@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import quantize
 from conftest import Finished
 from foreign import FORMATS, bf16_copy, oneshots
 from safetensors.torch import load_file, save_file
+from sets import write_set
 from whole_models import Run, run_whole, source_weights
 
 from eval.fidelity.metrics import Measured, Text, figures
@@ -120,18 +120,6 @@ def test_a_stock_checkpoint_measures_as_the_whole_model_does(
     assert kl.mean() > 1e-4
 
 
-def test_against_itself(
-    finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("eval", finished.source, finished.source, "--data", finished.held_out, "--no-picture", "--json")
-    assert quantize(monkeypatch, *words) == 0
-    (found,) = json.loads(capsys.readouterr().out)["candidates"]
-    assert found["kl"] == {"mean": 0.0, "median": 0.0, "p99": 0.0, "max": 0.0}
-    assert found["top1"] == 1.0
-    assert found["interval"] == {"kl": [0.0, 0.0], "top1": [1.0, 1.0], "increase": [0.0, 0.0]}
-    assert found["weight_error"] == [{"experts": 0.0, "attention": 0.0}] * 4
-
-
 @pytest.fixture
 def materialised(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     """How often each model's layers are materialised; and that one is at a time."""
@@ -160,33 +148,13 @@ def materialised(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     return counts
 
 
-def three(finished: Finished, folder: Path) -> list[Checkpoint]:
-    """Three copies of the finished output under names of their own."""
-    opened = []
-    for n in range(3):
-        place = folder / f"candidate-{n}"
-        place.mkdir()
-        for file in finished.folder.iterdir():
-            (place / file.name).hardlink_to(file)
-        opened.append(open_folder(place))
-    return opened
-
-
-def test_the_source_is_computed_once(
+def test_an_evaluation_resumes_where_it_was_interrupted(
     finished: Finished, materialised: Counter[tuple[str, int]], tmp_path: Path
 ) -> None:
-    source, candidates = open_folder(finished.source), three(finished, tmp_path)
-    results = measure(source, candidates, finished.held_out, CPU, tmp_path / "work")
-    assert results[0] == results[1] == results[2]
-    assert materialised == {(c.name, n): 1 for c in (source, *candidates) for n in range(4)}
-
-
-def test_a_long_evaluation_goes_on_where_it_was_cut(
-    finished: Finished, materialised: Counter[tuple[str, int]], tmp_path: Path
-) -> None:
-    """Cut off whenever something new is kept: the same figures, and no layer done twice."""
-    source, candidate = open_folder(finished.source), open_folder(finished.folder)
-    whole = measure(source, [candidate], finished.held_out, CPU, tmp_path / "whole", weights=True)
+    """Interrupted whenever something new is kept: the same figures of short and long texts, and no layer done twice."""
+    source, candidate, data = open_folder(finished.source), open_folder(finished.folder), write_set(tmp_path)
+    whole = measure(source, [candidate], data, CPU, tmp_path / "whole", weights=True)
+    assert set(materialised.values()) == {1}, "the source is computed once"
     materialised.clear()
     seen, cuts, again = 0, 0, None
 
@@ -199,10 +167,9 @@ def test_a_long_evaluation_goes_on_where_it_was_cut(
 
     while again is None:
         with contextlib.suppress(Interrupted):
-            again = measure(
-                source, [candidate], finished.held_out, CPU, tmp_path / "work", cut, weights=True, resumable=True
-            )
-    assert cuts == 4 + 12
+            again = measure(source, [candidate], data, CPU, tmp_path / "work", cut, weights=True, resumable=True)
+    assert cuts == 4 + 5
+    assert "long" in whole[0]
     assert again == whole
     assert set(materialised.values()) == {1}
     assert not (tmp_path / "work").exists()
@@ -291,19 +258,3 @@ def test_another_model_is_refused(finished: Finished, tmp_path: Path) -> None:
     other = open_folder(tiny.make(tmp_path / "other"))
     with pytest.raises(CheckpointError, match="is another model than"):
         measure(open_folder(finished.source), [other], finished.held_out, CPU, tmp_path / "work")
-
-
-def test_the_command_draws_and_prints(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = tmp_path / "fidelity.png"
-    words = (finished.source, finished.folder, finished.source, "--data", finished.held_out, "--picture", picture)
-    assert quantize(monkeypatch, "eval", *words, "--work", tmp_path / "work") == 0
-    out = capsys.readouterr().out
-    assert "by category" in out
-    assert "by depth" in out
-    assert "one sample" in out
-    assert f"{finished.source} against {finished.folder}, the first, paired over the same texts" in out
-    assert "at run time; that is not simulated" in out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert list((tmp_path / "work").iterdir()) == []
