@@ -98,16 +98,16 @@ def compare_layer(
         count = max(1, tokens // length)
         states = [torch.randn(length, sizes["hidden"], generator=generator).to(dtype) for _ in range(count)]
         norm = checkpoint.tensor(facts.layer(0, facts.norm.tensor))
-        held = load_tensors(checkpoint, layer_names(checkpoint, facts, 0)).to(device)
+        loaded = load_tensors(checkpoint, layer_names(checkpoint, facts, 0)).to(device)
 
         def solve(settings: Experts) -> None:
             with model.layer(0, experts=settings.engine != "gram") as layer:
                 moe_inputs = observed(model, layer, states)[1]
-                weights = ExpertWeights(held, facts, model.sizes, 0, device, dtype)
+                weights = ExpertWeights(loaded, facts, model.sizes, 0, device, dtype)
                 residents = Residents.all_of(sizes["experts"])
                 solve_layer(
                     model, layer, norm, moe_inputs, settings,
-                    weights=weights.unit, residents=residents, entering=states,
+                    weights=weights.batch, residents=residents, entering=states,
                 )  # fmt: skip
 
         with torch.no_grad():

@@ -68,7 +68,7 @@ from vllm_parameters import compare, fill, parameters_of
 from whole_models import stored
 
 from eval.serving.ask_vllm import ask_vllm
-from eval.serving.config import scheme_of
+from eval.serving.schemes import scheme_of
 from quantizers.system.errors import InputError
 
 

@@ -17,9 +17,8 @@ import numpy as np
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.formatting import text_table
 
-from .gates import entropy, named
 from .routing import Routed
-from .tables import WORST, report
+from .summary import WORST, entropy, named, report
 
 SIDES = ("before", "after")
 

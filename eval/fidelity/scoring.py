@@ -1,4 +1,7 @@
-"""Scores held-out texts with source and candidates once they have passed through all layers: −log p, KL, top-1.
+"""Held-out texts, and their scores by source and candidates after all layers: −log p, KL, top-1.
+
+Nothing is scored past the model's `max_position_embeddings`: longer texts are truncated there and counted. How a model
+behaves beyond that says nothing about its quantization.
 
 What is collected here is summarised by metrics.py. Of several processes each one scores the texts it keeps.
 
@@ -15,20 +18,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from quantizers.calibration.render import load_tokenizer, scored_bytes
+from quantizers.calibration.samples import CalibrationData, token_tensors
+from quantizers.checkpoint.reader import Checkpoint
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.solve.symmetric import transposed_product
+from quantizers.system.errors import QuantizeError
 from quantizers.system.files import atomic, disk_errors
 from quantizers.system.progress import Step
 
-from .metrics import Measured, Text
+from .metrics import Measured, Text, figures
 
 HEAD_ROWS = 16384  # rows of the head (vocabulary entries) that are multiplied at a time
 CHUNK = 256  # positions whose logits are in memory at a time: 0.2 GB with a vocabulary of 200,064
@@ -145,3 +153,51 @@ def log_probabilities(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         head: (V, H).
     """
     return torch.log_softmax(logits(states, head), dim=-1)
+
+
+# Held-out texts ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One set.
+
+    Attributes:
+        texts: to be scored, truncated at the model's positions.
+        about: for the report: name and digest of the set, and how much of it lies past the model's positions.
+    """
+
+    texts: list[Text]
+    about: dict[str, Any]
+
+    def figures(self, measured: Measured, name: str) -> dict[str, Any]:
+        """Figures of the candidate called `name`, see `metrics.figures`, with `evaluated_on`.
+
+        Raises:
+            QuantizeError: a perplexity is not a number.
+        """
+        try:
+            return figures(measured, self.texts) | {"evaluated_on": self.about}
+        except OverflowError as failure:
+            raise QuantizeError(
+                f"{name}: its perplexity, or its source's, is not a number ({failure}): logits overflow, and "
+                "nothing can be compared; without verify.perplexity in its recipe a run ends without these figures"
+            ) from None
+
+
+def held_out(data: CalibrationData, source: Checkpoint, vocabulary: int, trust_remote_code: bool) -> HeldOut:
+    """The texts of a set whose samples were tokenized with the source's tokenizer.
+
+    Args:
+        vocabulary: size of the model's, for the check of token ids.
+        trust_remote_code: whether the tokenizer may run code of its own.
+    """
+    limit = int(source.config.get("max_position_embeddings") or 0) or None
+    tokenizer = load_tokenizer(str(source.folder), trust_remote_code=trust_remote_code)
+    texts = [
+        Text(tokens[:limit], sample.category, scored_bytes(tokenizer, tokens[:limit].tolist()), sample.long)
+        for sample, tokens in zip(data.samples, token_tensors(data, vocabulary), strict=True)
+    ]
+    lost = [len(sample.tokens) - limit for sample in data.samples if limit is not None and len(sample.tokens) > limit]
+    past_the_model = {"positions": limit, "texts": len(lost), "tokens": sum(lost)}
+    return HeldOut(texts, {"name": data.name, "digest": data.digest, "past_the_model": past_the_model})

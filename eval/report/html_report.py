@@ -10,9 +10,8 @@ from eval.fidelity.tables import by_part, past_the_model, shown_categories
 from quantizers.system.formatting import number, size
 
 from .rendering import base_name, render
-from .schemes import choice_lines, expert_bits, layer_rows, under_routed_line
 from .serve_commands import NAMELESS, knows_vllm, repository, vllm_command
-from .summary import summary
+from .summary import choice_lines, expert_bits, layer_rows, summary, under_routed_line
 
 
 def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:

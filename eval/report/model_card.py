@@ -11,14 +11,14 @@ import re
 from typing import Any
 
 from eval.fidelity.tables import by_part, past_the_model
-from quantizers.calibration.language_id import language_code
+from quantizers.calibration.set import language_code
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump
 
 from .rendering import base_name, render
-from .schemes import choice_lines, expert_bits, layer_rows, under_routed_line
 from .serve_commands import REASONS, knows_vllm, repository, sglang_command, vllm_command
+from .summary import choice_lines, expert_bits, layer_rows, under_routed_line
 
 GROUPS = {"code": "programming languages", "spoken": "spoken languages"}
 OTHER = "other fields"

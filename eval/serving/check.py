@@ -1,8 +1,8 @@
 """The serving check: how each engine would read a checkpoint, from its config.json and headers.
 
-engines.py and lookup.py say which scheme an engine gives a module, stored.py how the module is stored; here the two are
-compared, and the shapes are checked that tensor parallelism leaves on each rank. Most of these mistakes cause no error
-when the checkpoint is loaded, or an error that points elsewhere.
+engines.py says which scheme an engine gives a module, schemes.py how the module is stored; here the two are compared,
+and the shapes are checked that tensor parallelism leaves on each rank. Most of these mistakes cause no error when the
+checkpoint is loaded, or an error that points elsewhere.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
@@ -22,26 +23,41 @@ from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.safetensors_header import Stored
 from quantizers.planning.serving_memory import obstacles, unsaid
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import places, text_table
 
-from .config import SECTION, Refused, Rules, ServedScheme, read_rules, validation_errors
-from .engines import EXPERTS, KINDS, MTP_EXPERTS, SERVERS, VLLM
-from .findings import NONE, Consumers, Findings, Severity
-from .lookup import (
+from .engines import (
+    EXPERTS,
+    KINDS,
+    MTP_EXPERTS,
+    SERVERS,
     TRANSFORMERS,
+    VLLM,
     Lookup,
     Module,
     model_modules,
     module_of,
-    names_experts,
     server_lookups,
     transformers_lookups,
 )
-from .stored import Mistake, Parts, by_module, describe, mistakes
+from .schemes import (
+    SECTION,
+    Mistake,
+    Parts,
+    Refused,
+    Rules,
+    ServedScheme,
+    by_module,
+    describe,
+    mistakes,
+    read_rules,
+    validation_errors,
+)
 
+Severity = Literal["error", "warning"]
 STORED = "stored as"
+NONE = "-"  # for a kind of module that the model lacks
 SERVER_NAMES = tuple(engine.name for engine in SERVERS)
 ENGINES = (*SERVER_NAMES, TRANSFORMERS)
-FAMILIES = ("vLLM", "SGLang", "transformers")
 PARALLEL = (1, 2, 4, 8)
 MARLIN_GROUPS, MARLIN_HIDDEN = (32, 64, 128), 128  # vLLM's check_moe_marlin_supports_config
 KEYS = {
@@ -50,45 +66,117 @@ KEYS = {
 }  # fmt: skip
 UNINITIALIZED = "loading fails, or the parameter stays uninitialized"
 REFUSES = "refuses it before loading a tensor"
-# The consequence of each mistake, by engine family (the first word of the engine's name).
-CONSEQUENCES: dict[Mistake, dict[str, str]] = {
-    "no weight": dict.fromkeys(FAMILIES, UNINITIALIZED),
-    "scale not renamed": {
-        "vLLM": "loading fails: there is no parameter weight_scale_inv",
-        "SGLang": "loads without an error and produces garbage: the scale is silently ignored and never set",
-        "transformers": "loads unscaled with only a warning: every weight is off by the scale of its block",
-    },
-    "no scale": {
-        "vLLM": "loads without an error and keeps the scale's initial value: zeros in older releases, then NaN",
-        "SGLang": "loads without an error and keeps the scale's initial value: garbage",
-        "transformers": "weights cannot be paired with their scales: loading fails, or they are misscaled",
-    },
-    "not quantized": {
-        "vLLM": "loading fails on a missing parameter: a plain layer has none for packed weights or scales",
-        "SGLang": "loads without an error and produces garbage: names without a parameter are silently ignored",
-        "transformers": "the packed or unscaled numbers are taken as weights, with only a warning",
-    },
-    "not plain": {
-        "vLLM": "loading fails on a missing parameter, or plain weights are cast without a scale: garbage",
-        "SGLang": "the parameters of the scheme are never set: garbage",
-        "transformers": "the parameters of the scheme are never set, with only a warning",
-    },
-    "another scheme": {
-        "vLLM": "loading fails: the parameters have other names or shapes than the tensors",
-        "SGLang": "loading fails, or the parameters are never set: garbage",
-        "transformers": "loading fails, or the parameters keep random numbers with only a warning",
-    },
-    "extra": {
-        "vLLM": "loading fails with an AttributeError: there is no parameter for it",
-        "SGLang": "silently ignored",
-        "transformers": "ignored with a warning",
-    },
-    "scale dtype": dict.fromkeys(FAMILIES, "the scale is silently rounded on load, and the integers no longer fit it"),
+GARBAGE = "loads without an error and produces garbage"
+CONSEQUENCES: dict[Mistake, str] = {
+    "no weight": UNINITIALIZED,
+    "scale not renamed": "vLLM fails, for it has no such parameter; the others load the numbers unscaled: garbage",
+    "no scale": f"loading fails, or {GARBAGE}: the scale keeps its initial value, zeros or NaN",
+    "not quantized": f"loading fails on a missing parameter (vLLM), or {GARBAGE}",
+    "not plain": f"loading fails on a missing parameter, or {GARBAGE}: the scheme's parameters are never set",
+    "another scheme": f"loading fails: the parameters have other names or shapes; or {GARBAGE}",
+    "extra": "vLLM fails with an AttributeError, for it has no such parameter; silently ignored by the others",
+    "scale dtype": "the scale is silently rounded on load, and the integers no longer fit it",
 }
-ABSORBED = "kv_b_proj"  # of MLA: servers unpack it once and absorb it into other matrices
 
 
-def check_folder(folder: Path, own: Path | None = None) -> Consumers | None:
+# Findings ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A mistake; an `error` if an engine refuses the checkpoint, or computes with other weights than those stored.
+
+    `engine` names all affected engines, and `places` the tensors, modules or keys of config.json that have it.
+    """
+
+    severity: Severity
+    engine: str
+    problem: str
+    consequence: str
+    places: tuple[str, ...]
+
+    @property
+    def where(self) -> str:
+        """The first of the places."""
+        return self.places[0]
+
+    def __str__(self) -> str:
+        times = f" ({len(self.places):,} times)" if len(self.places) > 1 else ""
+        return f"{self.severity}: {places(self.places)}{times}: {self.problem}; {self.engine}: {self.consequence}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For report.json: without the places, which may be as many as the model's tensors."""
+        return {key: value for key, value in vars(self).items() if key != "places"} | {
+            "where": self.where,
+            "count": len(self.places),
+        }
+
+
+@dataclass(frozen=True)
+class ServingCheck:
+    """The result of `check`; `consumers` in report.json.
+
+    Attributes:
+        schemes: text by engine and kind of module; the row STORED is how the tensors are stored.
+        findings: errors first.
+        tensor_parallel: by number of ranks, `ok` or the reason why vLLM cannot split the model among them.
+    """
+
+    schemes: dict[str, dict[str, str]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    tensor_parallel: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings that make `quantize verify` fail."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For report.json."""
+        return {
+            "schemes": self.schemes,
+            "findings": [finding.as_dict() for finding in self.findings],
+            "tensor_parallel": {str(ranks): text for ranks, text in self.tensor_parallel.items()},
+        }
+
+
+class _Findings:
+    """Collects findings: gathers the places of equal ones, and joins engines with the same consequence."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[Severity, str, str, str], list[str]] = {}
+
+    def add(self, severity: Severity, engines: Iterable[str], where: str, problem: str, consequence: str) -> None:
+        """Add a mistake for several engines."""
+        for engine in engines:
+            self._seen.setdefault((severity, engine, problem, consequence), []).append(where)
+
+    def all(self) -> list[Finding]:
+        """Each finding once, errors first."""
+        joined: dict[tuple[Severity, str, str, tuple[str, ...]], list[str]] = {}
+        for (severity, engine, problem, consequence), where in self._seen.items():
+            joined.setdefault((severity, problem, consequence, tuple(where)), []).append(engine)
+        return sorted(
+            (Finding(key[0], ", ".join(engines), *key[1:]) for key, engines in joined.items()),
+            key=lambda finding: finding.severity != "error",
+        )
+
+
+def render(result: ServingCheck) -> str:
+    """Plain text: a table of schemes, the findings, and a table of tensor parallelism."""
+    shown = [kind for kind in KINDS if any(kinds[kind] != NONE for kinds in result.schemes.values())]
+    rows = [(engine, *(kinds[kind] for kind in shown)) for engine, kinds in result.schemes.items()]
+    lines = [text_table(("", *shown), rows), ""]
+    lines += [str(finding) for finding in result.findings] or ["every engine reads it as it is stored"]
+    if result.tensor_parallel:
+        lines += ["", text_table(("tensor parallel", "vLLM"), list(result.tensor_parallel.items()))]
+    return "\n".join(lines)
+
+
+# The check ---------------------------------------------------------------------------------------------------------
+
+
+def check_folder(folder: Path, own: Path | None = None) -> ServingCheck | None:
     """`check` of a checkpoint folder; None if it cannot be opened, which the audit reports.
 
     Args:
@@ -103,7 +191,7 @@ def check_folder(folder: Path, own: Path | None = None) -> Consumers | None:
     return check(candidate.config, candidate.tensors, facts, sizes)
 
 
-def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> Consumers:
+def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> ServingCheck:
     """Apply the engines' rules to a checkpoint.
 
     Args:
@@ -111,7 +199,7 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
         tensors: every tensor's dtype (safetensors' spelling) and shape, by name.
         facts, sizes: of its architecture.
     """
-    findings = Findings()
+    findings = _Findings()
     sizes = _without_absent_mtp(tensors, facts, sizes)
     stored, modules = by_module(tensors), model_modules(facts, sizes)
     _check_names(tensors, stored, modules, facts, sizes, findings)
@@ -119,7 +207,7 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     packed = any("weight_packed" in parts for parts in stored.values())
     rules = _read_section(config.get(SECTION), packed, facts.targets.keys, findings)
     if rules is None:
-        return Consumers(table, findings.all())
+        return ServingCheck(table, findings.all())
     lookups = {
         engine.name: list(server_lookups(engine, facts, sizes, rules, modules))
         for engine in SERVERS
@@ -129,17 +217,19 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
         problem = "no supported release of vLLM or SGLang has a model for this family"
         findings.add("warning", SERVER_NAMES, facts.model_type, problem, "this checkpoint cannot be served by it")
     lookups[TRANSFORMERS] = list(transformers_lookups(facts, rules, modules))
-    one_scheme = _check_groups(rules, next(iter(lookups.values())), lookups[TRANSFORMERS], findings)
+    one_scheme = len({lookup.scheme for lookup in next(iter(lookups.values())) if lookup.kind == EXPERTS} - {None}) < 2
+    if not one_scheme:
+        problem = "the experts' schemes differ between layers"
+        consequence = "it has one scheme for the experts of all layers, so loading fails; servers read each layer's own"
+        findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, consequence)
     for engine, answers in lookups.items():
         table[engine] = _by_kind((lookup.kind, lookup.answer) for lookup in answers)
         for lookup in answers:
             if one_scheme or engine != TRANSFORMERS or lookup.kind != EXPERTS:
                 _compare(engine, lookup, stored, findings)
-    parallel = {}
-    if VLLM.name in lookups:
-        _note_unverified(lookups, findings)
-        parallel = {ranks: tensor_parallel(ranks, facts, sizes, lookups[VLLM.name]) for ranks in PARALLEL}
-    return Consumers(table, findings.all(), parallel)
+    answers = lookups.get(VLLM.name, [])
+    parallel = {ranks: tensor_parallel(ranks, facts, sizes, answers) for ranks in PARALLEL if answers}
+    return ServingCheck(table, findings.all(), parallel)
 
 
 def _without_absent_mtp(tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> Sizes:
@@ -164,54 +254,17 @@ def _by_kind(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     }
 
 
-def _compare(engine: str, lookup: Lookup, stored: Mapping[str, Parts], findings: Findings) -> None:
+def _compare(engine: str, lookup: Lookup, stored: Mapping[str, Parts], findings: _Findings) -> None:
     """Compare an engine's scheme for a module with the tensors that it will load into it."""
     if lookup.refused is not None:
         findings.add("error", [engine], lookup.asked, f"{lookup.kind}: {lookup.refused}", REFUSES)
         return
-    family = engine.split(maxsplit=1)[0]
     for member in lookup.members:
         if member.name not in stored:
             continue  # reported by `_check_names`
         for mistake, problem in mistakes(lookup.scheme, stored[member.name], member.shape):
             severity: Severity = "warning" if mistake == "scale dtype" else "error"
-            findings.add(severity, [engine], member.name, f"{lookup.kind}: {problem}", CONSEQUENCES[mistake][family])
-
-
-def _check_groups(rules: Rules, asked: Sequence[Lookup], lookups: Sequence[Lookup], findings: Findings) -> bool:
-    """Warn of config groups that transformers does not honour.
-
-    Args:
-        asked: a server's lookups.
-        lookups: transformers'.
-
-    Returns:
-        False if the layers' experts have different schemes.
-    """
-    where = f"{SECTION}.config_groups"
-    experts = {lookup.scheme for lookup in lookups if lookup.kind == EXPERTS}
-    others = [
-        targets for targets, scheme in rules.groups if scheme not in experts and not any(map(names_experts, targets))
-    ]
-    if len(others) > 1:
-        problem = f"{len(others)} groups besides that of the experts"
-        findings.add("warning", [TRANSFORMERS], where, problem, "at most one of them is honoured")
-    if len({lookup.scheme for lookup in asked if lookup.kind == EXPERTS} - {None}) > 1:
-        consequence = "it has one scheme for the experts of all layers, so loading fails; servers read each layer's own"
-        findings.add("warning", [TRANSFORMERS], where, "the experts' schemes differ between layers", consequence)
-        return False
-    return True
-
-
-def _note_unverified(lookups: Mapping[str, Iterable[Lookup]], findings: Findings) -> None:
-    """Note a module that works according to vLLM's source, but has not been run."""
-    for engine in SERVERS:
-        for lookup in lookups[engine.name] if engine.key == VLLM.key else ():
-            in_blocks = lookup.scheme is not None and lookup.scheme.type == "float" and lookup.scheme.block
-            if in_blocks and lookup.asked.endswith(f".{ABSORBED}"):
-                problem = f"{lookup.scheme} under compressed-tensors is unverified for {ABSORBED}"
-                consequence = "its source unpacks it by a product with the identity matrix; not tested"
-                findings.add("note", [engine.name], lookup.asked, problem, consequence)
+            findings.add(severity, [engine], member.name, f"{lookup.kind}: {problem}", CONSEQUENCES[mistake])
 
 
 def _check_names(
@@ -220,16 +273,15 @@ def _check_names(
     modules: Sequence[Module],
     facts: Architecture,
     sizes: Sizes,
-    findings: Findings,
+    findings: _Findings,
 ) -> None:
     """Report experts under another family's names, and missing tensors."""
     misnamed = _misnamed_experts(stored, facts, sizes)
     own = "/".join(facts.expert_linears[matrix].name for matrix in MATRICES)
     names = "/".join(dict.fromkeys(misnamed.values()))
-    garbage = "loads without an error and produces garbage: unknown names are silently ignored, the experts never set"
     for module in misnamed:
         problem = f"experts are stored as {names}; this family's names are {own}"
-        findings.add("error", SERVER_NAMES, module, problem, garbage)
+        findings.add("error", SERVER_NAMES, module, problem, f"{GARBAGE}: unknown names are silently ignored")
         findings.add("error", [TRANSFORMERS], module, problem, "the experts keep random numbers, with only a warning")
     reported = (EXPERTS, MTP_EXPERTS) if misnamed else ()
     missing = [m.name for m in modules if m.name not in stored and not m.optional and m.kind not in reported]
@@ -242,15 +294,15 @@ def _vectors(facts: Architecture, sizes: Sizes) -> list[str]:
     """The required tensors that are not matrices: norms, biases and the router's correction bias."""
     named = dict(facts.outside)
     for layer in (*range(sizes["layers"]), *sizes.mtp):
-        own = facts.mtp_tensors() if layer in sizes.mtp else facts.tensors(layer in sizes.dense)
-        named |= {facts.layer(layer, name): tensor for name, tensor in own.items()}
+        of_layer = facts.mtp_tensors() if layer in sizes.mtp else facts.tensors(layer in sizes.dense)
+        named |= {facts.layer(layer, name): tensor for name, tensor in of_layer.items()}
     return [name for name, tensor in named.items() if len(tensor.shape) == 1 and not tensor.optional]
 
 
 def _misnamed_experts(stored: Mapping[str, Parts], facts: Architecture, sizes: Sizes) -> dict[str, str]:
     """Expert modules under other names than the family's: the last part of the name, by module."""
-    own = {linear.name for linear in facts.expert_linears.values()}
-    others = [name for name in (*PROJECTIONS.values(), "w1", "w3", "w2") if name not in own]
+    right = {linear.name for linear in facts.expert_linears.values()}
+    others = [name for name in (*PROJECTIONS.values(), "w1", "w3", "w2") if name not in right]
     prefixes = [
         facts.layer(layer, facts.expert_prefix.format(expert=expert))
         for layer in (*sizes.moe_layers, *sizes.mtp)
@@ -259,12 +311,12 @@ def _misnamed_experts(stored: Mapping[str, Parts], facts: Architecture, sizes: S
     return {prefix + other: other for prefix in prefixes for other in others if prefix + other in stored}
 
 
-def _read_section(section: Any, packed: bool, own: Iterable[str], findings: Findings) -> Rules | None:
+def _read_section(section: Any, packed: bool, extra: Iterable[str], findings: _Findings) -> Rules | None:
     """Parse quantization_config; None if there are no rules to apply. Mistakes in the section itself are added.
 
     Args:
         packed: the checkpoint has packed integers.
-        own: keys of the family that servers read for any method.
+        extra: keys of the family that servers read for any method.
     """
     if not isinstance(section, Mapping):
         if packed:
@@ -276,7 +328,7 @@ def _read_section(section: Any, packed: bool, own: Iterable[str], findings: Find
         consequence = "loading fails: packed integers are not understood" if packed else "other rules apply"
         findings.add("error" if packed else "warning", ENGINES, f"{SECTION}.quant_method", problem, consequence)
         return None
-    for name in sorted(section.keys() - KEYS - set(own)):
+    for name in sorted(section.keys() - KEYS - set(extra)):
         problem = "not a key of compressed-tensors; the source's own section must be replaced as a whole"
         findings.add("warning", ENGINES, f"{SECTION}.{name}", problem, "ignored or misread")
     errors = validation_errors(section)
@@ -292,11 +344,14 @@ def _read_section(section: Any, packed: bool, own: Iterable[str], findings: Find
         return None
 
 
+# Tensor parallelism ------------------------------------------------------------------------------------------------
+
+
 def tensor_parallel(ranks: int, facts: Architecture, sizes: Sizes, lookups: Sequence[Lookup]) -> str:
     """`ok`, or the first reason why vLLM cannot split a checkpoint among tensor-parallel ranks, or why that is unknown.
 
-    The rules for outputs of this program are in planning/tensor_parallel.py. Other checkpoints may also break
-    those of the Marlin kernel, or have experts in FP8 blocks.
+    The rules for outputs of this program are in planning/serving_memory.py. Other checkpoints may also break those of
+    the Marlin kernel, or have experts in FP8 blocks.
 
     Args:
         lookups: vLLM's.
@@ -305,20 +360,16 @@ def tensor_parallel(ranks: int, facts: Architecture, sizes: Sizes, lookups: Sequ
         return problem
     experts = {lookup.scheme for lookup in lookups if lookup.kind == EXPERTS and lookup.scheme}
     groups = {scheme.group_size for scheme in experts if scheme.type == "int" and scheme.group_size}
-    problems = obstacles(ranks, facts, sizes, groups, _blocks(facts, sizes, lookups))
-    return next(chain(problems, _expert_obstacles(ranks, sizes, groups, experts)), "ok")
-
-
-def _blocks(facts: Architecture, sizes: Sizes, lookups: Iterable[Lookup]) -> dict[str, tuple[int, int]]:
-    """The FP8 blocks of linear modules, by their names without the layer's prefix."""
     linears = facts.linears(dense=False) | (facts.linears(dense=True) if sizes.dense else {})
-    blocks: dict[str, tuple[int, int]] = {}
-    for lookup in lookups:
-        for member in lookup.members if lookup.scheme is not None and lookup.scheme.block else ():
-            name = member.name.removeprefix(facts.layer(member.layer or 0, ""))
-            if name in linears and lookup.scheme is not None and lookup.scheme.block:
-                blocks[name] = lookup.scheme.block
-    return blocks
+    blocks = {
+        name: lookup.scheme.block
+        for lookup in lookups
+        for member in lookup.members
+        if (name := member.name.removeprefix(facts.layer(member.layer or 0, ""))) in linears
+        if lookup.scheme and lookup.scheme.block
+    }
+    problems = obstacles(ranks, facts, sizes, groups, blocks)
+    return next(chain(problems, _expert_obstacles(ranks, sizes, groups, experts)), "ok")
 
 
 def _expert_obstacles(

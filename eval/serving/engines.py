@@ -1,23 +1,27 @@
-"""Which scheme a server gives a module: the matching rules of vLLM and SGLang.
+"""Which scheme an engine gives each module of a model: the lookups and matching rules of vLLM, SGLang and transformers.
 
 A target of a config group is `re:` and a regular expression (matched from the start), a module's name, or a class name
-such as "Linear". The servers differ in the names that they look up, and in the order in which they try targets:
+such as "Linear". Servers fuse q, k and v into one module, gate and up of a dense MLP into another, and all experts of a
+layer into a third. They differ in the names that they look up, and in the order in which they try targets:
 
     vLLM     name, then the parts of a fused layer, then the class; no match: not quantized
     SGLang   name, class, parts; no match: an error. Head and embedding are never looked up
 
 Both look up expert 0 only, and its three matrices must get the same scheme. vLLM uses the family's published names for
 them since 0.32 (w1/w3/w2 in MiniMax-M2), before that gate_proj/up_proj/down_proj, as SGLang does. The module that holds
-the experts, and modules that are fused besides q, k, v and gate, up, are in the family's facts. MTP layers are looked
-up for speculative decoding only: by vLLM under their number, by SGLang under a separate prefix.
+the experts, further fused modules, and whether the router is looked up are in the architecture spec. MTP layers are
+looked up for speculative decoding only: by vLLM under their number, by SGLang under a separate prefix.
 
-From the sources of vLLM 0.15 to 0.33 (before about 0.23 it tried the class before the parts) and SGLang 0.5.23;
-ask_vllm.py compares these rules with an installed vLLM.
+transformers looks up every linear layer separately, by name and then by class, and has one scheme for all experts: the
+first group with a `re:` target that contains "experts", even if that expression does not match them.
+
+From the sources of vLLM 0.15 to 0.33 (before about 0.23 it tried the class before the parts), SGLang 0.5.23 and
+transformers 5.17; ask_vllm.py compares these rules with an installed vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quantizers.architectures.architecture import Architecture
@@ -26,7 +30,7 @@ from quantizers.architectures.fused import FUSED
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes
 
-from .config import Refused, Rules, ServedScheme
+from .schemes import Refused, Rules, ServedScheme
 
 ATTENTION, OUTPUT, MLP, SHARED, EXPERTS, ROUTER, HEAD, EMBEDDINGS, MTP_LINEAR, MTP_EXPERTS, MTP_OTHER = KINDS = (
     "attention q,k,v",
@@ -210,3 +214,182 @@ def require_kernel(engine: Engine, scheme: ServedScheme, kind: str, rules: Rules
             raise Refused(f"{name} must be symmetric")
         if scheme.format not in ACTIVATION_FORMATS:
             raise Refused(f"{name} in format {scheme.format}: float-quantized is needed")
+
+
+TRANSFORMERS = "transformers"
+MTP = (MTP_LINEAR, MTP_EXPERTS, MTP_OTHER)
+CLASSES = {  # by the server's name for a fused module, or by kind
+    "qkv_proj": "QKVParallelLinear", "gate_up_proj": "MergedColumnParallelLinear", HEAD: "ParallelLMHead",
+    EMBEDDINGS: "VocabParallelEmbedding", ROUTER: "ReplicatedLinear", MTP_OTHER: "ReplicatedLinear",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Module:
+    """A published module that an engine may quantize; `shape` is (outputs, inputs), `kind` one of KINDS.
+
+    `layer` is None outside the decoder layers; some models of the family lack an `optional` one.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    layer: int | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The answer to an engine's query.
+
+    Attributes:
+        asked: the name that the engine looks up.
+        members: the published modules that it loads into this one.
+        scheme: None if it is not quantized.
+        refused: the reason if the engine stops here.
+    """
+
+    kind: str
+    asked: str
+    members: Sequence[Module]
+    scheme: ServedScheme | None
+    refused: str | None = None
+
+    @property
+    def answer(self) -> str:
+        """The scheme in words, `plain` or `refused`."""
+        return "refused" if self.refused is not None else str(self.scheme or "plain")
+
+
+def module_of(tensor: str) -> str:
+    """The module that a weight belongs to."""
+    return tensor.removesuffix(".weight")
+
+
+def model_modules(facts: Architecture, sizes: Sizes) -> list[Module]:
+    """Every matrix of a model that an engine may quantize."""
+    modules: list[Module] = []
+    for layer in (*range(sizes["layers"]), *sizes.mtp):
+        dense, mtp = layer in sizes.dense, layer in sizes.mtp
+        for name, terms in (facts.mtp_linears() if mtp else facts.linears(dense)).items():
+            kind = MTP_LINEAR if mtp else _linear_kind(name)
+            modules.append(Module(facts.layer(layer, name), kind, sizes.shape(terms), layer))
+        if dense:
+            continue
+        for name, tensor in (facts.mtp_tensors() if mtp else facts.tensors(dense)).items():
+            if (mtp and len(tensor.shape) == 2) or name == facts.router.tensor:
+                kind, shape = MTP_OTHER if mtp else ROUTER, sizes.shape(tensor.shape)
+                modules.append(Module(module_of(facts.layer(layer, name)), kind, shape, layer, tensor.optional))
+        shapes = {matrix: sizes.shape(facts.expert_linears[matrix].shape) for matrix in MATRICES}
+        kind = MTP_EXPERTS if mtp else EXPERTS
+        for expert in range(sizes["experts"]):
+            modules += [Module(facts.expert(layer, expert, m), kind, shapes[m], layer) for m in MATRICES]
+    for kind, name in ((HEAD, facts.head), (EMBEDDINGS, facts.embedding)):
+        modules.append(Module(module_of(name), kind, sizes.shape(facts.outside[name].shape)))
+    return modules
+
+
+def _linear_kind(linear: str) -> str:
+    parent, _, last = linear.rpartition(".")
+    if last == "o_proj":
+        return OUTPUT
+    if last not in PROJECTIONS.values():
+        return ATTENTION
+    return SHARED if "shared_expert" in parent else MLP
+
+
+def _built(engine: Engine, facts: Architecture, sizes: Sizes, modules: Iterable[Module]) -> dict[str, list[Module]]:
+    """The modules that a server builds: its name for each, and the published modules in it."""
+    built: dict[str, list[Module]] = {}
+    for module in modules:
+        name = module.name
+        if module.layer is not None:
+            prefix = engine.layer_prefix(facts, sizes, module.layer)
+            short = name.removeprefix(facts.layer(module.layer, ""))
+            parent, _, last = short.rpartition(".")
+            if module.kind in (EXPERTS, MTP_EXPERTS):
+                short = facts.servers[engine.key].experts
+            elif module.kind not in (ROUTER, MTP_OTHER):
+                short = f"{parent}.{next((whole for whole, parts in engine.fused.items() if last in parts), last)}"
+            name = prefix + short
+        built.setdefault(name, []).append(module)
+    return built
+
+
+def class_of(kind: str, name: str) -> str:
+    """The class of a server's module that holds no experts."""
+    return CLASSES.get(name.rpartition(".")[2]) or CLASSES.get(kind, "RowParallelLinear")
+
+
+def is_looked_up(engine: Engine, facts: Architecture, module: Module) -> bool:
+    """Whether a server consults the config for a module.
+
+    The servers of today build the modules that only an MTP layer has without consulting it. One that refuses unmatched
+    modules may start to, so `ignore` must name them.
+    """
+    if module.layer is not None and module.kind in (ROUTER, MTP_OTHER):
+        is_router = module.name == module_of(facts.layer(module.layer, facts.router.tensor))
+        return facts.servers[engine.key].asks_for_router if is_router else engine.unmatched_is_error
+    return module.kind not in engine.plain_kinds
+
+
+def server_lookups(
+    engine: Engine, facts: Architecture, sizes: Sizes, rules: Rules, modules: Iterable[Module]
+) -> Iterator[Lookup]:
+    """Every module that a server builds, with the scheme it gets.
+
+    Args:
+        modules: from `model_modules`.
+    """
+    engine = engine.of_family(facts)
+    for name, members in _built(engine, facts, sizes, modules).items():
+        kind = members[0].kind
+        scheme = None
+        try:
+            if kind in (EXPERTS, MTP_EXPERTS):
+                scheme = find_experts(engine, facts, name, rules)
+            elif is_looked_up(engine, facts, members[0]):
+                scheme = find(engine, name, class_of(kind, name), rules, rules.targets)
+            if scheme is not None:
+                require_kernel(engine, scheme, kind, rules)
+        except Refused as refused:
+            yield Lookup(kind, name, members, None, str(refused))
+        else:
+            yield Lookup(kind, name, members, scheme)
+
+
+def transformers_lookups(facts: Architecture, rules: Rules, modules: Iterable[Module]) -> Iterator[Lookup]:
+    """The same for transformers."""
+    experts: dict[str, list[Module]] = {}
+    for module in modules:
+        if module.kind == EXPERTS:
+            assert module.layer is not None
+            name = facts.layer(module.layer, facts.modules.experts)
+            experts.setdefault(name, []).append(module)
+        elif module.kind == ROUTER:
+            yield Lookup(ROUTER, module.name, [module], None)  # its class is not nn.Linear, so it is never quantized
+        elif module.kind not in MTP:
+            class_name = "Embedding" if module.kind == EMBEDDINGS else "Linear"
+            yield Lookup(module.kind, module.name, [module], _transformers_scheme(module.name, class_name, rules))
+    for name, members in experts.items():
+        yield Lookup(EXPERTS, name, members, _transformers_experts(rules))
+
+
+def _transformers_scheme(name: str, class_name: str, rules: Rules) -> ServedScheme | None:
+    if first(name, rules.ignore) or class_name in rules.ignore:
+        return None
+    ordered = sorted(rules.targets, key=lambda target: ("re:" in target, target))
+    chosen = first(name, ordered) or next((target for target in ordered if target == class_name), None)
+    return rules.targets[chosen] if chosen else None
+
+
+def _transformers_experts(rules: Rules) -> ServedScheme | None:
+    pairs = [(target, scheme) for targets, scheme in rules.groups for target in targets]
+    named = [pair for pair in pairs if names_experts(pair[0])]
+    classes = [pair for pair in pairs if not pair[0].startswith("re:")]
+    return next((replace(scheme, target=target) for target, scheme in (*named, *classes, *pairs)), None)
+
+
+def names_experts(target: str) -> bool:
+    """Whether transformers would use a group with this target for the experts."""
+    return target.startswith("re:") and "experts" in target

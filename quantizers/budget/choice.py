@@ -39,7 +39,7 @@ def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Con
     assert job.allocation is not None
     schemes, entries = None, measure_schemes(job, tokens, context)
     if entries is not None:
-        schemes = job.allocation.spell(chosen_candidates(job.allocation, entries))
+        schemes = job.allocation.schemes(chosen_candidates(job.allocation, entries))
         refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
     return replace(job, plan=job.plan.with_schemes(context.dist.broadcast_object(schemes)))
 
@@ -105,8 +105,8 @@ def apply_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | N
     found = read_choice(job, output)
     if found is None:
         raise InputError(f"{output}: no run of this recipe has measured its layers there; leave --output out")
-    schemes = [Scheme(row["bits"], row["group_size"]) for row in found["layers"]]
-    return replace(job, plan=job.plan.with_schemes(job.allocation.spread(schemes))), found
+    chosen = [job.allocation.candidates.index(Scheme(row["bits"], row["group_size"])) for row in found["layers"]]
+    return replace(job, plan=job.plan.with_schemes(job.allocation.schemes(chosen))), found
 
 
 def read_choice(job: Job, output: Path) -> dict[str, Any] | None:

@@ -1,11 +1,10 @@
-"""The parts of a checkpoint one after the other, each read ahead of its use.
+"""Prefetch of a checkpoint's parts: while one part is in use, a thread reads the next.
 
-While one part is in use, a thread reads the next, so at most two are in memory. Two buffers take turns for all parts:
-fresh memory for a layer of 3.6 GB would cost a page fault for each 4 KiB, a million a layer. So a part's tensors are
-valid until the next part is asked for. It is emptied then, and has no tensor any more.
+Two buffers alternate: fresh memory for a layer of 3.6 GB would cost a page fault for each 4 KiB, a million a layer. So
+a part's tensors are valid until the next part is asked for.
 
-Several processes each read all parts, on a machine most of them from the page cache, and compare their hashes, since
-machines have copies of their own. A finished shard, which rank 0 alone has, it broadcasts.
+Each of several processes reads all parts, on a machine mostly from the page cache, and compares their hashes with
+those of rank 0. A finished shard, which rank 0 alone has, it broadcasts.
 """
 
 from __future__ import annotations
@@ -34,17 +33,16 @@ def prefetched_tensors(
 ) -> Generator[LoadedTensors]:
     """Each part in its turn, while a thread reads the one after it. Close the iterator to stop the thread early.
 
-    A part's tensors are valid until the next part is asked for: then the part is emptied, since its memory gets the
-    bytes of the part after the next. Who reads in the background must be done with it by then.
+    A part is emptied when the next one is asked for, since its memory gets the bytes of the part after that.
 
     Args:
         parts: the names of each part's tensors.
-        dist: who asks for the same parts; each of them has the checkpoint on its machine.
+        dist: the processes that ask for the same parts; each has the checkpoint on its machine.
         prepare: called with each of the two buffers, once, before anything is read.
         arrived: called by the thread with each part as it has been read.
 
     Raises:
-        CheckpointError: as `hold`, when the part's turn comes; or this process has read other bytes than
+        CheckpointError: as `load_tensors`, when the part's turn comes; or this process has read other bytes than
             rank 0.
     """
     import torch
@@ -57,10 +55,10 @@ def prefetched_tensors(
     with ThreadPoolExecutor(max_workers=1) as pool:
 
         def read(position: int) -> LoadedTensors:
-            held = load_tensors(checkpoint, parts[position], stop, buffers[position % 2])
+            loaded = load_tensors(checkpoint, parts[position], stop, buffers[position % 2])
             if not stop.is_set():
-                arrived(held)
-            return held
+                arrived(loaded)
+            return loaded
 
         def begin(position: int) -> list[Future[LoadedTensors]]:
             return [pool.submit(read, position)] if position < len(parts) else []
@@ -68,39 +66,35 @@ def prefetched_tensors(
         try:
             reading = begin(0)
             for position in range(len(parts)):
-                held = reading.pop().result()
-                reading = begin(position + 1)  # nobody reads the part before this one any more
-                _require_the_same_bytes(held, dist)
-                yield held
-                held.empty()
+                loaded = reading.pop().result()
+                reading = begin(position + 1)  # the part before this one is in use no more
+                _require_the_same_bytes(loaded, dist)
+                yield loaded
+                loaded.empty()
         finally:
             stop.set()
 
 
-def _require_the_same_bytes(held: LoadedTensors, dist: ProcessGroup) -> None:
-    """Compare a part with what rank 0 has read, by hash.
-
-    Raises:
-        CheckpointError: this process has read other bytes.
-    """
+def _require_the_same_bytes(loaded: LoadedTensors, dist: ProcessGroup) -> None:
+    """Compare a part's hashes with those of rank 0."""
     if not dist.is_distributed:
         return
-    first = dist.broadcast_object(held.hashes)
-    for name, digest in held.hashes.items():
+    first = dist.broadcast_object(loaded.hashes)
+    for name, digest in loaded.hashes.items():
         if first[name] != digest:
             raise CheckpointError(
-                f"{dist.name}: {held.tensors[name].file}: {name} has other bytes than on the machine of "
+                f"{dist.name}: {loaded.tensors[name].file}: {name} has other bytes than on the machine of "
                 "rank 0; copy the source there again"
             )
 
 
-def broadcast_tensors(held: LoadedTensors, dist: ProcessGroup) -> LoadedTensors:
+def broadcast_tensors(loaded: LoadedTensors, dist: ProcessGroup) -> LoadedTensors:
     """Give the other processes a part, which they get from `received_tensors`; returns it."""
-    dist.broadcast_object({name: (info.dtype, info.shape) for name, info in held.tensors.items()})
-    dist.broadcast_object((held.folder, held.name, held.config))
-    for name in held.tensors:
-        dist.broadcast(held.stored[name])
-    return held
+    dist.broadcast_object({name: (info.dtype, info.shape) for name, info in loaded.tensors.items()})
+    dist.broadcast_object((loaded.folder, loaded.name, loaded.config))
+    for name in loaded.tensors:
+        dist.broadcast(loaded.stored[name])
+    return loaded
 
 
 def received_tensors(dist: ProcessGroup) -> LoadedTensors:

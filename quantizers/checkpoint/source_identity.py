@@ -1,11 +1,12 @@
-"""Check that the source is unchanged when a run resumes: by size and time of its files, or by hashes on request."""
+"""Identity of the source when a run resumes: size and time of its files, a sampled digest, or hashes on request."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,20 @@ def shard_files(source: Checkpoint) -> list[Path]:
     return sorted({info.file for info in source.tensors.values()})
 
 
+@contextlib.contextmanager
+def _read_errors(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as failure:
+        raise CheckpointError(f"{file}: cannot be read ({failure.strerror}); check the folder") from None
+
+
 def source_stats(source: Checkpoint) -> dict[str, Any]:
     """Size and modification time (in nanoseconds) of each shard."""
     stats: dict[str, Any] = {}
     for file in shard_files(source):
-        try:
+        with _read_errors(file):
             stat = file.stat()
-        except OSError as failure:
-            raise CheckpointError(f"{file}: cannot be read ({failure.strerror}); check the folder") from None
         stats[file.name] = {"bytes": stat.st_size, "changed": stat.st_mtime_ns}
     return stats
 
@@ -46,15 +53,12 @@ def source_digest(source: Checkpoint) -> str:
     for name, info in sorted(source.tensors.items()):
         digest.update(f"{name}\0{info.dtype}\0{list(info.shape)}\0".encode())
     for file in shard_files(source):
-        try:
+        with _read_errors(file), file.open("rb") as stream:
             size = file.stat().st_size
             digest.update(f"{size}\0".encode())
-            with file.open("rb") as stream:
-                for spot in range(SPOTS):
-                    stream.seek(max(0, size - PIECE) * spot // (SPOTS - 1))
-                    digest.update(stream.read(PIECE))
-        except OSError as failure:
-            raise CheckpointError(f"{file}: cannot be read ({failure.strerror}); check the folder") from None
+            for spot in range(SPOTS):
+                stream.seek(max(0, size - PIECE) * spot // (SPOTS - 1))
+                digest.update(stream.read(PIECE))
     return digest.hexdigest()
 
 
@@ -70,10 +74,8 @@ def check_hashes(source: Checkpoint, work: Path, output: Path, check: Callable[[
     with progress("hashing", len(files), unit="shard") as step:
         for file in files:
             check()
-            try:
+            with _read_errors(file):
                 hashes[file.name] = file_sha256(file)
-            except OSError as failure:
-                raise CheckpointError(f"{file}: cannot be read ({failure.strerror}); check the folder") from None
             step(file.name)
     if not hash_file.exists():
         if any((work / "layers").glob("*.json")):

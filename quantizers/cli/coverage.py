@@ -69,9 +69,8 @@ def coverage(
     Example: quantize coverage tiny-minimax-m2-fp8-int4
     """
     from eval.coverage.compare import compare_table
-    from eval.coverage.tables import coverage_table
-    from eval.report.plot_style import save
-    from eval.report.plots import comparison_figure, coverage_figure
+    from eval.coverage.summary import coverage_table
+    from eval.report.plots import comparison_figure, coverage_figure, save
     from quantizers.commands.coverage import coverage as count_tokens
 
     dist: ProcessGroup = context.obj or SINGLE_PROCESS

@@ -74,8 +74,7 @@ def evaluate(
     report = found.as_dict()
     text = eval_table(report)
     if not no_picture:
-        from eval.report.plot_style import save
-        from eval.report.plots import fidelity_figure
+        from eval.report.plots import fidelity_figure, save
 
         evaluated_on = found.candidates[0].figures["evaluated_on"]["name"]
         figure = fidelity_figure(

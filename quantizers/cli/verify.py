@@ -36,7 +36,7 @@ def verify(
 
     Example: quantize verify out/tiny --source models/tiny-minimax-m2
     """
-    from eval.serving.findings import render
+    from eval.serving.check import render
     from quantizers.cli.tables.commands import audit_table
     from quantizers.commands.verify import verify as verify_checkpoint
 

@@ -137,7 +137,7 @@ def question_of(
     Args:
         source: folder of the recipe's model on this machine.
         own: a file with the user's own facts, instead of the one that the recipe may name for its own model.
-        trust_remote_code: whether the tokenizer may run code of its own, whatever the recipe says.
+        trust_remote_code: whether the tokenizer may run code of its own, even if the recipe does not say so.
         changes: settings that are given instead of those in the recipe.
 
     Raises:
@@ -185,8 +185,8 @@ def question_of(
 def measure_coverage(
     question: Question, device: torch.device, work: Path, dist: ProcessGroup = SINGLE_PROCESS
 ) -> dict[str, Any]:
-    """The report on one set; see `eval.coverage.tables.report`."""
-    from eval.coverage.tables import report
+    """The report on one set; see `eval.coverage.summary.report`."""
+    from eval.coverage.summary import report
 
     routed, (data,) = _stream(question, device, work, dist)
     found = {"model": question.model, "set": data.name} | report(routed.part("0:"), question.rule)
@@ -212,8 +212,8 @@ def _stream(
     question: Question, device: torch.device, work: Path, dist: ProcessGroup
 ) -> tuple[Routed, list[CalibrationData]]:
     """Stream all sets in one pass; the categories of set n get the prefix `n:`."""
-    from eval.coverage.gates import check_floors
     from eval.coverage.routing import count_routes
+    from eval.coverage.summary import check_floors
     from quantizers.architectures.families import architecture_for
     from quantizers.architectures.sizes import sizes_of
     from quantizers.calibration.load_set import load_set

@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 
-from eval.fidelity.comparison import Comparison
-from eval.fidelity.held_out import HeldOut, held_out
+from eval.fidelity.comparison import Comparison, weight_errors
 from eval.fidelity.metrics import Measured
 from eval.fidelity.paired import NOTE, paired
-from eval.fidelity.scoring import measured, score
-from eval.fidelity.weight_error import weight_errors
+from eval.fidelity.scoring import HeldOut, held_out, measured, score
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set
@@ -306,7 +304,7 @@ def _evaluate(
             for stream in streams:
                 stream.forget(step.number)
             shown_step(f"layer {step.number}")
-    kept = work if resumable and dist.node == 0 else None  # on the other machines nobody has made the folder
+    kept = work if resumable and dist.node == 0 else None  # other machines have no such folder
     scores = score(streams, held.texts, partial(rank_0_progress, check=check, dist=dist), kept, dist)
     if not dist.is_main:
         return []

@@ -22,7 +22,7 @@ from quantizers.system.progress import progress
 if TYPE_CHECKING:
     import torch
 
-    from eval.serving.findings import Consumers
+    from eval.serving.check import ServingCheck
     from stitch.audit.checkpoint import Audit
 
 
@@ -39,7 +39,7 @@ class Verification:
 
     audit: Audit
     record: Record
-    consumers: Consumers | None
+    consumers: ServingCheck | None
     vllm: dict[str, Any] | None = None
 
     @property

@@ -94,19 +94,17 @@ def refuse_bias(checkpoint: Checkpoint, module: str) -> None:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a matrix is stored; matrices of equal formats can be stacked and dequantized together, bit for bit alike.
+    """How a matrix is stored.
 
     Attributes:
         kind: see above.
-        parts: the last names of the tensors whose rows belong to the matrix's rows, the codes first.
-        stored: dtypes and shapes of the parts.
+        parts: the last names of the tensors whose rows belong to the matrix's rows, the quantized numbers first.
         shape: (R, C).
         block: of FP8 in blocks; (1, 1) elsewhere.
     """
 
     kind: Literal["blocks", "rows", "packed", "plain"]
     parts: tuple[str, ...]
-    stored: tuple[tuple[str, tuple[int, ...]], ...]
     shape: tuple[int, int]
     block: tuple[int, int] = (1, 1)
 
@@ -115,31 +113,18 @@ class WeightFormat:
         step = self.block[0]
         return [parts[0][first:last], *(scale[first // step : math.ceil(last / step)] for scale in parts[1:])]
 
-    def fill(self, parts: Sequence[torch.Tensor], slot: torch.Tensor) -> torch.Tensor:
-        """Fill a slot with the numbers of some rows, each rounded to its dtype once.
-
-        Args:
-            parts: of these rows, on the slot's device.
-            slot: (r, C), or (c, R, C) for whole matrices one below the other, each in one piece.
-
-        Returns:
-            Whether all of them are finite, a bool of no dimension on the device: nothing waits for it.
-        """
-        numbers = self.numbers(parts)
-        slot.copy_(numbers.view(slot.shape))
-        return is_finite(numbers)
-
     def numbers(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rows (r, C) from their parts, on the parts' device: a product in float32, or a plain weight as it is."""
         if self.kind == "plain":
             return parts[0]
-        codes, scale = parts
+        quantized, scale = parts
         if self.kind == "blocks":
-            return dequantize_fp8(codes, scale, self.block)
+            return dequantize_fp8(quantized, scale, self.block)
         if self.kind == "rows":
-            return codes.float().mul_(scale.float().view(-1, 1))
+            return quantized.float().mul_(scale.float().view(-1, 1))
         columns = self.shape[1]
-        return dequantize(unpack(codes, codes.shape[1] * 32 // columns, (len(codes), columns)), scale)
+        bits = quantized.shape[1] * 32 // columns
+        return dequantize(unpack(quantized, bits, (len(quantized), columns)), scale)
 
 
 def weight_format(checkpoint: Checkpoint, module: str) -> WeightFormat | None:
@@ -153,48 +138,38 @@ def weight_format(checkpoint: Checkpoint, module: str) -> WeightFormat | None:
         return None
     if f"{module}.{PACKED}" in tensors:
         parts, shape, _ = _packed(checkpoint, module)
-        return None if len(parts) > 2 else _format("packed", parts, shape)
+        return None if len(parts) > 2 else WeightFormat("packed", (PACKED, SCALE), shape)
     info = checkpoint.require(f"{module}.weight", "a linear layer's weight")
     if len(info.shape) != 2:
         raise CheckpointError(f"{info.file}: {info.name} has shape {list(info.shape)}; a matrix is needed")
-    rows, columns = info.shape
+    shape = (info.shape[0], info.shape[1])
     if info.dtype in FLOATING:
-        return _format("plain", [info], (rows, columns))
+        return WeightFormat("plain", ("weight",), shape)
     if info.dtype != FP8:
         return None
     block, scale = block_size(checkpoint), tensors.get(f"{module}.{SCALE}")
-    if scale is None or scale.shape == blocks_of(info.shape, block):
-        return _format("blocks", [info, _block_scale(checkpoint, info, block)], (rows, columns), block)
-    return _format("rows", [info, scale], (rows, columns)) if scale.shape in ((rows,), (rows, 1)) else None
+    if scale is None or scale.shape == blocks_of(shape, block):
+        return WeightFormat("blocks", ("weight", _block_scale(checkpoint, info, block)), shape, block)
+    return WeightFormat("rows", ("weight", SCALE), shape) if scale.shape in (shape[:1], (shape[0], 1)) else None
 
 
-def _format(
-    kind: Literal["blocks", "rows", "packed", "plain"],
-    parts: Sequence[TensorInfo],
-    shape: tuple[int, int],
-    block: tuple[int, int] = (1, 1),
-) -> WeightFormat:
-    names = tuple(info.name.rpartition(".")[2] for info in parts)
-    return WeightFormat(kind, names, tuple((info.dtype, info.shape) for info in parts), shape, block)
-
-
-def _block_scale(checkpoint: Checkpoint, weight: TensorInfo, block: tuple[int, int]) -> TensorInfo:
-    """The scale of FP8 in blocks: `weight_scale_inv`, as published, or `weight_scale`."""
+def _block_scale(checkpoint: Checkpoint, weight: TensorInfo, block: tuple[int, int]) -> str:
+    """The last name of the scale of FP8 in blocks: `weight_scale_inv`, as published, or `weight_scale`."""
     module = weight.name.removesuffix(".weight")
-    names = (f"{module}.{SCALE_INV}", f"{module}.{SCALE}")
-    info = next((checkpoint.tensors[name] for name in names if name in checkpoint.tensors), None)
-    if info is None:
+    name = next((name for name in (SCALE_INV, SCALE) if f"{module}.{name}" in checkpoint.tensors), None)
+    if name is None:
         raise CheckpointError(
             f"{weight.file}: {weight.name} is FP8 but has no {SCALE_INV}; the checkpoint is incomplete, "
             "download it again"
         )
+    info = checkpoint.tensors[f"{module}.{name}"]
     expected = blocks_of(weight.shape, block)
     if info.shape != expected:
         raise CheckpointError(
             f"{info.file}: {info.name} has shape {list(info.shape)}, but {list(weight.shape)} in blocks of "
             f"{list(block)} needs {list(expected)}"
         )
-    return info
+    return name
 
 
 def _packed(checkpoint: Checkpoint, module: str) -> tuple[list[TensorInfo], tuple[int, int], int]:

@@ -1,9 +1,8 @@
-"""One of the models that go through the layers side by side: the states of its held-out texts.
+"""The activations of one model on the held-out texts, from layer to layer; the source and each candidate have a stream.
 
-The source is the first stream, and every candidate is one more. States lie in files, since what a layer leaves behind
-is what an interrupted run goes on from: the source's cannot be computed again without reading the source. Where the
-device has room for them they lie there, and go to the file in one copy a layer; several processes keep their parts in
-memory, and rank 0 writes all of them to the file.
+They are in files, from which an interrupted run resumes: the source's cannot be computed again without reading the
+source. Where the device has room for them they are kept there, and written to the file once a layer; several processes
+keep their parts in memory, and rank 0 writes all of them to the file.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class ActivationStream:
         durable: whether states must be on disk before a layer counts as done.
         check: called between sequences; may raise to interrupt.
         dist: the processes that share the texts.
-        device: where the states lie; None for the files themselves, or for memory in one of several processes.
-        writer: a thread that has durable states written to the disk while the next layer is worked on, see `on_disk`;
-            None for this one, which then waits for the disk.
+        device: where the states are kept; None for the files themselves, or for memory in one of several processes.
+        writer: a thread that flushes durable states while the next layer is worked on, see `on_disk`; None for this
+            one, which then waits for the disk.
 
     Attributes:
         left: the states that left the layer that ran last; between its halves, the residual stream.
@@ -79,11 +78,11 @@ class ActivationStream:
         """Take the states that enter a layer from their file, of which rank 0 gives each process its part.
 
         Raises:
-            QuantizeError: there is no such file; zeros would be taken for them.
+            QuantizeError: there is no such file.
         """
         path = self._folder / self._file(layer)
         if self._dist.is_main and self._lengths and not path.exists():
-            raise QuantizeError(f"{path}: is gone, and with it what the next layer reads; start over with --fresh")
+            raise QuantizeError(f"{path}: is missing, so the run cannot be resumed; start over with --fresh")
         if not self._in_files:
             states = self.states(layer)
             states.partition.deal(states.flat, self._whole(layer).flat if self._dist.is_main else None)
@@ -97,9 +96,7 @@ class ActivationStream:
         return f"states-{self.number}-{layer:05d}.bin"
 
     def _rows(self, name: str, width: int, dtype: torch.dtype) -> ActivationStore:
-        return self._at(self._folder / name if self._in_files else None, width, dtype)
-
-    def _at(self, path: Path | None, width: int, dtype: torch.dtype) -> ActivationStore:
+        path = self._folder / name if self._in_files else None
         block = tokens_per_chunk(is_accelerator(self.model.device))
         return ActivationStore(path, self._lengths, width, dtype, self._device, dist=self._dist, block=block)
 
@@ -131,7 +128,7 @@ class ActivationStream:
             self._keep(number + 1)
 
     def _keep(self, layer: int) -> None:
-        """Write the states that enter a layer to their file, and have them brought to the disk."""
+        """Write the states that enter a layer to their file, and flush it."""
         whole = self.left
         if not self._in_files:
             whole = self._whole(layer) if self._dist.is_main else whole

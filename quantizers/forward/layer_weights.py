@@ -1,8 +1,8 @@
 """The weights of one decoder layer: dequantized, checked, by transformers' names.
 
-A GPU dequantizes the experts of a batch together; FP8 bytes are copied there as FP8. On a CPU everything becomes
-float32 without rounding to bfloat16 in between. That all is finite is checked once for a layer, with one
-synchronisation; only if something is not are its modules read again, one by one, to name it.
+Everything becomes float32 without rounding to bfloat16 in between; FP8 bytes are copied to a GPU as FP8. That all is
+finite is checked once for a layer, with one synchronisation; only if something is not are its modules read again, one
+by one, to name it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from quantizers.formats.dequantization import (
 )
 from quantizers.system.errors import CheckpointError
 
-# Legend: E experts, c experts of a unit, R rows, C columns, H hidden size, I width of an expert
+# Legend: E experts, c experts of a batch, R rows, C columns, H hidden size, I width of an expert
 
-UNIT = 16  # experts whose matrices an accelerator is given together
-TOGETHER = 4  # of these, as many as are dequantized together: float32 in between takes memory that is not planned for
 BAND = 2**21  # bytes in float32 of the rows that a CPU dequantizes at a time: in its cache, and in the heap
 
 
@@ -62,14 +60,14 @@ class FiniteCheck:
 
 
 class ExpertWeights:
-    """The matrices of a layer's routed experts, dequantized unit by unit.
+    """The matrices of a layer's routed experts, dequantized batch by batch.
 
     Args:
         stored: where the layer's tensors are read, on the CPU or on `device`. They must stay valid until
             `require_finite` has been called.
         layer: one with experts.
-        device, dtype: of the result. The product of codes and scales is float32, rounded to `dtype` once.
-        finite: gets whether all of it is finite, for one look at this and other things.
+        device, dtype: of the result. The product of integers and scales is float32, rounded to `dtype` once.
+        finite: gets whether all of it is finite, for one check of this and other things.
 
     Raises:
         CheckpointError: a tensor is missing, has a wrong dtype or shape, or is a bias that the model would not add.
@@ -88,80 +86,49 @@ class ExpertWeights:
         self.stored, self.device, self.dtype = stored, device, dtype
         self.experts, self.width, self.hidden = sizes["experts"], sizes["width"], sizes["hidden"]
         self.modules = {m: [facts.expert(layer, e, m) for e in range(self.experts)] for m in MATRICES}
-        self._forms: dict[str, WeightFormat | None] = {}
+        self._formats: dict[str, WeightFormat | None] = {}
         self._finite = finite or FiniteCheck()
-        for expert in range(self.experts):
-            for matrix in MATRICES:
-                module = self.modules[matrix][expert]
-                form = self._forms[module] = weight_format(stored, module)
-                if form is not None:
-                    self._require_shape(module, matrix, form.shape)
+        for matrix, modules in self.modules.items():
+            for module in modules:
+                found = self._formats[module] = weight_format(stored, module)
+                if found is not None:
+                    self._require_shape(module, matrix, found.shape)
                 refuse_bias(stored, module)
 
-    def unit(self, experts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, experts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Some experts, by their numbers: gate_up (c, 2I, H), w1 above w3, and down (c, H, I).
 
-        Whether the numbers are finite is not looked at, see `require_finite`; except in formats of other programs and
-        where blocks are partial, which are read module by module.
+        Whether they are finite is checked later, see `require_finite`.
         """
-        gate_up, down = self.empty(len(experts))
-        self.fill(experts, gate_up, down)
-        return gate_up, down
-
-    def empty(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for so many experts' gate_up and down."""
-        shapes = ((count, 2 * self.width, self.hidden), (count, self.hidden, self.width))
+        shapes = ((len(experts), 2 * self.width, self.hidden), (len(experts), self.hidden, self.width))
         gate_up, down = (torch.empty(shape, device=self.device, dtype=self.dtype) for shape in shapes)
-        return gate_up, down
-
-    def fill(self, experts: Sequence[int], gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        """As `unit`, into memory that is there."""
         slots = (gate_up[:, : self.width], gate_up[:, self.width :], down)
         for matrix, slot in zip(MATRICES, slots, strict=True):
-            modules = [self.modules[matrix][expert] for expert in experts]
-            form, together = self._forms[modules[0]], is_accelerator(self.device)
-            alike = form is not None and all(self._forms[module] == form for module in modules)
-            if form is None or not alike or (together and form.shape[0] % form.block[0]):
-                for module, own in zip(modules, slot, strict=True):
-                    weight = read_weight(self.stored, module, self.device)
-                    self._require_shape(module, matrix, tuple(weight.shape))
-                    own.copy_(weight)
-            elif together:
-                self._fill_together(form, modules, slot)
-            else:
-                self._fill_in_bands(form, modules, slot)
+            for expert, weight in zip(experts, slot, strict=True):
+                self._fill(matrix, self.modules[matrix][expert], weight)
+        return gate_up, down
 
-    def _fill_together(self, form: WeightFormat, modules: list[str], slot: torch.Tensor) -> None:
-        """A few matrices one below the other: one copy of each part to the device, one product in float32."""
-        for first in range(0, len(modules), TOGETHER):
-            some = slice(first, first + TOGETHER)
-            parts = [self._below(modules[some], part).to(self.device) for part in form.parts]
-            self._put(form, parts, slot[some], modules[some])
-
-    def _below(self, modules: list[str], part: str) -> torch.Tensor:
-        tensors = [self.stored.tensor(f"{module}.{part}") for module in modules]
-        # As bytes, because not every device lays FP8 together.
-        return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
-
-    def _fill_in_bands(self, form: WeightFormat, modules: list[str], slot: torch.Tensor) -> None:
-        """Some rows of a matrix at a time: a whole matrix in float32 would be fresh memory, with its page faults."""
-        rows, columns = form.shape
-        step = max(BAND // (4 * columns) // form.block[0], 1) * form.block[0]
-        for module, own in zip(modules, slot, strict=True):
-            parts = [self.stored.tensor(f"{module}.{part}") for part in form.parts]
-            for row in range(0, rows, step):
-                band = own[row : row + step]
-                self._put(form, form.band(parts, row, row + len(band)), band, [module])
-
-    def _put(self, form: WeightFormat, parts: list[torch.Tensor], slot: torch.Tensor, modules: list[str]) -> None:
-        self._finite.add(form.fill(parts, slot), partial(self._read_again, modules))
-
-    def _read_again(self, modules: list[str]) -> None:
-        for module in modules:
-            read_weight(self.stored, module, self.device)  # says which is not finite
+    def _fill(self, matrix: Matrix, module: str, slot: torch.Tensor) -> None:
+        """Dequantize one matrix; on a CPU a band of rows at a time, since all of it would be fresh memory."""
+        again = partial(read_weight, self.stored, module, self.device)
+        stored = self._formats[module]
+        if stored is None:
+            weight = unchecked_weight(self.stored, module, self.device)
+            self._require_shape(module, matrix, tuple(weight.shape))
+            slot.copy_(weight)
+            self._finite.add(is_finite(weight), again)
+            return
+        parts = [self.stored.tensor(f"{module}.{part}").to(self.device) for part in stored.parts]
+        (rows, columns), height = stored.shape, stored.block[0]
+        step = rows if is_accelerator(self.device) else max(BAND // (4 * columns * height), 1) * height
+        for first in range(0, rows, step):
+            band = slot[first : first + step]
+            numbers = stored.numbers(stored.band(parts, first, first + len(band)))
+            band.copy_(numbers)
+            self._finite.add(is_finite(numbers), again)
 
     def require_finite(self) -> None:
-        """Look at all units so far, with one synchronisation.
+        """Check all batches so far, with one synchronisation.
 
         Raises:
             CheckpointError: a weight or its scale holds a NaN or infinity.
@@ -203,11 +170,8 @@ def layer_weights(
     finite = FiniteCheck()
     weights = _outside_experts(checkpoint, facts, layer, device, dtype, finite, dense=dense)
     if experts and not dense:
-        routed, count = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype, finite), sizes["experts"]
-        gate_up, down = routed.empty(count)
-        for first in range(0, count, UNIT):
-            some = slice(first, first + UNIT)
-            routed.fill(range(count)[some], gate_up[some], down[some])
+        routed = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype, finite)
+        gate_up, down = routed.batch(range(sizes["experts"]))
         weights[f"{facts.modules.experts}.gate_up_proj"] = gate_up
         weights[f"{facts.modules.experts}.down_proj"] = down
     finite.require()

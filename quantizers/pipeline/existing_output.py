@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from eval.fidelity.held_out import HeldOut
+from eval.fidelity.scoring import HeldOut
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.output import journal
 from quantizers.output.journal import differences, finished_report, refuse_changes, short_value
@@ -96,7 +96,7 @@ def _add_data(output: Path, finished: dict[str, Any], resolved: Resolved) -> dic
 
 
 def refuse_other_texts(work: Path, layers: int, held: HeldOut, output: Path) -> None:
-    """Finished layers were measured on the texts that the run began with. (A run may go on without any.)
+    """Finished layers were measured on the texts that the run began with. (A run may resume without any.)
 
     Raises:
         OutputError: now it is other texts, or then it was none.

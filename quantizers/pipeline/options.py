@@ -24,7 +24,7 @@ class Options:
         with_data: copy the calibration sets' local data files into the output folder.
         states: where calibration states lie: in `memory`, in `files`, or on the device or in memory where they fit
             (`auto`).
-        ignore_stop: go on after a layer whose figures are beyond the recipe's `verify.stop`.
+        ignore_stop: continue after a layer whose figures are beyond the recipe's `verify.stop`.
         dist: the processes that share the run.
         command: what the user typed, from `quantize` on, to be named where the run is found unfinished.
     """

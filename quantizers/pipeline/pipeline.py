@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from eval.coverage.gates import check_floors
-from eval.fidelity.held_out import HeldOut, held_out
+from eval.coverage.summary import check_floors
 from eval.fidelity.metrics import Text
+from eval.fidelity.scoring import HeldOut, held_out
 from quantizers.budget.choice import choose_schemes
 from quantizers.budget.measure import probe_bytes
 from quantizers.calibration.load_set import load_set
@@ -237,7 +237,7 @@ def _read_inputs(job: Job, dist: ProcessGroup) -> _Inputs:
         )
     data = _samples(job, job.recipe.calibration_set, job.recipe.calibration_tokens)
     if data.drawn and data.drawn.tokens < data.drawn.asked:
-        print(data.notes[-1], file=sys.stderr)  # of calibration/subsample.py
+        print(data.notes[-1], file=sys.stderr)  # of the subsample
     if job.recipe.verify and job.recipe.verify.coverage:
         check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
     return _Inputs(data, token_tensors(data, job.sizes["vocabulary"]), load_held_out(job))

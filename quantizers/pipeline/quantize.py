@@ -332,7 +332,7 @@ def _refuse(entry: dict[str, Any], stop: Stop | None) -> None:
         problem = f"router agreement {agreement:.4g} < {stop.min_router_agreement:g} (verify.stop.min_router_agreement)"
     if problem:
         raise Stopped(
-            f"stopped after layer {entry['layer']}: {problem}; give the same command with --ignore-stop to go on"
+            f"stopped after layer {entry['layer']}: {problem}; give the same command with --ignore-stop to continue"
         )
 
 

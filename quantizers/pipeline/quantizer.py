@@ -128,7 +128,7 @@ class Quantizer:
                 step.on_device.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None,
                 self.moe_inputs,
                 settings,
-                weights=weights.unit,
+                weights=weights.batch,
                 residents=context.residents,
                 entering=entering,
                 check=context.check,

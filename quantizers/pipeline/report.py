@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
 
-from eval.coverage.gates import gates as coverage_gates
-from eval.coverage.gates import summarise
+from eval.coverage.summary import gates as coverage_gates
+from eval.coverage.summary import summarise
 from eval.serving.check import check_folder
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import Options, ServerName
@@ -32,9 +34,11 @@ from quantizers.planning.gpus import parse_gpus
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan, summary
 from quantizers.planning.serving_memory import assumptions, common_fits, notes, serving_model, unsaid
+from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import PerplexityGate
 from quantizers.system.errors import QuantizeError
+from quantizers.system.output_files import CARD, RECIPE
 from quantizers.system.progress import checked, peak_memory, progress
 from stitch.audit.checkpoint import Audit, verify
 from stitch.audit.folder import folders_left_out
@@ -43,10 +47,10 @@ from stitch.mix import Mix, as_rows
 from stitch.mix import describe as describe_mix
 from stitch.write.digests import ShardDigest
 
-from .foreign_metadata import about_source, told_by
+from .report_files import read_front_matter
 
 if TYPE_CHECKING:
-    from eval.serving.findings import Consumers
+    from eval.serving.check import ServingCheck
     from quantizers.calibration.samples import CalibrationData
     from quantizers.recipe.portable import Resolved
 
@@ -57,6 +61,9 @@ NOT_SIMULATED = (
     "these figures."
 )
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+LICENSE_KEYS = ("license", "license_name", "license_link")
+SAID = ("base_model", "license", "license_name", "datasets")  # keys of a card's front matter
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of a model, a data set or a licence on the Hub
 
 
 def run_report(
@@ -90,7 +97,7 @@ def run_report(
         "layers": sum(sum(entry["seconds"].values()) for entry in layers),
     }
     report: dict[str, Any] = {
-        "source": _source(model, recipe.source.revision, source) | about_source(job.facts, model, source),
+        "source": _source(model, recipe.source.revision, source) | _about_source(job.facts, model, source),
         "settings": {
             "recipe": resolved.recipe.settings(),
             "hash": resolved.hash,
@@ -148,10 +155,10 @@ def stitch_report(
     examined = describe_mix(mix.found)
     return {
         "stitched": settings,
-        "source": _source(model, source.revision, source) | about_source(mix.facts, model, source),
+        "source": _source(model, source.revision, source) | _about_source(mix.facts, model, source),
         "experts": _source(settings["experts"], mix.experts.revision, mix.experts)
         | {"schemes": schemes}
-        | told_by(mix.experts),
+        | _told_by(mix.experts),
         "plan": _plan(mix.plan, mix.sizes),
         "versions": versions(),
         "examined": examined,
@@ -195,7 +202,7 @@ def _last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) 
     return written, audit
 
 
-def _own_gates(audit: Audit, engines: Consumers | None) -> list[dict[str, Any]]:
+def _own_gates(audit: Audit, engines: ServingCheck | None) -> list[dict[str, Any]]:
     """The gates of every output: its files are as planned, and serving engines read them as meant.
 
     Args:
@@ -308,3 +315,67 @@ def _in_transformers(facts: Architecture) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return facts.model_type in CONFIG_MAPPING_NAMES
+
+
+def _about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[str, Any]:
+    """What the model card needs to know of the source.
+
+    Args:
+        model: the source's name, by which it is looked up among the facts' published models.
+
+    Returns:
+        license: the licence fields of the source's own card, or those kept with the architecture's facts.
+        made_from: the models that its own card names as its base, if it is no model of the Hub itself.
+    """
+    front = _front_matter(source)
+    fields = {key: str(front[key]) for key in LICENSE_KEYS if front.get(key)}
+    known = (one.license for one in facts.published if model in one.models)
+    base = [] if is_hub_id(model) else _hub_names(front.get("base_model"))
+    return {"license": fields or next(known, fields)} | ({"made_from": base} if base else {})
+
+
+def _told_by(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint of another tool says of how it was made; each key only if the checkpoint has it.
+
+    Returns:
+        format: quantization method and the version of its library, from config.json.
+        modifiers: the steps of llm-compressor that its recipe.yaml names.
+        card: of its card's front matter, each key's values.
+    """
+    config = checkpoint.config.get("quantization_config")
+    config = config if isinstance(config, dict) else {}
+    kind = {key: str(config[key]) for key in ("quant_method", "version") if config.get(key)}
+    front = _front_matter(checkpoint)
+    card = {key: names for key in SAID if (names := _hub_names(front.get(key)))}
+    told = {"format": kind, "modifiers": _modifiers(checkpoint), "card": card}
+    return {key: value for key, value in told.items() if value}
+
+
+def _hub_names(value: object) -> list[str]:
+    """The names in a value of a front matter, without paths of the machine where it was written."""
+    values = value if isinstance(value, list) else [value]
+    return [name for name in values if isinstance(name, str) and _NAME.fullmatch(name)]
+
+
+def _front_matter(source: Checkpoint) -> dict[str, Any]:
+    """The YAML at the head of a checkpoint's README.md; empty if there is none or it cannot be read."""
+    try:
+        return read_front_matter((source.folder / CARD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _modifiers(checkpoint: Checkpoint) -> list[str]:
+    """Names of the modifiers in recipe.yaml, in their order: stage, then a group of modifiers, then each of them."""
+    try:
+        text = (checkpoint.folder / RECIPE).read_text(encoding="utf-8")
+        stages = yaml.load(text, Loader=yaml.BaseLoader)  # every value as text: it may hold tags of Python objects
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return []
+    groups = [group for stage in _values(stages) for group in _values(stage)]
+    names = [str(name) for group in groups if isinstance(group, dict) for name in group]
+    return [name for name in names if name.isidentifier() and name.endswith("Modifier")]
+
+
+def _values(mapping: object) -> list[object]:
+    return list(mapping.values()) if isinstance(mapping, dict) else []

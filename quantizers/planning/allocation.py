@@ -1,14 +1,12 @@
-"""Choose a scheme for each layer within a budget: which schemes are possible, and what each costs.
+"""Bit allocation: a scheme for each layer within a budget; which schemes are possible, and what each costs.
 
 `experts.budget` counts the bytes of all shards on disk, including embeddings, attention and headers, but not
 the index and the tokenizer. `experts.bits_per_weight` counts only the experts: bits of packed weights and scales,
 divided by the number of weights. Both are exact bounds on the sum of the layers' costs.
 
-A scheme is possible if its groups divide the matrices, and if vLLM can serve it: no group may cross the GPUs
-over which an expert is split. This module measures nothing and opens no file.
-
-Only layers with experts have a choice. "For each layer" means each of these; the others' shards are among what is the
-same under every choice.
+A scheme is possible if its groups divide the matrices, and if vLLM can serve it: no group may be split between the GPUs
+over which an expert is split. Only layers with experts have a choice, and "each layer" means each of these. Nothing is
+measured here, and no file is opened.
 """
 
 from __future__ import annotations
@@ -24,22 +22,21 @@ from quantizers.recipe.schema import ALL, Experts, Scheme
 from quantizers.system.errors import RecipeError
 from quantizers.system.formatting import gib, parse_bytes
 
-from .plan import Action, Kind, Plan, file_size, stored_as
+from .plan import Kind, Plan, file_size, stored_as
 
 PARALLEL = (1, 2, 4, 8, 16)  # numbers of GPUs for which `as_dict` says whether vLLM could split an expert
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The possible schemes, their costs, and the limit.
+    """The possible schemes, their costs, and the limit. "Choice" means the index of a candidate for each layer.
 
     Attributes:
         layers: the numbers of the layers with experts.
-        decoder_layers: how many layers there are, with those that have none.
+        decoder_layers: number of layers with and without experts.
         candidates: the possible schemes, in ascending order of size.
         shard_bytes: for each layer, the bytes of its shard with each candidate.
-        outside_bytes: bytes of all other shards: of layers without experts, of layers that predict further tokens, and
-            of the tensors outside the layers.
+        outside_bytes: bytes of all other shards.
         weights: number of weights in all experts of one layer.
         width: an expert's width.
         limit: bound on the total cost, in `unit`s.
@@ -64,18 +61,21 @@ class Allocation:
         bits = [math.ceil(scheme.bits_per_weight * self.weights) for scheme in self.candidates]
         return [bits for _ in self.shard_bytes]
 
-    def output_bytes(self, chosen: Sequence[int]) -> int:
-        """Bytes of all shards, given the index of a candidate for each layer."""
-        return self.outside_bytes + sum(row[i] for row, i in zip(self.shard_bytes, chosen, strict=True))
+    @property
+    def _outside(self) -> int:
+        return self.outside_bytes if self.unit == "bytes" else 0
 
-    def bits_per_weight(self, chosen: Sequence[int]) -> float:
+    def output_bytes(self, choice: Sequence[int]) -> int:
+        """Bytes of all shards."""
+        return self.outside_bytes + sum(row[i] for row, i in zip(self.shard_bytes, choice, strict=True))
+
+    def bits_per_weight(self, choice: Sequence[int]) -> float:
         """Mean bits per weight of the experts in all layers, including scales."""
-        return sum(self.candidates[i].bits_per_weight for i in chosen) / len(chosen)
+        return sum(self.candidates[i].bits_per_weight for i in choice) / len(choice)
 
-    def cost(self, chosen: Sequence[int]) -> int:
+    def cost(self, choice: Sequence[int]) -> int:
         """The total cost in `unit`s, including all other shards if the unit is bytes."""
-        outside = self.outside_bytes if self.unit == "bytes" else 0
-        return outside + sum(row[i] for row, i in zip(self.costs, chosen, strict=True))
+        return self._outside + sum(row[i] for row, i in zip(self.costs, choice, strict=True))
 
     def uniform(self, number: int) -> list[int]:
         """The same candidate in every layer."""
@@ -86,43 +86,35 @@ class Allocation:
         """Whether the limit exceeds the largest possible cost, so that every layer gets the largest scheme."""
         return self.cost(self.uniform(-1)) < self.limit
 
-    def spell(self, chosen: Sequence[int]) -> list[Scheme]:
-        """The schemes for a candidate's index in each layer, for `Plan.with_schemes`."""
-        return self.spread([self.candidates[i] for i in chosen])
-
-    def spread(self, schemes: Sequence[Scheme]) -> list[Scheme]:
-        """One scheme for every decoder layer, from each layer's; one without experts has the first layer's."""
-        own = dict(zip(self.layers, schemes, strict=True))
-        return [own.get(layer, schemes[0]) for layer in range(self.decoder_layers)]
+    def schemes(self, choice: Sequence[int]) -> list[Scheme]:
+        """A choice as one scheme for every decoder layer; one without experts has the first layer's."""
+        by_layer = {layer: self.candidates[i] for layer, i in zip(self.layers, choice, strict=True)}
+        return [by_layer.get(layer, by_layer[self.layers[0]]) for layer in range(self.decoder_layers)]
 
     def best_uniform(self) -> list[Scheme]:
         """The largest scheme that fits when all layers use it, for estimates before anything is measured."""
         fitting = [n for n in range(len(self.candidates)) if self.cost(self.uniform(n)) <= self.limit]
-        return self.spell(self.uniform(fitting[-1]))
+        return self.schemes(self.uniform(fitting[-1]))
 
     def choose(self, losses: Sequence[Mapping[str, float]]) -> list[int]:
-        """The index of the best candidate for each layer, from each layer's losses by candidate name."""
+        """The best choice, from each layer's losses by candidate name."""
         table = [[row[str(scheme)] for scheme in self.candidates] for row in losses]
-        outside = self.outside_bytes if self.unit == "bytes" else 0
-        table = [[row[str(scheme)] for scheme in self.candidates] for row in losses]
-        outside = self.outside_bytes if self.unit == "bytes" else 0
-        return cheapest_loss(self.costs, table, self.limit - outside)
+        return cheapest_loss(self.costs, table, self.limit - self._outside)
 
     def as_dict(self) -> dict[str, Any]:
         """For `quantize plan` and report.json: the candidates with their sizes, and the limit."""
-        rows = []
-        for number, scheme in enumerate(self.candidates):
-            in_all_layers = self.uniform(number)
-            of_layer = [row[number] for row in self.shard_bytes]
-            rows.append(
-                {
-                    "scheme": str(scheme),
-                    "bits_per_weight": scheme.bits_per_weight,
-                    "tensor_parallel": [n for n in PARALLEL if self.width % (scheme.group_size * n) == 0],
-                    "layer_bytes": [min(of_layer), max(of_layer)],
-                    "output_bytes": self.output_bytes(in_all_layers),
-                }
+        rows = [
+            {
+                "scheme": str(scheme),
+                "bits_per_weight": scheme.bits_per_weight,
+                "tensor_parallel": [n for n in PARALLEL if self.width % (scheme.group_size * n) == 0],
+                "layer_bytes": [min(of_layer), max(of_layer)],
+                "output_bytes": self.output_bytes(self.uniform(number)),
+            }
+            for number, (scheme, of_layer) in enumerate(
+                zip(self.candidates, zip(*self.shard_bytes, strict=True), strict=True)
             )
+        ]
         return {
             "candidates": rows,
             "limit": self.limit if self.unit == "bytes" else self.limit / (self.weights * len(self.shard_bytes)),
@@ -148,11 +140,7 @@ def _shard_bytes(plan: Plan, layers: Sequence[int], possible: Sequence[Scheme]) 
     # Layers with the same tensors and the same number of digits in their names have shards of the same size, so few
     # sizes are computed.
     sizes: dict[tuple[tuple[int, Kind, Spec], ...], tuple[int, ...]] = {}
-    by_layer: dict[int, list[Action]] = {layer: [] for layer in layers}
-    for action in plan.actions:
-        if action.layer in by_layer:
-            by_layer[action.layer].append(action)
-    for actions in by_layer.values():
+    for actions in map(plan.of_layer, layers):
         key = tuple((len(action.source), action.kind, action.spec) for action in actions)
         if key not in sizes:
             sizes[key] = tuple(
@@ -189,17 +177,16 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
         limit, unit = math.floor(experts.bits_per_weight * weights * len(layers)), "bits"
     result = Allocation(layers, plan.layers, possible, rows, outside, weights, sizes["width"], limit, unit)
     smallest = result.uniform(0)
-    if result.cost(smallest) > result.limit:
-        bytes_ = result.output_bytes(smallest)
-        wanted = (
-            f"{gib(result.limit)} is less than the smallest possible, {gib(bytes_)} ({possible[0]} in every layer); "
-            f"give {bytes_}B or more"
-            if result.unit == "bytes"
-            else f"{experts.bits_per_weight:g} is less than the smallest possible ({possible[0]} in every layer); "
-            f"give {possible[0].bits_per_weight:g} or more"
-        )
-        raise RecipeError(f"{where}: {wanted}")
-    return result
+    if result.cost(smallest) <= result.limit:
+        return result
+    given, least, bytes_ = f"{experts.bits_per_weight}", f"{possible[0].bits_per_weight:g}", ""
+    if unit == "bytes":
+        given, least = gib(limit), f"{result.output_bytes(smallest)}B"
+        bytes_ = f", {gib(result.output_bytes(smallest))}"
+    raise RecipeError(
+        f"{where}: {given} is less than the smallest possible{bytes_} ({possible[0]} in every layer); "
+        f"give {least} or more"
+    )
 
 
 def cheapest_loss(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], limit: int) -> list[int]:

@@ -6,17 +6,17 @@ All of this happens before any long computation starts, so that errors are repor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.checkpoint.reader import INDEX, SINGLE, Checkpoint, open_folder, read_config, read_json, resolve
+from quantizers.checkpoint.reader import CONFIG, INDEX, SINGLE, Checkpoint, open_folder, read_config, read_json, resolve
 from quantizers.checkpoint.safetensors_header import Spec, printed
-from quantizers.formats.fp8 import Fp8, block_size, declared_block
+from quantizers.formats.fp8 import Fp8, declared_block
 from quantizers.formats.tensor_names import specs_apart, with_experts_apart
 from quantizers.formats.unsupported import refuse_four_bits
 from quantizers.recipe.changes import Change
@@ -39,9 +39,8 @@ class Job:
         location: where the source is: a folder, or a Hub id.
         basis: what the plan was made from, as text for users.
         fp8: the form of the FP8 weights that are kept; None if none are.
+        allocation: of a recipe with a budget. Before the choice is made, the plan uses the best uniform scheme.
         own: the file that `facts` was read from, if it is the user's own.
-        allocation: the possible schemes and the limit of a recipe with a budget. Before the choice is made, the
-            plan uses the best uniform scheme.
     """
 
     recipe: Recipe
@@ -59,7 +58,7 @@ class Job:
 
     @property
     def opened(self) -> Checkpoint:
-        """The source, in a job that is to be run: only planning does without one."""
+        """The source of a job that is to be run."""
         assert self.source is not None
         return self.source
 
@@ -91,34 +90,42 @@ def prepare(
     _refuse_missing_sets(recipe, path)
     location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)
     own = own or facts_location(recipe, path)
-    if offline_facts and (offline := _without_shards(location, recipe.source.revision, hub, own)):
-        config, headers, basis = offline
-        facts = architecture_for(config, basis, own)
-        block = declared_block(config, basis)
-        with _with_remedy(location):
-            sizes = sizes_of(facts, config, basis)
-            specs = expected_tensors(facts, sizes, config, basis) if headers is None else headers
-            specs = specs_apart(specs, facts, sizes, basis)
-            plan = make_plan(facts, sizes, specs, recipe.experts, basis, block)
-        fp8 = plan.fp8_form(block)
-        return _within_budget(Job(recipe, path, facts, sizes, config, plan, None, basis, fp8, own=own), changes)
-    _refuse_unknown_source(location, given_at(("source", "model"), path, changes))
-    folder = resolve(location, recipe.source.revision)
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
-    where = str(folder / "config.json")
-    refuse_four_bits(read_config(folder), where)  # before the shards, whose dtypes may be unknown here
-    source = open_folder(folder, recipe.source.model, recipe.source.revision)
-    facts = architecture_for(source.config, where, own)
+    source: Checkpoint | None = None
+    tensors: Mapping[str, Spec] | None
+    offline = _without_shards(location, recipe.source.revision, hub, own) if offline_facts else None
+    if offline:
+        config, tensors, where = offline
+        basis = config_name = where
+    else:
+        _refuse_unknown_source(location, given_at(("source", "model"), path, changes))
+        source = _open_source(location, recipe)
+        config, where, config_name = source.config, str(source.folder), str(source.folder / CONFIG)
+        basis = f"the headers of {where}"
+    facts, block = architecture_for(config, config_name, own), declared_block(config, config_name)
     with _with_remedy(location):
-        sizes = sizes_of(facts, source.config, where)
-        source = with_experts_apart(source, facts, sizes)
-        tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
-        plan = make_plan(facts, sizes, tensors, recipe.experts, str(folder), block_size(source))
-    fp8 = plan.fp8_form(block_size(source))
-    basis = f"the headers of {folder}"
-    job = Job(recipe, path, facts, sizes, source.config, plan, source, basis, fp8, location=location, own=own)
-    return _within_budget(job, changes)
+        sizes = sizes_of(facts, config, config_name)
+        if source:
+            source = with_experts_apart(source, facts, sizes)
+            tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
+        else:
+            tensors = expected_tensors(facts, sizes, config, where) if tensors is None else tensors
+            tensors = specs_apart(tensors, facts, sizes, where)
+        plan = make_plan(facts, sizes, tensors, recipe.experts, where, block)
+    fp8 = plan.fp8_form(block)
+    if not recipe.experts.by_budget:
+        return Job(recipe, path, facts, sizes, config, plan, source, basis, fp8, location=location, own=own)
+    key = "budget" if recipe.experts.budget is not None else "bits_per_weight"
+    choices = allocation(plan, sizes, recipe.experts, given_at(("experts", key), path, changes))
+    plan = plan.with_schemes(choices.best_uniform())
+    return Job(recipe, path, facts, sizes, config, plan, source, basis, fp8, choices, location, own)
+
+
+def _open_source(location: str, recipe: Recipe) -> Checkpoint:
+    folder = resolve(location, recipe.source.revision)
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
+    refuse_four_bits(read_config(folder), str(folder / CONFIG))  # before the shards, whose dtypes may be unknown here
+    return open_folder(folder, recipe.source.model, recipe.source.revision)
 
 
 def _refuse_missing_sets(recipe: Recipe, path: Path) -> None:
@@ -130,16 +137,13 @@ def _refuse_missing_sets(recipe: Recipe, path: Path) -> None:
 
 
 def _refuse_unknown_source(location: str, where: str) -> None:
-    """Refuse a source that a recipe calls by a folder's bare name, as a published one does, if it is not beside it.
+    """Refuse a folder's bare name, as a published recipe has it, if no such folder is beside the recipe.
 
     A folder of that name elsewhere, such as in the current folder, may be another one.
 
     Args:
         location: absolute if the folder was found or given.
         where: the recipe's line or option that names it.
-
-    Raises:
-        CheckpointError: it is neither a folder nor a Hub id.
     """
     if "/" not in location:
         raise CheckpointError(
@@ -150,7 +154,7 @@ def _refuse_unknown_source(location: str, where: str) -> None:
 
 @contextlib.contextmanager
 def _with_remedy(model: str) -> Iterator[None]:
-    """Add to a refusal of `model`, because it differs from the facts, how all differences are seen and dealt with."""
+    """Add to the refusal of a model that differs from the facts the command that lists all differences."""
     try:
         yield
     except (ArchitectureError, CheckpointError) as failure:
@@ -171,40 +175,25 @@ def given_folder(folder: Path) -> str:
     return str(folder.resolve())
 
 
-def _within_budget(job: Job, changes: Sequence[Change]) -> Job:
-    """Add the allocation to the job of a recipe with a budget; return any other job unchanged.
-
-    Raises:
-        RecipeError: the budget is too small.
-    """
-    experts = job.recipe.experts
-    if not experts.by_budget:
-        return job
-    key = "budget" if experts.budget is not None else "bits_per_weight"
-    where = given_at(("experts", key), job.path, changes)
-    choices = allocation(job.plan, job.sizes, experts, where)
-    return replace(job, plan=job.plan.with_schemes(choices.best_uniform()), allocation=choices)
-
-
 def _without_shards(
     location: str, revision: str, hub: bool, own: Path | None
 ) -> tuple[dict[str, Any], dict[str, Spec] | None, str] | None:
     """config.json, headers (None unless from the Hub) and basis of a source whose shards are not on this machine.
 
-    None if its shards are here, or if `location` is neither a folder nor a Hub id. Who has facts of his own says that
-    the kept ones are not this model's: then the Hub is asked.
+    None if its shards are here, or if `location` is neither a folder nor a Hub id. With the user's own facts the
+    built-in config.json is not this model's: then the Hub is asked.
     """
     folder = Path(location)
-    config_file = folder / "config.json"
+    config_file = folder / CONFIG
     if config_file.is_file() and not any(folder.glob("*.safetensors")):
         config = read_json(config_file)
         refuse_four_bits(config, str(config_file))
         return config, None, f"{config_file} alone, without shards"
     if folder.is_dir() or (_in_cache(location, revision) and not hub):
         return None
-    kept = None if hub or own is not None else published_config(location)
-    if kept is not None:
-        return kept[1], None, f"the built-in architecture spec of {location} (its files are not on this machine)"
+    built_in = None if hub or own is not None else published_config(location)
+    if built_in is not None:
+        return built_in[1], None, f"the built-in architecture spec of {location} (its files are not on this machine)"
     if location.startswith((".", "/", "~")) or location.count("/") != 1:
         return None  # not a Hub id; `resolve` reports that
     from quantizers.planning.hub_headers import read_hub

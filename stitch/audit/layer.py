@@ -180,8 +180,8 @@ def _in_batches(old: ExpertWeights, new: ExpertWeights, smooth: torch.Tensor) ->
     for first, last in expert_batches(old.experts, unit):
         # The previous batch is freed after this one is read, so that a CPU's memory is reused, not returned.
         with _reading_the_source():
-            source = _matrices(*old.unit(range(first, last)))
-        candidate = _matrices(*new.unit(range(first, last)))
+            source = _matrices(*old.batch(range(first, last)))
+        candidate = _matrices(*new.batch(range(first, last)))
         found |= zip(range(first, last), matrix_errors(source, candidate, smooth), strict=True)
     return found
 

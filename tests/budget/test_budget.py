@@ -18,7 +18,7 @@ import yaml
 from runs import cut_at, cut_in_layer
 from torch import Tensor
 
-from eval.report.schemes import choice_lines
+from eval.report.summary import choice_lines
 from eval.serving.check import STORED
 from quantizers.budget import choice, measure
 from quantizers.budget.measure import column_scale, scheme_errors
@@ -376,7 +376,7 @@ def test_a_budget_above_everything_takes_the_best_and_says_so(tmp_path: Path, bu
     assert job.allocation is not None
     assert job.allocation.exceeded
     entries = [{"loss": {str(s): 1 / s.bits_per_weight for s in job.allocation.candidates}} for _ in range(4)]
-    assert job.allocation.spell(choice.chosen_candidates(job.allocation, entries)) == [Scheme(8, 32)] * 4
+    assert job.allocation.schemes(choice.chosen_candidates(job.allocation, entries)) == [Scheme(8, 32)] * 4
     assert job.allocation.as_dict()["above_the_largest"]
 
 

@@ -13,10 +13,16 @@ from commands import Command
 from rich.console import Console, RenderableType
 from sets import rows_set
 
-from quantizers.calibration.check import SetReport, check_set, cut_share, find_duplicates, truncation_warnings
-from quantizers.calibration.language_id import CODES, identify
+from quantizers.calibration.check import (
+    SetReport,
+    check_set,
+    cut_share,
+    find_duplicates,
+    identify,
+    truncation_warnings,
+)
 from quantizers.calibration.samples import Sample
-from quantizers.calibration.set import read_set
+from quantizers.calibration.set import CODES, read_set
 from quantizers.calibration.view import render, render_samples, show_samples
 from quantizers.system.package_data import shipped
 
@@ -168,7 +174,7 @@ def checked_set(folder: Path, rows: list[tuple[str, str]], name: str = "set") ->
 
 def test_the_embedded_set_holds_what_it_claims(embedded: SetReport) -> None:
     assert embedded.findings == ()
-    assert embedded.ok
+    assert not embedded.findings
     assert embedded.missing == {"programming": [], "spoken": []}
     assert (len(embedded.languages["programming"]), len(embedded.languages["spoken"])) == (60, 12)
     assert min(embedded.languages["programming"].values()) >= 3
@@ -176,7 +182,7 @@ def test_the_embedded_set_holds_what_it_claims(embedded: SetReport) -> None:
     assert embedded.held_out == str(SETS / "held-out.yaml")
     assert (embedded.duplicates, embedded.shared, embedded.mismatches) == ((), (), ())
     assert embedded.identified == 48
-    fields = {row.category for row in embedded.categories if "/" not in row.category}
+    fields = {row["category"] for row in embedded.categories if "/" not in row["category"]}
     assert len(fields) == 16
     text = shown(render(embedded))
     assert "programming languages, 60 of 60" in text
@@ -191,11 +197,11 @@ def test_the_embedded_set_holds_what_it_claims(embedded: SetReport) -> None:
 
 def test_the_held_out_set_has_every_category(embedded: SetReport, tokenizer: str) -> None:
     held_out = check_set(SETS / "held-out.yaml", tokenizer)
-    assert held_out.ok
+    assert not held_out.findings
     assert held_out.held_out is None
     assert held_out.identified == 12
-    short = {row.category for row in held_out.categories if not row.category.startswith("long/")}
-    assert short == {row.category for row in embedded.categories}
+    short = {row["category"] for row in held_out.categories if not row["category"].startswith("long/")}
+    assert short == {row["category"] for row in embedded.categories}
     text = shown(render(held_out))
     assert " cut at 256 or 8,192, which lost " in text
     assert "of these 8 long ones, " in text
@@ -220,7 +226,7 @@ def test_faults_are_found_and_named(tmp_path: Path, tokenizer: str) -> None:
     path = checked_set(tmp_path, rows)
     checked_set(tmp_path, [("x", german + " Bitte nehmen Sie den Bus.")], "other")
     report = check_set(path, tokenizer, tmp_path / "other.yaml")
-    assert not report.ok
+    assert report.findings
     assert report.missing == {"programming": ["D"], "spoken": ["German"]}
     places = [f"set.jsonl:{number}" for number in (1, 2, 3, 4)]
     assert [(twins.first, twins.second, twins.similarity) for twins in report.duplicates] == [
@@ -289,7 +295,7 @@ def test_dropped_rows_are_shown(tmp_path: Path, tokenizer: str) -> None:
 
 def test_samples_are_shown_as_the_model_reads_them(tokenizer: str) -> None:
     samples = show_samples(SETS / "embedded.yaml", 3, tokenizer)
-    assert [sample.position for sample in samples] == [0, 99, 199]
+    assert [sample["position"] for sample in samples] == [0, 99, 199]
     text = shown(render_samples(samples))
     assert "0: code/zephyr" in text
     assert "[turn]user" in text

@@ -99,7 +99,7 @@ def test_without_the_hub_the_files_are_compared_and_one_line_says_so(
     def resolve(source: DataSource) -> str:
         raise Unreachable(source.dataset, "the Hub cannot be reached", "go online once")
 
-    monkeypatch.setattr("quantizers.calibration.hub.resolve", resolve)
+    monkeypatch.setattr("quantizers.calibration.lock.resolve", resolve)
     local = rows_set(tmp_path, [("x", "the only one")], "a", sequence_length=10)
     hub = tmp_path / "hub.yaml"
     hub.write_text(local.read_text().replace('"a.jsonl"', '"owner/data"'))

@@ -52,7 +52,7 @@ def test_a_copy_gives_the_same_samples_and_knows_its_held_out_set(
     report = check_set(folder / "embedded.yaml", tokenizer)
     assert report.summary["digest"] == embedded.digest
     assert report.held_out == str(folder / "held-out.yaml")
-    assert report.ok
+    assert not report.findings
 
 
 def test_a_number_of_samples_gives_the_same_ones_in_a_copy(
@@ -124,9 +124,9 @@ def test_a_new_set_for_the_shipped_data_reads_it_as_the_shipped_set_does(
     data = tmp_path / f"{name}.jsonl"
     data.write_bytes((SETS / "embedded" / f"{name}.jsonl").read_bytes())
     path = tmp_path / "sets" / "new.yaml"
-    made = new_set(path, data)
-    write_together(made.contents)
-    assert made.notes == ()
+    contents, notes = new_set(path, data)
+    write_together(contents)
+    assert notes == []
     ours = load_set(path, tokenizer)
     theirs = [s for s in embedded.samples if s.source.endswith(f"/{name}.jsonl")]
     assert [(s.text, s.category, s.languages) for s in ours.samples] == [
@@ -142,9 +142,9 @@ def test_rows_that_cannot_be_used_are_said_and_the_set_loads_without_them(tmp_pa
     data = tmp_path / "a.jsonl"
     data.write_text("\n".join(json.dumps({"prose": f"text {n}" if n % 3 else "", "id": n}) for n in range(9)))
     path = tmp_path / "new.yaml"
-    made = new_set(path, data)
-    assert made.notes == (f"3 of 9 rows cannot be used (an empty text, first at {data}:1)",)
-    write_together(made.contents)
+    contents, notes = new_set(path, data)
+    assert notes == [f"3 of 9 rows cannot be used (an empty text, first at {data}:1)"]
+    write_together(contents)
     assert len(load_set(path, tokenizer).samples) == 6
 
 
@@ -153,7 +153,7 @@ def test_languages_of_new_sets_have_their_everyday_names(tmp_path: Path) -> None
     categories = ("code/c++", "code/cpp", "code/Rust/async", "code/cobol2", "spoken/hindi", "spoken/klingon", "code")
     data.write_text("\n".join(json.dumps({"text": "x y", "category": category}) for category in categories))
     path = tmp_path / "new.yaml"
-    write_together(new_set(path, data).contents)
+    write_together(new_set(path, data)[0])
     languages = read_set(path).languages
     assert languages.programming == ("C++", "Rust", "cobol2")
     assert languages.spoken == ("Hindi", "klingon")

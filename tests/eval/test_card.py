@@ -17,7 +17,7 @@ from eval.report.html_report import html_report
 from eval.report.model_card import front_matter, model_card
 from eval.report.plots import calibration_figure, draw
 from quantizers.architectures.families import architecture_for
-from quantizers.calibration.language_id import CODES
+from quantizers.calibration.set import CODES
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.pipeline.report import server_options
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE

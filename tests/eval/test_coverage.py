@@ -18,11 +18,9 @@ from safetensors.torch import load_file, save_file
 from whole_models import finished_weights, source_weights
 
 from eval.coverage.compare import compare_counts, compare_table, labels
-from eval.coverage.gates import check_floors, entropy, gates, summarise
 from eval.coverage.routing import TIE, Routed
-from eval.coverage.tables import coverage_table, report
-from eval.report.plot_style import save
-from eval.report.plots import comparison_figure
+from eval.coverage.summary import check_floors, coverage_table, entropy, gates, report, summarise
+from eval.report.plots import comparison_figure, save
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.coverage import Question, measure_coverage

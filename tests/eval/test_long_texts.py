@@ -22,8 +22,7 @@ from eval.fidelity.metrics import Measured, Text, by_position, figures
 from eval.fidelity.tables import eval_table
 from eval.report.html_report import html_report
 from eval.report.model_card import model_card
-from eval.report.plot_style import save
-from eval.report.plots import fidelity_figure
+from eval.report.plots import fidelity_figure, save
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import open_folder

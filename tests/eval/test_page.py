@@ -17,8 +17,7 @@ from conftest import Finished
 
 from eval.report.html_report import html_report
 from eval.report.model_card import model_card
-from eval.report.plot_style import HIGH, LOW
-from eval.report.plots import coverage_figure
+from eval.report.plots import HIGH, LOW, coverage_figure
 from eval.report.serve_commands import vllm_command
 from eval.report.summary import DEFAULT, NEAREST, summary
 from quantizers.cli.tables.run import run_table

@@ -96,22 +96,20 @@ def experts_of(checkpoint: Checkpoint, device: torch.device = CPU, dtype: torch.
     return ExpertWeights(checkpoint, facts, sizes_of(facts, checkpoint.config, "c"), 0, device, dtype)
 
 
-@pytest.fixture(params=["in bands", "together"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of filling: a CPU's, some rows at a time, and an accelerator's, taken here on the CPU."""
+@pytest.fixture(autouse=True)
+def narrow_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a matrix is filled in several, as large ones are on a CPU."""
     monkeypatch.setattr(weights, "BAND", 4 * HIDDEN * 40)
-    monkeypatch.setattr(weights, "is_accelerator", lambda _: request.param == "together")
-    return str(request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_unit_has_the_numbers_of_its_matrices(form: str, dtype: torch.dtype, way: str, tmp_path: Path) -> None:
-    """Bit for bit, in units that do not divide the experts."""
+def test_a_batch_has_the_numbers_of_its_matrices(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Bit for bit, in batches that do not divide the experts."""
     checkpoint = stored(tmp_path, form)
     routed = experts_of(checkpoint, dtype=dtype)
     for first, last in ((0, 2), (2, 5)):
-        gate_up, down = routed.unit(range(first, last))
+        gate_up, down = routed.batch(range(first, last))
         assert gate_up.dtype == down.dtype == dtype
         for expert in range(first, last):
             w1, w3, w2 = (read_weight(checkpoint, MODULE.format(expert, m), CPU).to(dtype) for m in MATRICES)
@@ -130,17 +128,17 @@ def test_a_device_makes_the_numbers_that_a_cpu_makes(
     checkpoint, some = stored(tmp_path, form), [3, 0, 4]
     here, there = (experts_of(checkpoint, where, dtype) for where in (CPU, device))
     with ThreadPoolExecutor(1) as thread:
-        for found in (there.unit(some), thread.submit(there.unit, some).result()):
-            for own, wanted in zip(found, here.unit(some), strict=True):
+        for found in (there.batch(some), thread.submit(there.batch, some).result()):
+            for own, wanted in zip(found, here.batch(some), strict=True):
                 assert torch.equal(own.cpu(), wanted)
     there.require_finite()
 
 
 @pytest.mark.parametrize("block", [(32, 64), (128, 128), (33, 7)])
-def test_blocks_of_any_size(block: tuple[int, int], way: str, tmp_path: Path) -> None:
+def test_blocks_of_any_size(block: tuple[int, int], tmp_path: Path) -> None:
     """Whole or partial, in rows and in columns."""
     checkpoint = stored(tmp_path, "FP8 in blocks", block)
-    gate_up, down = experts_of(checkpoint).unit(range(EXPERTS))
+    gate_up, down = experts_of(checkpoint).batch(range(EXPERTS))
     for expert in range(EXPERTS):
         w1, w3, w2 = (read_weight(checkpoint, MODULE.format(expert, m), CPU) for m in MATRICES)
         assert torch.equal(gate_up[expert], torch.cat([w1, w3]))
@@ -151,7 +149,7 @@ def test_on_an_accelerator_nothing_waits(tmp_path: Path) -> None:
     """A look at a number would fail on the meta device."""
     checkpoint = stored(tmp_path, "FP8 in blocks")
     source = load_tensors(checkpoint, checkpoint.tensors).to(META)
-    gate_up, down = experts_of(source, META, torch.bfloat16).unit(range(1, 4))
+    gate_up, down = experts_of(source, META, torch.bfloat16).batch(range(1, 4))
     assert (gate_up.shape, down.shape) == ((3, 2 * WIDTH, HIDDEN), (3, HIDDEN, WIDTH))
 
 
@@ -166,15 +164,15 @@ def spoiled(form: str, value: float) -> Tensors:
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("form", ["FP8 in blocks", "FP8 with a scale per row", "bfloat16", "float32", "4 bits"])
 def test_a_number_that_is_not_finite_is_named_in_the_words_of_read_weight(
-    form: str, value: float, way: str, tmp_path: Path
+    form: str, value: float, tmp_path: Path
 ) -> None:
     checkpoint = stored(tmp_path, form, **{"3_w3": spoiled(form, value)})
     with pytest.raises(CheckpointError) as caught:
         read_weight(checkpoint, MODULE.format(3, "w3"), CPU)
     routed = experts_of(checkpoint)
-    routed.unit(range(3))
-    routed.require_finite()  # the units so far are
-    routed.unit(range(3, 5))
+    routed.batch(range(3))
+    routed.require_finite()  # the batches so far are
+    routed.batch(range(3, 5))
     with pytest.raises(CheckpointError) as found:
         routed.require_finite()
     assert str(found.value) == str(caught.value)
@@ -200,7 +198,7 @@ def test_a_wrong_header_is_refused_before_anything_is_dequantized(change: Tensor
 def test_a_wrong_shape_in_another_format_is_refused(tmp_path: Path) -> None:
     checkpoint = stored(tmp_path, "FP8 in blocks", **{"4_w1": integers(WIDTH, HIDDEN - 1)})
     with pytest.raises(CheckpointError, match=r"experts.4.w1: a weight of shape"):
-        experts_of(checkpoint).unit(range(EXPERTS))
+        experts_of(checkpoint).batch(range(EXPERTS))
 
 
 def test_a_layer_without_its_experts_attends_and_routes(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         ["attention q,k,v: takes the scheme INT4 group 32", "loading fails"],
     ),
     "experts called gate_proj": (gate_proj, ["experts are stored as gate_proj", "produces garbage"]),
-    "scale not renamed": (scale_inv, ["must be weight_scale", "loads unscaled with only a warning"]),
+    "scale not renamed": (scale_inv, ["must be weight_scale", "load the numbers unscaled"]),
     "an unknown key": (
         section(lambda s: s["config_groups"][EXPERTS]["weights"].update(colour="red")),
         ["validation error"],
@@ -87,7 +87,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         section(lambda s: s["ignore"].append("re:.*gate.*")),
         ["experts", "refuses it"],
     ),
-    "an expert's scales missing": (no_scales, ["weight_scale is missing", "zeros in older releases, then NaN"]),
+    "an expert's scales missing": (no_scales, ["weight_scale is missing", "initial value, zeros or NaN"]),
 }
 
 

@@ -96,7 +96,7 @@ def test_costs_are_the_files_bytes() -> None:
     assert [row["tensor_parallel"] for row in found.as_dict()["candidates"]] == [[1], [1, 2], [1, 2, 4]] * 2
     assert found.best_uniform() == [Scheme(8, 32)] * 12
     losses = [{str(scheme): 1 / scheme.bits_per_weight for scheme in found.candidates}] * 12
-    assert found.spell(found.choose(losses)) == [Scheme(8, 32)] * 12
+    assert found.schemes(found.choose(losses)) == [Scheme(8, 32)] * 12
 
 
 def test_layers_without_experts_have_no_choice_and_are_paid_for() -> None:
@@ -110,7 +110,7 @@ def test_layers_without_experts_have_no_choice_and_are_paid_for() -> None:
         found = allocation(plan, sizes, Experts.model_validate(limit), "r.yaml:6: experts")
         assert found.layers == (3, 4, 5)
         chosen = [0, len(found.candidates) - 1, 1]
-        schemes = found.spell(chosen)
+        schemes = found.schemes(chosen)
         assert schemes == [found.candidates[i] for i in (0, 0, 0, *chosen)]
         files = plan.with_schemes(schemes).shards()
         assert found.output_bytes(chosen) == sum(map(file_size, files.values()))
@@ -127,7 +127,7 @@ def test_a_budget_of_a_uniform_choice_is_never_worse_than_it() -> None:
         exact = of(f"{at.output_bytes(at.uniform(number))}B", num_hidden_layers=6, intermediate_size=128)
         found = exact.choose(losses)
         assert exact.output_bytes(found) <= exact.limit
-        picked = sum(row[str(s)] for row, s in zip(losses, exact.spell(found), strict=True))
+        picked = sum(row[str(s)] for row, s in zip(losses, exact.schemes(found), strict=True))
         assert picked <= sum(row[str(scheme)] for row in losses)
         weighed = of(scheme.bits_per_weight, num_hidden_layers=6, intermediate_size=128)
         assert weighed.bits_per_weight(weighed.choose(losses)) <= scheme.bits_per_weight

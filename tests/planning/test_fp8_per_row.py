@@ -9,9 +9,8 @@ import pytest
 import tiny
 from families import PER_ROW
 
-from eval.serving.check import STORED, check
+from eval.serving.check import STORED, ServingCheck, check
 from eval.serving.engines import ATTENTION
-from eval.serving.findings import Consumers
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
@@ -107,7 +106,7 @@ def test_scales_take_no_memory_of_their_own_as_weights() -> None:
     assert needed[0] == needed[1]
 
 
-def consumers(form: Fp8, tensors: dict[str, Spec]) -> Consumers:
+def consumers(form: Fp8, tensors: dict[str, Spec]) -> ServingCheck:
     """How engines read an output with these tensors whose config says this form."""
     plan = planned(tensors)
     written = {name: spec for action in plan.actions for name, spec in action.outputs.items()}

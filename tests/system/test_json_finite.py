@@ -13,8 +13,8 @@ import pytest
 import torch
 from conftest import Finished
 
-from eval.fidelity.held_out import HeldOut
 from eval.fidelity.metrics import Measured, Text, figures
+from eval.fidelity.scoring import HeldOut
 from eval.report.html_report import html_report
 from eval.report.model_card import model_card
 from quantizers.cli.options import emit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval.report.schemes import candidate_lines, choice_lines, layers_table
+from eval.report.summary import candidate_lines, choice_lines, layers_table
 from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
 

@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from eval.coverage.tables import gate_table
+from eval.coverage.summary import gate_table
 from eval.fidelity.tables import fidelity_table, past_the_model, positions_table
-from eval.report.schemes import scheme_lines, under_routed_line
+from eval.report.summary import scheme_lines, under_routed_line
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.formatting import collapse_lines, short_path, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE, REPORT
