@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import quantize
 from conftest import REPOSITORY, Finished
+from launched import STOPPING, TORCHRUN
 from runs import assert_same
 from tiny import write_job
 
@@ -24,8 +25,11 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.device import devices
 from quantizers.device.devices import use_threads
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.output.journal import begun_with
+from quantizers.output import journal
 from quantizers.pipeline import quantize as quantizing
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.job import prepare
 from quantizers.system.errors import OutputError
 
 
@@ -94,7 +98,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
         patched.setattr(quantizing, "write_json", cut)
         assert quantize(patched, *words) == 2
     assert torch.get_num_threads() == 2
-    assert begun_with(output / ".quantize")["threads"] == 2
+    assert journal.begun_with(output / ".quantize")["threads"] == 2
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OMP_NUM_THREADS", "1")
         assert quantize(patched, *words) == 2
@@ -134,25 +138,18 @@ def test_an_evaluation_goes_on_with_its_threads(
 
 @pytest.mark.usefixtures("kept_threads")
 @pytest.mark.slow
-def test_two_processes_then_one_and_back(tmp_path: Path) -> None:
-    """OMP_NUM_THREADS unset: torchrun means 1 thread, one process as many as cores; a run keeps what it began with."""
-    recipe = write_job(tmp_path, layers=4, samples=3)
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-
-    def start(processes: int, name: str, stop: int | None = None) -> None:
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
-        words = [sys.executable, *launcher, str(REPOSITORY / "tests" / "stopping.py")]
-        words += ["run", str(recipe), "--output", str(tmp_path / name), "--device", "cpu"]
-        extra = {} if stop is None else {"STOP_AFTER_LAYER": str(stop)}
-        done = subprocess.run(words, env=environment | extra, capture_output=True, text=True, check=False)
-        wanted = 0 if stop is None else 1 if processes > 1 else 143  # torchrun ends with 1 whatever the code was
-        assert done.returncode == wanted, done.stderr
-        assert stop is None or not (tmp_path / name / "config.json").exists()
-
-    start(2, "whole")
-    start(2, "cut", stop=0)
-    start(1, "cut", stop=2)  # of two, the shards of two layers may be on their way at a time
-    start(2, "cut")
-    assert_same(tmp_path / "cut", tmp_path / "whole")
-    assert json.loads((tmp_path / "cut" / "report.json").read_text())["settings"]["machine"]["threads"] == 1
+def test_one_process_resumes_with_the_threads_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With OMP_NUM_THREADS unset torchrun sets 1 thread, and one process takes as many as cores."""
+    recipe, output = write_job(tmp_path, layers=3, samples=3), tmp_path / "output"
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    words = [str(STOPPING), "run", str(recipe), "--output", str(output), "--device", "cpu"]
+    monkeypatch.setenv("STOP_AFTER_LAYER", "0")
+    stopped = subprocess.run([sys.executable, *TORCHRUN, "2", *words], capture_output=True, text=True, check=False)
+    assert stopped.returncode == 1, stopped.stderr  # torchrun's, of 143
+    assert journal.unfinished(output)
+    monkeypatch.delenv("STOP_AFTER_LAYER")
+    subprocess.run([sys.executable, *words], check=True)
+    run(prepare(str(recipe)), Options(tmp_path / "whole", torch.device("cpu")))
+    assert_same(output, tmp_path / "whole")
+    assert json.loads((output / "report.json").read_text())["settings"]["machine"]["threads"] == 1
