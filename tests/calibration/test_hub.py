@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -195,42 +194,17 @@ def test_order_of_files_workers_and_hash_seed_make_no_difference(
 
 
 @pytest.mark.slow
-def test_the_embedded_set_is_the_same_in_three_processes(
-    tmp_path: Path, machine: Machine, other_machine: Machine, offline: Machine
+def test_a_moved_revision_is_loaded_anew_unless_a_lock_holds_it(
+    small: Path, hub: HubStandIn, machine: Machine, other_machine: Machine
 ) -> None:
-    """With different hash seeds and workers, and in a folder whose files were made in another order."""
-    copy = tmp_path / "elsewhere"
-    (copy / "embedded").mkdir(parents=True)
-    for file in sorted((SETS / "embedded").iterdir(), reverse=True):
-        shutil.copy(file, copy / "embedded")
-    shutil.copy(SETS / "embedded.yaml", copy)
-    summaries = [
-        machine.load(SETS / "embedded.yaml", workers=1, cache=False),
-        other_machine.load(copy / "embedded.yaml", workers=4, cache=False),
-        offline.load(SETS / "embedded.yaml", workers=4, cache=False),
-    ]
-    assert [summary["samples"] for summary in summaries] == [299] * 3
-    assert len({summary["digest"] for summary in summaries}) == 1
-
-
-@pytest.mark.slow
-def test_a_moved_revision_is_loaded_anew(small: Path, hub: HubStandIn, machine: Machine) -> None:
     before = machine.load(small)
     hub.datasets["org/plain"] = {"train.jsonl": rows("changed")}
-    after = machine.load(small)
-    assert after["notes"] == []
+    after = machine.load(small, lock=True)
+    assert after["notes"] == ["versions are those of the set's lock"]
     assert after["digest"] != before["digest"]
-    assert after["versions"] == [hub.commit("org/plain"), before["versions"][1]]
-
-
-@pytest.mark.slow
-def test_a_lock_holds_the_revision(small: Path, hub: HubStandIn, machine: Machine, other_machine: Machine) -> None:
-    locked = machine.load(small, lock=True)
-    commits = [hub.commit("org/plain"), hub.commit("org/streamed")]
-    assert locked["lock"]
-    assert locked["versions"] == commits
-    pins = json.loads((small.parent / "small.lock.json").read_text())["sources"]
-    assert [pin["commit"] for pin in pins] == commits
+    commits = [hub.commit("org/plain"), before["versions"][1]]
+    assert after["versions"] == commits
+    assert [pin["commit"] for pin in json.loads((small.parent / "small.lock.json").read_text())["sources"]] == commits
     hub.datasets["org/streamed"] = {"train.jsonl": rows("changed")}
     refused = other_machine.load(small, cache=False)["error"]
     assert f"org/streamed: no revision {commits[1]}; correct the source's revision, or lock" in refused
@@ -389,13 +363,13 @@ def _row(source: DataSource, text: str, number: int) -> Row:
     if source.shape == "code-contests":
         solutions = {"language": [2, 3], "solution": ["int main() {}", f"print({number})"]}
         return {first: f"{number}_A. Task", "description": text, "solutions": solutions}
+    roles, texts = ("user", "assistant"), (text, f"Answer {number}.")
     if source.shape == "chat":
-        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": f"Answer {number}."}]
-        return {first: turns}
+        return {first: [{"role": role, "content": said} for role, said in zip(roles, texts, strict=True)]}
     if "tool" in source.dataset:
         return {first: _tool_dialogue(text, number)}
-    names = ("human", "gpt") if number % 2 else ("user", "assistant")
-    return {first: [{"from": names[0], "value": text}, {"from": names[1], "value": f"Answer {number}."}]}
+    names = ("human", "gpt") if number % 2 else roles
+    return {first: [{"from": name, "value": said} for name, said in zip(names, texts, strict=True)]}
 
 
 def _tool_dialogue(text: str, number: int) -> list[dict[str, str]]:

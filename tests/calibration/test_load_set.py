@@ -74,15 +74,6 @@ def test_a_source_is_cut_at_its_own_length(hundred: Path, tokenizer: str) -> Non
         assert (summary["long_samples"], summary["long_tokens"], summary["truncated_tokens"]) == (2, 40, 21)
 
 
-def test_another_length_of_a_source_is_not_taken_from_the_cache(hundred: Path, tokenizer: str) -> None:
-    lengths, cache = [], hundred / "cache"
-    for length in (9, 12, 9):
-        path = write_set(hundred, source("a.jsonl", samples=2, sequence_length=length), length=10)
-        lengths.append({len(s.tokens) for s in load_set(path, tokenizer, cache=cache).samples})
-    assert lengths == [{9}, {12}, {9}]
-    assert len(list(cache.glob("*.json"))) == 2
-
-
 def test_which_texts_are_long_is_part_of_the_digest(hundred: Path, tokenizer: str) -> None:
     """The same tokens, once as short texts and once as long ones, give other figures."""
     short, long = (

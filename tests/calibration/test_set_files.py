@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import Command
@@ -19,8 +18,6 @@ from quantizers.system.errors import CalibrationError, InputError, OutputError
 from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
-
-pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +91,6 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def check(command: Command, path: Path) -> dict[str, Any]:
-    assert command("calibration", path, "--json") == 0
-    return dict(json.loads(command.out))
-
-
 def test_a_new_set_passes_as_it_is_written(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "mine.yaml"
     assert command("calibration", "new", path) == 0
@@ -108,7 +100,8 @@ def test_a_new_set_passes_as_it_is_written(tmp_path: Path, command: Command) -> 
         f"replace the rows of {tmp_path}/mine.jsonl with your own",
         f"next: quantize calibration {path}",
     ]
-    report = check(command, path)
+    assert command("calibration", path, "--json") == 0
+    report = json.loads(command.out)
     assert report["verdict"] == "fine: nothing contradicts the set"
     assert report["summary"]["categories"] == {"code/python": 1, "math": 1, "advice": 1}
     (tmp_path / "mine.jsonl").write_text("my own")
