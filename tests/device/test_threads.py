@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 from commands import quantize
-from conftest import REPOSITORY, Finished
-from launched import STOPPING, TORCHRUN
-from runs import assert_same
-from tiny import write_job
+from conftest import Finished
 
 from eval.fidelity import scoring
 from quantizers.architectures.families import architecture_for
@@ -25,11 +20,8 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.device import devices
 from quantizers.device.devices import use_threads
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.output import journal
+from quantizers.output.journal import begun_with
 from quantizers.pipeline import quantize as quantizing
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
-from quantizers.planning.job import prepare
 from quantizers.system.errors import OutputError
 
 
@@ -98,7 +90,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
         patched.setattr(quantizing, "write_json", cut)
         assert quantize(patched, *words) == 2
     assert torch.get_num_threads() == 2
-    assert journal.begun_with(output / ".quantize")["threads"] == 2
+    assert begun_with(output / ".quantize")["threads"] == 2
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OMP_NUM_THREADS", "1")
         assert quantize(patched, *words) == 2
@@ -134,22 +126,3 @@ def test_an_evaluation_goes_on_with_its_threads(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert quantize(monkeypatch, *words) == 0
     assert json.loads(capsys.readouterr().out) == wanted
-
-
-@pytest.mark.usefixtures("kept_threads")
-@pytest.mark.slow
-def test_one_process_resumes_with_the_threads_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With OMP_NUM_THREADS unset torchrun sets 1 thread, and one process takes as many as cores."""
-    recipe, output = write_job(tmp_path, layers=3, samples=3), tmp_path / "output"
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
-    words = [str(STOPPING), "run", str(recipe), "--output", str(output), "--device", "cpu"]
-    monkeypatch.setenv("STOP_AFTER_LAYER", "0")
-    stopped = subprocess.run([sys.executable, *TORCHRUN, "2", *words], capture_output=True, text=True, check=False)
-    assert stopped.returncode == 1, stopped.stderr  # torchrun's, of 143
-    assert journal.unfinished(output)
-    monkeypatch.delenv("STOP_AFTER_LAYER")
-    subprocess.run([sys.executable, *words], check=True)
-    run(prepare(str(recipe)), Options(tmp_path / "whole", torch.device("cpu")))
-    assert_same(output, tmp_path / "whole")
-    assert json.loads((output / "report.json").read_text())["settings"]["machine"]["threads"] == 1
