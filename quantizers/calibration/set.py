@@ -263,6 +263,20 @@ class CalibrationSet(Strict):
         """All token limits at which samples are truncated, ascending; the last bounds the longest sequence."""
         return tuple(sorted({self.length_of(source) for source in self.sources}))
 
+    def order_of(self, index: int) -> str:
+        """The seed of the order in which the rows of source number `index` are tried.
+
+        It depends on the source and not on its neighbours, so editing the rest of a set does not change it. If a local
+        file gives `order`, that is the seed, and the file's name does not matter.
+        """
+        source = self.sources[index]
+        if source.order:
+            return source.order
+        key = (source.dataset, source.subset, source.split)
+        repeats = sum((other.dataset, other.subset, other.split) == key for other in self.sources[:index])
+        text = ":".join(map(str, (self.seed, *key, repeats)))
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if source.is_local else text
+
     def assigned_before(self, index: int, kind: Kind) -> int:
         """How many samples of the sources before number `index` are assigned a language of a kind."""
         counts = (source.samples for source in self.sources[:index] if kind in source.assigns)
