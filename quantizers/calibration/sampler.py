@@ -87,7 +87,7 @@ def sample_source(
 def _unlisted(calibration: CalibrationSet, row: Row, source: DataSource) -> str | None:
     """Why a row is left out: its own category names a language that the set's list of that kind does not have."""
     category = row.values.get(source.category.column) if isinstance(source.category, FromColumn) else None
-    kind = calibration.languages.lacking(category) if isinstance(category, str) else None
+    kind = calibration.languages.unlisted_kind(category) if isinstance(category, str) else None
     return f"{category} is not in languages.{kind}" if kind else None
 
 

@@ -118,7 +118,7 @@ class Languages(Strict):
         kind, slugs = claimed_language(category) or (None, set[str]())
         return next((name for name in self.of(kind) if slug(name) in slugs), None) if kind else None
 
-    def lacking(self, category: str) -> Kind | None:
+    def unlisted_kind(self, category: str) -> Kind | None:
         """The kind whose list lacks the language that a category claims; an empty list lacks nothing."""
         kind, _ = claimed_language(category) or (None, None)
         return kind if kind and self.of(kind) and self.named_by(category) is None else None
@@ -294,7 +294,7 @@ def read_set(path: Path) -> CalibrationSet:
         category = source.category
         if isinstance(category, FromColumn) or placeholders(category):
             continue
-        if kind := calibration.languages.lacking(category):  # a column's rows are left out instead, see sampler.py
+        if kind := calibration.languages.unlisted_kind(category):  # a column's rows are left out instead
             line = parse(path, CalibrationError)[1]["sources", index, "category"]
             raise CalibrationError(
                 f"{path}:{line}: sources[{index}].category: {category} names a language that languages.{kind} does "

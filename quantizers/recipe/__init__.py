@@ -1,4 +1,1 @@
-"""Recipes: their schema, the shipped ones, and the portable form that is published with a finished checkpoint.
-
-`plan/` decides what a recipe means on this machine.
-"""
+"""Recipes: their schema, the shipped ones, and the portable form that is published with a finished checkpoint."""

@@ -103,13 +103,13 @@ def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
     for target, set_name in _named_sets(recipe):
         file, names = set_location(set_name, path), renamed.setdefault(target, {})
 
-        def called(source: DataSource, folder: Path = file.parent, names: dict[str, str] = names) -> str:
+        def published_name(source: DataSource, folder: Path = file.parent, names: dict[str, str] = names) -> str:
             data_file = local_file(source, folder)
             name = f"data-{file_hash(data_file).removeprefix('sha256:')[:16]}{data_file.suffix}"
             data[name], names[source.dataset] = data_file, name
             return name
 
-        sets |= _copies(file, target, called)
+        sets |= _copies(file, target, published_name)
     sets |= facts_copy(facts_location(recipe, path))
     portable = _with_copies(recipe, path)
     return Resolved(portable, settings_hash(recipe, path), sets, data, renamed[CALIBRATION])
@@ -131,8 +131,8 @@ def meaning(recipe: Recipe, path: Path) -> list[dict[str, Any]]:
     """What `settings_hash` covers: the portable recipe's settings, and the text of each file beside it, by name."""
     texts = {
         name: text
-        for target, called in _named_sets(recipe)
-        for name, text in _copies(set_location(called, path), target, lambda _: "data.jsonl").items()
+        for target, set_name in _named_sets(recipe)
+        for name, text in _copies(set_location(set_name, path), target, lambda _: "data.jsonl").items()
     }
     texts |= facts_copy(facts_location(recipe, path))
     return [_with_copies(recipe, path).settings(), texts]
@@ -164,11 +164,11 @@ def facts_copy(file: Path | None) -> dict[str, str]:
     return {} if file is None else {FACTS: dump(parse(file)[0], width=120, short_in_one_line=True)}
 
 
-def _copies(path: Path, target: str, called: Callable[[DataSource], str]) -> dict[str, str]:
+def _copies(path: Path, target: str, published_name: Callable[[DataSource], str]) -> dict[str, str]:
     """The text of a set's copy, and of its lock's copy if it has a lock, by file name.
 
     Args:
-        called: returns the published name of a local source's file.
+        published_name: returns the published name of a local source's file.
     """
     calibration = read_set(path)
 
@@ -177,7 +177,7 @@ def _copies(path: Path, target: str, called: Callable[[DataSource], str]) -> dic
             return source
         uses_seed = source.samples != "all" or source.shape == "code-contests"
         order = calibration.order_of(index) if uses_seed else source.order
-        return source.model_copy(update={"dataset": called(source), "order": order})
+        return source.model_copy(update={"dataset": published_name(source), "order": order})
 
     sources = for_each_source(calibration, path, copied, 1)
     values = calibration.model_copy(update={"sources": tuple(sources)}).model_dump(mode="json", exclude_none=True)
