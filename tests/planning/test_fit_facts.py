@@ -230,7 +230,7 @@ def test_a_plan_with_facts_of_ones_own_is_not_made_from_a_kept_config(
     (tmp_path / "facts.yaml").write_text(facts_text(fit_facts(config, tensors, "here"), "tiny"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("quantizers.planning.hub_headers.read_hub", lambda *_: (config, tensors, "abc"))
-    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True, own=tmp_path / "facts.yaml")
+    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True, facts_file=tmp_path / "facts.yaml")
     assert (job.basis, job.sizes["layers"]) == ("the headers of MiniMaxAI/MiniMax-M2.1 on the Hub, commit abc", 2)
 
 
