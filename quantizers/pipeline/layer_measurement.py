@@ -353,7 +353,7 @@ def _draw(
 
 
 def _drop_from_cache(source: Checkpoint) -> None:
-    """Let the system forget a checkpoint's files, as far as it complies, so that reading them takes the disk's time."""
+    """Drop a checkpoint's files from the page cache, as far as the system complies, so that the disk is read."""
     for file in {info.file for info in source.tensors.values()}:
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
@@ -361,7 +361,7 @@ def _drop_from_cache(source: Checkpoint) -> None:
 
 
 def _reset_peak(device: torch.device) -> None:
-    """Forget the memory that writing the random weights took, see `peak_memory`."""
+    """Forget the memory of writing the random weights, see `peak_memory`."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
