@@ -233,7 +233,7 @@ def compare_route(
 
         def library(place: Path, sequences: Sequence[torch.Tensor] = tokens) -> None:
             place.mkdir()
-            result = library_route(source, job.facts, sequences, OURS, place, own=job.own)
+            result = library_route(source, job.facts, sequences, OURS, place, own=job.facts_file)
             steps["library"].append(result["seconds"])
             written["library"] = result["bytes"]
 
@@ -255,7 +255,7 @@ def compare_route(
         opened = [open_folder(results[name].pop("folder")) for name in ("ours", "library")]
         measured = measure(
             source, opened, held_out, device, Path(folder) / "eval",
-            long=False, trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.own,
+            long=False, trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
         )  # fmt: skip
     for name, figures in zip(("ours", "library"), measured, strict=True):
         results[name]["kl"] = figures["kl"]["mean"]

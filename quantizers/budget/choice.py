@@ -100,11 +100,11 @@ def apply_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | N
         return job, None
     if output is None:
         return job, job.allocation.as_dict() | {"planned": str(job.plan.schemes[0])}
-    found = read_choice(job, output)
-    if found is None:
+    choice = read_choice(job, output)
+    if choice is None:
         raise InputError(f"{output}: no run of this recipe has measured its layers there; leave --output out")
-    chosen = [job.allocation.candidates.index(Scheme(row["bits"], row["group_size"])) for row in found["layers"]]
-    return replace(job, plan=job.plan.with_schemes(job.allocation.schemes(chosen))), found
+    chosen = [job.allocation.candidates.index(Scheme(row["bits"], row["group_size"])) for row in choice["layers"]]
+    return replace(job, plan=job.plan.with_schemes(job.allocation.schemes(chosen))), choice
 
 
 def read_choice(job: Job, output: Path) -> dict[str, Any] | None:

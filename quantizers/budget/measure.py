@@ -84,9 +84,9 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
         QuantizeError: states or logits are not finite, or there is no room for them.
     """
     work, dist, layers = context.work, context.dist, job.sizes["layers"]
-    found = read_measurements(work, job.sizes.moe_layers) if dist.is_main else None
-    if dist.broadcast_object(found is not None):
-        return found
+    finished = read_measurements(work, job.sizes.moe_layers) if dist.is_main else None
+    if dist.broadcast_object(finished is not None):
+        return finished
     use_one_arena()
     files = work / FOLDER / "probe"
     if dist.local_rank == 0:
@@ -167,12 +167,12 @@ class SchemeMeasurement(Consumer):
         moe_inputs = self._moe_inputs(layer)
         schemes, awq = self.job.allocation.candidates, bool(self.job.recipe.experts.awq)
         outer = column_scale(moe_inputs.x) if awq and self.job.plan.folds else None
-        own = []
+        measured = []
         for expert in dist.partition(count):
-            own.append(scheme_errors(moe_inputs, weights, expert, schemes, experts.act_fn, outer=outer, inner=awq))
+            measured.append(scheme_errors(moe_inputs, weights, expert, schemes, experts.act_fn, outer=outer, inner=awq))
             self.context.check()
-        lost = [one for part in dist.all_gather_object([one for one, _ in own]) for one in part]  # by expert
-        stored = {str(n): torch.stack([both[n] for _, both in own]) for n in range(2)} if own else {}
+        lost = [one for part in dist.all_gather_object([one for one, _ in measured]) for one in part]  # by expert
+        stored = {str(n): torch.stack([both[n] for _, both in measured]) for n in range(2)} if measured else {}
         coarsest = dist.all_gather(stored, model.device)
         source.finish(number, layer)
         if not disturbed:
@@ -199,8 +199,8 @@ class SchemeMeasurement(Consumer):
         source, dist = self.streams[0], self.context.dist
         blocks = [self.model.route(layer, source.left.flat[rows]) for rows in source.left.chunks()]
         names = [field.name for field in fields(MoeInputs)]
-        own = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names} if blocks else {}
-        return MoeInputs(**dist.all_gather(own, self.model.device))
+        inputs = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names} if blocks else {}
+        return MoeInputs(**dist.all_gather(inputs, self.model.device))
 
 
 def scheme_errors(

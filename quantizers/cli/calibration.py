@@ -163,10 +163,11 @@ def new(
 
     Example: quantize calibration new mine.yaml --data texts.jsonl
     """
-    from quantizers.calibration.set_files import new_set, write_together
+    from quantizers.calibration.set_files import new_set
+    from quantizers.system.files import write_new
 
     contents, notes = new_set(file, data)
-    write_together(contents)
+    write_new(contents, keep_equal=True)
     lines = [f"wrote {' and '.join(map(str, contents))}", *notes, f"next: quantize calibration {file}"]
     files = {"set": str(file), "files": list(map(str, contents)), "notes": notes}
     emit(files, as_json, "\n".join(lines))

@@ -88,7 +88,7 @@ def run_report(
     recipe, source, model = job.recipe, job.opened, resolved.recipe.source.model
     layers = journal.done_layers(context.work, job.sizes["layers"])
     written, audit = _last_reading(job, layers, context)
-    engines = check_folder(context.work / "output", job.own)
+    engines = check_folder(context.work / "output", job.facts_file)
     coverage, coverage_checks = _coverage(job, data, layers)
     limits = recipe.verify.perplexity if recipe.verify else None
     measured = figures if limits and figures else {}
@@ -191,7 +191,7 @@ def _last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) 
             written,
             checked(step, context.check),
             [LayerAudit(**entry["audit"]) for entry in entries],
-            own=job.own,
+            own=job.facts_file,
         )
     if audit.changed:
         more = f", and {len(audit.changed) - 1} more" if len(audit.changed) > 1 else ""

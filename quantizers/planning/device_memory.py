@@ -1,4 +1,4 @@
-"""Memory of a run: what is kept on the device, in host memory or in files, and what is recomputed.
+"""Memory of a run: the data kept on the device, in host memory or in files, and the data computed again.
 
 Pure arithmetic on sizes and a limit (`--device-memory`), and one safety net, `Residents`: if the device is full all the
 same, the cached Hessians are dropped, half as many are kept, and the step is repeated. Memory decides speed, never a
@@ -48,7 +48,7 @@ PANEL = 256
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on the device, and what is kept there.
+    """Bytes on the device, and the data kept there.
 
     Attributes:
         unit, units: experts of an expert batch, and expert batches of a layer.

@@ -185,7 +185,7 @@ def _device_memory(job: Job, limit: int | None, accelerator: bool, tokens: int |
 
 
 def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
-    """What a run on a GPU keeps there within `limit` bytes.
+    """Device memory of a run on a GPU within `limit` bytes.
 
     Raises:
         InputError: the limit is too small even for one expert batch at a time.

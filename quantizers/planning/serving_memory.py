@@ -345,7 +345,7 @@ def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[in
         if width // ranks % group:
             yield (
                 f"the experts' width per rank, {width // ranks}, is not a multiple of the group, {group}: groups would "
-                "cross ranks"
+                "be split between ranks"
             )
     shapes = facts.linears(dense=False) | (facts.linears(dense=True) if sizes.dense else {})
     for module, parts in _parts(facts).items():
