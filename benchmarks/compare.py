@@ -104,7 +104,7 @@ def compare_layer(
             with model.layer(0, experts=settings.engine != "gram") as layer:
                 moe_inputs = observed(model, layer, states)[1]
                 weights = ExpertWeights(loaded, facts, model.sizes, 0, device, dtype)
-                residents = Residents.all_of(sizes["experts"])
+                residents = Residents(sizes["experts"], 1, 0)
                 solve_layer(
                     model, layer, norm, moe_inputs, settings,
                     weights=weights.batch, residents=residents, entering=states,
@@ -221,7 +221,7 @@ def compare_route(
         def ours(place: Path) -> None:
             for name in ("layers", "output"):
                 (place / name).mkdir(parents=True)
-            residents = Residents.all_of(job.sizes["experts"])
+            residents = Residents(job.sizes["experts"], 1, 0)
             quantize_layers(own, data, tokens, Context(place, device, residents, inputs="files", states="files"))
             layers_done = time.perf_counter()
             assemble(own, place / "output")

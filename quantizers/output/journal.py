@@ -257,9 +257,6 @@ def leave(output: Path, node: int) -> None:
         output.rmdir()
 
 
-# What may resume
-
-
 def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path, name: str = FINGERPRINT) -> None:
     """Write the fingerprint of a new run, or compare it with that of the run to resume.
 
@@ -318,9 +315,6 @@ def short_value(value: Any) -> str:
     """A value of a setting for a message, cut where it is long."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-# The folder around it
 
 
 def finished_report(output: Path) -> dict[str, Any] | None:

@@ -62,7 +62,7 @@ class Estimate:
 
     Attributes:
         tokens, held_out: upper bounds for the calibration set and the evaluation set (0 without evaluation); None if
-            unknown until the set is read.
+            unknown until the set is read. `drawn`: whether `tokens` are those of the recipe's calibration.tokens.
         source, output: bytes of the source, and disk space needed besides.
         states: activations of the calibration set, by kind of device: host memory, or disk space if they do not fit.
         host: host memory for two layers of the source and two of the output, the non-layer tensors, and the program.
@@ -70,9 +70,7 @@ class Estimate:
             activations.
         operations: multiplications and additions of the layers and the scoring.
         seconds: `layers`, `verification`, and `all` for their sum, on this machine's CPU and on every known GPU that
-            has the memory, by its name.
-        drawn: whether `tokens` are those of the recipe's calibration.tokens.
-        several: the same as `seconds`, by so many `processes` with a GPU each.
+            has the memory, by its name; `several`: the same by so many `processes` with a GPU each.
         disk: bytes a second that a machine reads from or writes to files.
     """
 
@@ -221,11 +219,7 @@ def assumptions(needs: Estimate) -> list[str]:
 
 
 def longest_possible(path: Path) -> list[int] | None:
-    """Tokens of every sequence of a set if each is as long as its source allows; None if the set must be read to know.
-
-    Args:
-        path: of the set's YAML file.
-    """
+    """Tokens of every sequence of a set if each is as long as its source allows; None if only reading the set tells."""
     calibration = read_set(path)
     lengths: list[int] = []
     for source in calibration.sources:

@@ -245,7 +245,7 @@ def test_states_that_vanished_are_not_taken_for_zeros(job: Path, quantize: Calla
     (job / "output" / journal.WORK / "held-out" / "states-0-00001.bin").unlink()
     code, errors = quantize("run", job / "recipe.yaml", "--output", job / "output")
     assert code == 1
-    assert "states-0-00001.bin: is gone" in errors
+    assert "states-0-00001.bin: is missing" in errors
 
 
 def test_a_kill_while_the_traces_are_removed(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
