@@ -21,7 +21,7 @@ from quantizers.architectures.facts import Options, ServerName
 from quantizers.architectures.sizes import Sizes
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measuring_seconds, read_measurements
-from quantizers.calibration.render import own_class
+from quantizers.calibration.render import custom_class
 from quantizers.calibration.samples import by_category, by_language, language_counts
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import Checkpoint
@@ -306,7 +306,7 @@ def server_options(facts: Architecture, server: ServerName, model: str, source: 
         settings = json.loads((source.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         settings = {}
-    code: Options = {"trust-remote-code": True} if isinstance(settings, dict) and own_class(settings) else {}
+    code: Options = {"trust-remote-code": True} if isinstance(settings, dict) and custom_class(settings) else {}
     return facts.servers[server].options | next(published, {}) | code
 
 

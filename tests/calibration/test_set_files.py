@@ -151,7 +151,7 @@ def test_languages_of_new_sets_have_their_everyday_names(tmp_path: Path) -> None
     languages = read_set(path).languages
     assert languages.programming == ("C++", "Rust", "cobol2")
     assert languages.spoken == ("Hindi", "klingon")
-    assert all(languages.lacking(category) is None for category in categories)
+    assert all(languages.unlisted_kind(category) is None for category in categories)
 
 
 @pytest.mark.parametrize(
