@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +20,39 @@ from quantizers.calibration.lock import lock_set
 from quantizers.pipeline import quantizer
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
-from quantizers.planning.job import Job
+from quantizers.planning.job import Job, prepare
 from quantizers.system.errors import QuantizeError
+
+
+@dataclass(frozen=True)
+class Small:
+    """A random model of three layers, its sets and recipe in one folder; `whole` is what an unbroken run makes of it.
+
+    Attributes:
+        needed: the bytes for which the run asks.
+    """
+
+    folder: Path
+    report: dict[str, Any]
+    needed: int
+
+    @property
+    def recipe(self) -> Path:
+        return self.folder / "recipe.yaml"
+
+    @property
+    def whole(self) -> Path:
+        return self.folder / "whole"
+
+    @property
+    def job(self) -> Job:
+        return prepare(str(self.recipe))
+
+    def copied(self, folder: Path) -> Small:
+        """The same job elsewhere, for a test that changes the source or a set."""
+        shutil.copytree(self.folder, folder)
+        return Small(folder, self.report, self.needed)
+
 
 VARYING = {"report.json", "README.md"}  # these carry times and memory
 
