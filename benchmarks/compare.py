@@ -128,10 +128,10 @@ def observed(
     model: LayeredModel, layer: torch.nn.Module, states: Sequence[torch.Tensor]
 ) -> tuple[ActivationStore, MoeInputStore]:
     """Sequences (T, H) through the first half of a layer: the residual stream, and what its experts are called with."""
-    lengths, block = [len(rows) for rows in states], tokens_per_chunk(is_accelerator(model.device))
+    lengths, chunk = [len(rows) for rows in states], tokens_per_chunk(is_accelerator(model.device))
 
     def rows(_: str, width: int, dtype: torch.dtype) -> ActivationStore:
-        return ActivationStore(None, lengths, width, dtype, block=block)
+        return ActivationStore(None, lengths, width, dtype, chunk=chunk)
 
     residual, moe_inputs = (
         rows("states", model.sizes["hidden"], model.dtype),

@@ -74,7 +74,7 @@ def shares(result: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
     experts, hidden, width, chosen = (float(sizes[name]) for name in ("experts", "hidden", "width", "chosen"))
     work = {
         "forced pass": 4 * experts * hidden * width,
-        "sums": experts * width**2 + (chosen + 1) * hidden**2,
+        "Hessians": experts * width**2 + (chosen + 1) * hidden**2,
     }
     return {phase: result["tokens"] * each / seconds[phase] / rates["matmul"] for phase, each in work.items()}
 

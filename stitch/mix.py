@@ -27,7 +27,7 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint, torch_dtype
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.fp8 import block_size
-from quantizers.formats.tensor_names import readable, with_experts_apart
+from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.layers.loop import layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
@@ -104,11 +104,11 @@ def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.devic
     where = str(source.folder / CONFIG)
     facts = architecture_for(source.config, where, own)
     sizes = sizes_of(facts, source.config, where)
-    source = with_experts_apart(source, facts, sizes)
+    source = split_fused_experts(source, facts, sizes)
     config_path = str(experts.folder / CONFIG)
     if sizes_of(architecture_for(experts.config, config_path, own), experts.config, config_path) != sizes:
         raise CheckpointError(f"{config_path}: is another model than {source.name}; give one made from a copy of it")
-    renamed = readable(experts, facts)
+    renamed = published_names(experts, facts)
     schemes = stored_schemes(renamed, facts, sizes)
     found = examine(source, renamed, facts, sizes, device)
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console, RenderableType
 
 from quantizers.cli import main as cli
 
@@ -26,3 +29,10 @@ class Command:
         code = quantize(self._monkeypatch, *words)
         self.out, self.err = self._capsys.readouterr()
         return code
+
+
+def printed(renderable: RenderableType) -> str:
+    """What a wide terminal would show."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()

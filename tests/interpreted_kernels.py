@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quantizers.solve import kernels, triton_code
 from quantizers.solve.kernel_check import KERNELS, differences
-from quantizers.solve.kernels import launch, triton_code
 
 SHAPES = [(1, 1, 32, 4), (2, 40, 32, 8), (1, 24, 64, 4)]  # experts, rows, columns of a group, bits
 
@@ -36,7 +36,7 @@ class Failing:
 
 def main(what: str, *arguments: str) -> int:
     if what == "compare":
-        launch.INTERPRETED = 32  # rows of a program, so that some matrices take several, of which the last is not full
+        kernels.INTERPRETED = 32  # rows of a program, so that some matrices take several, of which the last is not full
         cpu = torch.device("cpu")
         print(json.dumps({name: [differences(name, cpu, shape) for shape in SHAPES] for name in KERNELS}))
         return 0

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quantizers.device import prefetch
-from quantizers.solve import routing_weights
+from quantizers.solve import rounding, routing_weights
 
 META = torch.device("meta")
 Operation = tuple[str, tuple[tuple[tuple[int, ...], str], ...]]
@@ -98,6 +98,6 @@ def looks_answered(experts: int, chosen: int, rows: list[int]) -> Iterator[list[
         return even.to(tensor.dtype)
 
     with pytest.MonkeyPatch.context() as patched:
-        for module in (prefetch, routing_weights):
+        for module in (prefetch, rounding, routing_weights):
             patched.setattr(module, "tensor_to_host", answer)
         yield looks

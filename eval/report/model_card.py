@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from eval.fidelity.tables import by_part, past_the_model
-from quantizers.calibration.language_id import language_code
+from quantizers.calibration.set import language_code
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump

@@ -48,8 +48,7 @@ from eval.fidelity.scoring import score
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.loaded_tensors import load_tensors
-from quantizers.device.devices import forward_dtype
-from quantizers.device.malloc_tuning import use_one_arena
+from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
 from quantizers.formats.packed_integers import dequantize
 from quantizers.forward.activation_stream import ActivationStream
@@ -200,7 +199,7 @@ class SchemeMeasurement(Consumer):
     def _recorded(self, layer: torch.nn.Module) -> MoeInputs:
         """What the layer's experts are called with: the rows of all processes."""
         source, dist = self.streams[0], self.context.dist
-        blocks = [self.model.route(layer, source.left.flat[rows]) for rows in source.left.blocks()]
+        blocks = [self.model.route(layer, source.left.flat[rows]) for rows in source.left.chunks()]
         names = [field.name for field in fields(MoeInputs)]
         own = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names} if blocks else {}
         return MoeInputs(**dist.all_gather(own, self.model.device))

@@ -14,38 +14,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .language_id import CODES, identify
 from .load_set import WORKERS, load_set
 from .samples import Sample, grouped, language_counts, missing_languages, row_of
-from .set import KINDS, CalibrationSet, Kind, read_set
+from .set import CODES, KINDS, CalibrationSet, Kind, read_set
 
 HELD_OUT = "held-out.yaml"  # next to a set: the texts that it must not contain
 SHINGLE = 5  # words
 NEAR = 0.5  # texts with at least this Jaccard similarity of their shingles are near-duplicates
 # Share of a set's or a category's tokens that may be cut off without a warning. A text that is cut loses its end: the
 # answer after the reasoning, the code after the imports. No measurement stands behind the number.
-MOST = 0.25
+MOST_CUT = 0.25
 NAMED = 5  # categories that a warning names at most
+_NAMES = {code: name for name, code in CODES.items()}
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 
 
 @dataclass(frozen=True)
-class CategoryRow:
-    """One row of the table: lengths in tokens; `truncated` samples lost `cut` tokens in total, a share `cut_share`."""
-
-    category: str
-    samples: int
-    tokens: int
-    median: int
-    maximum: int
-    truncated: int
-    cut: int
-    cut_share: float
-    sources: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Twins:
+class Duplicate:
     """The places of two samples that are equal (similarity 1) or nearly equal."""
 
     first: str
@@ -69,42 +54,38 @@ class SetReport:
     Attributes:
         tokenizer: the folder or Hub id of the model whose tokenizer counted the tokens.
         summary: see `CalibrationData.summary`.
+        categories: rows of the table: lengths in tokens; `truncated` samples lost `cut` tokens, a share `cut_share`.
         languages: number of samples by language, in the order of the set's lists.
+        missing: the languages without a sample.
         duplicates: pairs of samples within the set.
         held_out: path of the held-out set that it was compared with, or None.
         shared: pairs of a sample and a sample of the held-out set.
         identified: how many local samples of spoken languages were checked by language identification.
-        findings: contradictions of the set's claims, one line each; empty if there are none.
         warnings: what contradicts nothing but is probably not intended, one line each.
     """
 
     path: str
     tokenizer: str
     summary: dict[str, Any]
-    categories: tuple[CategoryRow, ...]
+    categories: tuple[dict[str, Any], ...]
     languages: dict[Kind, dict[str, int]]
     missing: dict[Kind, list[str]]
-    duplicates: tuple[Twins, ...]
+    duplicates: tuple[Duplicate, ...]
     held_out: str | None
-    shared: tuple[Twins, ...]
+    shared: tuple[Duplicate, ...]
     identified: int
     mismatches: tuple[Mismatch, ...]
     warnings: tuple[str, ...]
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """Contradictions of the set's claims, one line each."""
+        """Contradictions of the set's claims, one line each; the command ends with exit code 3 if there are any."""
         return (
             *(f"no sample shows {', '.join(self.missing[kind])} ({kind})" for kind in KINDS if self.missing[kind]),
             *(f"{pair.second} repeats {pair.first} (similarity {pair.similarity})" for pair in self.duplicates),
             *(f"{pair.first} is also held out: {pair.second} ({pair.similarity})" for pair in self.shared),
             *(f"{text.place} claims {text.claimed}, but reads like {text.identified}" for text in self.mismatches),
         )
-
-    @property
-    def ok(self) -> bool:
-        """Whether there are no findings; with findings the command ends with exit code 3."""
-        return not self.findings
 
     @property
     def verdict(self) -> str:
@@ -123,7 +104,7 @@ class SetReport:
 
     def as_json(self) -> dict[str, Any]:
         """The report as one JSON object."""
-        return asdict(self) | {"findings": self.findings, "ok": self.ok, "verdict": self.verdict}
+        return asdict(self) | {"findings": self.findings, "ok": not self.findings, "verdict": self.verdict}
 
 
 def check_set(
@@ -156,9 +137,8 @@ def check_set(
     calibration, data = read_set(path), load(path)
     if held_out is None and path.name != HELD_OUT and (path.parent / HELD_OUT).is_file():
         held_out = path.parent / HELD_OUT
-    others = load(held_out).samples if held_out else ()
-    duplicates, shared = _twins(data.samples, others)
-    identified, mismatches = _identification(calibration, data.samples)
+    duplicates, shared = _duplicates(data.samples, load(held_out).samples if held_out else ())
+    identified = _identified(calibration, data.samples)
     return SetReport(
         path=str(path),
         tokenizer=tokenizer,
@@ -169,54 +149,62 @@ def check_set(
         duplicates=duplicates,
         held_out=str(held_out) if held_out else None,
         shared=shared,
-        identified=identified,
-        mismatches=mismatches,
+        identified=len(identified),
+        mismatches=tuple(text for text in identified if text.claimed != text.identified),
         warnings=truncation_warnings(data.samples),
     )
 
 
-def _category_row(category: str, members: Sequence[Sample]) -> CategoryRow:
+def _category_row(category: str, members: Sequence[Sample]) -> dict[str, Any]:
     lengths, counts = [len(sample.tokens) for sample in members], row_of(members)
-    return CategoryRow(
-        category=category,
-        samples=counts["samples"],
-        tokens=counts["tokens"],
-        median=int(median(lengths)),
-        maximum=max(lengths),
-        truncated=counts["truncated"],
-        cut=counts["truncated_tokens"],
-        cut_share=round(cut_share(members), 4),
-        sources=tuple(dict.fromkeys(sample.source for sample in members)),
-    )
+    return {
+        "category": category,
+        "samples": counts["samples"],
+        "tokens": counts["tokens"],
+        "median": int(median(lengths)),
+        "maximum": max(lengths),
+        "truncated": counts["truncated"],
+        "cut": counts["truncated_tokens"],
+        "cut_share": round(cut_share(members), 4),
+        "sources": tuple(dict.fromkeys(sample.source for sample in members)),
+    }
 
 
-def _twins(samples: Sequence[Sample], others: Sequence[Sample]) -> tuple[tuple[Twins, ...], tuple[Twins, ...]]:
-    """Pairs within the set, and pairs of one sample of the set and one of the other set."""
-    both = [*samples, *others]
-    within: list[Twins] = []
-    across: list[Twins] = []
-    for first, second, similarity in find_duplicates([sample.text for sample in both]):
-        if first < len(samples):
-            pairs = within if second < len(samples) else across
-            pairs.append(Twins(both[first].place, both[second].place, round(similarity, 3)))
-    return tuple(within), tuple(across)
+def _duplicates(
+    samples: Sequence[Sample], held_out: Sequence[Sample]
+) -> tuple[tuple[Duplicate, ...], tuple[Duplicate, ...]]:
+    """Pairs within the set, and pairs of one sample of the set and one of the held-out set."""
+    both = [*samples, *held_out]
+    pairs = [
+        (second < len(samples), Duplicate(both[first].place, both[second].place, round(similarity, 3)))
+        for first, second, similarity in find_duplicates([sample.text for sample in both])
+        if first < len(samples)
+    ]
+    return tuple(pair for within, pair in pairs if within), tuple(pair for within, pair in pairs if not within)
 
 
-def _identification(calibration: CalibrationSet, samples: Iterable[Sample]) -> tuple[int, tuple[Mismatch, ...]]:
-    """Identify the language of every local text of a spoken language, and count the texts.
+def _identified(calibration: CalibrationSet, samples: Iterable[Sample]) -> list[Mismatch]:
+    """The claimed and the identified language of every local text of a spoken language.
 
     Samples with an assigned language are left out: their prompt asks for that language, their text may be in another.
     """
     local = {source.dataset for source in calibration.sources if source.is_local}
     spoken = set(calibration.languages.spoken) & CODES.keys()
-    identified = [
+    return [
         Mismatch(sample.place, name, identify(sample.text))
         for sample in samples
         if sample.source in local and not sample.assigned
         for name in sample.languages
         if name in spoken
     ]
-    return len(identified), tuple(text for text in identified if text.claimed != text.identified)
+
+
+def identify(text: str) -> str:
+    """The language of a text, by its everyday name, or its ISO 639-1 code if the table has no name for it."""
+    import py3langid
+
+    code: str = py3langid.classify(text)[0]
+    return _NAMES.get(code, code)
 
 
 def find_duplicates(texts: Sequence[str]) -> list[tuple[int, int, float]]:
@@ -228,12 +216,12 @@ def find_duplicates(texts: Sequence[str]) -> list[tuple[int, int, float]]:
     """
     words = [_WORD.findall(unicodedata.normalize("NFKC", text).casefold()) for text in texts]
     shingles = [_shingles(text) for text in words]
-    holders: dict[int, list[int]] = defaultdict(list)
+    index: dict[int, list[int]] = defaultdict(list)
     for position, text_shingles in enumerate(shingles):
         for shingle in text_shingles:
-            holders[shingle].append(position)
+            index[shingle].append(position)
     shared: Counter[tuple[int, int]] = Counter()
-    for positions in holders.values():
+    for positions in index.values():
         shared.update(combinations(positions, 2))
     duplicates = []
     for (first, second), count in sorted(shared.items()):
@@ -246,9 +234,7 @@ def find_duplicates(texts: Sequence[str]) -> list[tuple[int, int, float]]:
 
 def _shingles(words: list[str]) -> set[int]:
     """CRC-32 checksums of all runs of five words, or of the whole text if it is shorter."""
-    if not words:
-        return set()
-    starts = range(max(1, len(words) - SHINGLE + 1))
+    starts = range(max(1, len(words) - SHINGLE + 1)) if words else ()
     return {zlib.crc32(" ".join(words[start : start + SHINGLE]).encode()) for start in starts}
 
 
@@ -259,33 +245,29 @@ def cut_share(samples: Iterable[Sample]) -> float:
 
 
 def truncation_warnings(samples: Sequence[Sample]) -> tuple[str, ...]:
-    """One line if more than `MOST` of the tokens are cut: of the whole set, or else of single categories."""
-    if (share := cut_share(samples)) > MOST:
-        return (f"{share:.0%} of the set's tokens are cut {_where(samples)}; {_remedy(samples)}",)
+    """One line if more than `MOST_CUT` of the tokens are cut: of the whole set, or else of single categories."""
+    if (share := cut_share(samples)) > MOST_CUT:
+        limits, remedy = _limits_and_remedy(samples)
+        return (f"{share:.0%} of the set's tokens are cut at {limits} tokens; {remedy}",)
     groups = grouped(samples)
-    shares = {name: cut_share(members) for name, members in groups.items()}
-    over = sorted((name for name in shares if shares[name] > MOST), key=lambda name: (-shares[name], name))
-    if not over:
+    shares = {name: share for name, members in groups.items() if (share := cut_share(members)) > MOST_CUT}
+    if not shares:
         return ()
-    affected = [sample for name in over for sample in groups[name]]
+    over = sorted(shares, key=lambda name: (-shares[name], name))
+    limits, remedy = _limits_and_remedy([sample for name in over for sample in groups[name]])
     names = ", ".join(f"{name} {shares[name]:.0%}" for name in over[:NAMED])
     more = f" and {len(over) - NAMED} more" if len(over) > NAMED else ""
     count = "1 category" if len(over) == 1 else f"{len(over)} categories"
-    cut = f"of {count} more than {MOST:.0%} of the tokens are cut {_where(affected)}: {names}{more}"
-    return (f"{cut}; {_remedy(affected)}",)
+    return (f"of {count} more than {MOST_CUT:.0%} of the tokens are cut at {limits} tokens: {names}{more}; {remedy}",)
 
 
-def _where(samples: Iterable[Sample]) -> str:
+def _limits_and_remedy(samples: Sequence[Sample]) -> tuple[str, str]:
+    """The lengths at which samples are cut, and the smallest doubling of the least that cuts at most `MOST_CUT`."""
     limits = sorted({len(sample.tokens) for sample in samples if sample.truncated})
-    return f"at {' or '.join(f'{limit:,}' for limit in limits)} tokens"
-
-
-def _remedy(samples: Sequence[Sample]) -> str:
-    """The smallest doubling of the smallest limit that cuts no more than `MOST`."""
-    length = min(len(sample.tokens) for sample in samples if sample.truncated)
     wholes = [(len(sample.tokens), len(sample.tokens) + sample.truncated) for sample in samples]
-    total, share = sum(whole for _, whole in wholes), 1.0
-    while share > MOST:
+    total, length, share = sum(whole for _, whole in wholes), limits[0], 1.0
+    while share > MOST_CUT:
         length *= 2
         share = sum(max(0, whole - max(length, kept)) for kept, whole in wholes) / total
-    return f"raise sequence_length ({length:,} would cut {share:.0%})"
+    shown = " or ".join(f"{limit:,}" for limit in limits)
+    return shown, f"raise sequence_length ({length:,} would cut {share:.0%})"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .samples import CalibrationData, Sample, by_category, row_of
+from .samples import CalibrationData, Row, Sample, by_category, row_of
 from .set import KINDS, CalibrationSet, DataSource, FromColumn, Kind, read_set
 
 Change = tuple[Any, Any]  # before, after
@@ -84,8 +84,8 @@ def diff_sets(before: Path, after: Path) -> SetDiff:
     return SetDiff(
         settings=_changes(*map(_settings, sets)),
         languages=_languages(*sets),
-        added={name: source.samples for name, source in new.items() if name not in old},
-        removed={name: source.samples for name, source in old.items() if name not in new},
+        added={name: new[name].samples for name in _without(new, old)},
+        removed={name: old[name].samples for name in _without(old, new)},
         changed={name: changes for name, changes in changed.items() if changes},
         samples=_changes(*map(_category_samples, sets)),
     )
@@ -93,18 +93,15 @@ def diff_sets(before: Path, after: Path) -> SetDiff:
 
 def diff_texts(old: CalibrationData, new: CalibrationData, tokenizer: str) -> TextsDiff:
     """Compare two sets that were loaded with the same tokenizer."""
-    before, after = by_category(old), by_category(new)
-    before[""], after[""] = row_of(old.samples), row_of(new.samples)  # no category has this name: the whole sets
-    none = row_of(())
-    changes = {
-        name: {key: (before.get(name, none)[row], after.get(name, none)[row]) for key, row in COUNTS.items()}
-        for name in sorted({*before, *after})
-    }
-    whole = changes.pop("")
+    before, after, none = by_category(old), by_category(new), row_of(())
+
+    def change(first: Row, second: Row) -> dict[str, Change]:
+        return {key: (first[count], second[count]) for key, count in COUNTS.items()}
+
+    changes = {name: change(before.get(name, none), after.get(name, none)) for name in sorted({*before, *after})}
     return TextsDiff(
         tokenizer=tokenizer,
-        texts=whole["texts"],
-        tokens=whole["tokens"],
+        **change(row_of(old.samples), row_of(new.samples)),
         categories={name: row for name, row in changes.items() if any(old != new for old, new in row.values())},
         gained=_missing_in(old.samples, new.samples),
         lost=_missing_in(new.samples, old.samples),
@@ -121,13 +118,13 @@ def _settings(calibration: CalibrationSet) -> dict[str, Any]:
 
 
 def _languages(old: CalibrationSet, new: CalibrationSet) -> dict[Kind, tuple[list[str], list[str]]]:
-    changes = {}
-    for kind in KINDS:
-        before, after = old.languages.of(kind), new.languages.of(kind)
-        added, removed = [n for n in after if n not in before], [n for n in before if n not in after]
-        if added or removed:
-            changes[kind] = (added, removed)
-    return changes
+    lists = {kind: (old.languages.of(kind), new.languages.of(kind)) for kind in KINDS}
+    changes = {kind: (_without(after, before), _without(before, after)) for kind, (before, after) in lists.items()}
+    return {kind: change for kind, change in changes.items() if any(change)}
+
+
+def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    return [name for name in names if name not in others]
 
 
 def _by_name(calibration: CalibrationSet) -> dict[str, DataSource]:

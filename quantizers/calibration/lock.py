@@ -1,11 +1,11 @@
-"""Locks: the exact commit and file hashes of every source, in `NAME.lock.json` next to the set.
+"""Locks: the exact version of every source, in `NAME.lock.json` next to the set, which runs then use.
 
-A run uses the lock if there is one. A commit on the Hub pins the contents of its files; a local file is
-compared with the hash in the lock.
+A commit on the Hub pins the contents of its files; a local file is compared with the hash in the lock.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Literal
@@ -13,10 +13,10 @@ from typing import Literal
 from pydantic import ValidationError
 
 from quantizers.system.errors import CalibrationError
-from quantizers.system.files import file_sha256, write_text
+from quantizers.system.files import write_text
 from quantizers.system.schema import Strict
 
-from .rows import SourceError, for_each_source, local_file
+from .rows import SourceError, for_each_source, local_file, quiet, read_bytes, resolve
 from .set import CalibrationSet, DataSource, read_set
 
 NAMED = ("dataset", "subset", "split", "revision")  # keys of a source that say what it reads
@@ -28,7 +28,7 @@ class Pin(Strict):
     Attributes:
         dataset, subset, split, revision: as written in the set when it was locked; the set must still agree.
         commit: of a Hub dataset; None for a local file.
-        files: path to content hash (`sha256:…`, or `git:…` for small files of the Hub).
+        files: of a local file, its name and content hash (`sha256:…`).
     """
 
     dataset: str
@@ -57,24 +57,18 @@ def lock_set(path: Path, workers: int = 8) -> Path:
     Raises:
         CalibrationError: the set is wrong, or sources cannot be reached; the message names all of them.
     """
-    from .hub import file_hashes, quiet, resolve
 
     def pin(_: int, source: DataSource) -> Pin:
-        if source.is_local:
-            commit, files = None, {source.dataset: file_hash(local_file(source, path.parent))}
-        else:
-            commit = resolve(source)
-            files = file_hashes(source, commit)
-        named = source.model_dump(include=set(NAMED))
-        return Pin(**named, commit=commit, files=files)
+        commit = None if source.is_local else resolve(source)
+        files = {source.dataset: file_hash(local_file(source, path.parent))} if source.is_local else {}
+        return Pin(**source.model_dump(include=set(NAMED)), commit=commit, files=files)
 
     calibration = read_set(path)
     with quiet():
         pins = for_each_source(calibration, path, pin, workers)
-    target = lock_path(path)
     lock = Lock(format=1, sources=pins)
-    write_text(json.dumps(lock.model_dump(), indent=1, ensure_ascii=False) + "\n", target)
-    return target
+    write_text(json.dumps(lock.model_dump(), indent=1, ensure_ascii=False) + "\n", lock_path(path))
+    return lock_path(path)
 
 
 def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
@@ -114,17 +108,9 @@ def version(source: DataSource, folder: Path, pin: Pin | None) -> str:
         if pin is not None and pin.files.get(source.dataset) != digest:
             raise SourceError(source.dataset, "changed since it was locked", "restore it, or lock the set again")
         return digest
-    if pin is not None and pin.commit:
-        return pin.commit
-    from .hub import resolve
-
-    return resolve(source)
+    return pin.commit if pin is not None and pin.commit else resolve(source)
 
 
 def file_hash(path: Path) -> str:
-    """`sha256:…` of a file's bytes."""
-    try:
-        return f"sha256:{file_sha256(path)}"
-    except OSError as failure:
-        problem = failure.strerror or str(failure)
-        raise SourceError(str(path), f"cannot be read ({problem})", "give an existing file") from None
+    """`sha256:…` of a file's bytes. Raises SourceError if it cannot be read."""
+    return f"sha256:{hashlib.sha256(read_bytes(path)).hexdigest()}"

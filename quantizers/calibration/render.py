@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from quantizers.system.errors import CalibrationError
 
 from .row_formats import Content, Rejected
+from .rows import quiet
 
 
 def load_tokenizer(source: str, revision: str = "main", trust_remote_code: bool = False) -> Any:
@@ -35,8 +36,6 @@ def load_tokenizer(source: str, revision: str = "main", trust_remote_code: bool 
     """
     from transformers import AutoTokenizer, PreTrainedConfig
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
-    from .hub import quiet
 
     try:
         with nullcontext() if Path(source).is_dir() else quiet():

@@ -11,23 +11,15 @@ from .set import DataSource, seeded
 
 Turn = dict[str, Any]  # role, content; reasoning_content, tool_calls
 
-# Role names in ShareGPT files on the Hub, and the role that a chat template knows.
-SHAREGPT_ROLES = {
+_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "function_call": "call",  # the whole turn is one call
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    "user": "human user",
+    "assistant": "gpt assistant chatgpt model bot bing bard",
+    "call": "function_call",  # the whole turn is one call
+    "tool": "tool observation function_response",
 }
+# The role that a chat template knows, by each role name in ShareGPT files on the Hub.
+SHAREGPT_ROLES = {name: role for role, names in _ROLES.items() for name in names.split()}
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 # deepmind/code_contests numbers the languages of its solutions.
 CONTEST_LANGUAGES = {0: "", 1: "python", 2: "cpp", 3: "python", 4: "java"}

@@ -1,10 +1,15 @@
-"""Rows of the sources of a set: local files, the columns that a source reads, and errors of all sources at once."""
+"""Rows of a set's sources, local files and datasets of the Hub, and the errors of all sources at once."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +20,11 @@ from quantizers.system.output_files import DATA
 from quantizers.system.package_data import shipped
 
 from .set import CalibrationSet, DataSource, FromColumn, seeded, source_lines
+
+BUFFERED_ROWS = 8  # rows in the shuffle buffer of a streamed dataset, per sample asked for
+TIMEOUT = 10.0  # seconds to wait for the Hub's answer about one dataset
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -44,6 +54,60 @@ class Row:
     values: dict[str, Any]
 
 
+def read_rows(source: DataSource, folder: Path, revision: str, seed: str) -> Iterator[Row]:
+    """The rows of a source: in file order for `samples: all`, else shuffled with the seed.
+
+    A streamed dataset is shuffled as `datasets` does it: the order of its files, and the rows within a buffer of eight
+    rows for each sample asked for.
+
+    Args:
+        folder: the folder to which the path of a local file is relative.
+        revision: the commit of a Hub dataset; a local file has none.
+        seed: with the data, the only thing that decides the order.
+
+    Raises:
+        SourceError: the source cannot be read, or lacks a column.
+    """
+    if not source.is_local:
+        return _hub_rows(source, revision, seed)
+    rows = file_rows(local_file(source, folder), source.dataset)
+    _check_columns(source, {column for row in rows for column in row.values})
+    return (rows[index] for index in _order(len(rows), source, seed))
+
+
+def _needed_columns(source: DataSource) -> list[str]:
+    columns = list(source.columns)
+    if source.shape == "code-contests":
+        columns += ["description", "solutions"]
+    if isinstance(source.category, FromColumn):
+        columns.append(source.category.column)
+    return list(dict.fromkeys(columns))
+
+
+def _check_columns(source: DataSource, present: Iterable[str]) -> None:
+    for column in _needed_columns(source):
+        if column not in present:
+            reason = f"no column {column!r} (it has {', '.join(sorted(present))})"
+            raise SourceError(source.dataset, reason, "correct the source's columns or category")
+
+
+def _order(count: int, source: DataSource, seed: str) -> list[int]:
+    """The order in which to try `count` rows, as their indices."""
+    indices = list(range(count))
+    if source.samples != "all":
+        seeded(seed).shuffle(indices)
+    return indices
+
+
+def _without_none(value: Any) -> Any:
+    """Remove the None values that Arrow fills in: a struct column gives every row the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
+
+
 def local_file(source: DataSource, folder: Path) -> Path:
     """The path of a local file: in its set's folder, or, if it has a published name, among the shipped data.
 
@@ -63,39 +127,13 @@ def local_file(source: DataSource, folder: Path) -> Path:
     raise SourceError(str(path), reason, f"put the file there whose SHA-256 begins with {published[1]}")
 
 
-def needed_columns(source: DataSource) -> list[str]:
-    """The columns that a source reads from every row."""
-    columns = list(source.columns)
-    if source.shape == "code-contests":
-        columns += ["description", "solutions"]
-    if isinstance(source.category, FromColumn):
-        columns.append(source.category.column)
-    return columns
-
-
-def check_columns(source: DataSource, present: Iterable[str]) -> None:
-    """Raise SourceError if the data lacks a column that the source reads."""
-    for column in needed_columns(source):
-        if column not in present:
-            reason = f"no column {column!r} (it has {', '.join(sorted(present))})"
-            raise SourceError(source.dataset, reason, "correct the source's columns or category")
-
-
-def order(count: int, source: DataSource, seed: str) -> list[int]:
-    """The order in which to try `count` rows, as their indices."""
-    indices = list(range(count))
-    if source.samples != "all":
-        seeded(seed).shuffle(indices)
-    return indices
-
-
-def without_none(value: Any) -> Any:
-    """Remove the None values that Arrow fills in: a struct column gives every row the keys of all rows."""
-    if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_none(item) for item in value]
-    return value
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a local file. Raises SourceError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as failure:
+        problem = failure.strerror or str(failure)
+        raise SourceError(str(path), f"cannot be read ({problem})", "give an existing file") from None
 
 
 def file_rows(path: Path, name: str) -> list[Row]:
@@ -104,36 +142,27 @@ def file_rows(path: Path, name: str) -> list[Row]:
     Raises:
         SourceError: it cannot be read, or has no rows.
     """
-    rows = (_parquet if path.suffix == ".parquet" else _json)(path, name)
+    rows = (_parquet_rows if path.suffix == ".parquet" else _json_rows)(path, name)
     if not rows:
         raise SourceError(str(path), "no rows", "add some")
     return rows
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as failure:
-        problem = failure.strerror or str(failure)
-        raise SourceError(str(path), f"cannot be read ({problem})", "give an existing file") from None
-
-
-def _json(path: Path, name: str) -> list[Row]:
-    """Read JSON lines, or, in a .json file, one list of objects. Places start with `name`."""
-    raw = _bytes(path).removeprefix(b"\xef\xbb\xbf")
+def _json_rows(path: Path, name: str) -> list[Row]:
+    """Rows of JSON lines, or, in a .json file, of one list of objects."""
+    raw = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
     if path.suffix == ".json" and raw.lstrip()[:1] == b"[":
-        items = enumerate(_parsed(raw, path, 1), 1)
-        rows = [Row(f"{name} item {number}", item) for number, item in items]
+        rows = [Row(f"{name} item {number}", item) for number, item in enumerate(_parse_json(raw, path, 1), 1)]
     else:
         lines = enumerate(raw.split(b"\n"), 1)
-        rows = [Row(f"{name}:{line}", _parsed(text, path, line)) for line, text in lines if text.strip()]
+        rows = [Row(f"{name}:{line}", _parse_json(text, path, line)) for line, text in lines if text.strip()]
     for row in rows:
         if not isinstance(row.values, dict):
             raise SourceError(row.place, "not a JSON object", "give one object for each sample")
     return rows
 
 
-def _parsed(raw: bytes, path: Path, line: int) -> Any:
+def _parse_json(raw: bytes, path: Path, line: int) -> Any:
     """Parse JSON that begins in the given line of the file."""
     try:
         return json.loads(raw.decode("utf-8"))
@@ -148,20 +177,117 @@ def _parsed(raw: bytes, path: Path, line: int) -> Any:
         raise SourceError(f"{path}:{line}", "nested too deeply", "flatten it") from None
 
 
-def _parquet(path: Path, name: str) -> list[Row]:
+def _parquet_rows(path: Path, name: str) -> list[Row]:
     import pyarrow
     import pyarrow.parquet
 
-    raw = _bytes(path)
     try:
-        table = pyarrow.parquet.read_table(pyarrow.BufferReader(raw))
+        table = pyarrow.parquet.read_table(pyarrow.BufferReader(read_bytes(path)))
     except (pyarrow.ArrowInvalid, OSError) as failure:
         reason = f"not a Parquet file ({str(failure).splitlines()[0]})"
         raise SourceError(str(path), reason, "give another file") from None
-    return [Row(f"{name} row {number}", without_none(row)) for number, row in enumerate(table.to_pylist(), 1)]
+    return [Row(f"{name} row {number}", _without_none(row)) for number, row in enumerate(table.to_pylist(), 1)]
 
 
-Result = TypeVar("Result")
+def _hub_rows(source: DataSource, revision: str, seed: str) -> Iterator[Row]:
+    """The rows of a Hub dataset, streamed if the source says so."""
+    import datasets
+
+    columns = _needed_columns(source)
+    with explained(source):
+        data: Any = datasets.load_dataset(
+            source.dataset, source.subset, split=source.split, revision=revision, streaming=source.streaming
+        )
+        if not source.streaming:
+            _check_columns(source, data.column_names)
+            data = data.select_columns(columns)
+            for index in _order(len(data), source, seed):
+                yield Row(f"{source.dataset} row {index + 1}", _without_none(data[index]))
+            return
+        if source.samples != "all":
+            number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big")
+            data = data.shuffle(seed=number, buffer_size=BUFFERED_ROWS * source.samples)
+        for number, values in enumerate(data, 1):
+            _check_columns(source, values)
+            yield Row(f"{source.dataset} streamed row {number}", _without_none({c: values[c] for c in columns}))
+
+
+def resolve(source: DataSource) -> str:
+    """The commit to which a Hub source's revision points now.
+
+    Raises:
+        Unreachable: the Hub cannot be reached.
+        SourceError: the Hub has no such dataset or revision.
+    """
+    import huggingface_hub
+
+    with explained(source):
+        hub = huggingface_hub.HfApi()
+        return str(hub.dataset_info(source.dataset, revision=source.revision, timeout=TIMEOUT).sha)
+
+
+@contextmanager
+def explained(source: DataSource) -> Iterator[None]:
+    """Turn exceptions of `datasets` and `huggingface_hub` into a SourceError with a reason and a remedy."""
+    try:
+        yield
+    except SourceError:
+        raise
+    except Exception as failure:
+        raise _explanation(failure, source) from failure
+
+
+def _explanation(failure: Exception, source: DataSource) -> SourceError:
+    import httpx
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub import errors
+
+    name = source.dataset
+    if isinstance(failure, errors.GatedRepoError) or "gated dataset" in str(failure):
+        return SourceError(name, "gated", "accept its terms on the Hub, then `hf auth login`")
+    missing_revision = re.match(r"Revision '([^']+)' doesn't exist", str(failure))
+    if missing_revision or isinstance(failure, errors.RevisionNotFoundError):
+        remedy = "correct the source's revision, or lock the set again"
+        return SourceError(name, f"no revision {missing_revision[1] if missing_revision else source.revision}", remedy)
+    if isinstance(failure, (errors.RepositoryNotFoundError, DatasetNotFoundError)):
+        remedy = "correct the id, or `hf auth login` if it is private"
+        return SourceError(name, "no such dataset on the Hub", remedy)
+    overloaded = isinstance(failure, errors.HfHubHTTPError) and failure.response.status_code in (429, *range(500, 600))
+    if overloaded or isinstance(failure, (ConnectionError, TimeoutError, httpx.TransportError)):
+        remedy = "check the network, or take the shipped set embedded, which needs none (with a recipe: "
+        offline = isinstance(failure, errors.OfflineModeIsEnabled)
+        reason = "HF_HUB_OFFLINE is set" if offline else _short(failure)
+        return Unreachable(name, reason, f"{remedy}--calibration embedded)")
+    reason = f"cannot be loaded ({_short(failure)})"
+    return SourceError(name, reason, "correct the source's subset, split or revision")
+
+
+def _short(failure: Exception) -> str:
+    """The failure as part of a line: without memory addresses and request ids, at most 160 characters."""
+    text = " ".join(f"{type(failure).__name__}: {failure}".split())
+    text = re.sub(r"\s*\(Request ID: [^)]*\)| at 0x[0-9a-f]+", "", text)
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence progress bars, log lines and warnings of `datasets` and `huggingface_hub`; our own messages remain."""
+    import datasets
+    import huggingface_hub.utils
+
+    level, libraries = logging.root.manager.disable, (datasets, huggingface_hub.utils)
+    bars = [library for library in libraries if not library.are_progress_bars_disabled()]
+    logging.disable()
+    for library in bars:
+        library.disable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+        for library in bars:
+            library.enable_progress_bars()
 
 
 def for_each_source(
@@ -176,51 +302,39 @@ def for_each_source(
     """
     failures: dict[int, SourceError] = {}
 
-    def attempt(index: int) -> list[Result]:
+    def attempt(index: int) -> Result | None:
         try:
-            return [work(index, calibration.sources[index])]
+            return work(index, calibration.sources[index])
         except SourceError as failure:
             failures[index] = failure
-            return []
+            return None
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        results = [result for found in pool.map(attempt, range(len(calibration.sources))) for result in found]
+        results = list(pool.map(attempt, range(len(calibration.sources))))
     if failures:
         asked = sum(not source.is_local for source in calibration.sources)
-        raise _error(sorted(failures.items()), asked, path)
-    return results
+        raise _error(dict(sorted(failures.items())), asked, path)
+    return [result for result in results if result is not None]
 
 
-def _error(failures: list[tuple[int, SourceError]], asked: int, path: Path) -> CalibrationError:
-    lines = source_lines(path)
-    unreachable = [(index, failure) for index, failure in failures if isinstance(failure, Unreachable)]
-    messages = _by_reason([pair for pair in failures if not isinstance(pair[1], Unreachable)], path, lines)
-    if unreachable:
-        messages.append(_unreachable(unreachable, asked, path, lines))
-    error = CalibrationError("\n".join(messages))
-    for index, failure in unreachable:
-        error.add_note(f"{path}:{lines[index]}: {failure.subject}: {failure.reason}")
-    return error
-
-
-def _unreachable(failures: list[tuple[int, Unreachable]], asked: int, path: Path, lines: list[int]) -> str:
-    """One line for all unreachable sources: usually there is no network, and one of them says so as well as 50."""
-    index, first = failures[0]
-    more, others = ("first: ", "; --debug lists them") if len(failures) > 1 else ("", "")
-    return (
-        f"{path}:{lines[index]}: {len(failures)} of {asked} sources on the Hub cannot be reached "
-        f"({more}{first.subject}: {first.reason}); {first.remedy}{others}"
-    )
-
-
-def _by_reason(failures: list[tuple[int, SourceError]], path: Path, lines: list[int]) -> list[str]:
-    groups: dict[tuple[str, str], list[tuple[int, SourceError]]] = {}
-    for index, failure in failures:
-        groups.setdefault((failure.reason, failure.remedy), []).append((index, failure))
+def _error(failures: dict[int, SourceError], asked: int, path: Path) -> CalibrationError:
+    lines, groups = source_lines(path), dict[tuple[str, str], list[int]]()
+    unreachable = [index for index, failure in failures.items() if isinstance(failure, Unreachable)]
+    for index, failure in failures.items():
+        if index not in unreachable:
+            groups.setdefault((failure.reason, failure.remedy), []).append(index)
     messages = []
-    for (reason, remedy), members in groups.items():
-        first = lines[members[0][0]]
-        subjects = [members[0][1].subject]
-        subjects += [f"{failure.subject} (line {lines[index]})" for index, failure in members[1:]]
-        messages.append(f"{path}:{first}: {', '.join(subjects)}: {reason}; {remedy}")
-    return messages
+    for (reason, remedy), (first, *others) in groups.items():
+        subjects = [failures[first].subject, *(f"{failures[n].subject} (line {lines[n]})" for n in others)]
+        messages.append(f"{path}:{lines[first]}: {', '.join(subjects)}: {reason}; {remedy}")
+    if unreachable:  # one line: usually there is no network, and one source says so as well as fifty
+        one, several = failures[unreachable[0]], len(unreachable) > 1
+        messages.append(
+            f"{path}:{lines[unreachable[0]]}: {len(unreachable)} of {asked} sources on the Hub cannot be reached "
+            f"({'first: ' if several else ''}{one.subject}: {one.reason}); {one.remedy}"
+            f"{'; --debug lists them' if several else ''}"
+        )
+    error = CalibrationError("\n".join(messages))
+    for index in unreachable:
+        error.add_note(f"{path}:{lines[index]}: {failures[index].subject}: {failures[index].reason}")
+    return error

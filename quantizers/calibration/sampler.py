@@ -8,13 +8,11 @@ the seed decides, over all samples of the set that need one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from .render import Renderer
 from .row_formats import Rejected, instruct, read_row
-from .rows import Row, SourceError, check_columns, file_rows, local_file, order
+from .rows import Row, SourceError, read_rows
 from .samples import Dropped, Sample
 from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, seeded, slug
 
@@ -39,131 +37,85 @@ def order_of(calibration: CalibrationSet, index: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16] if sources[index].is_local else text
 
 
-def read_rows(source: DataSource, folder: Path, revision: str, seed: str) -> Iterator[Row]:
-    """The rows of a source: in file order for `samples: all`, else shuffled with the seed.
-
-    A streamed dataset is shuffled as `datasets` does it: the order of its files, and the rows within a buffer of eight
-    rows for each sample asked for.
+def sample_source(
+    calibration: CalibrationSet, index: int, folder: Path, renderer: Renderer, revision: str
+) -> tuple[list[Sample], list[Dropped]]:
+    """The samples of source number `index`, and its skipped rows: the unusable ones, then those left out.
 
     Args:
-        folder: the folder to which the path of a local file is relative.
+        folder: the folder to which paths of local files are relative.
         revision: the commit of a Hub dataset; a local file has none.
-        seed: with the data, the only thing that decides the order.
 
     Raises:
-        SourceError: the source cannot be read, or lacks a column.
+        SourceError: it cannot be read, or has too few usable rows.
     """
-    if source.is_local:
-        rows = file_rows(local_file(source, folder), source.dataset)
-        check_columns(source, {column for row in rows for column in row.values})
-        return (rows[index] for index in order(len(rows), source, seed))
-    from .hub import hub_rows
-
-    return hub_rows(source, revision, seed)
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """The samples of one source, and its skipped rows: the unusable ones, then those left out."""
-
-    samples: list[Sample]
-    dropped: list[Dropped]
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """A sampler of the sources of one set.
-
-    Attributes:
-        folder: the folder to which paths of local files are relative.
-        renderer: turns content into token ids.
-        accepted: called with the dataset's name after each sample.
-    """
-
-    calibration: CalibrationSet
-    folder: Path
-    renderer: Renderer
-    accepted: Callable[[str], None]
-
-    def sample(self, index: int, revision: str) -> Sampled:
-        """The samples of source number `index`.
-
-        Args:
-            revision: the commit of a Hub dataset; a local file has none.
-
-        Raises:
-            SourceError: it cannot be read, or has too few usable rows.
-        """
-        source = self.calibration.sources[index]
-        if not self.renderer.has_template and (source.shape != "text" or source.prompt):
-            reason = "the tokenizer has no chat template to render it with"
-            raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
-        seed, languages_at = order_of(self.calibration, index), self._assigner(index)
-        wanted = source.samples
-        most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
-        samples: list[Sample] = []
-        rejected: dict[str, list[str]] = {}  # reason -> places
-        left_out: dict[str, list[str]] = {}
-        read = 0
-        for row in read_rows(source, self.folder, revision, seed):
-            if len(samples) == wanted or read == most_rows:
-                break
-            read += 1
-            if unlisted := self._unlisted(row, source):
-                left_out.setdefault(unlisted, []).append(row.place)
-                continue
-            try:
-                samples.append(self._sample(row, source, languages_at(len(samples)), seed))
-            except Rejected as failure:
-                rejected.setdefault(str(failure), []).append(row.place)
-            else:
-                self.accepted(source.dataset)
-        dropped = [
-            Dropped(source.dataset, why, len(at), at[0], left_out=places is left_out)
-            for places in (rejected, left_out)
-            for why, at in sorted(places.items())
-        ]
-        usable = read - sum(map(len, left_out.values()))
-        if len(samples) < (usable if wanted == "all" else wanted):
-            raise _shortfall(source, len(samples), read, dropped)
-        return Sampled(samples, dropped)
-
-    def _unlisted(self, row: Row, source: DataSource) -> str | None:
-        """Why a row is left out: its own category names a language that the set's list of that kind does not have."""
-        category = row.values.get(source.category.column) if isinstance(source.category, FromColumn) else None
-        kind = self.calibration.languages.lacking(category) if isinstance(category, str) else None
-        return f"{category} is not in languages.{kind}" if kind else None
-
-    def _sample(self, row: Row, source: DataSource, assigned: dict[Kind, str], seed: str) -> Sample:
-        content = read_row(row.values, source, seed)
-        if source.prompt:
-            content = instruct(content, fill(source.prompt, assigned))
-        category = _category(source, row, assigned)
-        tokens = self.renderer.tokens(content)
-        length = self.calibration.length_of(source)
-        return Sample(
+    source = calibration.sources[index]
+    if not renderer.has_template and (source.shape != "text" or source.prompt):
+        reason = "the tokenizer has no chat template to render it with"
+        raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
+    seed, assigned = order_of(calibration, index), _assigned(calibration, index)
+    wanted = source.samples
+    most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
+    samples: list[Sample] = []
+    rejected: dict[str, list[str]] = {}  # reason -> places
+    left_out: dict[str, list[str]] = {}
+    read = 0
+    for row in read_rows(source, folder, revision, seed):
+        if len(samples) == wanted or read == most_rows:
+            break
+        read += 1
+        if unlisted := _unlisted(calibration, row, source):
+            left_out.setdefault(unlisted, []).append(row.place)
+            continue
+        languages = {kind: names[len(samples) % len(names)] for kind, names in assigned.items()}
+        try:
+            content = read_row(row.values, source, seed)
+            if source.prompt:
+                content = instruct(content, fill(source.prompt, languages))
+            category, tokens = _category(source, row, languages), renderer.tokens(content)
+        except Rejected as failure:
+            rejected.setdefault(str(failure), []).append(row.place)
+            continue
+        length, named = calibration.length_of(source), calibration.languages.named_by(category)
+        sample = Sample(
             tokens=tokens[:length],
             category=category,
             source=source.dataset,
             truncated=max(0, len(tokens) - length),
-            long=self.calibration.is_long(source),
-            languages=(*assigned.values(), *self._named_by(category, assigned)),
-            assigned=bool(assigned),
+            long=calibration.is_long(source),
+            languages=tuple(dict.fromkeys((*languages.values(), *([named] if named else [])))),
+            assigned=bool(languages),
             place=row.place,
             text=content.text,
         )
+        samples.append(sample)
+    dropped = [
+        Dropped(source.dataset, why, len(at), at[0], left_out=places is left_out)
+        for places in (rejected, left_out)
+        for why, at in sorted(places.items())
+    ]
+    usable = read - sum(map(len, left_out.values()))
+    if len(samples) < (usable if wanted == "all" else wanted):
+        raise _shortfall(source, len(samples), read, dropped)
+    return samples, dropped
 
-    def _assigner(self, index: int) -> Callable[[int], dict[Kind, str]]:
-        """A function from a sample's position in the source to the languages assigned to it."""
-        first = list(self.calibration.first_slots())[index]
-        orders = {kind: list(self.calibration.languages.of(kind)) for kind in self.calibration.sources[index].assigns}
-        for kind, names in orders.items():
-            seeded(f"{self.calibration.seed}:{kind}").shuffle(names)
-        return lambda position: {kind: names[(first[kind] + position) % len(names)] for kind, names in orders.items()}
 
-    def _named_by(self, category: str, assigned: dict[Kind, str]) -> list[str]:
-        name = self.calibration.languages.named_by(category)
-        return [name] if name and name not in assigned.values() else []
+def _unlisted(calibration: CalibrationSet, row: Row, source: DataSource) -> str | None:
+    """Why a row is left out: its own category names a language that the set's list of that kind does not have."""
+    category = row.values.get(source.category.column) if isinstance(source.category, FromColumn) else None
+    kind = calibration.languages.lacking(category) if isinstance(category, str) else None
+    return f"{category} is not in languages.{kind}" if kind else None
+
+
+def _assigned(calibration: CalibrationSet, index: int) -> dict[Kind, list[str]]:
+    """The languages to assign to a source's samples, round robin, the one of its first sample first."""
+    orders: dict[Kind, list[str]] = {}
+    for kind in calibration.sources[index].assigns:
+        names = list(calibration.languages.of(kind))
+        seeded(f"{calibration.seed}:{kind}").shuffle(names)
+        start = calibration.assigned_before(index, kind) % len(names)
+        orders[kind] = names[start:] + names[:start]
+    return orders
 
 
 def _category(source: DataSource, row: Row, assigned: dict[Kind, str]) -> str:

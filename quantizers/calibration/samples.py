@@ -1,22 +1,28 @@
-"""Samples of a loaded calibration set: their tokens, where they came from, what was dropped, and their counts."""
+"""Samples of a loaded calibration set: tokens and origin, dropped rows, counts, a subsample."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import PlainSerializer, PlainValidator
 
 from quantizers.system.errors import CalibrationError
 
-from .set import KINDS, CalibrationSet, Kind
+from .set import KINDS, CalibrationSet, Kind, seeded
 
 if TYPE_CHECKING:
     import torch
+
+# Token ids, which the cache of loaded sets holds as a list of numbers.
+Tokens = Annotated[
+    NDArray[np.int32], PlainValidator(lambda ids: np.asarray(ids, np.int32)), PlainSerializer(lambda ids: ids.tolist())
+]
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Sample:
         text: its words without the chat template, not truncated.
     """
 
-    tokens: NDArray[np.int32]
+    tokens: Tokens
     category: str
     source: str
     truncated: int = 0
@@ -64,7 +70,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A subsample of a set, see subsample.py.
+    """How a subsample was drawn from a set.
 
     Attributes:
         asked: the number of tokens asked for.
@@ -186,13 +192,11 @@ def by_category(data: CalibrationData) -> dict[str, Row]:
 
 def by_language(calibration: CalibrationSet, data: CalibrationData) -> dict[Kind, dict[str, Row]]:
     """The counts of each language of the set's lists, in the lists' order; a sample that shows two counts in both."""
-    return {
-        kind: {
-            name: row_of(sample for sample in data.samples if name in sample.languages)
-            for name in calibration.languages.of(kind)
-        }
-        for kind in KINDS
-    }
+
+    def row(name: str) -> Row:
+        return row_of(sample for sample in data.samples if name in sample.languages)
+
+    return {kind: {name: row(name) for name in calibration.languages.of(kind)} for kind in KINDS}
 
 
 def language_counts(calibration: CalibrationSet, samples: Iterable[Sample]) -> dict[Kind, dict[str, int]]:
@@ -205,3 +209,54 @@ def missing_languages(calibration: CalibrationSet, samples: Iterable[Sample]) ->
     """The languages of the set's lists that no sample shows."""
     counts = language_counts(calibration, samples)
     return {kind: [name for name, count in counts[kind].items() if not count] for kind in KINDS}
+
+
+def shares(available: Mapping[str, int], tokens: int) -> dict[str, int]:
+    """Tokens to draw from each category: the same number each, or all that it has.
+
+    They add up to `tokens`, or to everything if that is less. The remainder of the division goes to the largest ones.
+
+    Args:
+        available: tokens of each category.
+    """
+    left = min(tokens, sum(available.values()))
+    drawn = {}
+    smallest_first = sorted(available, key=lambda name: (available[name], name))
+    for number, name in enumerate(smallest_first):
+        drawn[name] = min(available[name], left // (len(available) - number))
+        left -= drawn[name]
+    return drawn
+
+
+def subsample(data: CalibrationData, tokens: int, seed: int) -> CalibrationData:
+    """A subsample of `tokens` tokens in the set's order, drawn evenly over the categories; its digest is its own.
+
+    Every category gives the same number of tokens; what a small one lacks is divided evenly among the others. Within a
+    category whole samples are drawn, and the last one is cut to at least one token; `truncated` counts what it lost.
+    Their order depends only on the set's seed, the category's name and its number of samples, so a larger subsample
+    contains the smaller one. A set of no more than `tokens` tokens is used whole; if it has fewer, a note says so.
+
+    Args:
+        tokens: at least 1.
+        seed: the set's own.
+    """
+    lengths, kept = [len(sample.tokens) for sample in data.samples], dict[int, int]()
+    share = shares({name: row["tokens"] for name, row in by_category(data).items()}, tokens)
+    for name in share:
+        members = [index for index, sample in enumerate(data.samples) if sample.category == name]
+        seeded(f"{seed}:draw:{name}").shuffle(members)
+        for index in members:
+            if share[name]:
+                kept[index] = min(lengths[index], share[name])
+                share[name] -= kept[index]
+    samples = tuple(_truncated(data.samples[index], length) for index, length in sorted(kept.items()))
+    cut, total = sum(length < lengths[index] for index, length in kept.items()), sum(lengths)
+    few = f"{data.name} holds fewer than calibration.tokens, {total:,} of {tokens:,}: all are used"
+    notes = (*data.notes, few) if total < tokens else data.notes
+    drawn = Drawn(tokens, len(data.samples), total, cut)
+    return replace(data, samples=samples, digest=digest_of(samples), notes=notes, drawn=drawn)
+
+
+def _truncated(sample: Sample, length: int) -> Sample:
+    lost = len(sample.tokens) - length
+    return replace(sample, tokens=sample.tokens[:length], truncated=sample.truncated + lost) if lost else sample

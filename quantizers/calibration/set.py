@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,8 +20,7 @@ from quantizers.system.strict_yaml import parse
 LOCAL_SUFFIXES = (".jsonl", ".json", ".parquet")
 Kind = Literal["programming", "spoken"]
 KINDS: tuple[Kind, ...] = ("programming", "spoken")
-FAMILY: dict[Kind, str] = {"programming": "code", "spoken": "spoken"}  # the first part of a category such as code/rust
-_KIND_OF_FAMILY: dict[str, Kind] = {family: kind for kind, family in FAMILY.items()}
+FAMILIES: dict[str, Kind] = {"code": "programming", "spoken": "spoken"}  # the first part of a category: code/rust
 Shape = Literal["text", "prompt-answer", "chat", "sharegpt", "code-contests"]
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -36,6 +34,16 @@ _COLUMNS: dict[str, tuple[int, int]] = {
     "sharegpt": (1, 2),  # conversations; tools
     "code-contests": (1, 1),  # the task's name; description and solutions are read as well
 }
+_CODES = """\
+Arabic ar, Bengali bn, Chinese zh, Czech cs, Dutch nl, English en, French fr, German de, Greek el, Hebrew he, Hindi hi,
+Hungarian hu, Indonesian id, Italian it, Japanese ja, Korean ko, Persian fa, Polish pl, Portuguese pt, Romanian ro,
+Russian ru, Spanish es, Swedish sv, Thai th, Turkish tr, Ukrainian uk, Urdu ur, Vietnamese vi"""
+CODES: dict[str, str] = dict(pair.split() for pair in _CODES.split(","))  # ISO 639-1, by a language's everyday name
+
+
+def language_code(name: str) -> str | None:
+    """The ISO 639-1 code of a spoken language, in upper or lower case; None for one that is not in the table."""
+    return CODES.get(name.title())
 
 
 def slug(name: str) -> str:
@@ -47,11 +55,10 @@ def slug(name: str) -> str:
 def claimed_language(category: str) -> tuple[Kind, set[str]] | None:
     """The kind of language that a category claims, and the slugs by which a list may have it.
 
-    `code/C++` claims `cpp`; of `code/rust/async` the second part claims it. None for a category such as `math` or
-    `code`, which claims no language.
+    `code/C++` claims `cpp`; `code/rust/async` its second part. None for a category without a language, such as `math`.
     """
     family, _, rest = category.partition("/")
-    kind = _KIND_OF_FAMILY.get(family.strip().lower())
+    kind = FAMILIES.get(family.strip().lower())
     slugs = {slug(rest), slug(rest.partition("/")[0])} - {""}
     return (kind, slugs) if kind and slugs else None
 
@@ -112,7 +119,7 @@ class Languages(Strict):
         return next((name for name in self.of(kind) if slug(name) in slugs), None) if kind else None
 
     def lacking(self, category: str) -> Kind | None:
-        """The kind whose list does not have the language that a category claims; an empty list lacks nothing."""
+        """The kind whose list lacks the language that a category claims; an empty list lacks nothing."""
         kind, _ = claimed_language(category) or (None, None)
         return kind if kind and self.of(kind) and self.named_by(category) is None else None
 
@@ -239,9 +246,8 @@ class CalibrationSet(Strict):
         for source in self.sources:
             for kind in source.assigns:
                 if not self.languages.of(kind):
-                    raise ValueError(
-                        f"{source.dataset} assigns {kind} languages, but languages.{kind} is empty; list them"
-                    )
+                    empty = f"languages.{kind} is empty; list them"
+                    raise ValueError(f"{source.dataset} assigns {kind} languages, but {empty}")
         return self
 
     def length_of(self, source: DataSource) -> int:
@@ -257,14 +263,10 @@ class CalibrationSet(Strict):
         """All token limits at which samples are truncated, ascending; the last bounds the longest sequence."""
         return tuple(sorted({self.length_of(source) for source in self.sources}))
 
-    def first_slots(self) -> Iterator[dict[Kind, int]]:
-        """For each source, how many samples of the sources before it were assigned a language of each kind."""
-        assigned: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        for source in self.sources:
-            yield dict(assigned)
-            for kind in source.assigns:
-                assert isinstance(source.samples, int)  # the schema allows nothing else
-                assigned[kind] += source.samples
+    def assigned_before(self, index: int, kind: Kind) -> int:
+        """How many samples of the sources before number `index` are assigned a language of a kind."""
+        counts = (source.samples for source in self.sources[:index] if kind in source.assigns)
+        return sum(count for count in counts if count != "all")
 
 
 def read_set(path: Path) -> CalibrationSet:
@@ -282,8 +284,7 @@ def read_set(path: Path) -> CalibrationSet:
             line = parse(path, CalibrationError)[1]["sources", index, "category"]
             raise CalibrationError(
                 f"{path}:{line}: sources[{index}].category: {category} names a language that languages.{kind} does "
-                "not list; list it, remove the source, or give a category outside of "
-                f"{FAMILY[kind]}/"
+                f"not list; list it, remove the source, or give a category outside of {category.partition('/')[0]}/"
             )
     return calibration
 

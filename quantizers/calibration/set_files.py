@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,16 @@ from quantizers.system.output_files import HELD_OUT
 from quantizers.system.package_data import shipped
 from quantizers.system.strict_yaml import dump
 
-from .language_id import CODES
 from .lock import lock_path
 from .row_formats import Rejected, read_row
 from .rows import Row, SourceError, file_rows, local_file
 from .set import (
+    CODES,
     KINDS,
     LOCAL_SUFFIXES,
     CalibrationSet,
     DataSource,
     Kind,
-    Languages,
     Shape,
     claimed_language,
     read_set,
@@ -130,16 +128,11 @@ CATEGORY = "category"
 EXAMPLE = Path(__file__).with_name("example.jsonl")
 
 
-@dataclass(frozen=True)
-class NewSet:
-    """What `new_set` made: bytes by path, the set first, and what the user should know, one line each."""
-
-    contents: dict[Path, bytes]
-    notes: tuple[str, ...]
-
-
-def new_set(path: Path, data: Path | None) -> NewSet:
+def new_set(path: Path, data: Path | None) -> tuple[dict[Path, bytes], list[str]]:
     """A set for the texts of a file, or for three example rows that are written beside it.
+
+    Returns:
+        Bytes by path, the set first; and what the user should know, one line each.
 
     Raises:
         CalibrationError: the file cannot be read, or no shape fits its rows.
@@ -166,7 +159,7 @@ def new_set(path: Path, data: Path | None) -> NewSet:
         place, reason = unusable[0]
         notes.append(f"{len(unusable)} of {len(rows)} rows cannot be used ({reason}, first at {place})")
     text = _text(path, data, source, len(unusable), rows)
-    return NewSet({path: text.encode(), **contents}, tuple(notes))
+    return {path: text.encode(), **contents}, notes
 
 
 def _readable(rows: Sequence[Row], data: Path) -> tuple[DataSource, list[tuple[str, str]]]:
@@ -214,8 +207,7 @@ def _text(path: Path, data: Path, source: DataSource, unusable: int, rows: Seque
     named = [category for category in categories if isinstance(category, str) and category.strip()]
     own = len(named) == len(rows)
     relative = os.path.relpath(data.absolute(), path.absolute().parent)
-    languages = _languages(named) if own else Languages()
-    listed = {kind: list(languages.of(kind)) for kind in KINDS if languages.of(kind)}
+    listed = _languages(named) if own else {}
     example = "# languages: {programming: [Rust, C++], spoken: [Hindi], required: true}"
     return f"""\
 # A calibration set. All keys are in docs/calibration.md of moe-quantizers; `quantize calibration schema` prints them.
@@ -242,17 +234,14 @@ def _line(key: str, value: Any) -> str:
     return dump({key: value}, width=10_000, short_in_one_line=not isinstance(value, str)).rstrip("\n")
 
 
-def _languages(categories: Sequence[str]) -> Languages:
+def _languages(categories: Sequence[str]) -> dict[Kind, list[str]]:
     """The languages that categories name, by the names of the shipped lists where those have them."""
-    shipped_lists = read_set(shipped("calibration") / "embedded.yaml").languages
-    known = {slug(name): name for kind in KINDS for name in shipped_lists.of(kind)} | {
-        slug(name): name for name in CODES
-    }
+    lists = read_set(shipped("calibration") / "embedded.yaml").languages
+    known = {slug(name): name for name in (*lists.programming, *lists.spoken, *CODES)}
     found: dict[Kind, dict[str, str]] = {kind: {} for kind in KINDS}
     for category in categories:
         kind, slugs = claimed_language(category) or (None, set[str]())
         if kind:
-            part = category.split("/")[1]
-            name = next((known[each] for each in sorted(slugs) if each in known), part)
+            name = next((known[each] for each in sorted(slugs) if each in known), category.split("/")[1])
             found[kind].setdefault(slug(name), name)
-    return Languages(programming=tuple(found["programming"].values()), spoken=tuple(found["spoken"].values()))
+    return {kind: list(names.values()) for kind, names in found.items() if names}

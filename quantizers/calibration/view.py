@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,7 @@ from .render import Renderer
 from .samples import CalibrationData, Sample
 from .set import KINDS
 
-LINES = 20  # findings, or texts, that are shown; JSON has all of them
-NAMED = 20  # names that a message lists at most
-
-
-@dataclass(frozen=True)
-class Shown:
-    """One sample as the model reads it, special tokens included; `position` in the whole set counts from 0."""
-
-    position: int
-    category: str
-    place: str
-    tokens: int
-    truncated: int
-    text: str
+MOST = 20  # findings, texts or names that are shown; JSON has all of them
 
 
 def render(report: SetReport, about_tokens: str = "") -> RenderableType:
@@ -44,9 +30,9 @@ def render(report: SetReport, about_tokens: str = "") -> RenderableType:
         about_tokens: said after the name of the tokenizer.
     """
     total = report.summary
-    style = "red" if not report.ok else "yellow" if report.warnings else "green"
+    style = "red" if report.findings else "yellow" if report.warnings else "green"
     parts: list[RenderableType] = [Text(f"{total['name']}: {report.verdict}", style=f"bold {style}")]
-    parts += [Text(line, style="red") for line in _first(report.findings, "--json lists all of them")]
+    parts += [Text(line, style="red") for line in _first(report.findings)]
     parts += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings]
     parts += [Text(""), _categories(report), Text(_totals(total))]
     parts.append(Text(f"tokens are counted with the tokenizer of {report.tokenizer}{about_tokens}"))
@@ -59,10 +45,9 @@ def render(report: SetReport, about_tokens: str = "") -> RenderableType:
     return Group(*parts)
 
 
-def _first(lines: Iterable[str], rest: str) -> list[str]:
-    """The first `LINES` lines, and how many more there are."""
+def _first(lines: Iterable[str]) -> list[str]:
     every = list(lines)
-    return every if len(every) <= LINES else [*every[:LINES], f"and {len(every) - LINES:,} more; {rest}"]
+    return every if len(every) <= MOST else [*every[:MOST], f"and {len(every) - MOST:,} more; --json lists all of them"]
 
 
 def _totals(total: Mapping[str, Any]) -> str:
@@ -90,9 +75,9 @@ def _categories(report: SetReport) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("sources", overflow="fold")
     for row in report.categories:
-        figures = (row.samples, row.tokens, row.median, row.maximum, row.truncated)
-        share = f"{row.cut_share:.0%}" if row.cut else ""
-        table.add_row(row.category, *(f"{figure:,}" for figure in figures), share, ", ".join(row.sources))
+        figures = (row[key] for key in ("samples", "tokens", "median", "maximum", "truncated"))
+        share = f"{row['cut_share']:.0%}" if row["cut"] else ""
+        table.add_row(row["category"], *(f"{figure:,}" for figure in figures), share, ", ".join(row["sources"]))
     return table
 
 
@@ -141,7 +126,7 @@ def _texts(texts: TextsDiff) -> list[RenderableType]:
         parts.append(table)
     for sign, members in (("+", texts.gained), ("-", texts.lost)):
         lines = (f"{text.place} ({text.category}, {text.tokens:,} tokens)" for text in members)
-        parts += [_signed(f"{sign} {line}") for line in _first(lines, "--json lists all of them")]
+        parts += [_signed(f"{sign} {line}") for line in _first(lines)]
     return parts
 
 
@@ -163,12 +148,15 @@ def show_samples(
     category: str | None = None,
     revision: str = "main",
     trust_remote_code: bool = False,
-) -> list[Shown]:
-    """`count` samples of a set at evenly spaced positions, with the chat template and its special tokens.
+) -> list[dict[str, Any]]:
+    """`count` samples of a set at evenly spaced positions, as the model reads them, special tokens included.
 
     Args:
         source: only those of sources whose name contains this.
         category: only those of this category and the ones below it: `code` takes `code/rust` too.
+
+    Returns:
+        For each sample its position in the whole set, from 0, category, place, tokens, truncated, and text.
 
     Raises:
         CalibrationError: as `load_set`.
@@ -177,12 +165,17 @@ def show_samples(
     data = load_set(path, tokenizer, trust_remote_code, revision=revision, require_languages=False)
     chosen = _chosen(data, source, category)
     decoder = Renderer(tokenizer, revision, trust_remote_code)
-    shown = []
-    for number in sorted({number * len(chosen) // count for number in range(count)}):
-        position, sample = chosen[number]
-        text = decoder.text(sample.tokens)
-        shown.append(Shown(position, sample.category, sample.place, len(sample.tokens), sample.truncated, text))
-    return shown
+    return [
+        {
+            "position": position,
+            "category": sample.category,
+            "place": sample.place,
+            "tokens": len(sample.tokens),
+            "truncated": sample.truncated,
+            "text": decoder.text(sample.tokens),
+        }
+        for position, sample in (chosen[n] for n in sorted({n * len(chosen) // count for n in range(count)}))
+    ]
 
 
 def _chosen(data: CalibrationData, source: str | None, category: str | None) -> list[tuple[int, Sample]]:
@@ -202,15 +195,15 @@ def _chosen(data: CalibrationData, source: str | None, category: str | None) -> 
 
 
 def _some(names: set[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(sorted(names)[:NAMED]) + more
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return ", ".join(sorted(names)[:MOST]) + more
 
 
-def render_samples(shown: Iterable[Shown]) -> RenderableType:
+def render_samples(samples: Iterable[Mapping[str, Any]]) -> RenderableType:
     """Samples with a headline each; rich does not interpret their text as markup."""
     parts: list[RenderableType] = []
-    for sample in shown:
-        cut = f", {sample.truncated} cut" if sample.truncated else ""
-        title = f"{sample.position}: {sample.category}, {sample.place}, {sample.tokens} tokens{cut}"
-        parts += [Rule(Text(title), align="left"), Text(sample.text)]
+    for sample in samples:
+        cut = f", {sample['truncated']} cut" if sample["truncated"] else ""
+        title = f"{sample['position']}: {sample['category']}, {sample['place']}, {sample['tokens']} tokens{cut}"
+        parts += [Rule(Text(title), align="left"), Text(sample["text"])]
     return Group(*parts)

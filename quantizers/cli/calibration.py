@@ -109,10 +109,10 @@ def check(
     data, shown = report.as_json(), render(report, counting.about)
     if show:
         samples = show_samples(path, show, source=source, category=category, **counting.arguments)
-        data |= {"samples": [vars(sample) for sample in samples]}
+        data |= {"samples": samples}
         shown = Group(shown, render_samples(samples))
     show_rich(data, as_json, shown)
-    if not report.ok:
+    if report.findings:
         raise typer.Exit(GATE_FAILED)
 
 
@@ -165,10 +165,10 @@ def new(
     """
     from quantizers.calibration.set_files import new_set, write_together
 
-    made = new_set(file, data)
-    write_together(made.contents)
-    lines = [f"wrote {' and '.join(map(str, made.contents))}", *made.notes, f"next: quantize calibration {file}"]
-    files = {"set": str(file), "files": list(map(str, made.contents)), "notes": list(made.notes)}
+    contents, notes = new_set(file, data)
+    write_together(contents)
+    lines = [f"wrote {' and '.join(map(str, contents))}", *notes, f"next: quantize calibration {file}"]
+    files = {"set": str(file), "files": list(map(str, contents)), "notes": notes}
     emit(files, as_json, "\n".join(lines))
 
 

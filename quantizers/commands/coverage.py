@@ -220,7 +220,7 @@ def _stream(
     from quantizers.calibration.samples import token_tensors
     from quantizers.checkpoint.reader import open_checkpoint
     from quantizers.device.devices import forward_dtype, use_threads
-    from quantizers.formats.tensor_names import readable
+    from quantizers.formats.tensor_names import published_names
     from quantizers.forward.layered_model import LayeredModel
     from quantizers.system.progress import progress
 
@@ -228,7 +228,7 @@ def _stream(
     where = str(checkpoint.folder / "config.json")
     facts = architecture_for(checkpoint.config, where, question.own)
     sizes = sizes_of(facts, checkpoint.config, where)
-    named = readable(checkpoint, facts)  # first, for reading the sets may take long
+    named = published_names(checkpoint, facts)  # first, for reading the sets may take long
     trusted = question.trust_remote_code
     own = (
         [load_set(file, checkpoint.folder, trusted, question.tokens) for file in question.sets]

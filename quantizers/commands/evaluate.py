@@ -31,7 +31,7 @@ from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
-from quantizers.formats.tensor_names import readable
+from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
@@ -201,7 +201,7 @@ def measure(
     where = str(source.folder / "config.json")
     facts = architecture_for(source.config, where, own)
     sizes = sizes_of(facts, source.config, where)
-    opened = [readable(checkpoint, facts) for checkpoint in (source, *candidates)]
+    opened = [published_names(checkpoint, facts) for checkpoint in (source, *candidates)]
     for candidate in candidates:
         config_path = str(candidate.folder / "config.json")
         other = sizes_of(facts, candidate.config, config_path)

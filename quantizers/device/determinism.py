@@ -3,8 +3,8 @@
 The threads of a GPU run in any order. Sums made with atomics differ in the last bits from run to run, cuBLAS may
 choose another algorithm when its workspace differs, and TF32 computes float32 products with 11 bits of mantissa; some
 images switch TF32 on for everything. `settle_gpu` fixes all of this in one place, before CUDA is used: environment
-variables that it keeps, sets or refuses, and torch's own settings, in gpu_settings.py. torch then refuses operations
-that have no fixed order; `ordered` turns that refusal into a one-line message.
+variables that it keeps, sets or refuses, and torch's own settings. torch then refuses operations that have no fixed
+order; `ordered` turns that refusal into a one-line message.
 
 A CPU needs none of this: there the number of threads and the instruction set decide the bits, and the fingerprint
 contains both.
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from quantizers.system.errors import InputError, QuantizeError
 
@@ -46,9 +47,11 @@ def settle_gpu() -> None:
     """
     refuse_undoing()
     os.environ.setdefault(WORKSPACE, WORKSPACES[0])
-    settle_allocator()
-    from .gpu_settings import apply_settings
+    import torch
 
+    # More memory would be lost between blocks otherwise; it decides no bit, and the user may have settings of his own.
+    if torch.version.hip is None and not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[-1]] = GROWING
     apply_settings()
 
 
@@ -69,15 +72,88 @@ def refuse_undoing() -> None:
         )
 
 
-def settle_allocator() -> None:
-    """Let torch's allocator extend its segments on NVIDIA's GPUs, unless the user has settings of his own.
+class Setting(NamedTuple):
+    """One of torch's settings: its key in the fingerprint, the value to set, and how torch reads and sets it."""
 
-    It decides how much memory is lost between blocks, and no bit of a result.
+    name: str
+    value: bool | str
+    read: Callable[[], bool | str]
+    write: Callable[[Any], Any]
+
+
+def gpu_settings() -> tuple[Setting, ...]:
+    """torch's settings that decide the bits of a GPU's results.
+
+    Most differ from torch's defaults. Two have the same value there, but an environment variable can change them before
+    this program begins: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which some images set, and TORCH_BLAS_PREFER_CUBLASLT.
     """
     import torch
 
-    if torch.version.hip is None and not any(name in os.environ for name in ALLOCATOR):
-        os.environ[ALLOCATOR[-1]] = GROWING
+    def deterministic() -> bool:
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        return torch.are_deterministic_algorithms_enabled() and not warns
+
+    products = torch.backends.cuda.matmul
+    # By default torch chooses between NVIDIA's libraries by the size of the problem, and differently in every version.
+    # AMD's have other names, and not every build takes them.
+    libraries = {"preferred_linalg_library": "cusolver", "preferred_blas_library": "cublas"}
+    return (
+        Setting("deterministic_algorithms", True, deterministic, torch.use_deterministic_algorithms),
+        # We never read uninitialized memory, and filling it takes time.
+        _attribute("fill_uninitialized_memory", torch.utils.deterministic),
+        # The older of torch's two interfaces: an image's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 has already used it, and
+        # torch's products raise an error when both interfaces were used.
+        Setting(
+            "float32_matmul_precision",
+            "highest",
+            torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision,
+        ),
+        _attribute("cudnn_allow_tf32", torch.backends.cudnn, "allow_tf32"),
+        *(_attribute(f"allow_{t}_reduced_precision_reduction", products) for t in ("bf16", "fp16")),
+        *(_library(*item) for item in libraries.items() if torch.version.hip is None),
+    )
+
+
+def _attribute(name: str, owner: Any, attribute: str = "") -> Setting:
+    """A setting that is off, and an attribute of one of torch's modules; by default of the setting's name."""
+    attribute = attribute or name
+    return Setting(name, False, lambda: getattr(owner, attribute), lambda new: setattr(owner, attribute, new))
+
+
+def _library(name: str, value: str) -> Setting:
+    """A preferred library. torch answers with a member of an enumeration, such as _LinalgBackend.Cusolver."""
+    import torch
+
+    def prefer(*library: str) -> Any:
+        return getattr(torch.backends.cuda, name)(*library)
+
+    def read() -> str:
+        return str(prefer()).rpartition(".")[2].lower()
+
+    return Setting(name, value, read, prefer)
+
+
+def apply_settings() -> None:
+    """Apply all of `gpu_settings`.
+
+    Raises:
+        QuantizeError: torch did not take one of them.
+    """
+    import torch
+
+    for setting in gpu_settings():
+        setting.write(setting.value)
+        if (value := setting.read()) != setting.value:
+            raise QuantizeError(
+                f"torch {torch.__version__}: {setting.name} is {value} after it was set to {setting.value}, so a GPU "
+                "would not give the same bytes; use --device cpu, or another version of torch"
+            )
+
+
+def settings_in_force() -> dict[str, bool | str]:
+    """The values in force of all of `gpu_settings`, by name."""
+    return {setting.name: setting.read() for setting in gpu_settings()}
 
 
 @contextlib.contextmanager

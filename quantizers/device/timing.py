@@ -1,11 +1,10 @@
-"""Timing of named blocks of code, active only within `listening`.
+"""Seconds by phase of the work that a thread does within `listening`.
 
     with listening(Clock(device)) as clock:
         solve(…)
-    clock.seconds()          # {"forced pass": 2.4, "sums": 0.6, …}
+    clock.seconds()          # {"forced pass": 2.4, "Hessians": 0.6, …}
 
-Without a listener a block costs two variable lookups. On a GPU two events in the stream mark the block, so
-timing never waits for the GPU; the times are read once, at the end. Blocks do not nest.
+Phases do not nest.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -25,10 +23,10 @@ from quantizers.system.progress import doing
 
 
 class Clock:
-    """Adds up seconds by name.
+    """Sums of seconds by phase: wall-clock time, or on a GPU CUDA events, read once at the end, so that nothing waits.
 
     Args:
-        device: the device whose work is timed: CUDA events on a GPU, else wall-clock time.
+        device: the device whose work is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,31 +62,23 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # in torch
 
 
-class Listener(Protocol):
-    """Who is told of blocks: a clock, or a counter."""
-
-    def block(self, name: str) -> AbstractContextManager[None]:
-        """What surrounds a block."""
-
-
-Heard = TypeVar("Heard", bound=Listener)
 Item = TypeVar("Item")
 
-_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_clock: ContextVar[Clock | None] = ContextVar("clock", default=None)
 
 
 @contextlib.contextmanager
-def listening(listener: Heard) -> Iterator[Heard]:
-    """Let a listener, such as a `Clock`, surround all blocks that this thread enters within this one."""
-    token = _listener.set(listener)
+def listening(clock: Clock) -> Iterator[Clock]:
+    """Time all phases of this thread within the block."""
+    token = _clock.set(clock)
     try:
-        yield listener
+        yield clock
     finally:
-        _listener.reset(token)
+        _clock.reset(token)
 
 
-def asked_for(name: str, items: Iterable[Item]) -> Iterator[Item]:
-    """The same items, each asked for in the phase `name`."""
+def timed_items(name: str, items: Iterable[Item]) -> Iterator[Item]:
+    """The same items; waiting for each is timed under `name`."""
     iterator = iter(items)
     while True:
         with phase(name):
@@ -100,11 +90,11 @@ def asked_for(name: str, items: Iterable[Item]) -> Iterator[Item]:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Time the block under `name` if this thread is within `listening`, and say that it is what is done now."""
+    """Time the block under `name`, if this thread is within `listening`, and show the name as current work."""
     doing(name)
-    listener = _listener.get()
-    if listener is None:
+    clock = _clock.get()
+    if clock is None:
         yield
     else:
-        with listener.block(name):
+        with clock.block(name):
             yield

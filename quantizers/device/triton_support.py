@@ -1,4 +1,4 @@
-"""Whether this program's Triton kernels (solve/kernels) run on a device, and how they are launched."""
+"""Whether this program's Triton kernels (solve/kernels.py) run on a device, and how they are launched."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import os
 from functools import cache
 from importlib.util import find_spec
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 INTERPRETER = "TRITON_INTERPRET"  # Triton's own variable: 1 runs kernels in Python, on tensors of a CPU
 SMALLEST = 8, 0  # compute capability: the kernels are compiled for it, and for newer ones, in the tests
@@ -40,17 +39,15 @@ def disable_kernel(name: str) -> None:
 def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *arguments: Any, **options: Any) -> None:
     """Launch a kernel on a tensor's device and its current stream.
 
-    One thread launches at a time: Triton compiles and launches for one alone, and the audit of a layer runs in another
-    thread than the next layer's work. Triton takes the thread's current device, which in a new thread is the first GPU.
+    One thread launches at a time, since Triton compiles and launches for one alone, and a layer is audited in another
+    thread than the next one is solved. Triton takes the thread's current device, in a new thread the first GPU.
     """
-    import torch
-
     with _LAUNCHING, torch.cuda.device_of(on):  # type: ignore[no-untyped-call]  # in torch
         kernel[grid](*arguments, **(OPTIONS | options))
 
 
 def kernels(device: torch.device) -> str:
-    """What computes the inner loops on a GPU, for the fingerprint: Triton and its version, or torch and the reason."""
+    """The fingerprint's entry for the inner loops on a GPU: Triton's version, or torch and the reason."""
     if reason := why_not(device):
         return f"torch ({reason})"
     import triton
@@ -62,8 +59,6 @@ def kernels(device: torch.device) -> str:
 @cache
 def why_not(device: torch.device) -> str:
     """Why no kernels can be launched on a GPU; empty if they can."""
-    import torch
-
     if torch.version.hip is not None:
         return "not tried on AMD's GPUs"
     if torch.cuda.get_device_capability(device) < SMALLEST:

@@ -38,6 +38,7 @@ from .awq_gptq import dequantize_awq_gptq
 from .fp8 import SCALE, SCALE_INV, block_size, blocks_of
 from .packed_integers import dequantize, unpack
 
+PLAIN = (*FLOATING, "F64")
 PACKED, ZERO_POINT, GROUP_INDEX = "weight_packed", "weight_zero_point", "weight_g_idx"
 
 
@@ -70,9 +71,11 @@ def unchecked_weight(checkpoint: Checkpoint, module: str, device: torch.device) 
         return _with_zero_points(checkpoint, module, device)
     info = checkpoint.tensors[f"{module}.weight"]
     scale = checkpoint.tensors.get(f"{module}.{SCALE}")
-    if info.dtype not in ("I8", FP8) or scale is None:
+    if info.dtype in PLAIN:
+        return checkpoint.tensor(info.name).to(device).float()
+    if info.dtype not in ("I8", FP8) or scale is None or len(info.shape) != 2:
         raise CheckpointError(
-            f"{info.file}: {info.name}: dtype {info.dtype} is not that of a weight that can be read; give the "
+            f"{info.file}: {info.name}: {info.dtype} {list(info.shape)} is no weight that can be read; give the "
             "published checkpoint"
         )
     codes = checkpoint.tensor(info.name).to(device).float()
@@ -128,10 +131,10 @@ class WeightFormat:
 
 
 def weight_format(checkpoint: Checkpoint, module: str) -> WeightFormat | None:
-    """The format of a module's matrix, from headers; None for those of other programs.
+    """The format of a module's matrix, from headers; None for a vector or another program's.
 
     Raises:
-        CheckpointError: the weight is missing or no matrix, or its tensors do not belong together.
+        CheckpointError: the weight is missing, or its tensors do not belong together.
     """
     tensors = checkpoint.tensors
     if f"{module}.qweight" in tensors:
@@ -141,7 +144,7 @@ def weight_format(checkpoint: Checkpoint, module: str) -> WeightFormat | None:
         return None if len(parts) > 2 else WeightFormat("packed", (PACKED, SCALE), shape)
     info = checkpoint.require(f"{module}.weight", "a linear layer's weight")
     if len(info.shape) != 2:
-        raise CheckpointError(f"{info.file}: {info.name} has shape {list(info.shape)}; a matrix is needed")
+        return None
     shape = (info.shape[0], info.shape[1])
     if info.dtype in FLOATING:
         return WeightFormat("plain", ("weight",), shape)

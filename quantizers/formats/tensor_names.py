@@ -1,10 +1,13 @@
-"""A layer's experts in two tensors, as transformers holds them in memory, shown as one tensor for each expert's matrix.
+"""A checkpoint under the family's published tensor names, with one tensor for each expert's matrix.
+
+llm-compressor's names of the experts (gate_proj, up_proj, down_proj) and transformers' names of modules (`mlp.` for
+`block_sparse_moe.`) are mapped. transformers holds a layer's experts in two fused tensors:
 
     experts.gate_up_proj (E, 2I, H)   of each expert its gate (I, H) above its up (I, H)
     experts.down_proj    (E, H, I)    of each expert its down
 
-The matrix of an expert is then a range of its file's bytes, so nothing has to be rearranged: the checkpoint gets an
-entry for each range under the family's own name for it, and everybody else reads it as if it had been saved so.
+The matrix of an expert is a range of its file's bytes, so nothing is rearranged: the checkpoint gets an entry for each
+range, as if it had been saved so.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS, Matrix
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec, Stored, TensorInfo
+from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, Spec, Stored, TensorInfo
 from quantizers.system.errors import CheckpointError
 
 from .awq_gptq import is_awq_or_gptq
@@ -27,7 +30,7 @@ from .unsupported import refuse_unsupported
 # Legend: E experts, I width of an expert, H hidden size
 
 FUSED: dict[str, tuple[Matrix, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
-DTYPES = ("BF16", "F16", "F32")  # FP8 would need its scales taken apart as well
+# FP8 would need its scales split as well.
 REMEDY = "save the model with transformers' save_pretrained, which takes them apart"
 
 
@@ -40,7 +43,7 @@ class Piece:
     before: int
 
 
-def with_experts_apart(checkpoint: Checkpoint, facts: Architecture, sizes: Sizes) -> Checkpoint:
+def split_fused_experts(checkpoint: Checkpoint, facts: Architecture, sizes: Sizes) -> Checkpoint:
     """The checkpoint with an entry for each expert's matrix in place of every fused tensor.
 
     Raises:
@@ -58,11 +61,11 @@ def with_experts_apart(checkpoint: Checkpoint, facts: Architecture, sizes: Sizes
     return replace(checkpoint, tensors=tensors) if pieces else checkpoint
 
 
-def specs_apart(specs: Mapping[str, Spec], facts: Architecture, sizes: Sizes, where: str) -> dict[str, Spec]:
+def split_fused_specs(specs: Mapping[str, Spec], facts: Architecture, sizes: Sizes, where: str) -> dict[str, Spec]:
     """The same for headers without files.
 
     Raises:
-        CheckpointError: as `with_experts_apart`.
+        CheckpointError: as `split_fused_experts`.
     """
     pieces = _all_pieces(specs, facts, sizes, where)
     apart = {name: spec for name, spec in specs.items() if name not in pieces}
@@ -81,12 +84,14 @@ def _all_pieces(tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes
     result: dict[str, list[Piece]] = {}
     taken = set(tensors)
     for name, info in fused.items():
-        shapes = [(matrix, sizes.shape(facts.expert_linears[matrix].shape)) for matrix in FUSED[_last(name)]]
+        shapes = [
+            (matrix, sizes.shape(facts.expert_linears[matrix].shape)) for matrix in FUSED[name.rpartition(".")[2]]
+        ]
         needed = [sizes["experts"], sum(rows for _, (rows, _) in shapes), shapes[0][1][1]]
-        if name not in layers or list(info.shape) != needed or info.dtype not in DTYPES:
+        if name not in layers or list(info.shape) != needed or info.dtype not in FLOATING:
             raise CheckpointError(
                 f"{where}: {name} holds all experts in one tensor, {info.dtype} {list(info.shape)}; only "
-                f"{' or '.join(DTYPES)} {needed} in a layer with experts can be read; {REMEDY}"
+                f"{' or '.join(FLOATING)} {needed} in a layer with experts can be read; {REMEDY}"
             )
         result[name], before = [], 0
         for expert in range(sizes["experts"]):
@@ -100,10 +105,6 @@ def _all_pieces(tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes
     return result
 
 
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def _layers(facts: Architecture, sizes: Sizes) -> dict[str, int]:
     """The names that fused tensors can have, the family's own and transformers', with their layers."""
     published = facts.expert_prefix.partition("{expert}")[0].rstrip(".")
@@ -115,11 +116,8 @@ def _layers(facts: Architecture, sizes: Sizes) -> dict[str, int]:
     }
 
 
-def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
+def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
     """The checkpoint under the family's published tensor names, with fused experts split.
-
-    Maps llm-compressor's names of the experts (gate_proj, up_proj, down_proj) and transformers' names of modules
-    (`mlp.` for `block_sparse_moe.`).
 
     Raises:
         CheckpointError: its format or its experts' layout is not supported, or two tensors get the same name.
@@ -142,7 +140,7 @@ def readable(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
         tensors[published] = info
     renamed = replace(checkpoint, tensors={name: replace(info, name=name) for name, info in tensors.items()})
     if any(map(is_fused, tensors)):
-        return with_experts_apart(renamed, facts, sizes_of(facts, checkpoint.config, where))
+        return split_fused_experts(renamed, facts, sizes_of(facts, checkpoint.config, where))
     return renamed
 
 

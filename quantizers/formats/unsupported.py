@@ -122,30 +122,30 @@ def _four_bit_key(config: Mapping[str, Any]) -> str | None:
 
 def _four_bit_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """Every such key with its value, those of a language model within another model (`text_config`) included."""
-    for place, part in (("", config), ("text_config.", config.get("text_config"))):
-        if isinstance(part, Mapping):
-            yield from _four_bit_dtypes(part, place)
-            section = part.get(SECTION)
+    for prefix, model in (("", config), ("text_config.", config.get("text_config"))):
+        if isinstance(model, Mapping):
+            yield from _four_bit_dtypes(model, prefix)
+            section = model.get(SECTION)
             if isinstance(section, Mapping):
-                yield from _in_section(section, f"{place}{SECTION}.")
+                yield from _in_section(section, f"{prefix}{SECTION}.")
 
 
-def _in_section(section: Mapping[str, Any], place: str) -> Iterator[tuple[str, object]]:
-    yield from _four_bit_dtypes(section, place)
-    yield from ((place + key, section[key]) for key in FORMATS if _is_four_bit_name(section.get(key)))
-    yield from ((place + key, section[key]) for key in BITS if _is_four_or_less(section.get(key)))
-    yield from ((place + key, True) for key in SWITCHES if section.get(key) is True)
+def _in_section(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object]]:
+    yield from _four_bit_dtypes(section, prefix)
+    yield from ((prefix + key, section[key]) for key in FORMATS if _is_four_bit_name(section.get(key)))
+    yield from ((prefix + key, section[key]) for key in BITS if _is_four_or_less(section.get(key)))
+    yield from ((prefix + key, True) for key in SWITCHES if section.get(key) is True)
     groups = section.get("config_groups")
     for name, group in groups.items() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if isinstance(weights, Mapping) and _is_four_or_less(weights.get("num_bits")):
-            yield f"{place}config_groups.{name}.weights.num_bits", weights["num_bits"]
+            yield f"{prefix}config_groups.{name}.weights.num_bits", weights["num_bits"]
 
 
-def _four_bit_dtypes(part: Mapping[str, Any], place: str) -> Iterator[tuple[str, object]]:
-    for key, value in part.items():
+def _four_bit_dtypes(model: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in model.items():
         if DTYPE.fullmatch(key) and _is_four_bit_name(value):
-            yield place + key, value
+            yield prefix + key, value
 
 
 def _is_four_bit_name(value: object) -> bool:

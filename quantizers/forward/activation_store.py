@@ -1,9 +1,9 @@
-"""Hidden states of many sequences: on the device, in memory, or in one memory-mapped file.
+"""Activations of many sequences: on the device, in memory, or in one memory-mapped file.
 
-They lie one after the other, each (T, width). In a file, the page cache holds the parts in use; the process itself
-allocates no memory for them, however many tokens there are, and other processes can map the same file.
+The sequences are stored one after the other, each (T, width). In a file, the page cache holds the parts in use; the
+process itself allocates no memory for them, and other processes can map the same file.
 
-Of several processes each one keeps a part of them, see row_partition.py.
+Each of several processes keeps a part of them, see row_partition.py.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .row_partition import RowPartition
 
 
 class ActivationStore(Sequence[torch.Tensor]):
-    """A list of (T_i, width) tensors; assigning an item writes to the memory or file where they lie.
+    """A list of (T_i, width) tensors; assigning an item writes to the memory or file that stores them.
 
     Args:
         path: the file; if it does not exist, it is created with all its blocks allocated. None for memory.
         lengths: T_i of each sequence, of all of them.
         width: number of columns.
         dtype: dtype of the elements.
-        device: where they lie if not in a file.
-        dist: the processes that share them, of which each keeps a part; without one, this process keeps all.
-        block: see `RowPartition`.
+        device: where they are if not in a file.
+        dist: the processes that share them, of which each keeps a part.
+        chunk: see `RowPartition`.
 
     Attributes:
         share: which of the sequences are kept here.
@@ -47,9 +47,9 @@ class ActivationStore(Sequence[torch.Tensor]):
         device: torch.device | None = None,
         *,
         dist: ProcessGroup = SINGLE_PROCESS,
-        block: int | None = None,
+        chunk: int | None = None,
     ) -> None:
-        self.path, self.width, self.partition = path, width, RowPartition(lengths, dist, block)
+        self.path, self.width, self.partition = path, width, RowPartition(lengths, dist, chunk)
         kept = self.partition.kept_by(dist.rank)
         count = (kept.stop - kept.start) * width
         self._size = count * dtype.itemsize
@@ -77,12 +77,12 @@ class ActivationStore(Sequence[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (self[i] for i in range(len(self)))
 
-    def blocks(self) -> list[slice]:
-        """Slices of `flat`: the blocks of rows, counted through all sequences, that are computed here."""
-        return self.partition.blocks()
+    def chunks(self) -> list[slice]:
+        """Slices of `flat`: the chunks of rows, counted through all sequences, that are computed here."""
+        return self.partition.chunks()
 
     def batches(self) -> list[tuple[slice, list[int]]]:
-        """What `of_batch` says of all batches that are kept here."""
+        """`of_batch` of all batches that are kept here."""
         return [self.of_batch(batch) for batch in self.partition.batches if batch.start in self.partition.sequences]
 
     def of(self, sequence: int) -> torch.Tensor:
@@ -90,13 +90,13 @@ class ActivationStore(Sequence[torch.Tensor]):
         return self[self.partition.sequences.index(sequence)]
 
     def of_batch(self, batch: range) -> tuple[slice, list[int]]:
-        """Where the rows of a batch that is kept here lie in `flat`, and tokens of each of its sequences."""
+        """The rows in `flat` of a batch that is kept here, and tokens of each of its sequences."""
         start, offsets = self.partition.start, self.partition.offsets
         rows = slice(offsets[batch.start] - start, offsets[batch.stop] - start)
         return rows, self.partition.lengths[batch.start : batch.stop]
 
     def remove(self) -> None:
-        """Remove the file; its blocks are freed once nobody maps it any more."""
+        """Remove the file; its space is freed once no process maps it."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 

@@ -97,8 +97,8 @@ class ActivationStream:
 
     def _rows(self, name: str, width: int, dtype: torch.dtype) -> ActivationStore:
         path = self._folder / name if self._in_files else None
-        block = tokens_per_chunk(is_accelerator(self.model.device))
-        return ActivationStore(path, self._lengths, width, dtype, self._device, dist=self._dist, block=block)
+        chunk = tokens_per_chunk(is_accelerator(self.model.device))
+        return ActivationStore(path, self._lengths, width, dtype, self._device, dist=self._dist, chunk=chunk)
 
     def embed(self, texts: Sequence[torch.Tensor]) -> None:
         """Fill the states that enter layer 0 from token ids (T,) int64."""

@@ -1,4 +1,4 @@
-"""Sequences that go through attention together: the short ones of a set would each give it a handful of tokens.
+"""Batches of sequences for attention: a short sequence alone would give it a handful of tokens.
 
 A batch has consecutive sequences, padded at their end to the longest of them. Attention is causal, so no token sees
 what comes after it, and padding needs no mask. What is computed together follows from the lengths alone.
@@ -14,21 +14,21 @@ MOST_PADDING = 1 / 4  # of the rows of a batch
 
 
 def batches(lengths: Sequence[int], most: int) -> list[range]:
-    """Which sequences go together: with their padding `most` rows, or else one sequence alone.
+    """Consecutive sequences of at most `most` rows with their padding, or one longer sequence alone.
 
     Args:
         lengths: tokens of each sequence.
         most: rows of a batch of more than one sequence.
     """
-    found: list[range] = []
+    result: list[range] = []
     first = tokens = longest = 0
     for number, length in enumerate(lengths):
         tokens, longest = tokens + length, max(longest, length)
         rows = longest * (number + 1 - first)
         if number > first and (rows > most or rows - tokens > MOST_PADDING * rows):
-            found.append(range(first, number))
+            result.append(range(first, number))
             first, tokens, longest = number, length, length
-    return [*found, range(first, len(lengths))] if lengths else []
+    return [*result, range(first, len(lengths))] if lengths else []
 
 
 def padded(rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

@@ -1,9 +1,8 @@
 """The two halves of a layer over the rows of many sequences, see layered_model.py.
 
-Attention runs on batches of whole sequences. What follows it treats every row alone, so it runs on blocks of rows that
-do not care where a sequence ends: short sequences would give the experts a handful of tokens each. Neither unit depends
-on the number of processes, so neither do the bytes. Of several processes each takes on what it keeps,
-see row_partition.py.
+Attention runs on batches of whole sequences. What follows it treats every row alone, so it runs on chunks of rows
+regardless of where a sequence ends: short sequences would give the experts a handful of tokens each. Batches and chunks
+do not depend on the number of processes, so the bytes do not either.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def observe(
     moe_inputs: MoeInputStore,
     check: Check = lambda: None,
 ) -> None:
-    """The first half in place, and what the experts are then called with. The experts do not run.
+    """The first half in place, and a capture of the experts' inputs. The experts do not run.
 
     Args:
         states: those that enter the layer; afterwards the residual stream.
@@ -60,9 +59,9 @@ def observe(
     """
     attend(model, layer, states, states, check)
     start, device = states.partition.start, model.device
-    blocks = states.blocks()
-    for block, (residual,) in zip(blocks, prefetched([(states.flat[rows],) for rows in blocks], device), strict=True):
-        moe_inputs.put(slice(start + block.start, start + block.stop), model.route(layer, residual))
+    chunks = states.chunks()
+    for chunk, (residual,) in zip(chunks, prefetched([(states.flat[rows],) for rows in chunks], device), strict=True):
+        moe_inputs.put(slice(start + chunk.start, start + chunk.stop), model.route(layer, residual))
         check()
     moe_inputs.complete(states.partition.dist, states.partition.rows_of)
 
@@ -87,16 +86,16 @@ def finish(
         QuantizeError: an output is not finite.
     """
     finite: torch.Tensor | None = None
-    blocks, device = residual.blocks(), model.device
-    for block, (rows,) in zip(blocks, prefetched([(residual.flat[rows],) for rows in blocks], device), strict=True):
+    chunks, device = residual.chunks(), model.device
+    for chunk, (rows,) in zip(chunks, prefetched([(residual.flat[rows],) for rows in chunks], device), strict=True):
         output, choices = model.finish(layer, rows)
         so_far = torch.isfinite(output).all()
         finite = so_far if finite is None else finite & so_far
-        residual.flat[block].copy_(output)
+        residual.flat[chunk].copy_(output)
         if chosen is not None and choices is not None:
-            chosen.flat[block].copy_(choices)
+            chosen.flat[chunk].copy_(choices)
         check()
-    # Looked at once: on an accelerator every look waits for all that was launched.
+    # Checked once: on an accelerator every check is a synchronisation.
     if finite is not None and not bool(finite):
         raise QuantizeError(
             f"{where}: its output is not finite and would spoil the layers after it; nothing can be computed here"

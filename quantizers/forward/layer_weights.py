@@ -90,9 +90,9 @@ class ExpertWeights:
         self._finite = finite or FiniteCheck()
         for matrix, modules in self.modules.items():
             for module in modules:
-                found = self._formats[module] = weight_format(stored, module)
-                if found is not None:
-                    self._require_shape(module, matrix, found.shape)
+                stored_as = self._formats[module] = weight_format(stored, module)
+                if stored_as is not None:
+                    self._require_shape(module, matrix, stored_as.shape)
                 refuse_bias(stored, module)
 
     def batch(self, experts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

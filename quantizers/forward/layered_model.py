@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from quantizers.checkpoint.reader import Checkpoint
 
 
-class _Nothing(torch.nn.Module):
-    """Takes the place of the MoE block: the layer then returns the residual stream that the block would add to."""
+class _ZeroBlock(torch.nn.Module):
+    """Replaces the MoE block: the layer then returns the residual stream that the block would add to."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(hidden)
@@ -89,7 +89,7 @@ class LayeredModel:
         # inv_freq is computed, not loaded, so it would stay empty on the meta device.
         self.rotary = type(inner.rotary_emb)(config=config).to(device)
         self.final_norm = inner.norm
-        # A copy, since a view would keep the buffer of all that lies outside the layers.
+        # A copy, since a view would keep the buffer of all non-layer tensors.
         self.final_norm.load_state_dict({"weight": self._plain(facts.final_norm).clone()}, assign=True)
 
     def _plain(self, name: str) -> torch.Tensor:
@@ -157,7 +157,7 @@ class LayeredModel:
         Args:
             states: of one sequence (T, H), or of several of one length (B, T, H); the result has the same shape.
         """
-        with _replaced(layer, self._block, _Nothing()):
+        with _replaced(layer, self._block, _ZeroBlock()):
             output: torch.Tensor = layer(**self.inputs(states.view(-1, *states.shape[-2:])))
         return output.view_as(states)
 
@@ -219,15 +219,15 @@ class LayeredModel:
 
 @contextlib.contextmanager
 def _replaced(layer: torch.nn.Module, path: str, other: torch.nn.Module) -> Iterator[None]:
-    """Another module in the place of the one at `path`, within the block."""
+    """Replace the module at `path` by another within the block."""
     parent_path, _, name = path.rpartition(".")
     parent = layer.get_submodule(parent_path)
-    own = getattr(parent, name)
+    replaced = getattr(parent, name)
     setattr(parent, name, other)
     try:
         yield
     finally:
-        setattr(parent, name, own)
+        setattr(parent, name, replaced)
 
 
 def class_of(facts: Architecture) -> Any:
@@ -238,13 +238,13 @@ def class_of(facts: Architecture) -> Any:
     """
     import transformers
 
-    found = getattr(transformers, facts.model_class, None)
-    if not hasattr(found, "config_class"):
+    model_class = getattr(transformers, facts.model_class, None)
+    if not hasattr(model_class, "config_class"):
         raise ArchitectureError(
             f"the facts of {facts.model_type}: model_class: transformers {transformers.__version__} has no "
             f"{facts.model_class}; give one that computes this model"
         )
-    return found
+    return model_class
 
 
 def load_layer(
@@ -260,7 +260,7 @@ def load_layer(
         left_out: those that the layer has and is not to be given now.
 
     Raises:
-        ArchitectureError: the layer has no place for one, wants another, or has another shape for it.
+        ArchitectureError: the layer does not have one, needs another, or has another shape for it.
     """
     about = f"the facts of {facts.model_type}"
     try:
@@ -284,13 +284,13 @@ def load_layer(
 def require_plain_experts(experts: torch.nn.Module, facts: Architecture) -> None:
     """Refuse experts that compute anything else than act(gate) * up, for example a clamped product.
 
-    The sums of what w2 reads are made with that product, and the scale between w3 and w2 is exact for it alone.
+    The Hessian of w2 is computed from that product, and the scale between w3 and w2 is exact for it alone.
 
     Raises:
         ArchitectureError: transformers' class has a product of its own.
     """
-    own = getattr(type(experts), "_apply_gate", None)
-    if own is not None and own.__module__ != "transformers.integrations.moe":
+    gate = getattr(type(experts), "_apply_gate", None)
+    if gate is not None and gate.__module__ != "transformers.integrations.moe":
         raise ArchitectureError(
             f"the facts of {facts.model_type}: experts of {type(experts).__name__} do not compute act(gate) * up but a "
             "product of their own, which this program does not know; such a model cannot be quantized with it"

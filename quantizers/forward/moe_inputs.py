@@ -1,4 +1,4 @@
-"""The recorded input of one layer's MoE block, and the experts to which the router sent each token.
+"""Captured inputs of one layer's MoE block, and the experts to which the router sent each token.
 
 Legend: T rows (tokens), H hidden, E experts, K experts chosen per token.
 """
@@ -39,13 +39,13 @@ class MoeInputs:
 
 
 def capture_moe_inputs(x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> MoeInputs:
-    """What a router gave for x (T, H), with the rows blanked that no sum can use; the arguments are left as they are.
+    """The routing of x (T, H), with zeros in rows that no Hessian can use; the arguments are left as they are.
 
-    Every row is looked at here, once, so that nobody has to do it again in each pass over the rows.
+    ActivationStore are validated once, here, and not in each pass over them.
     """
     weight = weight.float()
     usable = usable_rows(x) & usable_rows(weight)
-    # To look first is quicker where looking is free; a GPU would have to be waited for.
+    # A check first is quicker on a CPU; on a GPU it would be a synchronisation.
     if is_accelerator(x.device) or not bool(usable.all()):
         unusable = ~usable.unsqueeze(-1)
         x, weight = x.masked_fill(unusable, 0), weight.masked_fill(unusable, 0)
@@ -59,7 +59,7 @@ def usable_rows(rows: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MoeInputStore:
-    """The same of all sequences; every process has all rows, since the solver reads them many times.
+    """Captured inputs of all sequences; every process has all rows, since the solver reads them many times.
 
     Attributes:
         x, chosen, weight, usable: as in `MoeInputs`, but chosen is int32, and usable has one column.
@@ -70,16 +70,16 @@ class MoeInputStore:
     weight: ActivationStore
     usable: ActivationStore
 
-    def put(self, rows: slice, seen: MoeInputs) -> None:
-        """Keep what was recorded of these rows, counted through all sequences."""
-        for place, field in zip(self._parts(rows), fields(seen), strict=True):
-            place.copy_(getattr(seen, field.name).view_as(place))
+    def put(self, rows: slice, captured: MoeInputs) -> None:
+        """Store the inputs of these rows, counted through all sequences."""
+        for stored, field in zip(self._parts(rows), fields(captured), strict=True):
+            stored.copy_(getattr(captured, field.name).view_as(stored))
 
     def complete(self, dist: ProcessGroup, rows_of: Callable[[int], tuple[int, int]]) -> None:
-        """Get the rows that the other processes have recorded.
+        """Get the rows that the other processes have captured.
 
         Args:
-            rows_of: first and last (exclusive) row that a rank has recorded, in the order of ranks.
+            rows_of: first and last (exclusive) row that a rank has captured, in the order of ranks.
         """
         if not dist.is_distributed:
             return
@@ -88,8 +88,8 @@ class MoeInputStore:
                 dist.broadcast(part, src)
 
     def at(self, rows: slice, device: torch.device) -> MoeInputs:
-        """These rows on a device: views where they lie there already."""
-        return _recorded(tensor.to(device) for tensor in self._parts(rows))
+        """These rows on a device: views if they are there already."""
+        return _moe_inputs(tensor.to(device) for tensor in self._parts(rows))
 
     def _parts(self, rows: slice) -> tuple[torch.Tensor, ...]:
         return tuple(part.flat[rows] for part in (self.x, self.chosen, self.weight, self.usable))
@@ -98,18 +98,18 @@ class MoeInputStore:
         """The rows of one sequence."""
         return slice(self.x.partition.offsets[number], self.x.partition.offsets[number + 1])
 
-    def blocks(
+    def chunks(
         self, device: torch.device, length: int, check: Callable[[], None] = lambda: None
     ) -> Sequence[MoeInputs]:
         """All rows in their order, `length` at a time, on the device.
 
-        Whoever goes through them has each until the next one is asked for: that crosses meanwhile, see `prefetched`.
+        Each is valid until the next one is asked for, which is copied meanwhile, see `prefetched`.
 
         Args:
             check: called before each.
         """
         rows = [slice(start, start + length) for start in range(0, len(self.x.flat), length)]
-        return _Blocks(self, rows, device, check)
+        return _Chunks(self, rows, device, check)
 
     def remove(self) -> None:
         """Remove the files, if there are any."""
@@ -134,11 +134,12 @@ def moe_input_store(
     )
 
 
-class _Blocks(Sequence[MoeInputs]):
-    def __init__(
-        self, rows: MoeInputStore, slices: Sequence[slice], device: torch.device, check: Callable[[], None]
-    ) -> None:
-        self.rows, self.slices, self.device, self.check = rows, slices, device, check
+@dataclass(frozen=True)
+class _Chunks(Sequence[MoeInputs]):
+    rows: MoeInputStore
+    slices: Sequence[slice]
+    device: torch.device
+    check: Callable[[], None]
 
     def __len__(self) -> int:
         return len(self.slices)
@@ -147,33 +148,33 @@ class _Blocks(Sequence[MoeInputs]):
     def __getitem__(self, index: int) -> MoeInputs: ...
 
     @overload
-    def __getitem__(self, index: slice) -> _Blocks: ...
+    def __getitem__(self, index: slice) -> _Chunks: ...
 
-    def __getitem__(self, index: int | slice) -> MoeInputs | _Blocks:
+    def __getitem__(self, index: int | slice) -> MoeInputs | _Chunks:
         if isinstance(index, slice):
-            return _Blocks(self.rows, self.slices[index], self.device, self.check)
+            return _Chunks(self.rows, self.slices[index], self.device, self.check)
         self.check()
         return self.rows.at(self.slices[index], self.device)
 
     def __iter__(self) -> Iterator[MoeInputs]:
         for part in prefetched([self.rows._parts(rows) for rows in self.slices], self.device):
             self.check()
-            yield _recorded(part)
+            yield _moe_inputs(part)
 
     def routing(self) -> Iterator[MoeInputs]:
-        """The same, with x where it lies."""
+        """The same, without a copy of x."""
         parts = [self.rows._parts(rows) for rows in self.slices]
         for (x, *_), routed in zip(parts, prefetched([part[1:] for part in parts], self.device), strict=True):
             self.check()
-            yield _recorded((x, *routed))
+            yield _moe_inputs((x, *routed))
 
 
-def routing_of(blocks: Iterable[MoeInputs]) -> Iterable[MoeInputs]:
-    """The same blocks for whoever reads their routing alone: x does not cross to the device, where it is large."""
-    return blocks.routing() if isinstance(blocks, _Blocks) else blocks
+def routing_of(chunks: Iterable[MoeInputs]) -> Iterable[MoeInputs]:
+    """The same chunks to read their routing alone: x, which is large, is not copied to the device."""
+    return chunks.routing() if isinstance(chunks, _Chunks) else chunks
 
 
-def _recorded(part: Iterable[torch.Tensor]) -> MoeInputs:
+def _moe_inputs(part: Iterable[torch.Tensor]) -> MoeInputs:
     x, chosen, weight, usable = part
     return MoeInputs(x, chosen, weight, usable.squeeze(-1))
 

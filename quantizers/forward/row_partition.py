@@ -1,9 +1,9 @@
 """Partition of the rows of many sequences: which a process computes, and which it keeps.
 
-Rows are dealt in whole blocks (see `ActivationStore.blocks`), consecutive ones in the order of ranks. Attention needs
+Rows are dealt in whole chunks (see `ActivationStore.chunks`), consecutive ones in the order of ranks. Attention needs
 whole batches of sequences (see attention_batches.py), and a batch may reach across the border of two ranks' rows: then
 both keep all of it, and take it through attention both, which gives both the same bits. What follows attention is
-computed block by block, by the block's process alone; afterwards the rows of the batches at the borders are exchanged
+computed chunk by chunk, by the chunk's process alone; afterwards the rows of the batches at the borders are exchanged
 (`RowPartition.complete`).
 """
 
@@ -24,23 +24,23 @@ class RowPartition:
     Args:
         lengths: tokens of each sequence, of all of them.
         dist: who shares them.
-        block: rows that go through a layer together, see planning/expert_batches.py; None: one block of all.
+        chunk: rows that go through a layer together, see planning/expert_batches.py; None: one chunk of all.
 
     Attributes:
         offsets: where each sequence begins among all rows, and where the last one ends.
         batches: the sequences that go through attention together, of all of them.
-        rows: first and last (exclusive) row of those that this process computes block by block.
+        rows: first and last (exclusive) row of those that this process computes chunk by chunk.
         sequences: those that it keeps: of each batch that has a row among these.
         start: the first row that it keeps.
     """
 
-    def __init__(self, lengths: Sequence[int], dist: ProcessGroup = SINGLE_PROCESS, block: int | None = None) -> None:
+    def __init__(self, lengths: Sequence[int], dist: ProcessGroup = SINGLE_PROCESS, chunk: int | None = None) -> None:
         self.lengths, self.dist = list(lengths), dist
-        self._block = block or max(1, sum(lengths))
+        self._chunk = chunk or max(1, sum(lengths))
         self.offsets = [0]
         for length in lengths:
             self.offsets.append(self.offsets[-1] + length)
-        self.batches = batches(self.lengths, self._block)
+        self.batches = batches(self.lengths, self._chunk)
         self.rows = self.rows_of(dist.rank)
         self.sequences = self._touching(self.rows)
         self.start = self.offsets[self.sequences.start]
@@ -59,30 +59,30 @@ class RowPartition:
     @property
     def owned(self) -> range:
         """Their sequences."""
-        own = self.owned_batches
-        return range(own[0].start, own[-1].stop) if own else range(0)
+        batches = self.owned_batches
+        return range(batches[0].start, batches[-1].stop) if batches else range(0)
 
     def rows_of(self, rank: int) -> tuple[int, int]:
-        """First and last (exclusive) row that a process computes block by block."""
-        blocks = self.dist.partition(-(-self.total // self._block), rank)
-        return min(blocks.start * self._block, self.total), min(blocks.stop * self._block, self.total)
+        """First and last (exclusive) row that a process computes chunk by chunk."""
+        chunks = self.dist.partition(-(-self.total // self._chunk), rank)
+        return min(chunks.start * self._chunk, self.total), min(chunks.stop * self._chunk, self.total)
 
     def kept_by(self, rank: int) -> slice:
         """The rows that a process keeps, counted through all sequences."""
         kept = self._touching(self.rows_of(rank))
         return slice(self.offsets[kept.start], self.offsets[kept.stop])
 
-    def blocks(self) -> list[slice]:
-        """The blocks of this process, counted from `start`; cut in the same places whatever the number of processes."""
+    def chunks(self) -> list[slice]:
+        """The chunks of this process, counted from `start`; the same for any number of processes."""
         first, last = self.rows
-        starts = range(first, last, self._block)
-        return [slice(start - self.start, min(start + self._block, last) - self.start) for start in starts]
+        starts = range(first, last, self._chunk)
+        return [slice(start - self.start, min(start + self._chunk, last) - self.start) for start in starts]
 
     def complete(self, flat: torch.Tensor) -> None:
         """Get the rows at the borders that others have computed.
 
         Args:
-            flat: (rows kept, …), of which this process has computed its blocks.
+            flat: (rows kept, …), of which this process has computed its chunks.
         """
         kept = self.kept_by(self.dist.rank)
         for first, last in self._borders():
@@ -121,8 +121,8 @@ class RowPartition:
             whole: (all rows, …) in rank 0; None in the others.
         """
         kept = self.kept_by(self.dist.rank)
-        for part in range(self.dist.world_size):
-            first, last = self.rows_of(part)
+        for rank in range(self.dist.world_size):
+            first, last = self.rows_of(rank)
             rows = flat.new_empty(last - first, *flat.shape[1:]) if whole is None else whole[first:last]
             self.dist.broadcast(rows)
             begin, end = max(first, kept.start), min(last, kept.stop)
@@ -143,5 +143,5 @@ class RowPartition:
 
 
 def _unused(like: torch.Tensor, rows: int) -> torch.Tensor:
-    """Room for rows that pass by: everybody takes part in a broadcast."""
+    """A buffer for rows that this process does not keep: a broadcast needs all processes."""
     return like.new_empty(rows, *like.shape[1:])

@@ -10,8 +10,7 @@ import torch
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names
 from quantizers.checkpoint.prefetch import prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.device.devices import is_accelerator
-from quantizers.device.malloc_tuning import release_free_memory
+from quantizers.device.devices import is_accelerator, release_free_memory
 from quantizers.device.prefetch import BufferPrefetch, pin
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.forward.layered_model import LayeredModel
@@ -41,8 +40,7 @@ def layer_steps(
         model: the source's structure and device; None if the consumers need bytes alone, on the CPU.
         check: called between layers; may raise to interrupt.
         dist: the processes that share the work.
-        early: whether there is room on the device for the next layer's bytes, which are then copied while one is
-            worked on.
+        early: whether there is room on the device for the next layer's bytes, which are then prefetched.
 
     Yields:
         Each step after its consumers. Its tensors are valid until the next one is asked for. Close the iterator to
@@ -68,12 +66,12 @@ def layer_steps(
     with contextlib.ExitStack() as stack:
         stack.callback(prefetch.stop)  # once nothing is read ahead any more
         parts = prefetched_tensors(source, list(tensors.values()), dist, prepare, arrived)
-        ahead = stack.enter_context(contextlib.closing(parts))
+        loading = stack.enter_context(contextlib.closing(parts))
         for number in tensors:
             check()
             doing("reading")
             watch = Watch()
-            loaded = next(ahead)
+            loaded = next(loading)
             watch.lap("read")
             with device_memory_errors(number):
                 on_device = loaded.to(device, prefetch.take() if early else None)
@@ -94,7 +92,7 @@ def all_tensors(model: LayeredModel, source: Checkpoint, first: int = 0) -> dict
 
 @contextlib.contextmanager
 def device_memory_errors(number: int) -> Iterator[None]:
-    """Turn a full device, while layer `number` is worked on, into a line that says how to resume."""
+    """Turn an out-of-memory error at layer `number` into a line that says how to resume."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -9,7 +9,7 @@ from quantizers.checkpoint.loaded_tensors import LoadedTensors, load_tensors
 from quantizers.checkpoint.prefetch import broadcast_tensors, received_tensors
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import read_header
-from quantizers.device.malloc_tuning import release_free_memory
+from quantizers.device.devices import release_free_memory
 from quantizers.distributed.process_group import ProcessGroup, rank_0_progress
 
 from .loop import device_memory_errors

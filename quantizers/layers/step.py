@@ -77,7 +77,7 @@ class Consumer:
         """The layer without the weights of its experts, which are to be left as they are."""
 
     def after_source(self, step: LayerStep) -> None:
-        """The source's module is freed, its stored tensors are there."""
+        """The source's module is freed, its stored tensors are loaded."""
 
 
 def run_step(step: LayerStep, model: LayeredModel | None, consumers: Sequence[Consumer]) -> None:

@@ -1,9 +1,8 @@
-"""Writes shards in the background, by the processes of the first machine in turn.
+"""Background shard writer: the ranks of the first machine write in turn.
 
 On a CPU one process writes a shard while it takes the held-out texts through the quantized layer, and waits for it at
-the end of the step: next to solving, that is nothing. A GPU, or one of several processes, is so much faster that
-writing would be what all wait for. There the next layer is begun meanwhile; of several processes on the first machine
-the others begin theirs, and the one that wrote a layer is waited for when its turn comes again.
+the end of the step. A GPU, or one of several processes, is so much faster that writing would be the bottleneck: there
+the next layer is begun meanwhile, and the process that writes a layer is waited for when its turn comes again.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ class ShardWriter(Generic[Digest, Audit]):
 
     Args:
         dist: the processes that take turns.
-        executor: one thread, which held-out states are written by as well.
-        background: whether the next layer is begun while a shard is on its way.
+        executor: one thread, which also writes held-out activations.
+        background: whether the next layer is begun before a shard is written.
 
     Attributes:
-        ahead: how many shards may be on their way while the next layer is worked on.
+        pending: how many shards may be unfinished while the next layer is solved.
     """
 
     def __init__(self, dist: ProcessGroup, executor: Executor, *, background: bool) -> None:
         self._dist, self._executor = dist, executor
         self._writers = dist.nodes.count(0)
-        self.ahead = max(self._writers - 1, 1) if background else 0
+        self.pending = max(self._writers - 1, 1) if background else 0
         self._begun: list[int] = []  # layers, in their order; the same in all processes
         self._own: dict[int, tuple[Future[Digest], Future[Audit]]] = {}
         self._known: dict[int, tuple[Digest, Audit]] = {}
@@ -52,17 +51,17 @@ class ShardWriter(Generic[Digest, Audit]):
         audited = self._executor.submit(audit)
         self._own[number] = self._executor.submit(store), audited
 
-    def finished(self, ahead: int | None = None) -> dict[int, tuple[Digest, Audit]]:
+    def finished(self, pending: int | None = None) -> dict[int, tuple[Digest, Audit]]:
         """The layers whose shards are on disk since the last call, in their order; all processes call this.
 
         Args:
-            ahead: how many may still be on their way; None for `self.ahead`.
+            pending: how many may still be unfinished; None for `self.pending`.
 
         Raises:
             QuantizeError: a shard could not be written, or holds other bytes than it was written with.
         """
-        ahead = self.ahead if ahead is None else ahead
-        due = self._begun[: max(len(self._begun) - ahead, 0)]
+        pending = self.pending if pending is None else pending
+        due = self._begun[: max(len(self._begun) - pending, 0)]
         for _, audited in self._own.values():
             audited.result()  # it reads the source's memory
         # What went wrong is raised in its turn: the layers before it are finished, and are journaled first.

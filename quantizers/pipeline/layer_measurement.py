@@ -61,7 +61,7 @@ TOKENS, TEXTS, EXPERTS, HESSIANS = "tokens", "evaluation tokens", "experts", "He
 # as of many. The Hessians of w2 grow with the number of experts, those of routed tokens do not.
 GROWS_WITH = {
     "read": [EXPERTS], "materialise": [EXPERTS], "reference": [TEXTS], "observe": [TOKENS], "dequantize": [EXPERTS],
-    "forced pass": [TOKENS, EXPERTS], "sums": [TOKENS, HESSIANS], "changes": [TOKENS], "search": [EXPERTS],
+    "forced pass": [TOKENS, EXPERTS], "Hessians": [TOKENS, HESSIANS], "changes": [TOKENS], "search": [EXPERTS],
     "rounding": [EXPERTS], "other solving": [EXPERTS], "pack": [EXPERTS], "propagate": [TOKENS], "candidate": [TEXTS],
     "compare": [TEXTS], "write": [EXPERTS],
 }  # fmt: skip

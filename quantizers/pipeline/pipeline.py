@@ -237,7 +237,7 @@ def _read_inputs(job: Job, dist: ProcessGroup) -> _Inputs:
         )
     data = _samples(job, job.recipe.calibration_set, job.recipe.calibration_tokens)
     if data.drawn and data.drawn.tokens < data.drawn.asked:
-        print(data.notes[-1], file=sys.stderr)  # of calibration/subsample.py
+        print(data.notes[-1], file=sys.stderr)  # of the subsample
     if job.recipe.verify and job.recipe.verify.coverage:
         check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
     return _Inputs(data, token_tensors(data, job.sizes["vocabulary"]), load_held_out(job))

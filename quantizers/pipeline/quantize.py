@@ -24,8 +24,7 @@ from eval.fidelity.scoring import measured, score
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.device.devices import forward_dtype, is_accelerator
-from quantizers.device.malloc_tuning import use_one_arena
+from quantizers.device.devices import forward_dtype, is_accelerator, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
 from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
@@ -54,13 +53,13 @@ class _Start:
         done: layers that an earlier call finished.
         damaged: those of them whose shards must be made again.
         lengths: tokens of each calibration sequence.
-        ahead: shards that may be on their way while the next layer is worked on; None for the writer's own choice.
+        pending: shards that may be unfinished while the next layer is solved; None for the writer's own choice.
     """
 
     done: int
     damaged: tuple[int, ...]
     lengths: tuple[int, ...]
-    ahead: int | None
+    pending: int | None
 
 
 def quantize_layers(
@@ -202,7 +201,7 @@ class _Run:
         loaded = load_tensors(source, layer_names(source, self.job.facts, number))
         step = LayerStep(number, loaded, loaded.to(self.model.device))
         run_step(step, self.model, [Comparison(self.streams[0], [self.quantizer], (), dist)])
-        (shard,) = self.writer.finished(ahead=0).values()
+        (shard,) = self.writer.finished(pending=0).values()
         if dist.is_main:
             made = self.quantizer.entry(step) | of_shard(shard)
             for key, what in (("source", "the source's tensors have"), ("digest", "it gets")):
@@ -233,10 +232,10 @@ class _Run:
         """The shards that are on disk since the last call; after the last step, with None, all the rest."""
         if step is None:
             self.quantizer.remove()
-            return self.writer.finished(ahead=0)
+            return self.writer.finished(pending=0)
         with device_memory_errors(step.number):  # of the audit, which ran beside the step
             doing("audit")
-            shards = self.writer.finished(self.start.ahead)
+            shards = self.writer.finished(self.start.pending)
             step.watch.lap("write")
         return shards
 

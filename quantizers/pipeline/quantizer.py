@@ -17,6 +17,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -81,7 +82,7 @@ class Quantizer:
     ) -> None:
         self.job, self.model, self.stream, self.context = job, model, stream, context
         self.writer, self._compensate_router = writer, compensate_router
-        block = tokens_per_chunk(is_accelerator(model.device))
+        chunk = tokens_per_chunk(is_accelerator(model.device))
 
         def rows(
             place: Place, name: str, width: int, dtype: torch.dtype, dist: ProcessGroup = SINGLE_PROCESS
@@ -89,7 +90,7 @@ class Quantizer:
             own = "" if context.dist.is_main else f"-{context.dist.rank}"
             path = context.work / f"{name}{own}.bin" if place == "files" else None
             device = model.device if place == "device" else None
-            made = ActivationStore(path, lengths, width, dtype, device, dist=dist, block=block)
+            made = ActivationStore(path, lengths, width, dtype, device, dist=dist, chunk=chunk)
             if place == "memory":
                 pin(made.flat, model.device)
             return made
@@ -172,7 +173,7 @@ class Quantizer:
             self.writer.skip(number)
             return
         host = tensors.host
-        if self.writer.ahead:  # the source's memory gets other bytes before the shard is on disk
+        if self.writer.pending:  # the source's memory gets other bytes before the shard is on disk
             host = {name: tensor.clone() if source.holds(tensor) else tensor for name, tensor in host.items()}
         path = self.context.work / "output" / self.job.plan.shard_file(number)
         hashes, carried = kept_hashes(self.job.plan, number, source), self.job.plan.unread(number)
@@ -256,7 +257,7 @@ def _for_the_journal(solved: LayerResult | None) -> dict[str, Any]:
         # JSON has no infinity. An infinite error means that an expert's weights or inputs overflow.
         "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
         "fallbacks": _by_expert(solved.fallbacks),
-        "leaning": solved.leaning and solved.leaning.as_dict(),
+        "leaning": solved.under_routed and asdict(solved.under_routed),
     }
 
 

@@ -16,7 +16,7 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.safetensors_header import Spec, printed
 from quantizers.formats.fp8 import declared_block
-from quantizers.formats.tensor_names import specs_apart
+from quantizers.formats.tensor_names import split_fused_specs
 from quantizers.system.errors import ArchitectureError
 from quantizers.system.strict_yaml import parse
 
@@ -102,7 +102,7 @@ def fit_facts(config: Mapping[str, Any], tensors: Mapping[str, Spec], where: str
         differences.append(Difference("size", kept.key, kept.otherwise or "the key", "no such key", written))
     facts = _read(values).of_model(config)
     sizes = sizes_of(facts, config, where)
-    tensors = specs_apart(tensors, facts, sizes, where)
+    tensors = split_fused_specs(tensors, facts, sizes, where)
     differences += fit_known(values, facts, compare(facts, sizes, config, tensors, where))
     facts = _read(values).of_model(config)
     compared = compare(facts, sizes, config, tensors, where)

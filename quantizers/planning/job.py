@@ -17,7 +17,7 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, INDEX, SINGLE, Checkpoint, open_folder, read_config, read_json, resolve
 from quantizers.checkpoint.safetensors_header import Spec, printed
 from quantizers.formats.fp8 import Fp8, declared_block
-from quantizers.formats.tensor_names import specs_apart, with_experts_apart
+from quantizers.formats.tensor_names import split_fused_experts, split_fused_specs
 from quantizers.formats.unsupported import refuse_four_bits
 from quantizers.recipe.changes import Change
 from quantizers.recipe.read import facts_location, given_at, read_recipe, set_location, source_location
@@ -105,11 +105,11 @@ def prepare(
     with _with_remedy(location):
         sizes = sizes_of(facts, config, config_name)
         if source:
-            source = with_experts_apart(source, facts, sizes)
+            source = split_fused_experts(source, facts, sizes)
             tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
         else:
             tensors = expected_tensors(facts, sizes, config, where) if tensors is None else tensors
-            tensors = specs_apart(tensors, facts, sizes, where)
+            tensors = split_fused_specs(tensors, facts, sizes, where)
         plan = make_plan(facts, sizes, tensors, recipe.experts, where, block)
     fp8 = plan.fp8_form(block)
     if not recipe.experts.by_budget:

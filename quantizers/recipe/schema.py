@@ -83,7 +83,7 @@ class Source(_OnlyIfGiven):
 
 
 class Calibration(Strict):
-    """A calibration set, or a subsample of it, see calibration/subsample.py.
+    """A calibration set, or a subsample of it.
 
     Without `tokens` it means the same as the set's name alone, and that is how the settings have it.
     """

@@ -11,12 +11,11 @@ are llm-compressor's "duo scaling" grid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from quantizers.device.devices import is_accelerator
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.formats.packed_integers import code_range, grouped
 from quantizers.recipe.schema import Awq, Experts
@@ -26,17 +25,12 @@ from .rounding import column_parts, in_groups, minmax_steps
 from .symmetric import row_losses
 
 SEARCH_ROWS, LARGEST_STEP = 2048, 8  # rows of all experts that are read for the norm's scale; see `row_step`
-TOGETHER = 4  # grid points that an accelerator tries at once, side by side in the columns of one product
 
 
 def row_step(rows: int, enough: int) -> int:
-    """Where a sum over many rows is only compared with other sums, every n-th row will do; this is n.
+    """Step n of a sample of every n-th row: at least `enough` of them, where there are as many, and one in 8.
 
-    The search only picks one of a few grid points, so a sample of very many rows picks the same one.
-
-    Args:
-        rows: that there are.
-        enough: at least so many are read, if there are so many, and never fewer than one in 8.
+    A search only compares sums over rows for a few grid points, and a sample of many rows picks the same one.
     """
     return min(LARGEST_STEP, max(1, rows // enough))
 
@@ -97,53 +91,37 @@ def scale_losses(
     Returns:
         (P, E) float32; infinity where a loss is not finite.
     """
+    weight = weight.mT.contiguous()  # (E, C, R): a column is contiguous
+    errors = torch.empty_like(weight)
     table = []
-    for errors in _tried_errors(weight, scales, group, bits):
-        experts, _, points, rows = errors.shape
-        table.append(row_losses(errors.flatten(2).mT, hessian).view(experts, points, rows).sum(-1))
-    losses = torch.cat(table, 1).T
+    for s in scales:
+        _fill_errors(errors, weight, s.unsqueeze(-1), group, bits)
+        table.append(row_losses(errors.mT, hessian).sum(-1))
+    losses = torch.stack(table, 1).T
     return torch.where(torch.isfinite(losses), losses, torch.full_like(losses, torch.inf))
 
 
-def _tried_errors(weight: torch.Tensor, scales: torch.Tensor, group: int, bits: int) -> Iterator[torch.Tensor]:
-    """Q(W s) / s − W of all candidates, a few at a time, (E, C, n, R); each valid until the next is asked for.
-
-    Args:
-        weight, scales: as for `scale_losses`.
-    """
-    weight = weight.mT.contiguous()
-    experts, columns, rows = weight.shape
-    together = TOGETHER if is_accelerator(weight.device) else 1
-    room = weight.new_empty(min(together, len(scales)) * weight.numel())
-    for some in torch.split(scales, together):
-        errors = room[: len(some) * weight.numel()].view(experts, columns, len(some), rows)
-        _fill_errors(weight, some, errors, group, bits)
-        yield errors
-
-
-def _fill_errors(weight: torch.Tensor, scales: torch.Tensor, errors: torch.Tensor, group: int, bits: int) -> None:
-    """Fill `errors` (E, C, P, R) with Q(W s) / s − W of weight (E, C, R) and scales (P, B, C)."""
-    for s, lost in zip(scales.unsqueeze(-1), errors.unbind(2), strict=True):  # (B, C, 1) and (E, C, R)
-        for experts, columns in column_parts(weight, group):
-            own, part = s[experts if len(s) > 1 else slice(None), columns], weight[experts, columns]
-            scaled = torch.mul(part, own, out=lost[experts, columns])
-            by_group = in_groups(scaled, group)
-            step = minmax_steps(by_group, bits).float().unsqueeze(2)
-            by_group.div_(step).round_().clamp_(*code_range(bits)).mul_(step)
-            scaled.div_(own).sub_(part)
+def _fill_errors(errors: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, group: int, bits: int) -> None:
+    """Fill `errors` (E, C, R) with Q(W s) / s − W of weight (E, C, R) and scale (B, C, 1)."""
+    for experts, columns in column_parts(weight, group):
+        s, part = scale[experts if len(scale) > 1 else slice(None), columns], weight[experts, columns]
+        scaled = torch.mul(part, s, out=errors[experts, columns])
+        by_group = in_groups(scaled, group)
+        step = minmax_steps(by_group, bits).float().unsqueeze(2)
+        by_group.div_(step).round_().clamp_(*code_range(bits)).mul_(step)
+        scaled.div_(s).sub_(part)
 
 
 def fold_norm(norm: torch.Tensor, s: torch.Tensor, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide a stored norm by s, and return the scale that this division really was.
 
-    The file stores the norm in its own dtype, so the quotient is rounded first and s is then taken
-    as norm / norm' exactly; everything that reads the norm is multiplied by that. (With the unrounded
-    s every reader would keep an error of up to 2^-9.)
+    The file stores the norm in its own dtype, so the quotient is rounded first, and all readers of the norm are
+    multiplied by s = norm / norm' exactly. (With the unrounded s every reader would keep an error of up to 2^-9.)
 
     Args:
         norm: (H,) in the source's dtype.
         s: (H,) float32, positive.
-        offset: what the model adds to the stored norm: where it is 1, norm means 1 + the stored one everywhere here.
+        offset: added to the stored norm by the model: where it is 1, norm means 1 + the stored one everywhere here.
 
     Returns:
         norm' (H,) in the same dtype and s (H,) float32; 1 where the norm, or its quotient, is zero or
@@ -158,7 +136,7 @@ def fold_norm(norm: torch.Tensor, s: torch.Tensor, offset: int = 0) -> tuple[tor
 
 
 def divided_first(bits: int) -> bool:
-    """Whether w3's rows are divided by s before they are rounded, or their stored scales after; see solver.py."""
+    """Whether w3's rows are divided by s before they are rounded, or their stored scales after; see expert_batch.py."""
     return bits == 8
 
 
@@ -183,18 +161,14 @@ def fold_hessian(hessian: torch.Tensor, s: torch.Tensor) -> None:
     hessian.div_(s.unsqueeze(-1) * s.unsqueeze(-2))
 
 
-# The scale that is folded into the norm: one for all of its readers, searched over all experts.
-#
-# Legend: E experts, c experts of a batch, H hidden, P grid points.
-
 Rows = Callable[[ExpertBatch], torch.Tensor]
 
 
 def norm_scale(
-    gate_up: Callable[[ExpertBatch], torch.Tensor],
+    gate_up: Rows,
     inputs: InputHessian,
     settings: Experts,
-    units: Sequence[ExpertBatch],
+    batches: Sequence[ExpertBatch],
     experts: int,
     *,
     within_memory: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
@@ -203,29 +177,28 @@ def norm_scale(
     """The scale (H,) that the norm, the router and every w1 and w3 share, before the norm is rounded.
 
     Args:
-        gate_up: gives w1 above w3 of an expert batch, (c, 2I, H).
-        units: this process's.
+        gate_up: returns w1 above w3 of an expert batch, (c, 2I, H).
+        batches: this process's.
         experts: E.
         within_memory: calls a function again where memory was full, see `HessianCache`.
 
     Returns:
-        The scale; and the objective before and after, two numbers on the device.
+        The scale; and the objective before and after, two scalars on the device.
     """
     assert isinstance(settings.awq, Awq)
     group, bits, device = settings.group_size, settings.bits, inputs.hessian.device
 
-    def means(unit: ExpertBatch) -> torch.Tensor:
-        return weight_means(gate_up(unit).float(), group)
+    def means(batch: ExpertBatch) -> torch.Tensor:
+        return weight_means(gate_up(batch).float(), group)
 
-    def losses(points: torch.Tensor, unit: ExpertBatch) -> torch.Tensor:
-        rows = gate_up(unit)
+    def losses(points: torch.Tensor, batch: ExpertBatch) -> torch.Tensor:
+        rows = gate_up(batch)
         step = row_step(experts * rows.shape[1], SEARCH_ROWS)
-        return (
-            scale_losses(rows[:, ::step].float(), inputs.hessian.unsqueeze(0), points, group, bits).T * step
-        )  # (c, P)
+        table = scale_losses(rows[:, ::step].float(), inputs.hessian.unsqueeze(0), points, group, bits)
+        return table.T * step  # (c, P)
 
     def of_all(rows: Rows) -> torch.Tensor:
-        parts = [within_memory(partial(rows, unit)) for unit in units]
+        parts = [within_memory(partial(rows, batch)) for batch in batches]
         return dist.all_gather({"rows": torch.cat(parts)} if parts else {}, device)["rows"]
 
     mean = of_all(means).mean(0, keepdim=True)

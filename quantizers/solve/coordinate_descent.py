@@ -4,11 +4,9 @@ Legend: E experts, R rows, C columns, g group size, n = C / g groups, G the colu
 
 GPTQ decides each column once, with scales fixed beforehand. With P = (W − Ŵ) G at hand, the loss
 tr((W − Ŵ) G (W − Ŵ)ᵀ) is a parabola in a single group's scale, and in a single code, so each can be
-set to its best value in turn: block coordinate descent, by which the loss never rises. What is kept current is W − Ŵ.
-A panel of columns gets its part of P by one matmul as its turn comes, and each of its groups by another what the groups
-before it have changed. Together a sweep multiplies by G once, and writes no more of P than it needs.
-
-`refine_group` keeps the rule of solve/kernels: a kernel there takes its place on a GPU, and gives the same bits.
+set to its best value in turn: block coordinate descent, by which the loss never rises. A panel of columns gets its
+part of P by one matmul, and each of its groups by another the changes of the groups before it, so that a sweep
+multiplies by G once. `refine_group` keeps the rule of kernels.py: a kernel takes its place on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch
 from quantizers.device.triton_support import use_kernel
 from quantizers.formats.packed_integers import code_range
 
-from .kernels import launch
+from . import kernels
 from .symmetric import ordered_sum
 
 PANEL = 256  # columns, rounded down to whole groups
@@ -39,20 +37,20 @@ def refine(
         Codes and scales of the same shapes and dtypes; scales stay positive and rounded to bfloat16.
     """
     group = codes.shape[2] // scale.shape[2]
-    # Everything is transposed, (E, C, R) and (E, n, R): a column lies in one piece.
+    # Everything is transposed, (E, C, R) and (E, n, R): a column is contiguous.
     codes, scale = (tensor.mT.clone(memory_format=torch.contiguous_format) for tensor in (codes, scale))
     difference = _dequantized(codes, scale)
     torch.sub(weight.mT, difference, out=difference)
     by_group = hessian.view(len(hessian), -1, group, hessian.shape[2] // group, group)
-    own = by_group.diagonal(dim1=1, dim2=3).movedim(-1, 1).contiguous()  # (E, n, g, g)
+    blocks = by_group.diagonal(dim1=1, dim2=3).movedim(-1, 1).contiguous()  # (E, n, g, g)
     for _ in range(sweeps):
-        _sweep(hessian, own, codes, scale, difference, bits=bits)
+        _sweep(hessian, blocks, codes, scale, difference, bits=bits)
     return codes.mT.contiguous(), scale.mT.contiguous()
 
 
 def _sweep(
     hessian: torch.Tensor,
-    own: torch.Tensor,
+    blocks: torch.Tensor,
     codes: torch.Tensor,
     scale: torch.Tensor,
     difference: torch.Tensor,
@@ -62,28 +60,28 @@ def _sweep(
     """Set all codes (E, C, R) and scales (E, n, R), and with them (W − Ŵ)ᵀ (E, C, R).
 
     Args:
-        own: (E, n, g, g), each group's own part of G.
+        blocks: (E, n, g, g), the part of G of each group alone.
     """
     experts, columns, rows = codes.shape
     group = columns // scale.shape[1]
     panel = max(1, PANEL // group) * group
-    refine_one = launch.refine_group if use_kernel("refine_group", codes.device) else refine_group
+    refine_one = kernels.refine_group if use_kernel("refine_group", codes.device) else refine_group
     for first in range(0, columns, panel):
-        here = slice(first, min(first + panel, columns))
-        near = torch.bmm(hessian[:, here], difference)  # Pᵀ
-        change = codes[:, here].float()
-        groups = slice(first // group, here.stop // group)
-        image = own[:, groups] @ change.view(experts, -1, group, rows)
+        chosen = slice(first, min(first + panel, columns))
+        near = torch.bmm(hessian[:, chosen], difference)  # Pᵀ
+        change = codes[:, chosen].float()
+        groups = slice(first // group, chosen.stop // group)
+        image = blocks[:, groups] @ change.view(experts, -1, group, rows)
         for at in range(groups.start, groups.stop):
             whole = slice(at * group, (at + 1) * group)
             part = slice(whole.start - first, whole.stop - first)
             if part.start:
                 near[:, part].baddbmm_(hessian[:, whole, first : whole.start], change[:, : part.start])
             refine_one(
-                own[:, at], scale[:, at], near[:, part], image[:, at - groups.start], codes[:, whole], change[:, part],
-                bits,
+                blocks[:, at], scale[:, at], near[:, part],
+                image[:, at - groups.start], codes[:, whole], change[:, part], bits,
             )  # fmt: skip
-        difference[:, here].add_(change)
+        difference[:, chosen].add_(change)
 
 
 def refine_group(
@@ -95,7 +93,7 @@ def refine_group(
     change: torch.Tensor,
     bits: int,
 ) -> None:
-    """Set one group's scale, and then its codes; arguments are those of `launch.refine_group`."""
+    """Set one group's scale, and then its codes; arguments are those of `kernels.refine_group`."""
     old, before = scale.float(), codes.float()
     curvature, gradient = ordered_sum(torch.stack((image, near)).mul_(before))
     rounded = (old + gradient / curvature.clamp(min=torch.finfo(torch.float32).tiny)).bfloat16()

@@ -1,7 +1,7 @@
 """One expert batch: from the Hessians of its inputs to codes and scales.
 
-w1 and w3 are rounded first. What the rounded ones then give w2 is what w2's sums are gathered from; w2 is corrected
-for the difference (expert_batch.py), a scale s per expert between w3 and w2 is searched, and w2 is rounded.
+w1 and w3 are rounded first, and w2's Hessian is that of the inputs which the rounded ones give it. w2 is corrected for
+the difference (`corrected`), a scale s per expert between w3 and w2 is searched, and w2 is rounded.
 
 With 8 bits s comes first. Found afterwards, it would divide w3's stored group scales, which bfloat16 then rounds a
 second time. That is far below the codes' error at 4 bits, but 4 to 39 % of it at 8. So s is searched from what the
@@ -17,11 +17,10 @@ Legend: c experts of the batch, H hidden, I expert width, R rows, C columns, P g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from quantizers.architectures.matrices import Matrix
+from quantizers.architectures.matrices import MATRICES
 from quantizers.device.timing import phase
 from quantizers.formats.packed_integers import dequantize
 from quantizers.recipe.schema import Awq, Experts
@@ -32,26 +31,8 @@ from .down_hessian import DownHessian
 from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest
 from .symmetric import quadratic_loss
 
-# At least so many rows of a matrix are read to choose w2's scale, and for the errors of the report.
-SEARCH_ROWS, REPORTED_ROWS = 768, 512
+SEARCH_ROWS, REPORTED_ROWS = 768, 512  # rows of a matrix read to choose w2's scale, and for the report, see `row_step`
 SWEEPS = 2  # of coordinate_descent.py after GPTQ; a third would lower the loss by less than 1 %
-
-
-@dataclass
-class SolvedBatch:
-    """The solved experts of one batch, or all of them: codes and scales as in `LayerResult`, and numbers about them.
-
-    Attributes:
-        damping: per group of matrices that share a factorization, (c,), see `rounding.gptq`.
-        totals: of each expert (c,), losses (`…_lost`) and what they are relative to (`…_whole`), the w2
-            search's objective before and after, rows `seen` and `dropped`, see `DownHessian`,
-            and groups that are all zero (`…_zero`).
-    """
-
-    codes: dict[Matrix, torch.Tensor]
-    scales: dict[Matrix, torch.Tensor]
-    damping: dict[str, torch.Tensor]
-    totals: dict[str, torch.Tensor]
 
 
 def solve_batch(
@@ -61,19 +42,21 @@ def solve_batch(
     of_source: Callable[[], DownHessian],
     of_rounded: Callable[[torch.Tensor, bool], DownHessian],
     settings: Experts,
-    *,
-    exact: bool = True,
-) -> SolvedBatch:
+) -> dict[str, torch.Tensor]:
     """Scale and round the experts of one batch.
 
     Args:
         gate_up, down: (c, 2I, H) and (c, H, I) in float32; gate_up multiplied by the norm's scale. Changed.
-        input_hessian: (c, H, H) float32, of what that reads.
-        of_source: gives the Hessians of w2's inputs as the source's w1 and w3 produce them.
+        input_hessian: (c, H, H) float32, of its inputs.
+        of_source: returns the Hessians of w2's inputs as the source's w1 and w3 produce them.
         of_rounded: from rounded w1 and w3 (c, 2I, H) to the Hessians of w2's inputs, with `changes` if asked for.
-        exact: whether a factorization that fails is noticed and tried again, see `rounding.gptq`.
+
+    Returns:
+        For each matrix `codes.…` and `scales.…` as in `LayerResult`. For each expert (c,): `damping.gate_up` and
+        `damping.down`, see `rounding.gptq`; losses `…_lost`, and the squares that they are relative to `…_whole`; the
+        w2 search's objective `down_search_before` and `…_after`; rows `seen` and `dropped`, see `DownHessian`.
     """
-    # What w2's columns are multiplied by, w3's rows are divided by: s (c, I).
+    # w2's columns are multiplied by s (c, I), and w3's rows divided by it.
     rows, searched = None, dict[str, torch.Tensor]()
     s = torch.ones_like(down[:, 0])
     early = bool(settings.awq) and divided_first(settings.bits)
@@ -83,43 +66,45 @@ def solve_batch(
         gate_up.div_(rows)
     # gate and up read the same inputs, so they share one factorization.
     with phase("rounding"):
-        codes, scales, first_damping, totals = _round(gate_up, input_hessian, settings, "gate_up", rows, exact=exact)
+        codes, scales, numbers = _round(gate_up, input_hessian, settings, "gate_up", rows)
     rounded = dequantize(codes, scales)
-    sums = of_rounded(rounded if rows is None else rounded.mul_(rows), settings.rounding == "gptq")
+    inputs = of_rounded(rounded if rows is None else rounded.mul_(rows), settings.rounding == "gptq")
     del rounded
-    if sums.changes is not None:
+    if inputs.changes is not None:
         with phase("rounding"):
-            down = corrected(down, sums.hessian, sums.changes, DAMPING)
+            down = corrected(down, inputs.hessian, inputs.changes, DAMPING)
     gate_codes, up_codes = codes.chunk(2, dim=1)
     gate_scales, up_scales = scales.chunk(2, dim=1)
     if settings.awq and not early:
-        s, searched = _width_scale(down, sums, settings)
+        s, searched = _width_scale(down, inputs, settings)
         # w3's codes stay as they are. (Its scales are rounded to bfloat16 once more, by far less than the codes were.)
         up_scales = divided(up_scales, up_codes, s)
-    width_hessian = sums.hessian
+    down_hessian = inputs.hessian
     if settings.awq:
         down.mul_(s.unsqueeze(1))
-        fold_hessian(width_hessian, s)
+        fold_hessian(down_hessian, s)
     with phase("rounding"):
-        down_codes, down_scales, damping, lost = _round(down, width_hessian, settings, "down", exact=exact)
-    return SolvedBatch(
-        {"gate": gate_codes, "up": up_codes, "down": down_codes},
-        {"gate": gate_scales, "up": up_scales, "down": down_scales},
-        first_damping | damping,
-        totals | searched | lost | {"seen": sums.seen, "dropped": sums.dropped},
+        down_codes, down_scales, down_numbers = _round(down, down_hessian, settings, "down")
+    codes_of = zip(MATRICES, (gate_codes, up_codes, down_codes), strict=True)
+    scales_of = zip(MATRICES, (gate_scales, up_scales, down_scales), strict=True)
+    return (
+        {f"codes.{matrix}": values for matrix, values in codes_of}
+        | {f"scales.{matrix}": values for matrix, values in scales_of}
+        | {**numbers, **searched, **down_numbers, "seen": inputs.seen, "dropped": inputs.dropped}
     )
 
 
 def _width_scale(
-    down: torch.Tensor, sums: DownHessian, settings: Experts
+    down: torch.Tensor, inputs: DownHessian, settings: Experts
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A scale (c, I) for each expert between w3 and w2, and its objective (c,) before and after."""
     assert isinstance(settings.awq, Awq)
     with phase("search"):
         means = weight_means(down, settings.group_size)
-        grid = grid_scales(sums.mean, means, settings.awq.grid, settings.awq.duo_scaling)
+        grid = grid_scales(inputs.mean, means, settings.awq.grid, settings.awq.duo_scaling)
         step = row_step(down.shape[1], SEARCH_ROWS)
-        losses = scale_losses(down[:, ::step], sums.hessian, grid, settings.group_size, settings.bits) * step  # (P, c)
+        losses = scale_losses(down[:, ::step], inputs.hessian, grid, settings.group_size, settings.bits)  # (P, c)
+        losses *= step
         best = losses.argmin(0)
         chosen = grid[best, torch.arange(len(best), device=best.device)]
         after = losses.gather(0, best.unsqueeze(0))[0].double()
@@ -132,26 +117,24 @@ def _round(
     settings: Experts,
     name: str,
     rows: torch.Tensor | None = None,
-    *,
-    exact: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Hessian (c, C, C).
 
     Args:
-        rows: (c, R, 1), what the rows were divided by; losses are those of the rows as they were.
+        rows: (c, R, 1), divisors of the rows; losses are those of the rows before that.
 
     Returns:
-        Codes, scales, and under `name` what `SolvedBatch` keeps as damping and as totals.
+        Codes, scales, and the numbers of `solve_batch` under `name`.
     """
-    damping: dict[str, torch.Tensor] = {}
-    weight = weight.mT.contiguous().mT  # whatever follows takes its columns one by one: transposed once
+    numbers: dict[str, torch.Tensor] = {}
+    weight = weight.mT.contiguous().mT  # columns are contiguous from here on
     if settings.scales == "mse":
         scale = mse_scales(weight, hessian.diagonal(dim1=-2, dim2=-1), settings.group_size, settings.bits)
     else:
         scale = minmax_scales(weight, settings.group_size, settings.bits)
     if settings.rounding == "gptq":
-        codes, used = gptq(weight, hessian, scale, settings.bits, DAMPING, exact=exact)
-        damping[name] = used
+        codes, used = gptq(weight, hessian, scale, settings.bits, DAMPING)
+        numbers[f"damping.{name}"] = used
         solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
         refined = refine(weight, damped(hessian, used), codes, scale, settings.bits, sweeps=SWEEPS)
         codes, scale = torch.where(solvable, refined[0], codes), torch.where(solvable, refined[1], scale)
@@ -162,26 +145,21 @@ def _round(
     lost = dequantize(codes[:, ::step], scale[:, ::step]).sub_(whole)
     if rows is not None:
         lost, whole = lost.mul_(rows[:, ::step]), whole * rows[:, ::step]
-    totals = {
-        f"{name}_lost": quadratic_loss(lost, hessian).double() * step,
-        f"{name}_whole": quadratic_loss(whole, hessian).double() * step,
-    }
-    return codes, scale, damping, totals
-
-
-# w2 adjusted to the inputs that it will really get: those of the rounded w1 and w3.
-#
-# Rounding w1 and w3 changes w2's input from h + d, which the source's w1 and w3 would give, to h. The matrix
-# that comes closest to w2 (h + d) when it reads h instead is a ridge regression towards w2,
-#
-#     w2* = w2 + w2 (Σ d hᵀ) (Σ h hᵀ + λ I)⁻¹,
-#
-# and it is w2* that is then rounded. Tokens are weighted as in all sums, but Σ d hᵀ runs only over those that the
-# router sends to the expert: only their error reaches the model's output.
+    numbers[f"{name}_lost"] = quadratic_loss(lost, hessian).double() * step
+    numbers[f"{name}_whole"] = quadratic_loss(whole, hessian).double() * step
+    return codes, scale, numbers
 
 
 def corrected(down: torch.Tensor, hessian: torch.Tensor, changes: torch.Tensor, damping: float) -> torch.Tensor:
-    """w2* (c, H, I) float32, see above; w2 where there is no solution.
+    """w2 corrected for the inputs that the rounded w1 and w3 give it, (c, H, I) float32; w2 where there is no solution.
+
+    Rounding w1 and w3 changes w2's input from h + d to h. The matrix that comes closest to w2 (h + d) when it reads h
+    instead is a ridge regression towards w2,
+
+        w2* = w2 + w2 (Σ d hᵀ) (Σ h hᵀ + λ I)⁻¹.
+
+    Tokens are weighted as in all Hessians, but Σ d hᵀ runs only over those that the router sends to the expert: only
+    their error reaches the model's output.
 
     Args:
         down: (c, H, I) float32, w2.

@@ -1,4 +1,4 @@
-"""Compare a quantized layer with its source, after undoing the scales that AWQ moved between tensors."""
+"""Scales that AWQ folded into norms and matrices: undone, to compare a quantized layer with its source."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SAME_FACTOR = 2**-6
 
 
 def norm_ratio(before: torch.Tensor, after: torch.Tensor, offset: int) -> torch.Tensor:
-    """What a norm (H,) was divided by, float32; 1 where the divided one is 0.
+    """The scale (H,) by which a norm was divided, float32; 1 where the divided one is 0.
 
-    Whatever reads the norm must have been multiplied by this ratio.
+    The matrices that read the norm must have been multiplied by this ratio.
 
     Args:
         before, after: as stored; to both the model adds `offset`.

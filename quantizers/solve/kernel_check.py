@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,12 +15,27 @@ from quantizers.device.triton_support import can_launch, disable_kernel, first_l
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.formats.packed_integers import grouped
 
+from . import kernels
 from .coordinate_descent import refine_group
 from .down_hessian import weigh_rows
-from .kernels import launch
 from .rounding import BLOCK, MSE_COUNT, MSE_FIRST, MSE_LESS, in_groups, mse_steps, round_block
 
 Arguments = list[Any]
+
+
+class Case(NamedTuple):
+    """A kernel's twin in torch's operations, and a small input of both.
+
+    Attributes:
+        arguments: from device, E, R, C and bits to the arguments; the same numbers every time.
+        results: positions of the arguments that must have the same bits; none if the kernel returns its result.
+        sums: position of the argument that the twin adds up in another order.
+    """
+
+    arguments: Callable[..., Arguments]
+    twin: Callable[..., Any]
+    results: dict[str, int]
+    sums: int | None = None
 
 
 def verify_kernels(
@@ -29,24 +43,23 @@ def verify_kernels(
 ) -> None:
     """Disable each kernel that cannot be launched on a device, or differs from its eager twin there.
 
-    All processes call this, and use the same kernels afterwards: what one of them refuses, all do without. Rank 0
-    prints a line for each kernel that is disabled.
+    All processes call this, and disable the kernels of all. Rank 0 prints a line for each.
 
     Args:
         schemes: bits and group sizes of the run, for which kernels are compiled.
     """
-    own = {kernel: problem_of(kernel, device, schemes) for kernel in KERNELS} if can_launch(device) else {}
-    found: dict[str, str] = {}
-    for problems in dist.all_gather_object(own):
-        found = {kernel: problem for kernel, problem in problems.items() if problem} | found
-    for kernel, problem in found.items():
+    found = {kernel: problem_of(kernel, device, schemes) for kernel in KERNELS} if can_launch(device) else {}
+    problems: dict[str, str] = {}
+    for of_process in dist.all_gather_object(found):
+        problems = {kernel: problem for kernel, problem in of_process.items() if problem} | problems
+    for kernel, problem in problems.items():
         disable_kernel(kernel)
         if dist.is_main:
             print(f"kernel {kernel} {problem}; torch's own operations do its work in this run", file=sys.stderr)
 
 
 def problem_of(kernel: str, device: torch.device, schemes: Collection[tuple[int, int]]) -> str:
-    """What is wrong with a kernel on a device; empty if nothing is."""
+    """The reason why a kernel cannot be used on a device; empty if there is none."""
     for bits, group in sorted(set(schemes)):
         try:
             differing = differences(kernel, device, (2, 40, group, bits))
@@ -64,12 +77,13 @@ def differences(kernel: str, device: torch.device, shape: tuple[int, int, int, i
         shape: E, R, C and bits.
     """
     case = KERNELS[kernel]
-    given, wanted = case.arguments(device, *shape), case.arguments(device, *shape)
-    chosen = getattr(launch, kernel)(*given), case.twin(*wanted)
-    pairs = {name: (given[place], wanted[place]) for name, place in case.results.items()} or {"scales": chosen}
+    by_kernel, by_twin = case.arguments(device, *shape), case.arguments(device, *shape)
+    returned = getattr(kernels, kernel)(*by_kernel), case.twin(*by_twin)
+    pairs = {name: (by_kernel[at], by_twin[at]) for name, at in case.results.items()} or {"scales": returned}
     differing = [name for name, pair in pairs.items() if not same_bits(*pair)]
-    if case.sums is not None and not torch.allclose(given[case.sums].sum(-1), wanted[case.sums].sum(-1), rtol=1e-4):
-        differing.append("sums")
+    if case.sums is not None:
+        first, second = (arguments[case.sums].sum(-1) for arguments in (by_kernel, by_twin))
+        differing += [] if torch.allclose(first, second, rtol=1e-4) else ["sums"]
     return differing
 
 
@@ -78,23 +92,6 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     known = ~second.isnan()
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}[first.element_size()]
     return torch.equal(~first.isnan(), known) and torch.equal(first.view(whole)[known], second.view(whole)[known])
-
-
-@dataclass(frozen=True)
-class _Case:
-    """How a kernel is compared with its twin.
-
-    Attributes:
-        arguments: from device, E, R, C and bits to what both are given; the same numbers every time.
-        twin: the same in torch's operations.
-        results: which arguments hold the results that must have the same bits; empty if both return one.
-        sums: the argument that is added up in another order by the twin.
-    """
-
-    arguments: Callable[..., Arguments]
-    twin: Callable[..., Any]
-    results: dict[str, int]
-    sums: int | None = None
 
 
 def _drawn(device: torch.device, *shape: int) -> torch.Tensor:
@@ -111,7 +108,7 @@ def _scales(device: torch.device, *shape: int) -> torch.Tensor:
 
 
 def _within(tensor: torch.Tensor, columns: int) -> torch.Tensor:
-    """The tensor as a view of a larger one: what a kernel gets is part of a matrix."""
+    """The tensor as a view of a larger one, as a kernel gets a part of a matrix."""
     larger = tensor.new_zeros(tensor.shape[0], tensor.shape[1] + columns, *tensor.shape[2:])
     larger[:, columns:] = tensor
     return larger[:, columns:]
@@ -153,12 +150,12 @@ def _mse_twin(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: 
 
 
 def _weigh_rows(device: torch.device, experts: int, rows: int, columns: int, _: int) -> Arguments:
-    """Of so many rows (tokens), some of which count nothing and one of which is not a number there."""
+    """Rows are tokens: some have weight zero, and one of these is not a number."""
     h, root = _drawn(device, experts, columns, rows).bfloat16(), _drawn(device, experts, rows).abs().bfloat16()
     root[:, ::3] = 0
     h[0, 1, 0] = torch.nan
     h[0, 2] = -0.0
-    return [_within(h, columns), root, torch.zeros(experts, columns, launch.SUMS, device=device)]
+    return [_within(h, columns), root, torch.zeros(experts, columns, kernels.SUMS, device=device)]
 
 
 def _weigh_twin(h: torch.Tensor, root: torch.Tensor, magnitude: torch.Tensor) -> None:
@@ -167,8 +164,8 @@ def _weigh_twin(h: torch.Tensor, root: torch.Tensor, magnitude: torch.Tensor) ->
 
 
 KERNELS = {
-    "gptq_block": _Case(_gptq_block, round_block, {"errors": 4, "codes": 5}),
-    "refine_group": _Case(_refine_group, refine_group, {"scales": 1, "codes": 4, "changes": 5}),
-    "mse_scales": _Case(_mse_scales, _mse_twin, {}),
-    "weigh_rows": _Case(_weigh_rows, _weigh_twin, {"rows": 0}, sums=2),
+    "gptq_block": Case(_gptq_block, round_block, {"errors": 4, "codes": 5}),
+    "refine_group": Case(_refine_group, refine_group, {"scales": 1, "codes": 4, "changes": 5}),
+    "mse_scales": Case(_mse_scales, _mse_twin, {}),
+    "weigh_rows": Case(_weigh_rows, _weigh_twin, {"rows": 0}, sums=2),
 }

@@ -1,29 +1,31 @@
 """The reference engine: llm-compressor's own AWQ and quantization modifiers on one decoder layer.
 
-The library gets a one-layer model, a session of its own and one sequence a batch, and does what its `oneshot`
-would do with that layer: a grid of scales, each scored by replaying the MoE block (norm → router, w1, w3) or
-the one matrix (w3 → w2) on every calibration token; min-max group scales; nearest rounding.
+The library gets a one-layer model, a session of its own and one sequence a batch, and does what its `oneshot` does with
+that layer: a grid of scales, each scored by replaying the MoE block (norm → router, w1, w3) or the one matrix (w3 → w2)
+on every calibration token; min-max group scales; nearest rounding.
 
-Three things are not the library's, all on purpose:
+Three things differ on purpose:
 
-- The layer is float32, and so are the library's group scales, but a checkpoint holds bfloat16 scales. They
-  are rounded first, and the smoothed weights are then rounded to codes *with the rounded scale*, by the
-  library's own `quantize`. (A bfloat16 model would have rounded the smoothed weights as well, before its
-  scales were taken; here they stay float32.)
-- The library divides the norm by its s and multiplies the router and the experts by the same s. A checkpoint
-  holds norm' = bf16(norm / s), so `smooth` is norm / norm', and the router is the source's times that: exact.
-  The experts keep the unrounded s, hence a relative error of at most 2^-9 in each input.
-- `BasicPipeline` of 0.14 turns fake quantization on again before AWQ starts its search, which then measures
-  weights that are quantized twice, at first by scales not yet set. So the events are sent here, in the order
-  of the library's `SequentialPipeline` (what `oneshot` uses) and with quantization off as there.
+- The layer is float32, and so are the library's group scales, but a checkpoint holds bfloat16 scales. They are rounded
+  first, and the smoothed weights are then rounded to codes with the rounded scale, by the library's own `quantize`. (A
+  bfloat16 model would have rounded the smoothed weights as well; here they stay float32.)
+- The library divides the norm by its s and multiplies the router and the experts by the same s. A checkpoint holds
+  norm' = bf16(norm / s), so `smooth` is norm / norm', and the router is the source's times that: exact. The experts
+  keep the unrounded s, hence a relative error of at most 2^-9 in each input.
+- `BasicPipeline` of 0.14 turns fake quantization on again before AWQ starts its search, which then measures weights
+  that are quantized twice. So the events are sent here, in the order of the library's `SequentialPipeline` (which
+  `oneshot` uses) and with quantization off as there.
 
 The only file that replaces code of another project while it runs (`quiet_library`), since llm-compressor 0.14 has no
 option for it: tqdm's bars would be mixed with our progress, and its cache pins memory even without an accelerator,
 which torch refuses.
+
+Legend: E experts, H hidden, I expert width, g group size, T tokens of a sequence.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,9 +46,8 @@ from .result import LayerResult
 if TYPE_CHECKING:
     from loguru import Message
 
-
-# Warnings about what is meant here: a layer has no embeddings and no lm_head, a router has no scheme, and the
-# device is the caller's choice.
+# Warnings about intended things: a layer has no embeddings and no lm_head, a router has no scheme, and the device is
+# the caller's choice.
 EXPECTED_WARNINGS = (
     "Attempted to disable lm_head",
     "Cannot check embeddings",
@@ -57,13 +58,11 @@ EXPECTED_WARNINGS = (
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """No progress bars, no pinned memory without an accelerator, and no log but warnings, which go to Python's
-    `logging`; afterwards all is as it was.
+    """Suppress the library's progress bars, pinned memory and log within the block; warnings go to `logging`.
 
-    llm-compressor logs through loguru; importing it removes whatever sinks there are and adds one on standard
-    output. loguru has no public way to set its sinks aside, hence `_core`.
+    llm-compressor logs through loguru; importing it removes all loguru sinks and adds one on standard output. loguru
+    has no public way to put its sinks back afterwards, hence `_core`.
     """
-    import torch
     from loguru import logger
     from tqdm import tqdm
 
@@ -78,15 +77,13 @@ def quiet_library() -> Iterator[None]:
         core.handlers, core.min_level = {}, float("inf")
     try:
         with redirect_stdout(StringIO()):
-            import llmcompressor  # noqa: F401  # its sink is added now, and removed by the next line
+            from llmcompressor.pipelines.cache import IntermediatesCache  # adds a sink, which the next line removes
         logger.remove()
-        logger.add(_forward, level="WARNING", format="{message}")
+        logger.add(_to_logging, level="WARNING", format="{message}")
         with ExitStack() as stack:
             stack.enter_context(patch.object(tqdm, "__init__", hidden))
             if not torch.accelerator.is_available():
-                from llmcompressor.pipelines.cache import IntermediatesCache
-
-                stack.enter_context(patch.object(IntermediatesCache, "pin_memory", _leave_unpinned))
+                stack.enter_context(patch.object(IntermediatesCache, "pin_memory", lambda *_args, **_named: None))
             yield
     finally:
         logger.remove()
@@ -94,18 +91,11 @@ def quiet_library() -> Iterator[None]:
             core.handlers, core.min_level = sinks
 
 
-def _leave_unpinned(*_arguments: Any, **_named: Any) -> None:
-    """Replaces `IntermediatesCache.pin_memory`."""
-
-
-def _forward(message: Message) -> None:
-    """A loguru sink: one record to the standard logger of the module that wrote it."""
+def _to_logging(message: Message) -> None:
+    """A loguru sink that passes a record on to the standard logger of its module."""
     record = message.record
     if not record["message"].startswith(EXPECTED_WARNINGS):
         logging.getLogger(record["name"]).log(record["level"].no, "%s", record["message"])
-
-
-# E experts, H hidden, I expert width, g group size, T tokens of a sequence
 
 
 @quiet_library()
@@ -122,31 +112,30 @@ def solve_with_llmcompressor(
 ) -> LayerResult:
     """Smooth and quantize one layer's routed experts as llm-compressor does.
 
-    The layer is used up: its fused experts are replaced by three nn.Linear each, and weights are changed in
-    place. While they are replaced, the experts' weights are held twice.
+    The layer is used up: its fused experts are replaced by three nn.Linear each, and weights are changed in place.
+    While they are replaced, the experts' weights are in memory twice.
 
     Args:
-        layer: a materialised transformers decoder layer whose experts carry `use_experts_implementation`.
-            Its attention must be causal by itself where the mask is None (sdpa is, eager is not).
-        inputs: the keyword arguments of `layer(**kwargs)`, one mapping a calibration sequence, on the layer's
-            device. Not looked at where `settings.awq` is False: min-max scales need no data.
-        settings: `bits`, `group_size` and `awq` are used; `scales`, `rounding` and `routed_weight` have no
-            counterpart in the library.
-        norm: path of the norm that the MoE block reads, within the layer (`post_attention_layernorm`), if scales are to
-            be folded into it; else None. The library divides the stored weight, so it must not be one that the model
-            adds 1 to.
+        layer: a materialised transformers decoder layer whose experts carry `use_experts_implementation`. Its
+            attention must be causal by itself where the mask is None (sdpa is, eager is not).
+        inputs: the keyword arguments of `layer(**kwargs)`, one mapping a calibration sequence, on the layer's device.
+            Not used where `settings.awq` is False: min-max scales need no data.
+        settings: `bits`, `group_size` and `awq` are used; `scales`, `rounding` and `routed_weight` have no counterpart
+            in the library.
+        norm: path within the layer of the norm that the MoE block reads, if scales are to be folded into it; else
+            None. The library divides the stored weight, so it must not be one that the model adds 1 to.
         router: path of the module with the router's weight (`mlp.gate`). It is never quantized.
         experts: path of the fused experts (`mlp.experts`).
-        compensate_router: False leaves the router as it is although the norm is folded: the defect of the
-            published recipe, for the benchmark.
+        compensate_router: False leaves the router as it is although the norm is folded: the defect of the published
+            recipe, for the benchmark.
         norm_dtype: dtype of the norm in the source.
 
     Returns:
         The solved layer, on the layer's device. `norm` is None where none was given. `router` is None where nothing was
-        folded, or `compensate_router` is False.
-        `error` holds mean squared errors of an output element as the library measures them, `search_before`
-        and `search_after` of the MoE block for the shared scale, `search_down_before` and `search_down_after`
-        of w2 averaged over the experts; and `expert_tokens`, the fewest tokens that an expert saw.
+        folded, or `compensate_router` is False. `error` holds mean squared errors of an output element as the library
+        measures them, `search_before` and `search_after` of the MoE block for the shared scale, `search_down_before`
+        and `search_down_after` of w2 averaged over the experts; and `expert_tokens`, the fewest tokens that an expert
+        saw.
 
     Raises:
         QuantizeError: an expert did not see every token, or a group scale is not finite.
@@ -155,45 +144,29 @@ def solve_with_llmcompressor(
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from llmcompressor.core import create_session
     from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 
-    folding = norm is not None and settings.awq is not False
     if norm is not None:
         source_norm = _weight(layer.get_submodule(norm)).to(torch.float32, copy=True)  # (H,)
         assert torch.equal(source_norm.to(norm_dtype).float(), source_norm), f"the norm is not from {norm_dtype}"
     source_router = _weight(layer.get_submodule(router)).to(torch.float32, copy=True)  # (E, H)
 
     linear = _linearize(layer, experts)
-    model = _OneLayer(layer)
-    names = [f"{experts}.{e}" for e in range(linear.num_experts)]
     args = QuantizationArgs(
         num_bits=settings.bits, type="int", symmetric=True, strategy="group", group_size=settings.group_size
     )
     every = rf"re:layer\.{re.escape(experts)}\.\d+\."
     scheme = QuantizationScheme(targets=[f"{every}(gate|up|down)_proj$"], weights=args)
     modifiers: list[Any] = [QuantizationModifier(config_groups={"experts": scheme})]
-    awq = None
     if settings.awq is not False:
-        mappings = [AWQMapping(f"{every}up_proj$", [f"{every}down_proj$"])]
-        if norm is not None:
-            # The readers as the family's facts have them: the library's own table of mappings leaves some out.
-            readers = [f"{every}gate_proj$", f"{every}up_proj$"]
-            mappings.insert(0, AWQMapping(f"layer.{norm}", [f"layer.{router}"] * compensate_router + readers))
-        awq = AWQModifier(
-            mappings=mappings,
-            offload_device=torch.device("cpu"),  # the library's default for a mixture of experts
-            n_grid=settings.awq.grid,
-            duo_scaling=settings.awq.duo_scaling,
-        )
-        modifiers.insert(0, awq)
+        modifiers.insert(0, _awq_modifier(settings, norm, router if compensate_router else None, every))
 
     error: dict[str, float] = {}
     fallbacks: list[str] = []
     with create_session() as session, torch.no_grad():
-        session.initialize(model=model, recipe=modifiers, start=-1)
-        seen = _calibrate(model, linear, inputs if awq is not None else ())
-        if awq is not None:
-            error, fallbacks = _report(awq._error_metrics, norm, names)
+        session.initialize(model=torch.nn.ModuleDict({"layer": layer}), recipe=modifiers, start=-1)
+        seen = _calibrate(layer, linear, inputs if settings.awq is not False else ())
+        if settings.awq is not False:
+            error, fallbacks = _report(modifiers[0]._error_metrics, norm, experts, linear.num_experts)
             error["expert_tokens"] = float(min(seen))
         session.finalize()
 
@@ -201,55 +174,58 @@ def solve_with_llmcompressor(
     if norm is not None:
         folded = _weight(layer.get_submodule(norm)).to(norm_dtype)  # (H,)
         smooth = torch.where(folded == 0, 1.0, source_norm / folded.float())
+    compensated = norm is not None and settings.awq is not False and compensate_router
     codes, scales = _codes(linear, args)
-    return LayerResult(
-        norm=folded,
-        smooth=smooth,
-        router=source_router * smooth if folding and compensate_router else None,
-        codes=codes,
-        scales=scales,
-        error=error,
-        fallbacks=fallbacks,
-    )
-
-
-class _OneLayer(torch.nn.Module):
-    """The library's `model`: a decoder layer under the name `layer`, called with keyword arguments."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, **kwargs: Any) -> Any:
-        return self.layer(**kwargs)
+    return LayerResult(folded, smooth, source_router * smooth if compensated else None, codes, scales, error, fallbacks)
 
 
 def _weight(module: torch.nn.Module) -> torch.Tensor:
     """The weight's present values, without a gradient; shares memory with the module."""
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight.detach()
+    assert isinstance(module.weight, torch.Tensor)
+    return module.weight.detach()
 
 
 def _linearize(layer: torch.nn.Module, experts: str) -> Any:
     """Replace the fused experts by the library's: a module list of experts, each of three nn.Linear.
 
-    The library makes them in the config's dtype, which is that of the checkpoint, not of the layer: a
-    float32 layer of a bfloat16 model would be rounded. So it gets a config with the layer's dtype.
+    The library makes them in the config's dtype, which is that of the checkpoint: a float32 layer of a bfloat16 model
+    would be rounded. So it gets a config with the layer's dtype.
     """
-    from copy import copy
-
     from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 
     fused: Any = layer.get_submodule(experts)
-    config = copy(fused.config)
+    config = copy.copy(fused.config)
     config.dtype = fused.down_proj.dtype
     linear = LinearExperts2D.get_linear_experts_cls(type(fused)).from_experts_module(fused, config)
     layer.set_submodule(experts, linear)
     return linear
 
 
-def _calibrate(model: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str, Any]]) -> list[int]:
+def _awq_modifier(settings: Experts, norm: str | None, router: str | None, every: str) -> Any:
+    """The library's AWQ with the readers of the norm as the family's architecture spec lists them.
+
+    The library's own table of mappings leaves some out.
+
+    Args:
+        norm, router: paths within the layer; no scale is folded without a norm, and none compensated without a router.
+        every: pattern of the experts.
+    """
+    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+
+    assert settings.awq is not False
+    mappings = [AWQMapping(f"{every}up_proj$", [f"{every}down_proj$"])]
+    if norm is not None:
+        readers = [f"layer.{router}"] * (router is not None) + [f"{every}gate_proj$", f"{every}up_proj$"]
+        mappings.insert(0, AWQMapping(f"layer.{norm}", readers))
+    return AWQModifier(
+        mappings=mappings,
+        offload_device=torch.device("cpu"),  # the library's default for a mixture of experts
+        n_grid=settings.awq.grid,
+        duo_scaling=settings.awq.duo_scaling,
+    )
+
+
+def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str, Any]]) -> list[int]:
     """Send the calibration's events, with one forward pass a sequence, every expert on every token.
 
     Returns:
@@ -270,11 +246,11 @@ def _calibrate(model: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
     with ExitStack() as stack:
         stack.enter_context(moe_calibration_context())
         LifecycleCallbacks.calibration_start()
-        stack.enter_context(eval_context(model))
-        stack.enter_context(DisableQuantization(model))  # until the search is over, too
+        stack.enter_context(eval_context(layer))
+        stack.enter_context(DisableQuantization(layer))  # until the search is over, too
         hooks = [linear[e].register_forward_pre_hook(partial(count, e)) for e in range(linear.num_experts)]
         for batch in inputs:
-            model(**batch)
+            layer(**batch)
         for hook in hooks:
             hook.remove()
         tokens = sum(batch["hidden_states"].shape[:-1].numel() for batch in inputs)
@@ -284,33 +260,30 @@ def _calibrate(model: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
                     f"expert {expert} saw {number} of {tokens} calibration tokens: "
                     "llm-compressor's all-experts calibration had no effect"
                 )
-        LifecycleCallbacks.sequential_epoch_end(list(model.modules()))
+        LifecycleCallbacks.sequential_epoch_end(list(layer.modules()))
         LifecycleCallbacks.calibration_end()
     return seen
 
 
 def _report(
-    metrics: Sequence[Mapping[str, Any]], norm: str | None, experts: Sequence[str]
+    metrics: Sequence[Mapping[str, Any]], norm: str | None, experts: str, count: int
 ) -> tuple[dict[str, float], list[str]]:
     """The search's errors, and a line for each scale that the library did not search (it only logs that)."""
     searched = {entry["layer_name"]: entry for entry in metrics}
     error: dict[str, float] = {}
     fallbacks: list[str] = []
-    shared = searched.get(f"layer.{norm}")
-    if norm is None:
-        pass
-    elif shared is None:
-        fallbacks.append(f"all experts: no scale for {norm}, the MoE block's output is not finite")
-    else:
-        error |= {"search_before": shared["initial_error"], "search_after": shared["best_error"]}
-    down = []
-    for expert, name in enumerate(experts):
-        entry = searched.get(f"layer.{name}.up_proj")
-        if entry is None:
-            fallbacks.append(f"expert {expert}: no scale for w2, its output is not finite")
+    if norm is not None:
+        if shared := searched.get(f"layer.{norm}"):
+            error |= {"search_before": shared["initial_error"], "search_after": shared["best_error"]}
         else:
-            down.append(entry)
-    if down:
+            fallbacks.append(f"all experts: no scale for {norm}, the MoE block's output is not finite")
+    entries = [searched.get(f"layer.{experts}.{expert}.up_proj") for expert in range(count)]
+    fallbacks += [
+        f"expert {expert}: no scale for w2, its output is not finite"
+        for expert, entry in enumerate(entries)
+        if entry is None
+    ]
+    if down := [entry for entry in entries if entry is not None]:
         error["search_down_before"] = sum(entry["initial_error"] for entry in down) / len(down)
         error["search_down_after"] = sum(entry["best_error"] for entry in down) / len(down)
     return error, fallbacks

@@ -1,9 +1,9 @@
-"""What an engine hands to the stitch: one layer's routed experts, quantized, and what they imply."""
+"""The result of an engine: one layer's quantized experts, norm and router, and figures for the report."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from quantizers.architectures.matrices import Matrix
 
@@ -12,22 +12,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Leaning:
-    """How far the experts of a layer lean on tokens that the router did not send them, see routing_weights.py.
+class UnderRouted:
+    """The experts of a layer that depend on tokens which the router did not send them, see routing_weights.py.
 
     Attributes:
-        full_share_at: n0, the routed tokens from which on an expert's own count for the recipe's full share.
-        experts: how many got fewer.
-        smallest_share: of them all.
+        full_share_at: n0, the number of routed tokens from which an expert gets the recipe's full share.
+        experts: number of experts with fewer.
+        smallest_share: of all experts.
     """
 
     full_share_at: int
     experts: int
     smallest_share: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class LayerResult:
         scales: bfloat16, (E, rows, columns / g); weight = code * scale.
         error: numbers about the search and the rounding, for report.json.
         fallbacks: one line for each expert that did not get the method asked for, and why.
-        leaning: None where all tokens count alike.
+        under_routed: None where all tokens count alike.
     """
 
     norm: torch.Tensor | None
@@ -53,4 +49,4 @@ class LayerResult:
     scales: dict[Matrix, torch.Tensor]
     error: dict[str, float] = field(default_factory=dict)
     fallbacks: list[str] = field(default_factory=list)
-    leaning: Leaning | None = None
+    under_routed: UnderRouted | None = None

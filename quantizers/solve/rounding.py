@@ -1,15 +1,13 @@
 """Group scales and integer codes: min-max or weighted-MSE scales, nearest or GPTQ rounding.
 
 Legend: E experts, R rows (outputs), C columns (inputs), g group size, n = C / g groups.
-All functions are pure, batched over experts, and run on whatever device their tensors are on.
-Scales are bfloat16 because that is what the file stores and what a server reads: a code rounded
-against a finer scale would be a different weight there.
+All functions are pure, and batched over experts. Scales are bfloat16 as the file stores them and a server reads them: a
+code rounded against a finer scale would be a different weight there.
 
 GPTQ: Frantar et al., https://arxiv.org/abs/2210.17323. Columns in the order of falling diagonal:
 its "act-order", here with the groups' scales fixed beforehand, so that no g_idx is needed.
 
-The inner loops, `round_block` and `mse_steps`, keep the rule of solve/kernels: a kernel there takes their place on a
-GPU, and gives the same bits.
+The inner loops, `round_block` and `mse_steps`, keep the rule of kernels.py: a kernel takes their place on a GPU.
 """
 
 from __future__ import annotations
@@ -19,17 +17,20 @@ from collections.abc import Iterator
 import torch
 
 from quantizers.device.devices import is_accelerator
+from quantizers.device.prefetch import tensor_to_host
 from quantizers.device.triton_support import use_kernel
 from quantizers.formats.packed_integers import code_range, grouped
 
-from .kernels import launch
+from . import kernels
 from .symmetric import ordered_sum
 
 DAMPING = 0.01  # of Hessians, as a share of their mean diagonal
 MSE_COUNT, MSE_FIRST, MSE_LESS = 20, 1.05, 0.02
 MSE_FACTORS = tuple(MSE_FIRST - MSE_LESS * k for k in range(MSE_COUNT))
-BLOCK = 32  # GPTQ columns handled by one kernel; before it they get, by one matmul, what their panel has made of errors
-PANEL = 256  # columns that get, by one matmul, all errors of the panels before them
+BLOCK = 32  # GPTQ columns of one kernel; one matmul adds the errors of their panel before it
+PANEL = 256  # GPTQ columns that get the errors of all panels before them by one matmul
+ATTEMPTS = 4  # dampings tried, each ten times the one before
+PART = 2**19  # numbers of a part that stays in a CPU's cache: 2 MiB of float32
 
 
 def minmax_scales(weight: torch.Tensor, group: int, bits: int) -> torch.Tensor:
@@ -47,7 +48,7 @@ def minmax_scales(weight: torch.Tensor, group: int, bits: int) -> torch.Tensor:
 
 
 def minmax_steps(by_group: torch.Tensor, bits: int) -> torch.Tensor:
-    """As `minmax_scales`, (…, n, R) bfloat16, of a matrix that lies transposed: (…, n, g, R) float32."""
+    """As `minmax_scales`, (…, n, R) bfloat16, of a transposed matrix (…, n, g, R) float32."""
     low, high = code_range(bits)
     largest = torch.maximum(by_group.amax(-2), by_group.amin(-2).neg_())
     # Not by a number of Python: torch would multiply by its reciprocal on a GPU.
@@ -81,7 +82,7 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
     """
     experts, rows, columns = weight.shape
     if use_kernel("mse_scales", weight.device):
-        steps = launch.mse_scales(
+        steps = kernels.mse_scales(
             weight.mT.contiguous(), importance.contiguous(), group, bits, MSE_COUNT, MSE_FIRST, MSE_LESS
         )
         return steps.mT.contiguous()
@@ -94,7 +95,7 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
 
 
 def mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int) -> torch.Tensor:
-    """Scales (e, n, R) bfloat16 of a part (e, n, g, R), whose columns count as much as `column` (e, n, g, 1) says."""
+    """Scales (e, n, R) bfloat16 of a part (e, n, g, R), with the importance `column` (e, n, g, 1) of each column."""
     chosen = minmax_steps(by_group, bits)
     base, error = chosen.float(), torch.empty_like(by_group)
 
@@ -114,7 +115,7 @@ def mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int) -> torch.
 
 
 def damped(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
-    """gram (E, C, C) + damping (E,) times its mean diagonal on the diagonal; 1 where that is not finite or zero."""
+    """hessian (E, C, C) + damping (E,) times its mean diagonal on the diagonal; 1 where that is not finite or zero."""
     added = damping * hessian.diagonal(dim1=-2, dim2=-1).mean(-1)
     added = torch.where(torch.isfinite(added) & (added > 0), added, torch.ones_like(added))
     result = hessian.clone()
@@ -128,8 +129,6 @@ def gptq(
     scale: torch.Tensor,
     bits: int,
     damping: float = DAMPING,
-    *,
-    exact: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round column by column, each column's error spread over those not yet rounded.
 
@@ -138,7 +137,6 @@ def gptq(
         hessian: (E, C, C) float32: Σ x xᵀ of what multiplies the columns.
         scale: (E, R, n) bfloat16, fixed beforehand.
         damping: share of the mean diagonal added to the diagonal.
-        exact: see `cholesky_inverse`.
 
     Returns:
         Codes (E, R, C) int8, and the damping used (E,), see `cholesky_inverse`.
@@ -146,29 +144,28 @@ def gptq(
     """
     experts, rows, columns = weight.shape
     order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
-    factor, used = cholesky_inverse(_in_order(_in_order(hessian, order).mT, order), damping, exact=exact)
+    factor, used = cholesky_inverse(_in_order(_in_order(hessian, order).mT, order), damping)
     # An error's share in each later column.
     factor.div_(factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone())
-    # Transposed, (E, C, R): a column then lies in one piece, and so do all later ones.
+    # Transposed, (E, C, R): a column is contiguous, and so are all later ones.
     work = _in_order(weight.mT, order)
     steps, group_of = scale.mT.contiguous(), (order // (columns // scale.shape[-1])).int()
     codes = torch.empty_like(work, dtype=torch.int8)
     errors = torch.empty(experts, min(PANEL, columns), rows, dtype=work.dtype, device=work.device)
-    round_one = launch.gptq_block if use_kernel("gptq_block", work.device) else round_block
+    round_one = kernels.gptq_block if use_kernel("gptq_block", work.device) else round_block
     for first in range(0, columns, PANEL):
         last = min(first + PANEL, columns)
         if first:
             work[:, first:last].baddbmm_(factor[:, :first, first:last].mT, work[:, :first], alpha=-1)
         for start in range(first, last, BLOCK):
             end = min(start + BLOCK, last)
-            own, left = slice(start, end), errors[:, start - first : end - first]
+            block, left = slice(start, end), errors[:, start - first : end - first]
             if start > first:
-                work[:, own].baddbmm_(factor[:, first:start, own].mT, errors[:, : start - first], alpha=-1)
-            round_one(work[:, own], factor[:, own, own], steps, group_of[:, own], left, codes[:, own], bits)
-        # These columns are done with: their errors, which later ones need, take their place.
+                work[:, block].baddbmm_(factor[:, first:start, block].mT, errors[:, : start - first], alpha=-1)
+            round_one(work[:, block], factor[:, block, block], steps, group_of[:, block], left, codes[:, block], bits)
+        # These columns are finished: their errors, which later ones need, replace them.
         work[:, first:last] = errors[:, : last - first]
-    # Taken by the inverse order. To scatter by the order gives the same, but where algorithms must be deterministic,
-    # torch does that on a GPU by sorting all elements, with several int64 for each of them in memory.
+    # Gathered by the inverse order: a deterministic scatter on a GPU sorts all elements, with several int64 for each.
     return _in_order(codes, order.argsort(dim=-1)).mT, used
 
 
@@ -183,7 +180,7 @@ def round_block(
 ) -> None:
     """Round the columns of a block, each column's error spread over those after it in the block.
 
-    Arguments are those of `launch.gptq_block`; `work` is changed.
+    Arguments are those of `kernels.gptq_block`; `work` is changed.
     """
     steps, rounded, shares = _in_order(scale, group_of.long()).float(), *(torch.empty_like(work) for _ in range(2))
     columns = (tensor.unbind(1) for tensor in (work, steps, rounded, errors))
@@ -201,18 +198,11 @@ def _in_order(matrices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return matrices.gather(1, order.unsqueeze(-1).expand(-1, -1, matrices.shape[-1]))
 
 
-# A CPU does all passes on a part of a batch of matrices before it takes the next: a part stays in the cache, and its
-# temporaries in the heap, where a pass over a whole matrix would go through main memory. Matrices are transposed,
-# (E, C, R): a column is contiguous, and what is the same for a column or a group is broadcast along long rows.
-
-PART = 2**19  # numbers: 2 MiB of float32
-
-
 def column_parts(columns_first: torch.Tensor, group: int) -> Iterator[tuple[slice, slice]]:
     """Experts and columns of each part of (E, C, R): whole groups of columns of one expert, or whole experts.
 
-    Which columns belong together follows from C, R and the group alone, not from E. On an accelerator everything is
-    one part.
+    A CPU does all passes over a part before it starts the next, so that the part stays in the cache. The columns of a
+    part follow from C, R and the group alone, not from E. On an accelerator everything is one part.
     """
     experts, columns, rows = columns_first.shape
     if is_accelerator(columns_first.device):
@@ -230,23 +220,16 @@ def in_groups(part: torch.Tensor, group: int) -> torch.Tensor:
     return part.view(part.shape[0], -1, group, part.shape[2])
 
 
-# GPTQ spreads errors by the Cholesky factor of the inverse Hessian, found here without inverting it first.
+def cholesky_inverse(hessian: torch.Tensor, damping: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = hessian + d I: GPTQ spreads errors by it.
 
-ATTEMPTS = 4  # dampings tried, each ten times the one before
-
-
-def cholesky_inverse(hessian: torch.Tensor, damping: float, *, exact: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = gram + d I.
-
-    With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H
-    with rows and columns reversed. One factorization and one triangular solve, where inverting H
-    first and factoring the inverse would need three.
+    With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H with rows and columns
+    reversed. One factorization and one triangular solve, where inverting H first and factoring the inverse would need
+    three.
 
     Args:
         hessian: (E, C, C) float32, symmetric, positive semi-definite.
         damping: share of the mean diagonal that is added to the diagonal.
-        exact: raise the damping where it is too small. That looks at a number, for which an accelerator stops;
-            without it only the first damping is tried.
 
     Returns:
         U (E, C, C) and the damping used (E,): ten times as much, again and again, for an expert
@@ -257,22 +240,22 @@ def cholesky_inverse(hessian: torch.Tensor, damping: float, *, exact: bool = Tru
     before = diagonal.clone()  # (E, C)
     mean = hessian.diagonal(dim1=-2, dim2=-1).mean(-1)  # (E,)
     used = torch.full_like(mean, damping)
-    for _ in range(ATTEMPTS if exact else 1):
+    for _ in range(ATTEMPTS):
         torch.add(before, (used * mean).unsqueeze(-1), out=diagonal)
         lower, info = torch.linalg.cholesky_ex(work)
         failed = (info != 0) | ~torch.isfinite(mean) | (mean <= 0)
-        if exact and not bool(failed.any()):
+        if not bool(tensor_to_host(failed.any())):
             break
         used = torch.where(failed, used * 10, used)
     used.masked_fill_(failed, torch.inf)
     _set_identity(lower, failed)
     _set_identity(work, torch.ones_like(failed))
-    # The solver wants columns in one piece, and so it gets them: as it overwrites the identity, nothing is copied.
+    # The solver takes contiguous columns, and gets them: as it overwrites the identity, nothing is copied.
     torch.linalg.solve_triangular(lower, work.mT, upper=False, out=work.mT)
     return work.mT.flip(-1, -2), used
 
 
 def _set_identity(matrices: torch.Tensor, where: torch.Tensor) -> None:
-    """Make those of (E, C, C) the identity where (E,) says so."""
+    """Set those of (E, C, C) to the identity where the mask (E,) is true."""
     matrices.masked_fill_(where[:, None, None], 0)
     matrices.diagonal(dim1=-2, dim2=-1).masked_fill_(where.unsqueeze(-1), 1)

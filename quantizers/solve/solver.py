@@ -1,29 +1,31 @@
 """The native solver (`engine: gram`): one layer's captured MoE inputs and weights ─► its quantized experts.
 
-Order: one sweep over the routing ─► one over the token chunks, for the Hessians of x ─► one scale for the norm and all
+Order: one pass over the routing ─► one over the token chunks, for the Hessians of x ─► one scale for the norm and all
 its readers, where it is folded ─► expert batch by expert batch, see expert_batch.py. The other engine, llm-compressor's
 own, is llmcompressor_engine.py.
 
 Every matmul works on one token chunk or one expert batch, see planning/expert_batches.py. Memory only decides for how
 many expert batches the Hessians of x are collected in one sweep, see planning/device_memory.py.
 
-Legend: E experts, c experts of an expert batch, H hidden, I expert width, G Hessian.
+Legend: E experts, c experts of an expert batch, H hidden, I expert width.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.device.timing import phase
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.formats.packed_integers import grouped
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.moe_inputs import MoeInputs, MoeInputStore
 from quantizers.planning.device_memory import Residents
@@ -32,19 +34,20 @@ from quantizers.recipe.schema import Experts
 
 from .awq import fold_hessian, fold_norm, norm_scale
 from .down_hessian import Activation, DownHessian, collect_down_hessian
-from .expert_batch import SolvedBatch, solve_batch
+from .expert_batch import solve_batch
 from .input_hessian import ExpertBatch, HessianCache, blended_hessian
-from .layer_report import errors_of, fallbacks, leaning, zero_groups, zero_lines
-from .result import LayerResult
-from .routing_weights import survey
+from .result import LayerResult, UnderRouted
+from .rounding import DAMPING
+from .routing_weights import RoutingStatistics, routing_statistics
 
-SEARCH_TOKENS = 16  # with 8 bits, tokens for each column of w2: with more, s is searched over every n-th block only
+SEARCH_TOKENS = 16  # with 8 bits, tokens for each column of w2: with more, s is searched over every n-th chunk only
+SEARCHED = ("norm_search_before", "norm_search_after")
 
 Weights = Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def solve(
-    blocks: Sequence[MoeInputs],
+    chunks: Sequence[MoeInputs],
     weights: Weights,
     *,
     norm: torch.Tensor | None,
@@ -52,179 +55,187 @@ def solve(
     router: torch.Tensor,
     activation: Activation,
     settings: Experts,
-    unit: int,
+    batch_size: int,
     residents: Residents,
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> LayerResult:
     """Solve one layer from its Hessians.
 
     Args:
-        blocks: captured MoE inputs in token chunks, on the device. Read several times, always in order.
+        chunks: captured MoE inputs in token chunks, on the device. Read several times, always in order.
         weights: from the numbers of some experts to their w1 above w3 (c, 2I, H) and w2 (c, H, I) in the dtype of the
-            forward pass, in new memory. Asked for more than once.
+            forward pass, in new memory. Called more than once.
         norm: (H,) as stored, in the source's dtype; None if no scale is to be folded into it.
-        offset: what the model adds to the stored norm, 0 or 1.
+        offset: added to the stored norm by the model, 0 or 1.
         router: (E, H).
         activation: of the gate, usually SiLU.
-        unit: experts of an expert batch, see `planning.expert_batches`.
-        residents: expert batches whose Hessians are kept at a time; decides no byte.
-        dist: each process solves its share of the units, which are those of one process, so that not
-            even the shape of a matmul differs; all of them get the whole result.
+        batch_size: experts of an expert batch, see planning/expert_batches.py.
+        residents: expert batches whose Hessians are cached at a time; decides no byte.
+        dist: each process solves its share of the expert batches, which are those of one process, so that not even the
+            shape of a matmul differs; all of them get the whole result.
 
     Returns:
-        The solved layer; `error` holds the AWQ objective per token before and after the search, and
-        the rounding errors on the calibration inputs, relative to the output of the matrices that were
-        rounded (with gptq that is the corrected w2, on the inputs that the rounded w1 and w3 give it); and
-        `expert_tokens`, the fewest tokens that an expert saw.
+        The solved layer; `error` has the AWQ objective per token before and after the search, the rounding errors on
+        the calibration inputs, relative to the output of the matrices that were rounded (with gptq the corrected w2,
+        on the inputs that the rounded w1 and w3 give it), and `expert_tokens`, the fewest tokens that an expert saw.
 
     Raises:
         QuantizeError: the device's memory is too small for one expert batch.
     """
     experts, hidden = router.shape
-    # To see whether a factorization failed, a GPU would have to be waited for each time.
-    exact = not is_accelerator(router.device)
-    units = expert_batches(experts, unit)
-    units = [units[i] for i in dist.partition(len(units))]
-    with phase("sums"):
-        found = survey(blocks, experts, settings.routed_weight, full_share_at=hidden, unit=unit)
-    held = HessianCache(blocks, found, hidden, residents)
-    inputs = held.of_all(units)
+    batches = expert_batches(experts, batch_size)
+    batches = [batches[i] for i in dist.partition(len(batches))]
+    with phase("Hessians"):
+        routing = routing_statistics(
+            chunks, experts, settings.routed_weight, full_share_at=hidden, batch_size=batch_size
+        )
+    cache = HessianCache(chunks, routing, hidden, residents)
+    inputs = cache.of_all(batches)
     searched: dict[str, torch.Tensor] = {}
     folded, smooth = norm, torch.ones(hidden, device=router.device)
     if norm is not None and settings.awq:
         with phase("search"):
-            shared, searched = norm_scale(
-                lambda own: weights(found.experts[slice(*own)])[0],
+            scale, searched = norm_scale(
+                lambda batch: weights(routing.experts[slice(*batch)])[0],
                 inputs,
                 settings,
-                units,
+                batches,
                 experts,
-                within_memory=held.within_memory,
+                within_memory=cache.within_memory,
                 dist=dist,
             )
-            folded, smooth = fold_norm(norm, shared, offset)
-    one = partial(_solve_batch, held, weights, inputs.hessian, smooth, activation, settings)
-    solved = _solve_batches(one, held, units, exact=exact)
-    solved |= _solve_batches(one, held, [] if exact else _in_doubt(solved, units), exact=True)
-    places = found.blended.experts.argsort()  # of each expert, in the order in which they were solved
-    whole = _together([solved[unit] for unit in units], places, dist)
-    # Numbers for the report are fetched once all units are under way: a GPU never waits for them.
-    damping = {f"damping.{name}": used for name, used in whole.damping.items()}
-    blended = {"routed_tokens": found.blended.routed_tokens[places], "share": found.blended.share[places]}
-    numbers = to_host(whole.totals | damping | blended | searched)
+            folded, smooth = fold_norm(norm, scale, offset)
+    one = partial(_solve_batch, cache, weights, inputs.hessian, smooth, activation, settings)
+    parts = [cache.within_memory(partial(one, batches[first:])) for first in range(len(batches))]
+    blend = routing.blend
+    order = blend.experts.argsort()  # of each expert, its place among those that were solved
+    solved = _gathered(parts, order, dist)
+    codes = {matrix: solved.pop(f"codes.{matrix}") for matrix in MATRICES}
+    scales = {matrix: solved.pop(f"scales.{matrix}") for matrix in MATRICES}
+    numbers = to_host(
+        solved | {"routed_tokens": blend.routed_tokens[order], "share": blend.share[order]} | searched
+    )  # only now, when all batches are under way
     return LayerResult(
         folded,
         smooth,
         router.float() * smooth if norm is not None and settings.awq else None,
-        {matrix: whole.codes[matrix] for matrix in MATRICES},
-        {matrix: whole.scales[matrix] for matrix in MATRICES},
-        errors_of(numbers, found.blended.tokens),
-        fallbacks(numbers, found, settings, {matrix: whole.scales[matrix][0].numel() for matrix in MATRICES}),
-        leaning(numbers, found.blended.full_share_at) if settings.routed_weight else None,
+        codes,
+        scales,
+        _errors(numbers, blend.tokens),
+        _fallbacks(numbers, routing, settings, scales),
+        _under_routed(numbers, blend.full_share_at) if settings.routed_weight else None,
     )
 
 
-def _solve_batches(
-    one: Callable[..., SolvedBatch], held: HessianCache, units: Sequence[ExpertBatch], *, exact: bool
-) -> dict[ExpertBatch, SolvedBatch]:
-    """Solve expert batches one after the other."""
-    return {unit: held.within_memory(partial(one, units[place:], exact=exact)) for place, unit in enumerate(units)}
-
-
 def _solve_batch(
-    held: HessianCache,
+    cache: HessianCache,
     weights: Weights,
     all_hessian: torch.Tensor,
     smooth: torch.Tensor,
     activation: Activation,
     settings: Experts,
     waiting: Sequence[ExpertBatch],
-    *,
-    exact: bool,
-) -> SolvedBatch:
-    """Solve the first of the waiting expert batches."""
-    unit, found = waiting[0], held.found
-    hessian = held.take(waiting)
+) -> dict[str, torch.Tensor]:
+    """Solve the first of the waiting expert batches, see `solve_batch`."""
+    batch, routing = waiting[0], cache.routing
+    hessian = cache.take(waiting)
     with phase("dequantize"):
-        own, down = weights(found.experts[slice(*unit)])
-    with phase("sums"):
-        hessian = blended_hessian(hessian, all_hessian, found.blended, unit)
+        gate_up, down = weights(routing.experts[slice(*batch)])
+    with phase("Hessians"):
+        hessian = blended_hessian(hessian, all_hessian, routing.blend, batch)
         fold_hessian(hessian, smooth)
-    width_inputs = partial(collect_down_hessian, held.blocks, found, activation=activation, unit=unit)
-    every = max(1, found.rows // (SEARCH_TOKENS * down.shape[-1]))
-    zero = _zero_groups(own, down, settings.group_size)
+    collect = partial(collect_down_hessian, cache.chunks, routing, activation=activation, batch=batch)
+    every = max(1, routing.rows // (SEARCH_TOKENS * down.shape[-1]))
+    matrices = zip(MATRICES, (*gate_up.chunk(2, dim=1), down), strict=True)
+    zero = {f"{matrix}_zero": _zero_groups(weight, settings.group_size) for matrix, weight in matrices}
+
+    def when_rounded(rounded: torch.Tensor, compare: bool) -> DownHessian:
+        # One rounding of the weights to the dtype of the forward pass, as a server does it.
+        served = rounded if rounded.dtype == gate_up.dtype else torch.empty_like(gate_up)
+        return collect(torch.div(rounded, smooth, out=served), source=gate_up if compare else None)
+
     solved = solve_batch(
-        own * smooth,
-        down.float(),
-        hessian,
-        partial(width_inputs, own, every=every),
-        partial(_sums_when_rounded, width_inputs, own, smooth),
-        settings,
-        exact=exact,
+        gate_up * smooth, down.float(), hessian, partial(collect, gate_up, every=every), when_rounded, settings
     )
-    solved.totals |= zero
-    return solved
+    return solved | zero
 
 
-def _zero_groups(gate_up: torch.Tensor, down: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
-    """How many groups of each expert's matrices are all zero, (c,) each, for the report."""
-    gate, up = gate_up.chunk(2, dim=1)
-    return {
-        f"{matrix}_zero": zero_groups(weight, group) for matrix, weight in zip(MATRICES, (gate, up, down), strict=True)
-    }
-
-
-def _sums_when_rounded(
-    sums: Callable[..., DownHessian], gate_up: torch.Tensor, smooth: torch.Tensor, rounded: torch.Tensor, compare: bool
-) -> DownHessian:
-    """Hessians of the inputs of w2 when w1 and w3 are rounded.
+def _gathered(
+    parts: Sequence[dict[str, torch.Tensor]], order: torch.Tensor, dist: ProcessGroup
+) -> dict[str, torch.Tensor]:
+    """Results of all experts in the order of their numbers.
 
     Args:
-        sums: `collect_down_hessian`, given everything but weights.
-        gate_up: (c, 2I, H), the source's w1 and w3.
-        rounded: (c, 2I, H) float32, codes times scales, which read x / smooth. Changed.
-        compare: also sum the changes from what the source's w1 and w3 give.
+        parts: of this process's expert batches; emptied, so that nothing is in memory twice.
+        order: (E,) place of each expert among those of all batches.
     """
-    # One rounding of the weights to the dtype of the forward pass, as a server does it.
-    served = rounded if rounded.dtype == gate_up.dtype else torch.empty_like(gate_up)
-    return sums(torch.div(rounded, smooth, out=served), source=gate_up if compare else None)
+    rows = {name: torch.cat([part.pop(name) for part in parts]) for name in list(parts[0] if parts else ())}
+    rows = dist.all_gather(rows, order.device)
+    return {name: rows.pop(name).index_select(0, order) for name in list(rows)}
 
 
-def _in_doubt(solved: dict[ExpertBatch, SolvedBatch], units: Sequence[ExpertBatch]) -> list[ExpertBatch]:
-    """Expert batches with an expert whose Hessian had no factor at the first damping.
+# The report's figures of a layer. Numbers are in float64 on the CPU: results of `solve_batch` but for codes and scales,
+# `routed_tokens` and `share` of `Blend`, and SEARCHED.
 
-    One synchronisation.
-    """
-    looks = {str(unit): torch.cat([*own.damping.values()]) for unit, own in solved.items() if own.damping}
-    found = to_host(looks)
-    return [unit for unit in units if str(unit) in found and bool(found[str(unit)].isinf().any())]
+Numbers = Mapping[str, torch.Tensor]
 
 
-def _together(parts: Sequence[SolvedBatch], places: torch.Tensor, dist: ProcessGroup) -> SolvedBatch:
-    """All experts in the order of their numbers, from this process's units. Popped, so that not all lies there twice.
-
-    Args:
-        parts: emptied.
-        places: (E,) of the experts among those of all units.
-    """
-    rows = dist.all_gather(_rows(parts), places.device)
-    whole = SolvedBatch({}, {}, {}, {})
-    for name in list(rows):
-        field, _, key = name.partition(".")
-        getattr(whole, field)[key] = rows.pop(name).index_select(0, places)
-    return whole
+def _errors(numbers: Numbers, tokens: int) -> dict[str, float]:
+    """Means and ratios over all experts, added in the order of their numbers."""
+    errors = {name: float(numbers[name]) / max(tokens, 1) for name in SEARCHED if name in numbers}
+    errors["expert_tokens"] = float(numbers["seen"].min())
+    experts = len(numbers["seen"])
+    sums = {key: float(value.sum()) for key, value in numbers.items() if not key.startswith("damping.")}
+    errors |= {key: value / experts for key, value in sums.items() if key.startswith("down_search")}
+    for name in ("gate_up", "down"):
+        whole = sums[f"{name}_whole"]
+        errors[f"{name}_rounding"] = math.sqrt(sums[f"{name}_lost"] / whole) if whole > 0 else 0.0
+    return errors
 
 
-def _rows(parts: Sequence[SolvedBatch]) -> dict[str, torch.Tensor]:
-    """What there is of every expert of some units, one below the other."""
-    rows: dict[str, torch.Tensor] = {}
-    for field in SolvedBatch.__annotations__:
-        for key in list(getattr(parts[0], field)) if parts else ():
-            rows[f"{field}.{key}"] = torch.cat([getattr(part, field).pop(key) for part in parts])
-    return rows
+def _under_routed(numbers: Numbers, full_share_at: int) -> UnderRouted:
+    fewer = int((numbers["routed_tokens"] < full_share_at).sum())
+    return UnderRouted(full_share_at, fewer, float(numbers["share"].min()))
 
 
-# One layer from the recorded inputs of its experts to the solved experts, with either engine.
+def _zero_groups(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """(c,) int64: number of groups of each matrix (c, R, C) that are all zero, and get scale 1."""
+    return grouped(weight, group).any(-1).logical_not_().sum((1, 2))
+
+
+def _zero_lines(zero: Mapping[Matrix, Sequence[float]], scales: Mapping[Matrix, torch.Tensor]) -> list[str]:
+    """A line for every expert's matrix with such groups, of the number of them by matrix and expert."""
+    return [
+        f"expert {expert}: {matrix}: {count:.0f} of {scales[matrix][0].numel()} groups are all zero, scale 1"
+        for matrix in MATRICES
+        for expert, count in enumerate(zero[matrix])
+        if count
+    ]
+
+
+def _fallbacks(
+    numbers: Numbers, routing: RoutingStatistics, settings: Experts, scales: Mapping[Matrix, torch.Tensor]
+) -> list[str]:
+    """One line for every expert that did not get the method of the recipe; a smaller share is part of the method."""
+    lines = []
+    if left := routing.rows - routing.blend.tokens:
+        lines.append(f"{left} rows of the block's input left out: not finite, or too large")
+    columns = (numbers[name].tolist() for name in ("seen", "dropped", "routed_tokens", "share"))
+    for expert, (rows, left_out, count, share) in enumerate(zip(*columns, strict=True)):
+        name = f"expert {expert}"
+        if left_out:
+            lines.append(
+                f"{name}: {left_out:.0f} of {rows + left_out:.0f} rows not finite or too large, left out of the Hessian"
+            )
+        if settings.routed_weight and not share:
+            lines.append(f"{name}: {count:.0f} routed tokens, so all tokens count alike for it")
+    for matrix in ("gate_up", "down"):
+        for expert, used in enumerate(numbers.get(f"damping.{matrix}", torch.empty(0)).tolist()):
+            if math.isinf(used):
+                lines.append(f"expert {expert}: {matrix}: rounded to nearest, because its Hessian is not usable")
+            elif used > 1.5 * DAMPING:
+                lines.append(f"expert {expert}: {matrix}: damping raised to {used:g}")
+    return lines + _zero_lines({matrix: numbers[f"{matrix}_zero"].tolist() for matrix in MATRICES}, scales)
 
 
 def solve_layer(
@@ -241,21 +252,17 @@ def solve_layer(
     compensate_router: bool = True,
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> LayerResult:
-    """Solve one layer.
+    """Solve one layer from the captured inputs of its experts, with either engine.
 
     Args:
         layer: with the source's weights, those of its experts only for the llmcompressor engine; left as it is.
-        norm: (H,) as stored, in the source's dtype: the one that AWQ folds its scales into; None if it is kept.
-        moe_inputs: what the experts were called with.
-        weights: see `solver.solve`.
-        residents: see planning/device_memory.py.
+        norm: (H,) as stored, in the source's dtype: the one that AWQ folds its scales into; None if it stays.
+        moe_inputs: captured MoE inputs.
+        weights, residents: see `solve`.
         entering: hidden states entering the layer, (T, H) each; the llmcompressor engine runs the layer itself.
         check: called between sequences; may raise to interrupt.
         compensate_router: False leaves the published defect in, for comparison (llmcompressor only).
-        dist: who does it together (gram only); each has all rows.
-
-    Returns:
-        The solution, the same for all dist.
+        dist: the processes that solve it together (gram only); each has all rows, and gets the whole result.
     """
     modules, norm = model.facts.modules, None if norm is None else norm.to(model.device)
     experts: Any = layer.get_submodule(modules.experts)
@@ -263,14 +270,14 @@ def solve_layer(
         router: Any = layer.get_submodule(modules.router)
         accelerator, sizes = is_accelerator(model.device), model.sizes
         return solve(
-            moe_inputs.blocks(model.device, tokens_per_chunk(accelerator), check),
+            moe_inputs.chunks(model.device, tokens_per_chunk(accelerator), check),
             weights,
             norm=norm,
             offset=model.facts.norm.offset,
             router=router.weight.data,
             activation=experts.act_fn,
             settings=settings,
-            unit=experts_per_batch(accelerator, sizes["hidden"], sizes["width"]),
+            batch_size=experts_per_batch(accelerator, sizes["hidden"], sizes["width"]),
             residents=residents,
             dist=dist,
         )
@@ -286,10 +293,7 @@ def solve_layer(
         compensate_router=compensate_router,
         norm_dtype=torch.bfloat16 if norm is None else norm.dtype,
     )
-    gate, up = experts.gate_up_proj.data.chunk(2, dim=1)
-    zero = {
-        matrix: zero_groups(weight, settings.group_size).tolist()
-        for matrix, weight in zip(MATRICES, (gate, up, experts.down_proj.data), strict=True)
-    }
-    solved.fallbacks.extend(zero_lines(zero, {matrix: solved.scales[matrix][0].numel() for matrix in MATRICES}))
+    matrices = zip(MATRICES, (*experts.gate_up_proj.data.chunk(2, dim=1), experts.down_proj.data), strict=True)
+    zero = {matrix: _zero_groups(weight, settings.group_size).tolist() for matrix, weight in matrices}
+    solved.fallbacks.extend(_zero_lines(zero, solved.scales))
     return solved

@@ -22,7 +22,7 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_folder, read_json
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import block_size
-from quantizers.formats.tensor_names import readable, with_experts_apart
+from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import Plan
 from quantizers.recipe.schema import Experts, Scheme
@@ -108,7 +108,7 @@ def verify(
     where = str(source.folder / CONFIG)
     facts = architecture_for(source.config, where, own)
     sizes = sizes_of(facts, source.config, where)
-    source = with_experts_apart(source, facts, sizes)
+    source = split_fused_experts(source, facts, sizes)
     recorded = _recorded(folder) if digests is None else digests
     audit.digests_checked = bool(recorded)
     audit.differences += side_file_differences(folder, source.folder)
@@ -124,7 +124,7 @@ def verify(
     audit.differences += audit.changed
     try:
         candidate = open_folder(folder)
-        renamed = readable(candidate, facts)
+        renamed = published_names(candidate, facts)
         schemes = layer_schemes(candidate, renamed, facts, sizes)
     except CheckpointError as failure:
         audit.differences.append(str(failure))

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from commands import Command
-from rich.console import Console, RenderableType
+from commands import Command, printed
 from sets import rows_set
 
-from quantizers.calibration.check import SetReport, check_set, cut_share, find_duplicates, truncation_warnings
-from quantizers.calibration.language_id import CODES, identify
+from quantizers.calibration.check import (
+    SetReport,
+    check_set,
+    find_duplicates,
+    identify,
+    truncation_warnings,
+)
 from quantizers.calibration.samples import Sample
-from quantizers.calibration.set import read_set
+from quantizers.calibration.set import CODES, read_set
 from quantizers.calibration.view import render, render_samples, show_samples
 from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
 RECIPE = "tiny-minimax-m2-fp8-int4"
-
-pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def sample(category: str, kept: int, cut: int = 0) -> Sample:
@@ -35,27 +37,30 @@ def words(command: Command, *given: object) -> tuple[int, str]:
     return code, " ".join(command.out.split())
 
 
-def test_a_quarter_of_the_tokens_may_be_cut() -> None:
-    assert cut_share([sample("x", 75, 25)]) == 0.25
-    assert truncation_warnings([sample("x", 75, 25)]) == ()
-    assert truncation_warnings([sample("x", 74, 26)]) == (
-        "26% of the set's tokens are cut at 74 tokens; raise sequence_length (148 would cut 0%)",
-    )
+A_QUARTER = [sample("x", 75, 25)]
+A_LITTLE_MORE = [sample("x", 74, 26)]
+TWO_LENGTHS = [sample("x", 10, 190), sample("x", 10, 30), sample("y", 5)]  # 40 of 245 tokens are cut at 160
+MANY_CATEGORIES = [sample("long/code", 90, 10), *[sample("x", 90) for _ in range(9)], sample("spoken/hindi", 5, 1)]
+MANY_CATEGORIES += [sample(f"code/{letter}", 5, 4) for letter in "gfedcba"]
 
 
-def test_the_length_that_is_advised_cuts_no_more_than_a_quarter() -> None:
-    (warning,) = truncation_warnings([sample("x", 10, 190), sample("x", 10, 30), sample("y", 5)])
-    assert warning == "90% of the set's tokens are cut at 10 tokens; raise sequence_length (160 would cut 16%)"
-    assert f"{40 / 245:.0%}" == "16%"
-
-
-def test_a_category_that_loses_much_is_named() -> None:
-    samples = [sample("long/code", 90, 10), *[sample("x", 90) for _ in range(9)]]
-    samples += [sample(f"code/{letter}", 5, 4) for letter in "gfedcba"] + [sample("spoken/hindi", 5, 1)]
-    assert truncation_warnings(samples) == (
-        "of 7 categories more than 25% of the tokens are cut at 5 tokens: code/a 44%, code/b 44%, code/c 44%, "
-        "code/d 44%, code/e 44% and 2 more; raise sequence_length (10 would cut 0%)",
-    )
+@pytest.mark.parametrize(
+    ("samples", "warnings"),
+    [
+        (A_QUARTER, ()),
+        (A_LITTLE_MORE, ("26% of the set's tokens are cut at 74 tokens; raise sequence_length (148 would cut 0%)",)),
+        (TWO_LENGTHS, ("90% of the set's tokens are cut at 10 tokens; raise sequence_length (160 would cut 16%)",)),
+        (
+            MANY_CATEGORIES,
+            (
+                "of 7 categories more than 25% of the tokens are cut at 5 tokens: code/a 44%, code/b 44%, code/c 44%, "
+                "code/d 44%, code/e 44% and 2 more; raise sequence_length (10 would cut 0%)",
+            ),
+        ),
+    ],
+)
+def test_more_than_a_quarter_of_the_tokens_cut_is_a_warning(samples: list[Sample], warnings: tuple[str, ...]) -> None:
+    assert truncation_warnings(samples) == warnings
 
 
 def test_a_warning_is_no_finding(tmp_path: Path, tokenizer: str, command: Command) -> None:
@@ -156,19 +161,13 @@ def embedded(tokenizer: str) -> SetReport:
     return check_set(SETS / "embedded.yaml", tokenizer)
 
 
-def shown(renderable: RenderableType) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(renderable)
-    return console.export_text()
-
-
 def checked_set(folder: Path, rows: list[tuple[str, str]], name: str = "set") -> Path:
     return rows_set(folder, rows, name, sequence_length=40, languages=LISTS)
 
 
 def test_the_embedded_set_holds_what_it_claims(embedded: SetReport) -> None:
     assert embedded.findings == ()
-    assert embedded.ok
+    assert not embedded.findings
     assert embedded.missing == {"programming": [], "spoken": []}
     assert (len(embedded.languages["programming"]), len(embedded.languages["spoken"])) == (60, 12)
     assert min(embedded.languages["programming"].values()) >= 3
@@ -176,9 +175,9 @@ def test_the_embedded_set_holds_what_it_claims(embedded: SetReport) -> None:
     assert embedded.held_out == str(SETS / "held-out.yaml")
     assert (embedded.duplicates, embedded.shared, embedded.mismatches) == ((), (), ())
     assert embedded.identified == 48
-    fields = {row.category for row in embedded.categories if "/" not in row.category}
+    fields = {row["category"] for row in embedded.categories if "/" not in row["category"]}
     assert len(fields) == 16
-    text = shown(render(embedded))
+    text = printed(render(embedded))
     assert "programming languages, 60 of 60" in text
     assert "language identification confirms 48 of 48 spoken texts" in text
     assert "nothing contradicts the set" in text
@@ -191,12 +190,12 @@ def test_the_embedded_set_holds_what_it_claims(embedded: SetReport) -> None:
 
 def test_the_held_out_set_has_every_category(embedded: SetReport, tokenizer: str) -> None:
     held_out = check_set(SETS / "held-out.yaml", tokenizer)
-    assert held_out.ok
+    assert not held_out.findings
     assert held_out.held_out is None
     assert held_out.identified == 12
-    short = {row.category for row in held_out.categories if not row.category.startswith("long/")}
-    assert short == {row.category for row in embedded.categories}
-    text = shown(render(held_out))
+    short = {row["category"] for row in held_out.categories if not row["category"].startswith("long/")}
+    assert short == {row["category"] for row in embedded.categories}
+    text = printed(render(held_out))
     assert " cut at 256 or 8,192, which lost " in text
     assert "of these 8 long ones, " in text
 
@@ -220,7 +219,7 @@ def test_faults_are_found_and_named(tmp_path: Path, tokenizer: str) -> None:
     path = checked_set(tmp_path, rows)
     checked_set(tmp_path, [("x", german + " Bitte nehmen Sie den Bus.")], "other")
     report = check_set(path, tokenizer, tmp_path / "other.yaml")
-    assert not report.ok
+    assert report.findings
     assert report.missing == {"programming": ["D"], "spoken": ["German"]}
     places = [f"set.jsonl:{number}" for number in (1, 2, 3, 4)]
     assert [(twins.first, twins.second, twins.similarity) for twins in report.duplicates] == [
@@ -230,26 +229,21 @@ def test_faults_are_found_and_named(tmp_path: Path, tokenizer: str) -> None:
     ]
     assert [(m.place, m.claimed, m.identified) for m in report.mismatches] == [(places[3], "Hindi", "German")]
     assert [(twins.first, twins.second) for twins in report.shared] == [(places[3], "other.jsonl:1")]
-    text = shown(render(report))
+    text = printed(render(report))
     assert "no sample shows D (programming)" in text
     assert "reads like German" in text
     assert f"{places[1]} repeats {places[0]} (similarity 1.0)" in text
 
 
 def test_held_out_is_looked_for_beside_the_set(tmp_path: Path, tokenizer: str) -> None:
-    path = checked_set(tmp_path, [("code/c", "a text of its own")])
-    assert check_set(path, tokenizer).held_out is None
-    checked_set(tmp_path, [("code/c", "a text of its own")], "held-out")
-    assert len(check_set(path, tokenizer).shared) == 1
-
-
-def test_a_required_language_is_a_finding_here_and_not_an_error(tmp_path: Path, tokenizer: str) -> None:
+    """A required language without a text is a finding here, and not an error."""
     path = checked_set(tmp_path, [("code/c", "a text of its own")])
     path.write_text(path.read_text().replace('["Hindi", "German"]', '["Hindi"], "required": true'))
-    assert check_set(path, tokenizer).findings == (
-        "no sample shows D (programming)",
-        "no sample shows Hindi (spoken)",
-    )
+    report = check_set(path, tokenizer)
+    assert report.held_out is None
+    assert report.findings == ("no sample shows D (programming)", "no sample shows Hindi (spoken)")
+    checked_set(tmp_path, [("code/c", "a text of its own")], "held-out")
+    assert len(check_set(path, tokenizer).shared) == 1
 
 
 @pytest.mark.parametrize(
@@ -277,20 +271,16 @@ def test_every_spoken_language_of_the_sets_can_be_identified() -> None:
 
 
 def test_dropped_rows_are_shown(tmp_path: Path, tokenizer: str) -> None:
-    path = checked_set(tmp_path, [("code/c", "some text"), ("x", "")])
+    path = checked_set(tmp_path, [("code/c", "some text"), *[("x", "")] * 9])
     path.write_text(path.read_text().replace('"samples": "all"', '"samples": 1'))
-    seeds = [path.read_text().replace('"sources":', f'"seed": {seed}, "sources":') for seed in range(8)]
-    texts = []
-    for seeded in seeds:
-        path.write_text(seeded)
-        texts.append(shown(render(check_set(path, tokenizer))))
-    assert any("dropped 1 of set.jsonl: an empty text (first " in text for text in texts)
+    text = printed(render(check_set(path, tokenizer)))
+    assert re.search(r"dropped \d of set\.jsonl: an empty text \(first set\.jsonl:\d+\)", text)
 
 
 def test_samples_are_shown_as_the_model_reads_them(tokenizer: str) -> None:
     samples = show_samples(SETS / "embedded.yaml", 3, tokenizer)
-    assert [sample.position for sample in samples] == [0, 99, 199]
-    text = shown(render_samples(samples))
+    assert [sample["position"] for sample in samples] == [0, 99, 199]
+    text = printed(render_samples(samples))
     assert "0: code/zephyr" in text
     assert "[turn]user" in text
     assert len(show_samples(SETS / "held-out.yaml", 1000, tokenizer)) == 88 + 8

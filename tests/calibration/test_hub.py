@@ -1,18 +1,18 @@
 """Datasets of the Hub, served by a stand-in on the loopback interface to the real client libraries.
 
-The libraries read HF_ENDPOINT and HF_HOME when they are imported, so a machine with caches of its
-own is a process of its own.
+The libraries read HF_ENDPOINT and HF_HOME when they are imported, so a machine with caches of its own is a process of
+its own. A quick test changes in this process what they have read.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import logging
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,10 @@ from calibration_tokenizer import write_tokenizer
 from hub_stand_in import HubStandIn
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from quantizers.calibration.hub import explained
-from quantizers.calibration.rows import Unreachable
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.rows import Unreachable, explained, quiet
 from quantizers.calibration.set import CalibrationSet, DataSource, read_set
+from quantizers.system.errors import CalibrationError
 from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
@@ -52,7 +53,7 @@ for line in sys.stdin:
         counts = language_counts(read_set(Path(path)), data.samples)
         answer = data.summary() | {"languages": counts}
     except CalibrationError as failure:
-        answer = {"error": str(failure), "notes": getattr(failure, "__notes__", [])}
+        answer = {"error": str(failure)}
     print(json.dumps(answer), flush=True)
 """
 
@@ -193,44 +194,17 @@ def test_order_of_files_workers_and_hash_seed_make_no_difference(
 
 
 @pytest.mark.slow
-def test_the_embedded_set_is_the_same_in_three_processes(
-    tmp_path: Path, machine: Machine, other_machine: Machine, offline: Machine
+def test_a_moved_revision_is_loaded_anew_unless_a_lock_holds_it(
+    small: Path, hub: HubStandIn, machine: Machine, other_machine: Machine
 ) -> None:
-    """With different hash seeds and workers, and in a folder whose files were made in another order."""
-    copy = tmp_path / "elsewhere"
-    (copy / "embedded").mkdir(parents=True)
-    for file in sorted((SETS / "embedded").iterdir(), reverse=True):
-        shutil.copy(file, copy / "embedded")
-    shutil.copy(SETS / "embedded.yaml", copy)
-    summaries = [
-        machine.load(SETS / "embedded.yaml", workers=1, cache=False),
-        other_machine.load(copy / "embedded.yaml", workers=4, cache=False),
-        offline.load(SETS / "embedded.yaml", workers=4, cache=False),
-    ]
-    assert [summary["samples"] for summary in summaries] == [299] * 3
-    assert len({summary["digest"] for summary in summaries}) == 1
-
-
-@pytest.mark.slow
-def test_a_moved_revision_is_loaded_anew(small: Path, hub: HubStandIn, machine: Machine) -> None:
     before = machine.load(small)
     hub.datasets["org/plain"] = {"train.jsonl": rows("changed")}
-    after = machine.load(small)
-    assert after["notes"] == []
+    after = machine.load(small, lock=True)
+    assert after["notes"] == ["versions are those of the set's lock"]
     assert after["digest"] != before["digest"]
-    assert after["versions"] == [hub.commit("org/plain"), before["versions"][1]]
-
-
-@pytest.mark.slow
-def test_a_lock_holds_the_revision(small: Path, hub: HubStandIn, machine: Machine, other_machine: Machine) -> None:
-    locked = machine.load(small, lock=True)
-    commits = [hub.commit("org/plain"), hub.commit("org/streamed")]
-    assert locked["lock"]
-    assert locked["versions"] == commits
-    pins = json.loads((small.parent / "small.lock.json").read_text())["sources"]
-    assert [pin["commit"] for pin in pins] == commits
-    assert sorted(pins[0]["files"]) == [f"train-{number}.jsonl" for number in range(4)]
-    assert all(value.startswith("git:") for value in pins[0]["files"].values())
+    commits = [hub.commit("org/plain"), before["versions"][1]]
+    assert after["versions"] == commits
+    assert [pin["commit"] for pin in json.loads((small.parent / "small.lock.json").read_text())["sources"]] == commits
     hub.datasets["org/streamed"] = {"train.jsonl": rows("changed")}
     refused = other_machine.load(small, cache=False)["error"]
     assert f"org/streamed: no revision {commits[1]}; correct the source's revision, or lock" in refused
@@ -244,68 +218,85 @@ def test_a_hub_that_was_switched_off_is_called_so() -> None:
     assert refused.value.reason == "HF_HUB_OFFLINE is set"
 
 
-def test_what_is_out_of_reach_is_one_line_that_hides_nothing(small: Path, offline: Machine) -> None:
-    """The exception's notes, which a traceback shows, have each of them; what else is wrong keeps its own line."""
-    said = offline.load(small, cache=False)
-    reason = "ConnectError: [Errno 111] Connection refused"
-    remedy = (
-        "check the network, or take the shipped set embedded, which needs none (with a recipe: --calibration embedded)"
-    )
-    line = f"2 of 2 sources on the Hub cannot be reached (first: org/plain: {reason}); {remedy}; --debug lists them"
-    assert said["error"] == f"{small}:4: {line}"
-    assert said["notes"] == [f"{small}:4: org/plain: {reason}", f"{small}:5: org/streamed: {reason}"]
+@pytest.fixture
+def refused(
+    hub: HubStandIn, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Path], CalibrationError]:
+    """`refused(path)`: the error with which a set cannot be loaded from the stand-in."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint)
 
-    source = "columns: [text], shape: text, samples: 1, category: x}\n"
-    small.write_text(SMALL + f"  - {{dataset: missing.jsonl, {source}")
-    assert offline.load(small, cache=False)["error"].splitlines() == [
-        f"{small}:6: {small.parent}/missing.jsonl: cannot be read (No such file or directory); give an existing file",
-        f"{small}:4: {line}",
-    ]
+    def call(path: Path) -> CalibrationError:
+        with pytest.raises(CalibrationError) as failure:
+            load_set(path, tokenizer, cache=tmp_path / "cache")
+        return failure.value
+
+    return call
+
+
+SOURCE = "columns: [text], shape: text, samples: 1, category: x}\n"
+NO_SUCH = "no such dataset on the Hub; correct the id, or `hf auth login` if it is private"
 
 
 @pytest.mark.parametrize("how", ["dead", "failing"])
-def test_a_data_set_out_of_reach_does_not_hide_a_wrong_name(
-    how: str, small: Path, hub: HubStandIn, machine: Machine
+def test_unreachable_sources_are_one_line_that_hides_no_other_fault(
+    how: str, small: Path, hub: HubStandIn, refused: Callable[[Path], CalibrationError]
 ) -> None:
-    """The Hub answers about one source that there is none, and about another not at all, or with a server's error."""
-    source = "columns: [text], shape: text, samples: 1, category: x}\n"
-    small.write_text(SMALL + f"  - {{dataset: org/none, {source}")
+    """The Hub does not answer about some sources, or with a server's error; the notes of the exception list them."""
+    starts = ("dataset: org/none", "dataset: missing.jsonl", "dataset: org/third, revision: v9")
+    small.write_text(SMALL + "".join(f"  - {{{start}, {SOURCE}" for start in starts))
+    hub.datasets["org/third"] = {}
     silent = getattr(hub, how)
-    silent.add("org/plain")
+    silent.update(("org/plain", "org/streamed"))
     try:
-        told = machine.load(small, cache=False)["error"].splitlines()
+        failure = refused(small)
+        silent.remove("org/streamed")
+        one = refused(small)
     finally:
         silent.clear()
-    assert told[0] == (
-        f"{small}:6: org/none: no such dataset on the Hub; correct the id, or `hf auth login` if it is private"
-    )
-    assert told[1].startswith(f"{small}:4: 1 of 3 sources on the Hub cannot be reached (org/plain: ")
-    assert "--debug" not in told[1]
-    assert len(told) == 2
-
-
-def test_sources_that_fail_are_told_together(small: Path, machine: Machine) -> None:
-    source = "columns: [text], shape: text, samples: 1, category: x}\n"
-
-    def told(*starts: str) -> list[str]:
-        extra = "".join(f"  - {{{start}, {source}" for start in starts)
-        small.write_text(SMALL.replace("[text]", "[txt]") + extra)
-        error: str = machine.load(small)["error"]
-        return error.splitlines()
-
-    assert told("dataset: org/none", "dataset: org/plain, revision: v9", "dataset: missing.jsonl") == [
-        f"{small}:6: org/none: no such dataset on the Hub; correct the id, or `hf auth login` if it is private",
-        f"{small}:7: org/plain: no revision v9; correct the source's revision, or lock the set again",
-        f"{small}:8: {small.parent}/missing.jsonl: cannot be read (No such file or directory); give an existing file",
+    plain, streamed = failure.__notes__
+    assert plain.startswith(f"{small}:4: org/plain: ")
+    assert streamed.startswith(f"{small}:5: org/streamed: ")
+    remedy = "check the network, or take the shipped set embedded, which needs none (with a recipe: --calibration"
+    reason = plain.removeprefix(f"{small}:4: ")
+    assert str(failure).splitlines() == [
+        f"{small}:6: org/none: {NO_SUCH}",
+        f"{small}:7: {small.parent}/missing.jsonl: cannot be read (No such file or directory); give an existing file",
+        f"{small}:8: org/third: no revision v9; correct the source's revision, or lock the set again",
+        f"{small}:4: 2 of 4 sources on the Hub cannot be reached (first: {reason}); {remedy} embedded); "
+        "--debug lists them",
     ]
-    assert told("dataset: org/plain, split: test", "dataset: org/plain, subset: other") == [
+    assert str(one).splitlines()[-1].startswith(f"{small}:4: 1 of 4 sources on the Hub cannot be reached (org/plain: ")
+    assert "--debug" not in str(one)
+
+
+@pytest.mark.slow
+def test_faults_of_all_sources_are_reported_together(small: Path, machine: Machine) -> None:
+    extra = (f"  - {{dataset: org/plain, {key}, {SOURCE}" for key in ("revision: v9", "split: test", "subset: other"))
+    small.write_text(SMALL.replace("[text]", "[txt]") + "".join(extra))
+    assert machine.load(small)["error"].splitlines() == [
+        f"{small}:6: org/plain: no revision v9; correct the source's revision, or lock the set again"
+    ]
+    small.write_text(small.read_text().replace("revision: v9", "revision: main"))
+    assert machine.load(small)["error"].splitlines() == [
         f"{small}:4: org/plain, org/streamed (line 5): no column 'txt' (it has text); "
         "correct the source's columns or category",
-        f'{small}:6: org/plain: cannot be loaded (ValueError: Unknown split "test". '
-        "Should be one of ['train'].); correct the source's subset, split or revision",
-        f"{small}:7: org/plain: cannot be loaded (ValueError: BuilderConfig 'other' not found. "
+        f"{small}:7: org/plain: cannot be loaded (ValueError: Unknown split \"test\". Should be one of ['train'].); "
+        "correct the source's subset, split or revision",
+        f"{small}:8: org/plain: cannot be loaded (ValueError: BuilderConfig 'other' not found. "
         "Available: ['default']); correct the source's subset, split or revision",
     ]
+
+
+def test_quiet_restores_what_was_shown() -> None:
+    import datasets
+
+    bars, log = datasets.are_progress_bars_disabled(), logging.getLogger("huggingface_hub")
+    with quiet():
+        assert datasets.are_progress_bars_disabled()
+        assert not log.isEnabledFor(logging.CRITICAL)
+    assert datasets.are_progress_bars_disabled() == bars
+    assert log.isEnabledFor(logging.CRITICAL)
 
 
 SPARE = 14  # rows more than a set asks for
@@ -372,13 +363,13 @@ def _row(source: DataSource, text: str, number: int) -> Row:
     if source.shape == "code-contests":
         solutions = {"language": [2, 3], "solution": ["int main() {}", f"print({number})"]}
         return {first: f"{number}_A. Task", "description": text, "solutions": solutions}
+    roles, texts = ("user", "assistant"), (text, f"Answer {number}.")
     if source.shape == "chat":
-        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": f"Answer {number}."}]
-        return {first: turns}
+        return {first: [{"role": role, "content": said} for role, said in zip(roles, texts, strict=True)]}
     if "tool" in source.dataset:
         return {first: _tool_dialogue(text, number)}
-    names = ("human", "gpt") if number % 2 else ("user", "assistant")
-    return {first: [{"from": names[0], "value": text}, {"from": names[1], "value": f"Answer {number}."}]}
+    names = ("human", "gpt") if number % 2 else roles
+    return {first: [{"from": name, "value": said} for name, said in zip(names, texts, strict=True)]}
 
 
 def _tool_dialogue(text: str, number: int) -> list[dict[str, str]]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import transformers
 from calibration_tokenizer import write_tokenizer
+from commands import Command
 from own_tokenizer import own_ids, write_own_tokenizer
+from sets import rows_set
 
 from quantizers.calibration.render import Renderer, own_class
 from quantizers.calibration.row_formats import Content
@@ -22,15 +23,6 @@ TEXT = "def f(x): return 'grüße'"
 
 def content(text: str) -> Content:
     return Content((), (), text)
-
-
-COMMAND = """
-import sys
-import transformers.dynamic_module_utils as dynamic
-dynamic.HF_MODULES_CACHE = sys.argv.pop(1)
-from quantizers.__main__ import main
-main()
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -131,27 +123,13 @@ def test_the_recipes_key(said: str, trusts: bool, tmp_path: Path) -> None:
     assert source.model_dump()["trust_remote_code"] == {"": False, "tokenizer": "tokenizer"}.get(said, said == "true")
 
 
-@pytest.mark.slow
-def test_commands_without_a_recipe_take_an_option(folder: Path, tmp_path: Path) -> None:
-    data = tmp_path / "texts.jsonl"
-    data.write_text("".join(json.dumps({"text": f"{TEXT} {n} " * 4}) + "\n" for n in range(3)))
-    one = tmp_path / "set.yaml"
-    one.write_text(
-        "name: s\nseed: 0\nsequence_length: 64\nlanguages: {programming: [Python], spoken: []}\n"
-        "sources:\n- {dataset: ./texts.jsonl, columns: [text], shape: text, samples: all, category: code/python}\n"
-    )
-
-    def checked(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", COMMAND, str(tmp_path / "modules"), "calibration", "check", str(one)]
-        command += ["--tokenizer", str(folder), "--json", *options]
-        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-
-    refused = checked()
-    assert refused.returncode == 2, refused.stderr
-    assert refused.stderr.startswith(f"quantize: {folder}: its tokenizer is code of its own")
-    assert "--trust-remote-code" in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
-    allowed = checked("--trust-remote-code")
-    assert allowed.returncode in (0, 3), allowed.stderr
-    assert '"tokens"' in allowed.stdout
+def test_commands_without_a_recipe_take_an_option(folder: Path, tmp_path: Path, command: Command) -> None:
+    path = rows_set(tmp_path, [("code/python", f"{TEXT} {n}") for n in range(3)])
+    words = ("calibration", path, "--tokenizer", folder)
+    assert command(*words) == 2
+    assert command.err.startswith(f"quantize: {folder}: its tokenizer is code of its own")
+    assert "--trust-remote-code" in command.err
+    assert len(command.err.splitlines()) == 1
+    assert command(*words, "--trust-remote-code", "--json") == 0
+    assert json.loads(command.out)["summary"]["tokens"] == 3 * (len(TEXT.encode()) + 2)
     assert not (tmp_path / "ran").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantizers.calibration.set import fill, placeholders, read_set, slug
+from quantizers.calibration.set import KINDS, fill, placeholders, read_set, slug
 from quantizers.system.errors import CalibrationError
 from quantizers.system.package_data import shipped
 
@@ -59,15 +59,12 @@ def test_a_source_s_length_must_be_a_whole_number_from_two(length: str, tmp_path
     assert len(str(failure.value).splitlines()) == 1
 
 
-def test_slots_count_over_the_whole_set() -> None:
+def test_languages_are_assigned_over_the_whole_set() -> None:
     calibration = read_set(SETS / "software-engineer.yaml")
-    assigning = {
-        source.dataset: first
-        for source, first in zip(calibration.sources, calibration.first_slots(), strict=True)
-        if source.assigns
-    }
-    assert assigning["diversoailab/humaneval-rust"] == {"programming": 0, "spoken": 32}
-    assert assigning["MathArena/project_euler"] == {"programming": 100, "spoken": 32}
+    datasets = [source.dataset for source in calibration.sources]
+    first, second = map(datasets.index, ("diversoailab/humaneval-rust", "MathArena/project_euler"))
+    counts = [calibration.assigned_before(n, kind) for n in (first, second) for kind in KINDS]
+    assert counts == [0, 32, 100, 32]
 
 
 @pytest.mark.parametrize(

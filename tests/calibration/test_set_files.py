@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import Command
@@ -19,8 +18,6 @@ from quantizers.system.errors import CalibrationError, InputError, OutputError
 from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
-
-pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +49,7 @@ def test_a_copy_gives_the_same_samples_and_knows_its_held_out_set(
     report = check_set(folder / "embedded.yaml", tokenizer)
     assert report.summary["digest"] == embedded.digest
     assert report.held_out == str(folder / "held-out.yaml")
-    assert report.ok
+    assert not report.findings
 
 
 def test_a_number_of_samples_gives_the_same_ones_in_a_copy(
@@ -94,11 +91,6 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def check(command: Command, path: Path) -> dict[str, Any]:
-    assert command("calibration", path, "--json") == 0
-    return dict(json.loads(command.out))
-
-
 def test_a_new_set_passes_as_it_is_written(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "mine.yaml"
     assert command("calibration", "new", path) == 0
@@ -108,7 +100,8 @@ def test_a_new_set_passes_as_it_is_written(tmp_path: Path, command: Command) -> 
         f"replace the rows of {tmp_path}/mine.jsonl with your own",
         f"next: quantize calibration {path}",
     ]
-    report = check(command, path)
+    assert command("calibration", path, "--json") == 0
+    report = json.loads(command.out)
     assert report["verdict"] == "fine: nothing contradicts the set"
     assert report["summary"]["categories"] == {"code/python": 1, "math": 1, "advice": 1}
     (tmp_path / "mine.jsonl").write_text("my own")
@@ -124,9 +117,9 @@ def test_a_new_set_for_the_shipped_data_reads_it_as_the_shipped_set_does(
     data = tmp_path / f"{name}.jsonl"
     data.write_bytes((SETS / "embedded" / f"{name}.jsonl").read_bytes())
     path = tmp_path / "sets" / "new.yaml"
-    made = new_set(path, data)
-    write_together(made.contents)
-    assert made.notes == ()
+    contents, notes = new_set(path, data)
+    write_together(contents)
+    assert notes == []
     ours = load_set(path, tokenizer)
     theirs = [s for s in embedded.samples if s.source.endswith(f"/{name}.jsonl")]
     assert [(s.text, s.category, s.languages) for s in ours.samples] == [
@@ -142,9 +135,9 @@ def test_rows_that_cannot_be_used_are_said_and_the_set_loads_without_them(tmp_pa
     data = tmp_path / "a.jsonl"
     data.write_text("\n".join(json.dumps({"prose": f"text {n}" if n % 3 else "", "id": n}) for n in range(9)))
     path = tmp_path / "new.yaml"
-    made = new_set(path, data)
-    assert made.notes == (f"3 of 9 rows cannot be used (an empty text, first at {data}:1)",)
-    write_together(made.contents)
+    contents, notes = new_set(path, data)
+    assert notes == [f"3 of 9 rows cannot be used (an empty text, first at {data}:1)"]
+    write_together(contents)
     assert len(load_set(path, tokenizer).samples) == 6
 
 
@@ -153,7 +146,7 @@ def test_languages_of_new_sets_have_their_everyday_names(tmp_path: Path) -> None
     categories = ("code/c++", "code/cpp", "code/Rust/async", "code/cobol2", "spoken/hindi", "spoken/klingon", "code")
     data.write_text("\n".join(json.dumps({"text": "x y", "category": category}) for category in categories))
     path = tmp_path / "new.yaml"
-    write_together(new_set(path, data).contents)
+    write_together(new_set(path, data)[0])
     languages = read_set(path).languages
     assert languages.programming == ("C++", "Rust", "cobol2")
     assert languages.spoken == ("Hindi", "klingon")

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantizers.calibration.load_set import load_set
-from quantizers.calibration.samples import CalibrationData, Sample, digest_of
+from quantizers.calibration.samples import CalibrationData, Sample, digest_of, shares, subsample
 from quantizers.calibration.set import seeded
-from quantizers.calibration.subsample import shares, subsample
 from quantizers.system.errors import CalibrationError
 
 HELD = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 40), min_size=1)

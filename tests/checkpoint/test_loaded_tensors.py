@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import random
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -31,7 +29,7 @@ from quantizers.checkpoint.loaded_tensors import (
 )
 from quantizers.checkpoint.prefetch import prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
-from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, TORCH_DTYPES, TensorInfo, read_header
+from quantizers.checkpoint.safetensors_header import TORCH_DTYPES, TensorInfo
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.errors import CheckpointError, PeerFailed
 
@@ -74,7 +72,11 @@ def test_a_part_answers_as_the_checkpoint_does_for_its_own_tensors(model: Checkp
         part.require(other, "a test")
     with pytest.raises(KeyError):
         part.tensor(other)
-    assert set(part.only(names[:2]).tensors) == set(part.only(names[:2]).stored) == set(names[:2])
+    assert part.buffer is not None
+    some = part.only(names[:2])
+    part.buffer.fill_(255)
+    assert set(some.tensors) == set(some.stored) == set(names[:2])
+    assert all(some.raw(name) == model.raw(name) for name in some.tensors)
 
 
 def test_layers_ten_and_one_are_not_confused(model: Checkpoint) -> None:
@@ -122,41 +124,6 @@ def test_each_part_comes_in_its_turn_and_each_byte_is_read_once(model: Checkpoin
     assert places[0] == places[2] != places[1] == places[3]
     assert sizes == {max(bytes_needed(model.tensors[name] for name in names) for names in parts)}
     assert list(prefetched_tensors(model, [])) == []
-
-
-def random_layout(folder: Path, seed: int) -> tuple[Checkpoint, dict[str, bytes]]:
-    """Tensors of all dtypes and odd sizes in three files, in random order, so that many are misaligned; their bytes."""
-    dice = random.Random(seed)
-    folder.mkdir()
-    content: dict[str, bytes] = {}
-    for number in range(3):
-        header, data = dict[str, Any](), b""
-        for i in range(dice.randint(1, 12)):
-            dtype = dice.choice([name for name in TORCH_DTYPES if name != "BOOL"])
-            count = dice.choice([0, 1, 2, 3, 5, 8])
-            name, raw = f"{number}.{i}", dice.randbytes(count * DTYPE_BYTES[dtype])
-            header[name] = {"dtype": dtype, "shape": [count], "data_offsets": [len(data), len(data) + len(raw)]}
-            data, content[name] = data + raw, raw
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % dice.choice([8, 1]))  # not every program pads its header
-        (folder / f"{number}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
-    tensors = {k: v for n in range(3) for k, v in read_header(folder / f"{n}.safetensors").items()}
-    return Checkpoint(folder, "random", {}, tensors), content
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_any_layout_is_read_as_it_lies(seed: int, tmp_path: Path) -> None:
-    """Oracle: the bytes that the files were written from, for a random choice of tensors."""
-    checkpoint, content = random_layout(tmp_path / "model", seed)
-    dice = random.Random(seed)
-    names = dice.sample(sorted(content), dice.randint(0, len(content)))
-    buffer = torch.zeros(dice.choice([1, 4096]), dtype=torch.uint8)
-    part = load_tensors(checkpoint, names, buffer=buffer)
-    assert [name for name in names if bytes(part.raw(name)) != content[name]] == []
-    assert {n: part.sha256(n) for n in names} == {n: hashlib.sha256(content[n]).hexdigest() for n in names}
-    some = part.only(names[::2])
-    buffer.fill_(255)
-    assert [n for n in names[::2] if bytes(some.raw(n)) != content[n]] == []
 
 
 def test_a_tensor_keeps_its_bytes_until_the_next_part_is_asked_for(model: Checkpoint) -> None:

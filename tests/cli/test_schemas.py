@@ -132,7 +132,7 @@ def test_every_shape_has_an_example_row_that_loads(tmp_path: Path) -> None:
         answer = sample.text.rpartition("\n\n")[2]
         assert answer in read
         data = tmp_path / f"{shape}.jsonl"
-        made = yaml.safe_load(new_set(tmp_path / "new.yaml", data).contents[tmp_path / "new.yaml"])["sources"][0]
+        made = yaml.safe_load(new_set(tmp_path / "new.yaml", data)[0][tmp_path / "new.yaml"])["sources"][0]
         assert (made["dataset"], made["shape"], made["columns"]) == (f"./{data.name}", shape, columns.split(", "))
 
 

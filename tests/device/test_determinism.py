@@ -20,13 +20,20 @@ from eval.fidelity.scoring import score_text
 from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.cli import main as cli
 from quantizers.device import devices, triton_support
-from quantizers.device.determinism import ALLOCATOR, LT_WORKSPACE, UNDOING, WORKSPACE, ordered
-from quantizers.device.gpu_settings import SETTINGS, settings_in_force
+from quantizers.device.determinism import (
+    ALLOCATOR,
+    LT_WORKSPACE,
+    UNDOING,
+    WORKSPACE,
+    gpu_settings,
+    ordered,
+    settings_in_force,
+)
 from quantizers.forward.moe_inputs import MoeInputs, usable_rows
 from quantizers.forward.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts, Scheme
-from quantizers.solve.routing_weights import squared_weights, survey
+from quantizers.solve.routing_weights import routing_statistics, squared_weights
 from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError, QuantizeError
 
@@ -59,9 +66,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "preferred_linalg_library",
         lambda *new: linalg.__setitem__(0, f"_LinalgBackend.{new[0].title()}") if new else linalg[0],
     )
-    before = [setting.read() for setting in SETTINGS]
+    before = [(setting, setting.read()) for setting in gpu_settings()]
     yield
-    for setting, value in zip(SETTINGS, before, strict=True):
+    for setting, value in before:
         setting.write(value)
 
 
@@ -184,7 +191,7 @@ def test_the_fingerprint_of_a_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
             raise PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setattr(devices, "version", version)
     monkeypatch.setattr(triton_support, "why_not", lambda _: "a reason")
     devices.choose_device("cuda")
     assert devices.fingerprint(torch.device("cuda")) == SETTLED | {
@@ -234,11 +241,11 @@ def test_an_image_that_switches_tf32_on() -> None:
     """In a process of its own: torch reads these variables once, when it starts; the allocator's on its first use."""
     script = (
         "import warnings; warnings.simplefilter('error')\n"
-        "import torch; from quantizers.device import determinism; from quantizers.device.gpu_settings import SETTINGS\n"
-        "found = {s.name: s for s in SETTINGS}; matmul = torch.backends.cuda.matmul\n"
+        "import torch; from quantizers.device import determinism\n"
+        "found = {s.name: s for s in determinism.gpu_settings()}; matmul = torch.backends.cuda.matmul\n"
         "print(matmul.allow_tf32, found['preferred_blas_library'].read())\n"
         "del found['preferred_linalg_library']  # refused by a build for the CPU alone\n"
-        "from quantizers.device import gpu_settings; gpu_settings.SETTINGS = tuple(found.values())\n"
+        "determinism.gpu_settings = lambda: tuple(found.values())\n"
         "determinism.settle_gpu(); print(matmul.allow_tf32, matmul.fp32_precision, torch.backends.cudnn.allow_tf32)\n"
         "print(found['preferred_blas_library'].read(), torch._C._accelerator_getAllocatorSettings())\n"
     )
@@ -303,7 +310,7 @@ def recorded(seed: int, lengths: tuple[int, ...], experts: int, chosen: int) -> 
 def test_the_routing_mass_is_the_exact_sum() -> None:
     """Against math.fsum of Python's numbers, expert by expert; and counts, which are whole."""
     sequences = recorded(0, (1, 50, 333), 6, 2)
-    found = survey(sequences, 6, 0.9, 8).blended
+    found = routing_statistics(sequences, 6, 0.9, 8).blend
     for expert in range(6):
         squares = [
             weight * weight
@@ -326,7 +333,7 @@ def test_routed_rows_one_by_one() -> None:
     assert not bool(usable_rows(torch.full((1, 3), torch.inf)))
     sequence.weight[10:20] = 0
     squared = squared_weights(sequence, torch.arange(1, 5))
-    table = survey([sequence], 6, 0.9, 8).tables[0]
+    table = routing_statistics([sequence], 6, 0.9, 8).tables[0]
     ((rows, weights),) = table.routed(1, 5)
     for expert in range(1, 5):
         mine = [t for t in range(60) if expert in sequence.chosen[t].tolist() and squared[expert - 1, t] > 0]
@@ -404,7 +411,7 @@ def test_a_layer_is_solved_without_operations_that_have_no_order(rounding: Any, 
     with InOrder(choices) as watch:
         solve(
             seen, sliced(gate_up, down),
-            norm=layer.norm, router=layer.router, activation=silu, settings=settings, unit=2,
+            norm=layer.norm, router=layer.router, activation=silu, settings=settings, batch_size=2,
             residents=Residents(2, 2, 0),
         )  # fmt: skip
         outer = column_scale(seen[0].x)

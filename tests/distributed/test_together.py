@@ -17,7 +17,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
 from quantizers.commands.coverage import Question, measure_coverage
 from quantizers.commands.evaluate import measure
-from quantizers.device import determinism
+from quantizers.device import devices
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output import journal
@@ -52,7 +52,7 @@ def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any
     def work(dist: ProcessGroup) -> LayerResult:
         return solve(
             layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, activation=silu,
-            settings=settings, unit=unit, residents=Residents(2, unit, 0), dist=dist,
+            settings=settings, batch_size=unit, residents=Residents(2, unit, 0), dist=dist,
         )  # fmt: skip
 
     wanted = work(SINGLE_PROCESS)
@@ -87,7 +87,7 @@ def test_the_librarys_engine_is_for_one_process(tmp_path: Path, write_recipe: Ca
 
 def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("cpu", one_of(1, 2, 1)).type == "cpu"
-    monkeypatch.setattr(determinism, "settle_gpu", lambda: None)  # it would hold for all tests after this one
+    monkeypatch.setattr(devices, "settle_gpu", lambda: None)  # it would hold for all tests after this one
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -17,7 +17,7 @@ from eval.report.html_report import html_report
 from eval.report.model_card import front_matter, model_card
 from eval.report.plots import calibration_figure, draw
 from quantizers.architectures.families import architecture_for
-from quantizers.calibration.language_id import CODES
+from quantizers.calibration.set import CODES
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.pipeline.report import server_options
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
@@ -110,6 +110,9 @@ def change(path: str, value: Any) -> Callable[[Report], None]:
     return apply
 
 
+LEFT_OUT = [{"source": "x", "reason": "code/c is not in languages", "count": 3, "first": "x:1", "left_out": True}]
+
+
 @pytest.mark.parametrize(
     ("path", "value", "shown"),
     [
@@ -122,6 +125,7 @@ def change(path: str, value: Any) -> Callable[[Report], None]:
         ("calibration/tokens", 44_441, "44,441 tokens"),
         ("calibration/digest", "abc" * 20, "abcabcabcabcabca"),
         ("calibration/truncated_samples", 33_331, "33,331 samples were cut"),
+        ("calibration/dropped", LEFT_OUT, "3 were left out: the set does not list their language."),
         ("settings/recipe/experts/routed_weight", 0.37, "count for 37% of it"),
         ("settings/recipe/experts/group_size", 64, "one bfloat16 scale per 64 weights"),
         ("settings/recipe/experts/rounding", "nearest", "nearest rounding"),

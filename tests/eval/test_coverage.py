@@ -10,16 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 import yaml
-from commands import quantize
+from commands import Command
 from conftest import Finished
-from safetensors.torch import load_file, save_file
+from edited import MOE, edit
 from whole_models import finished_weights, source_weights
 
 from eval.coverage.compare import compare_counts, compare_table, labels
 from eval.coverage.routing import TIE, Routed
 from eval.coverage.summary import check_floors, coverage_table, entropy, gates, report, summarise
+from eval.report.command_schema import CoverageReport
 from eval.report.plots import comparison_figure, save
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
@@ -27,9 +29,8 @@ from quantizers.commands.coverage import Question, measure_coverage
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
-from quantizers.recipe.read import read_recipe
 from quantizers.recipe.schema import CoverageGate
-from quantizers.system.errors import InputError, RecipeError
+from quantizers.system.errors import InputError
 
 CPU = torch.device("cpu")
 WholeModel = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
@@ -101,70 +102,47 @@ def test_counts_equal_the_whole_models(
     assert ours.sum() == 4 * 2 * sum(found["tokens"].values())
 
 
-def test_a_bf16_copy_is_streamed_too(finished: Finished, tmp_path: Path) -> None:
-    """The same weights in bfloat16 are nearly the same model, so it routes nearly alike."""
-    from foreign import bf16_copy
-
-    copy = bf16_copy(finished.source, tmp_path / "copy")
-    counts = []
-    for n, folder in enumerate((finished.source, copy)):
-        (tmp_path / str(n)).mkdir()
-        found = measure_coverage(
-            Question(str(folder), "main", False, (finished.calibration,), CoverageGate(), "x"), CPU, tmp_path / str(n)
-        )
-        counts.append(np.array([layer["routed_tokens"] for layer in found["per_layer"]]))
-    assert np.abs(counts[0] - counts[1]).sum() < 0.02 * counts[0].sum()
-
-
 @pytest.fixture(scope="module")
-def unreachable(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with expert 5 of layer 2 made unreachable by its bias."""
-    folder = tmp_path_factory.mktemp("unreachable") / "model"
-    folder.mkdir()
-    for file in tiny_model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    name = "model.layers.2.block_sparse_moe.e_score_correction_bias"
-    shard = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
-    tensors = load_file(shard)
-    tensors[name][5] = -1e3
-    save_file(tensors, shard, metadata={"format": "pt"})
-    return folder
+def unreachable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of a model of two layers, in which the bias of layer 1 makes expert 3 unreachable."""
+    folder = tmp_path_factory.mktemp("unreachable")
+    tiny.write_tokenizer(tiny.make(folder / "model", num_hidden_layers=2, num_local_experts=8))
+    recipe = tiny.write_recipe(folder)
+    name = f"{MOE}.e_score_correction_bias"
+    edit(folder / "model", name, lambda tensors: tensors[name][3:4].fill_(-1e3))
+    body = yaml.safe_load(recipe.read_text())
+    recipe.write_text(yaml.safe_dump(body | {"verify": {"coverage": {"min_routed_tokens": 1}}}))
+    return recipe
 
 
-def test_an_unreachable_expert_exits_3_and_is_named(
-    unreachable: Path,
-    write_recipe: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    recipe = write_recipe(tmp_path, unreachable)
+def test_an_unreachable_expert_exits_3_and_is_named(unreachable: Path, tmp_path: Path, command: Command) -> None:
     picture = tmp_path / "coverage.png"
-    assert quantize(monkeypatch, "coverage", recipe, "--picture", picture) == 3
-    out = capsys.readouterr().out
-    assert "uncovered: layer 2 expert 5" in out
-    assert "no category of this set comes near it" in out
-    assert "FAILED" in out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert quantize(monkeypatch, "coverage", recipe, "--no-picture", "--json") == 3
-    found = json.loads(capsys.readouterr().out)
-    assert found["uncovered_pairs"] == [[2, 5]]
+    assert command("coverage", unreachable, "--picture", picture, "--json") == 3
+    found = json.loads(command.out)
+    assert CoverageReport.model_validate(found).as_dict() == found
+    assert found["uncovered_pairs"] == [[1, 3]]
     assert found["worst"][0] | {"sent_by": {}, "nearly_sent_by": {}, "tokens": 0} == found["worst"][0]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    out = coverage_table(found)
+    for words in ("uncovered: layer 1 expert 3", "no category of this set comes near it", "FAILED"):
+        assert words in out
 
 
-def test_a_run_records_the_fallback_and_writes_finite_values(
-    unreachable: Path, write_recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    done = run(prepare(str(write_recipe(tmp_path, unreachable))), Options(tmp_path / "output", CPU))
-    assert any("expert 5: 0 routed tokens" in line for line in done["layers"][2]["fallbacks"])
+def test_a_run_records_the_fallback_and_writes_finite_values(unreachable: Path, tmp_path: Path) -> None:
+    done = run(prepare(str(unreachable)), Options(tmp_path / "output", CPU))
+    assert any("expert 3: 0 routed tokens" in line for line in done["layers"][1]["fallbacks"])
     assert [gate["passed"] for gate in done["gates"] if gate["name"] == "coverage"] == [False]
-    assert done["coverage"]["uncovered_pairs"] == [[2, 5]]
+    assert done["coverage"]["uncovered_pairs"] == [[1, 3]]
     assert done["coverage"]["forced"]["min"] == done["coverage"]["forced"]["tokens"] == done["calibration"]["tokens"]
     output = open_folder(tmp_path / "output")
-    for name in output.tensors:
-        tensor = output.tensor(name)
-        if tensor.is_floating_point():
-            assert bool(torch.isfinite(tensor.float()).all()), name
+    tensors = ((name, output.tensor(name)) for name in output.tensors)
+    assert [name for name, t in tensors if t.is_floating_point() and not torch.isfinite(t.float()).all()] == []
+
+
+def test_a_floor_for_a_category_that_the_set_lacks_is_refused() -> None:
+    with pytest.raises(InputError, match="the calibration set has no such category; it has code/c, math"):
+        check_floors(CoverageGate(categories={"cod": 1}), ["math", "code/c"], "r.yaml")
+    check_floors(CoverageGate(categories={"code": 1, "code/c": 2}), ["math", "code/c"], "r.yaml")
 
 
 def routed(counts: list[list[list[int]]], tokens: list[int], names: tuple[str, ...] = ("code/c", "math")) -> Routed:
@@ -190,24 +168,6 @@ def test_entropy() -> None:
     assert entropy(np.array([5, 5, 5])) == pytest.approx(1)
     assert entropy(np.array([0, 7, 0])) == entropy(np.array([0, 0])) == 0
     assert entropy(np.array([7])) == 1
-
-
-def test_a_floor_for_a_category_that_is_not_there() -> None:
-    with pytest.raises(InputError, match="the calibration set has no such category; it has code/c, math"):
-        check_floors(CoverageGate(categories={"cod": 1}), ["math", "code/c"], "r.yaml")
-    check_floors(CoverageGate(categories={"code": 1, "code/c": 2}), ["math", "code/c"], "r.yaml")
-
-
-def test_the_recipe_reads_the_gates(tmp_path: Path) -> None:
-    body: dict[str, Any] = {"source": {"model": "x"}, "calibration": "y.yaml"}
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump(body | {"verify": {"coverage": {"categories": {"code": 5}, "min_entropy": 0.5}}}))
-    recipe, _ = read_recipe(str(path))
-    assert recipe.verify is not None
-    assert recipe.verify.coverage == CoverageGate(categories={"code": 5}, min_entropy=0.5)
-    path.write_text(yaml.safe_dump(body | {"verify": {"coverage": {"min_entropy": 1.5}}}))
-    with pytest.raises(RecipeError, match="min_entropy"):
-        read_recipe(str(path))
 
 
 def test_what_would_help_an_expert() -> None:
@@ -276,38 +236,6 @@ def test_sets_are_called_by_name_or_by_as_much_of_their_paths_as_differs(tmp_pat
     assert labels(["x", "x"], [a, a.parent / ".." / "a" / "set.yaml"]) == ["set.yaml (1)", "set.yaml (2)"]
 
 
-def test_compare_two_sets(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each side's numbers are those of the set alone; sets of one name are called by their files; a picture."""
-    name = yaml.safe_load(finished.calibration.read_text())["name"]
-    other = finished.held_out.with_name("held-out-renamed.yaml")
-    other.write_text(yaml.safe_dump(yaml.safe_load(finished.held_out.read_text()) | {"name": name}))
-    sides = (finished.calibration, other)
-    monkeypatch.chdir(tmp_path)
-    assert quantize(monkeypatch, "coverage", finished.recipe, "--compare", *sides, "--no-picture", "--json") == 0
-    both = json.loads(capsys.readouterr().out)
-    assert list(tmp_path.iterdir()) == []
-    for side, path in zip(("before", "after"), sides, strict=True):
-        words = ("coverage", "--model", finished.source, "--data", path, "--max-uncovered", 1, "--no-picture", "--json")
-        assert quantize(monkeypatch, *words) == 0
-        alone = json.loads(capsys.readouterr().out)
-        assert {key: alone[key] for key in ("min", "median", "tokens")} == {
-            key: both[side][key] for key in ("min", "median", "tokens")
-        }
-        assert [row["routed_tokens"] for row in alone["per_layer"]] == [
-            row[side]["routed_tokens"] for row in both["per_layer"]
-        ]
-        assert (both[side]["name"], both[side]["label"]) == (name, path.name)
-    assert quantize(monkeypatch, "coverage", finished.recipe, "--compare", *sides) == 0
-    out = capsys.readouterr().out
-    assert f"won by {other.name}:" in out
-    for side in ("before", "after"):
-        assert f"{sum(both[side]['tokens'].values()):,}" in out, "its tokens are said"
-    other.unlink()
-    assert (tmp_path / "coverage-compare.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_pictures_of_two_sets_share_their_scale(tmp_path: Path) -> None:
     """A change in the largest cell changes that cell and no other: nothing is scaled to the data."""
     import matplotlib.image
@@ -345,13 +273,35 @@ def test_the_pictures_of_two_sets_share_their_scale(tmp_path: Path) -> None:
         (("RECIPE", "--compare", "SET", "SET", "--data", "SET"), "--compare names both sets"),
     ],
 )
-def test_wrong_questions(
-    words: tuple[str, ...],
-    said: str,
-    finished: Finished,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_questions(words: tuple[str, ...], said: str, finished: Finished, command: Command) -> None:
     given = {"MODEL": finished.source, "RECIPE": finished.recipe, "SET": finished.calibration}
-    assert quantize(monkeypatch, "coverage", *(given.get(word, word) for word in words)) == 2
-    assert said in capsys.readouterr().err
+    assert command("coverage", *(given.get(word, word) for word in words)) == 2
+    assert said in command.err
+
+
+def test_compare_two_sets(
+    finished: Finished, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each side's numbers are those of the set alone; sets of one name are called by their files; a picture."""
+    name = yaml.safe_load(finished.calibration.read_text())["name"]
+    other = finished.held_out.with_name("held-out-renamed.yaml")
+    other.write_text(yaml.safe_dump(yaml.safe_load(finished.held_out.read_text()) | {"name": name}))
+    sides = {"before": finished.calibration, "after": other}
+    monkeypatch.chdir(tmp_path)
+    assert command("coverage", finished.recipe, "--compare", *sides.values(), "--json") == 0
+    both = json.loads(command.out)
+    assert (tmp_path / "coverage-compare.png").read_bytes().startswith(b"\x89PNG")
+    out = compare_table(both)
+    assert f"won by {other.name}:" in out
+    for side, path in sides.items():
+        assert (both[side]["name"], both[side]["label"]) == (name, path.name)
+        assert f"{sum(both[side]['tokens'].values()):,}" in out, "its tokens are said"
+    words = ("--model", finished.source, "--data", other, "--max-uncovered", 1, "--no-picture", "--json")
+    assert command("coverage", *words) == 0
+    other.unlink()
+    assert [file.name for file in tmp_path.iterdir()] == ["coverage-compare.png"]
+    alone = json.loads(command.out)
+    for key in ("min", "median", "tokens"):
+        assert alone[key] == both["after"][key]
+    rows = [row["after"]["routed_tokens"] for row in both["per_layer"]]
+    assert [row["routed_tokens"] for row in alone["per_layer"]] == rows

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import quantize
 from conftest import Finished
 from foreign import FORMATS, bf16_copy, oneshots
 from safetensors.torch import load_file, save_file
+from sets import write_set
 from whole_models import Run, run_whole, source_weights
 
 from eval.fidelity.metrics import Measured, Text, figures
@@ -24,7 +24,7 @@ from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.commands.evaluate import measure
 from quantizers.formats.dequantization import read_weight
-from quantizers.formats.tensor_names import readable
+from quantizers.formats.tensor_names import published_names
 from quantizers.forward import layered_model
 from quantizers.system.errors import CheckpointError, Interrupted, OutputError
 
@@ -97,7 +97,7 @@ def test_a_stock_checkpoint_measures_as_the_whole_model_does(
     folder = stock[name]
     config, weights = library_weights(folder)
     opened = open_folder(folder)
-    named = readable(opened, architecture_for(opened.config, "x"))
+    named = published_names(opened, architecture_for(opened.config, "x"))
     for module in ("block_sparse_moe.experts.3.w1", "block_sparse_moe.experts.9.w2", "self_attn.q_proj"):
         full = f"model.layers.2.{module}"
         assert torch.equal(read_weight(named, full, CPU), weights[f"{full}.weight"])
@@ -118,18 +118,6 @@ def test_a_stock_checkpoint_measures_as_the_whole_model_does(
     assert found["top1"] == pytest.approx(float(same.double().mean()), abs=1e-4)
     assert all(0 < layer["experts"] < 0.3 for layer in found["weight_error"])
     assert kl.mean() > 1e-4
-
-
-def test_against_itself(
-    finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("eval", finished.source, finished.source, "--data", finished.held_out, "--no-picture", "--json")
-    assert quantize(monkeypatch, *words) == 0
-    (found,) = json.loads(capsys.readouterr().out)["candidates"]
-    assert found["kl"] == {"mean": 0.0, "median": 0.0, "p99": 0.0, "max": 0.0}
-    assert found["top1"] == 1.0
-    assert found["interval"] == {"kl": [0.0, 0.0], "top1": [1.0, 1.0], "increase": [0.0, 0.0]}
-    assert found["weight_error"] == [{"experts": 0.0, "attention": 0.0}] * 4
 
 
 @pytest.fixture
@@ -160,33 +148,13 @@ def materialised(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     return counts
 
 
-def three(finished: Finished, folder: Path) -> list[Checkpoint]:
-    """Three copies of the finished output under names of their own."""
-    opened = []
-    for n in range(3):
-        place = folder / f"candidate-{n}"
-        place.mkdir()
-        for file in finished.folder.iterdir():
-            (place / file.name).hardlink_to(file)
-        opened.append(open_folder(place))
-    return opened
-
-
-def test_the_source_is_computed_once(
+def test_an_evaluation_resumes_where_it_was_interrupted(
     finished: Finished, materialised: Counter[tuple[str, int]], tmp_path: Path
 ) -> None:
-    source, candidates = open_folder(finished.source), three(finished, tmp_path)
-    results = measure(source, candidates, finished.held_out, CPU, tmp_path / "work")
-    assert results[0] == results[1] == results[2]
-    assert materialised == {(c.name, n): 1 for c in (source, *candidates) for n in range(4)}
-
-
-def test_a_long_evaluation_goes_on_where_it_was_cut(
-    finished: Finished, materialised: Counter[tuple[str, int]], tmp_path: Path
-) -> None:
-    """Cut off whenever something new is kept: the same figures, and no layer done twice."""
-    source, candidate = open_folder(finished.source), open_folder(finished.folder)
-    whole = measure(source, [candidate], finished.held_out, CPU, tmp_path / "whole", weights=True)
+    """Interrupted whenever something new is kept: the same figures of short and long texts, and no layer done twice."""
+    source, candidate, data = open_folder(finished.source), open_folder(finished.folder), write_set(tmp_path)
+    whole = measure(source, [candidate], data, CPU, tmp_path / "whole", weights=True)
+    assert set(materialised.values()) == {1}, "the source is computed once"
     materialised.clear()
     seen, cuts, again = 0, 0, None
 
@@ -199,10 +167,9 @@ def test_a_long_evaluation_goes_on_where_it_was_cut(
 
     while again is None:
         with contextlib.suppress(Interrupted):
-            again = measure(
-                source, [candidate], finished.held_out, CPU, tmp_path / "work", cut, weights=True, resumable=True
-            )
-    assert cuts == 4 + 12
+            again = measure(source, [candidate], data, CPU, tmp_path / "work", cut, weights=True, resumable=True)
+    assert cuts == 4 + 5
+    assert "long" in whole[0]
     assert again == whole
     assert set(materialised.values()) == {1}
     assert not (tmp_path / "work").exists()
@@ -259,7 +226,7 @@ def test_a_format_that_would_be_read_wrongly_is_refused(section: dict[str, Any],
     facts = architecture_for(opened.config, "x")
     spoilt = Checkpoint(opened.folder, "x", opened.config | {"quantization_config": section}, opened.tensors)
     with pytest.raises(CheckpointError) as failure:
-        readable(spoilt, facts)
+        published_names(spoilt, facts)
     assert said in str(failure.value)
 
 
@@ -276,13 +243,13 @@ def test_other_spellings_are_read_and_doubles_are_refused(finished: Finished, co
     save_file(renamed, tmp_path / "model.safetensors")
     opened = open_folder(tmp_path)
     facts = architecture_for(opened.config, "x")
-    assert set(readable(opened, facts).tensors) == set(tensors)
+    assert set(published_names(opened, facts).tensors) == set(tensors)
     found = measure(open_folder(copy), [opened], finished.held_out, CPU, tmp_path / "work")[0]
     assert found["kl"]["max"] == 0.0
     double = "model.layers.0.block_sparse_moe.gate.weight"
     save_file(renamed | {double: tensors[double].clone()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="are the same tensor; keep one"):
-        readable(open_folder(tmp_path), facts)
+        published_names(open_folder(tmp_path), facts)
 
 
 def test_another_model_is_refused(finished: Finished, tmp_path: Path) -> None:
@@ -291,19 +258,3 @@ def test_another_model_is_refused(finished: Finished, tmp_path: Path) -> None:
     other = open_folder(tiny.make(tmp_path / "other"))
     with pytest.raises(CheckpointError, match="is another model than"):
         measure(open_folder(finished.source), [other], finished.held_out, CPU, tmp_path / "work")
-
-
-def test_the_command_draws_and_prints(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = tmp_path / "fidelity.png"
-    words = (finished.source, finished.folder, finished.source, "--data", finished.held_out, "--picture", picture)
-    assert quantize(monkeypatch, "eval", *words, "--work", tmp_path / "work") == 0
-    out = capsys.readouterr().out
-    assert "by category" in out
-    assert "by depth" in out
-    assert "one sample" in out
-    assert f"{finished.source} against {finished.folder}, the first, paired over the same texts" in out
-    assert "at run time; that is not simulated" in out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert list((tmp_path / "work").iterdir()) == []

@@ -31,7 +31,6 @@ from quantizers.commands.evaluate import measure
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.pipeline.report import fidelity_gates
 from quantizers.recipe.schema import PerplexityGate
-from quantizers.system.errors import Interrupted
 
 CPU = torch.device("cpu")
 
@@ -259,21 +258,6 @@ def test_long_texts_can_be_left_out(finished: Finished, held_out: Path, report: 
     assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)  # the rows that meet at the experts are others
     assert "long" not in short
     assert short["evaluated_on"]["digest"] != report["evaluated_on"]["digest"]
-
-
-def test_a_cut_evaluation_of_long_texts_goes_on(
-    finished: Finished, held_out: Path, report: dict[str, Any], tmp_path: Path
-) -> None:
-    """The journal keeps both parts of a layer."""
-    source, candidate = open_folder(finished.source), open_folder(finished.folder)
-
-    def cut() -> None:
-        if (tmp_path / "work" / "layer-00001.json").exists():
-            raise Interrupted("cut", 2)
-
-    with pytest.raises(Interrupted):
-        measure(source, [candidate], held_out, CPU, tmp_path / "work", cut, resumable=True)
-    assert measure(source, [candidate], held_out, CPU, tmp_path / "work", resumable=True) == [report]
 
 
 def test_both_parts_are_shown_everywhere(finished: Finished, report: dict[str, Any], tmp_path: Path) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from commands import quantize
+from commands import Command
 from conftest import Finished
 
 from eval.fidelity.paired import INTERVAL, RESAMPLES, SEED, difference_of, paired
 from eval.fidelity.tables import eval_table, paired_table
+from eval.report.command_schema import EvalReport
 
 
 def figures_of(kl: list[float], tokens: list[int], categories: list[str]) -> dict[str, Any]:
@@ -76,6 +78,7 @@ def test_too_few_texts_get_no_interval() -> None:
     values, tokens = np.arange(1, 9) / 1000, np.full(8, 50.0)
     assert difference_of(values[:7], tokens[:7]) == (pytest.approx(0.004), None)
     assert difference_of(values, tokens)[1] is not None
+    assert difference_of(0 * values, tokens) == (0.0, [0.0, 0.0])
     lone = np.where(np.arange(8) == 3, 0.1, 0.0)
     assert difference_of(lone, tokens) == (pytest.approx(0.1 / 8), None), "most resamples hold no text that differs"
     rows = {
@@ -98,19 +101,23 @@ def test_a_hundred_categories_are_paired_by_family() -> None:
 
 
 def test_the_command_compares_every_candidate_with_the_first(
-    finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Finished, tmp_path: Path, command: Command
 ) -> None:
-    words = (finished.source, finished.folder, finished.folder, finished.source)
-    common = ("--data", finished.held_out, "--no-picture")
-    assert quantize(monkeypatch, "eval", *words, *common, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    first = report["candidates"][0]
-    same, source = report["paired"]
-    assert {row["against"] for row in report["paired"]} == {str(finished.folder)}
-    for row in (same, *same["categories"].values(), *same["families"].values()):
-        assert row["difference"] == 0.0
-        assert row["interval"] in (None, [0.0, 0.0])
-    assert same["interval"] == [0.0, 0.0]
+    """The output, and the source itself. What is printed has its schema and is drawn."""
+    picture, work = tmp_path / "fidelity.png", tmp_path / "work"
+    words = (finished.source, finished.folder, finished.source, "--data", finished.held_out)
+    assert command("eval", *words, "--picture", picture, "--work", work, "--json") == 0
+    report = json.loads(command.out)
+    assert EvalReport.model_validate(report).as_dict() == report
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert list(work.iterdir()) == []
+    first, itself = report["candidates"]
+    assert itself["kl"] == {"mean": 0.0, "median": 0.0, "p99": 0.0, "max": 0.0}
+    assert itself["top1"] == 1.0
+    assert itself["interval"] == {"kl": [0.0, 0.0], "top1": [1.0, 1.0], "increase": [0.0, 0.0]}
+    assert itself["weight_error"] == [{"experts": 0.0, "attention": 0.0}] * 4
+    (source,) = report["paired"]
+    assert source["against"] == str(finished.folder)
     # The source has no KL, so the difference is the first candidate's own figure, computed elsewhere from all tokens.
     assert source["difference"] == pytest.approx(-first["kl"]["mean"], rel=1e-9)
     for kind in ("categories", "families"):
@@ -121,7 +128,6 @@ def test_the_command_compares_every_candidate_with_the_first(
     assert low < source["difference"] < high < 0
     out = eval_table(report)
     assert f"{finished.source} against {finished.folder}, the first, paired over the same texts" in out
-    assert "too few texts" in out
+    for words in ("by category", "by depth", "one sample", "at run time; that is not simulated", "too few texts"):
+        assert words in out
     assert "\nThis compares these checkpoints on these texts; whether one calibration set is better" in out
-    assert quantize(monkeypatch, "eval", *words[:2], *common) == 0
-    assert "paired" not in capsys.readouterr().out

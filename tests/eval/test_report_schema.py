@@ -1,6 +1,7 @@
 """report.json has a schema: what a run writes validates, and so does what other commands print with --json.
 
-The reports that other tests make are checked by a fixture in conftest.py.
+The reports that other tests make are checked by a fixture in conftest.py; what `eval` and `coverage` print, in
+test_paired.py and test_coverage.py.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from typing import Any
 
 import jsonschema
 import pytest
-from commands import quantize
+from commands import Command
 from conftest import REPOSITORY, Finished
 from make_reference import part_tables
 from pydantic import ValidationError
 
-from eval.report.command_schema import JSON_REPORTS, CoverageReport, EvalReport, VerifyReport
-from eval.report.schema import Part, checked
+from eval.report.command_schema import JSON_REPORTS, VerifyReport
+from eval.report.schema import checked
 
 
 def validate(report: dict[str, Any]) -> None:
@@ -63,28 +64,7 @@ def test_every_key_has_a_description() -> None:
     assert not [row for row in rows if row.endswith("|  |")]
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (EvalReport, ("eval", "SOURCE", "OUTPUT", "OUTPUT", "--data", "HELD_OUT", "--no-picture")),
-        (VerifyReport, ("verify", "OUTPUT", "--source", "SOURCE")),
-        (CoverageReport, ("coverage", "RECIPE", "--no-picture")),
-    ],
-)
-def test_what_a_command_prints_has_its_schema(
-    model: type[Part],
-    words: tuple[str, ...],
-    finished: Finished,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    places = {
-        "SOURCE": finished.source,
-        "OUTPUT": finished.folder,
-        "HELD_OUT": finished.held_out,
-        "RECIPE": finished.recipe,
-    }
-    command = [str(places.get(word, word)) for word in words]
-    assert quantize(monkeypatch, *command, "--device", "cpu", "--json") == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert model.model_validate(printed).as_dict() == printed
+def test_what_verify_prints_has_its_schema(finished: Finished, command: Command) -> None:
+    assert command("verify", finished.folder, "--source", finished.source, "--device", "cpu", "--json") == 0
+    printed = json.loads(command.out)
+    assert VerifyReport.model_validate(printed).as_dict() == printed

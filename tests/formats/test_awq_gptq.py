@@ -59,23 +59,6 @@ def test_a_matrix_is_what_its_format_defines(name: str, tmp_path: Path) -> None:
     assert float((found - matrix()).norm() / matrix().norm()) < (0.01 if kind.bits == 8 else 0.25)
 
 
-@pytest.mark.parametrize("name", ["AWQ", "AWQ, symmetric"])
-def test_awq_is_what_compressed_tensors_converts_it_to(name: str, tmp_path: Path) -> None:
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.entrypoints.convert import AutoAWQConverter
-
-    kind = KINDS[name]
-    tensors, _ = quantized(matrix(), kind)
-    converter = AutoAWQConverter.from_autoawq_config(kind.section())
-    converted = converter.process({f"m.{part}": tensor.clone() for part, tensor in tensors.items()})
-    (scheme,) = converter._build_quant_config().config_groups.values()
-    codec = BaseCompressor.get_value_from_registry("pack-quantized")
-    parts = {name.removeprefix("m."): tensor for name, tensor in converted.items()}
-    theirs = codec.decompress(parts | {"weight_scale": parts["weight_scale"].float()}, scheme)["weight"]
-    ours = read_weight(open_folder(written(tmp_path, tensors, kind.section())), "model.m", CPU)
-    assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("GPTQ") and "cut" not in name])
 def test_gptq_is_what_autoround_computes_with(name: str, tmp_path: Path) -> None:
     """Its layers compute in FP16. A zero point of 0 is left out: its first version reads it as 2^b."""

@@ -30,13 +30,6 @@ def test_batches_are_consecutive_and_as_large_as_they_may_be(lengths: list[int],
             assert rows > most or padding > MOST_PADDING * rows
 
 
-def test_the_shipped_held_out_set_goes_in_few_batches() -> None:
-    """88 texts of 256 tokens and eight of 8,192."""
-    lengths = [256] * 88 + [8192] * 8
-    assert [len(batch) for batch in batches(lengths, 16384)] == [64, 24, 2, 2, 2, 2]
-    assert [len(batch) for batch in batches(lengths, 4096)] == [16] * 5 + [8] + [1] * 8
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_padding_comes_last_and_goes_again(lengths: list[int]) -> None:

@@ -20,7 +20,7 @@ from quantizers.system.errors import QuantizeError
 
 LENGTHS = [5, 1, 12, 7, 3, 4, 2, 2, 2]
 SINGLE_PROCESS = 4  # the first go through attention alone, then two together with padding, and three that are as long
-BLOCK = 8  # rows: every block but the first holds parts of two sequences or more
+CHUNK = 8  # rows: every block but the first holds parts of two sequences or more
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def layer(model: LayeredModel) -> Iterator[torch.nn.Module]:
 
 
 def rows(width: int, dtype: torch.dtype, path: Path | None = None) -> ActivationStore:
-    return ActivationStore(path, LENGTHS, width, dtype, block=BLOCK)
+    return ActivationStore(path, LENGTHS, width, dtype, chunk=CHUNK)
 
 
 def filled(model: LayeredModel, path: Path | None = None) -> ActivationStore:
@@ -61,7 +61,7 @@ def test_blocks_of_rows_give_what_each_sequence_gives_alone(
     hook.remove()
     after, chosen = filled(model), rows(model.sizes["chosen"], torch.int32)
     attend(model, layer, states, after)
-    assert len(after.blocks()) == 5
+    assert len(after.chunks()) == 5
     assert [len(lengths) for _, lengths in after.batches()] == [1, 1, 1, 1, 2, 3]
     finish(model, layer, after, "here", chosen=chosen)
     for i, (expected, choices) in enumerate(zip(wanted, experts, strict=True)):
@@ -99,6 +99,6 @@ def test_an_output_that_is_not_finite_is_named(model: LayeredModel, layer: torch
 def test_rows_of_nothing_are_rows(tmp_path: Path) -> None:
     """A set without texts has files without bytes, which cannot be mapped."""
     empty = ActivationStore(tmp_path / "states.bin", [], 4, torch.float32)
-    assert (len(empty), empty.blocks()) == (0, [])
+    assert (len(empty), empty.chunks()) == (0, [])
     empty.flush()
     empty.remove()

@@ -13,7 +13,7 @@ from quantizers.forward.activation_store import ActivationStore
 from quantizers.forward.moe_inputs import MoeInputs, moe_input_store
 from quantizers.forward.row_partition import RowPartition
 
-BLOCK = 8
+CHUNK = 8
 # Sequences within a block, across some, and across the shares of three processes; the last ones in batches of two.
 LENGTHS = [3, 30, 1, 7, 9, 2, 25, 6, 2, 2, 3, 1, 1]
 LENGTH = st.integers(1, 40)
@@ -23,7 +23,7 @@ def shares(lengths: list[int], count: int) -> list[RowPartition]:
     teams = [ProcessGroup() for _ in range(count)]
     for rank, dist in enumerate(teams):
         dist.rank, dist.world_size = rank, count
-    return [RowPartition(lengths, dist, BLOCK) for dist in teams]
+    return [RowPartition(lengths, dist, CHUNK) for dist in teams]
 
 
 @settings(deadline=None, max_examples=200)
@@ -31,8 +31,8 @@ def shares(lengths: list[int], count: int) -> list[RowPartition]:
 def test_every_row_is_computed_once_in_the_blocks_of_one_process(lengths: list[int], count: int) -> None:
     (alone,) = shares(lengths, 1)
     parts = shares(lengths, count)
-    cut = [(block.start + one.start, block.stop + one.start) for one in parts for block in one.blocks()]
-    assert cut == [(block.start, block.stop) for block in alone.blocks()]
+    cut = [(block.start + one.start, block.stop + one.start) for one in parts for block in one.chunks()]
+    assert cut == [(block.start, block.stop) for block in alone.chunks()]
     assert [i for one in parts for i in one.owned] == list(range(len(lengths)))
     assert [batch for one in parts for batch in one.owned_batches] == alone.batches
     for one in parts:
@@ -51,9 +51,9 @@ def test_rows_at_the_borders_are_passed_on(count: int) -> None:
     whole = torch.arange(3.0 * sum(LENGTHS)).view(-1, 3)
 
     def work(dist: ProcessGroup) -> None:
-        rows = ActivationStore(None, LENGTHS, 3, torch.float32, dist=dist, block=BLOCK)
+        rows = ActivationStore(None, LENGTHS, 3, torch.float32, dist=dist, chunk=CHUNK)
         rows.flat.fill_(-1)
-        for block in rows.blocks():
+        for block in rows.chunks():
             first = rows.partition.start
             rows.flat[block] = whole[first + block.start : first + block.stop]
         rows.partition.complete(rows.flat)
@@ -70,7 +70,7 @@ def test_rank_0_collects_and_deals_all_rows(count: int) -> None:
     whole = torch.arange(2.0 * sum(LENGTHS)).view(-1, 2)
 
     def work(dist: ProcessGroup) -> None:
-        share = RowPartition(LENGTHS, dist, BLOCK)
+        share = RowPartition(LENGTHS, dist, CHUNK)
         own = torch.full((share.kept_by(dist.rank).stop - share.start, 2), -1.0)
         share.deal(own, whole if dist.is_main else None)
         assert torch.equal(own, whole[share.kept_by(dist.rank)])
@@ -91,8 +91,8 @@ def test_every_process_gets_what_the_experts_are_called_with() -> None:
 
     def work(dist: ProcessGroup) -> None:
         recorded = moe_input_store(lambda _, *row: ActivationStore(None, LENGTHS, *row), sizes, torch.bfloat16)  # type: ignore[arg-type]
-        share = RowPartition(LENGTHS, dist, BLOCK)
-        for block in share.blocks():
+        share = RowPartition(LENGTHS, dist, CHUNK)
+        for block in share.chunks():
             rows = slice(share.start + block.start, share.start + block.stop)
             recorded.put(rows, MoeInputs(x[rows], chosen[rows], weight[rows], usable[rows]))
         recorded.complete(dist, share.rows_of)

@@ -46,10 +46,10 @@ class Later(Executor):
 
 def test_how_many_shards_may_be_on_their_way() -> None:
     later = Later()
-    assert ShardWriter[int, int](SINGLE_PROCESS, later, background=False).ahead == 0
-    assert ShardWriter[int, int](SINGLE_PROCESS, later, background=True).ahead == 1
+    assert ShardWriter[int, int](SINGLE_PROCESS, later, background=False).pending == 0
+    assert ShardWriter[int, int](SINGLE_PROCESS, later, background=True).pending == 1
     two = ShardWriter[int, int](Two(), later, background=True)
-    assert (two.ahead, two.has_turn(0), two.has_turn(1)) == (1, True, False)
+    assert (two.pending, two.has_turn(0), two.has_turn(1)) == (1, True, False)
 
 
 def test_shards_are_finished_in_their_order_and_a_layer_behind() -> None:
@@ -62,7 +62,7 @@ def test_shards_are_finished_in_their_order_and_a_layer_behind() -> None:
         found.append(writer.finished())
         later.work()
     assert [list(shards) for shards in found] == [[], [0], [1]]
-    assert writer.finished(ahead=0) == {2: ("digest 2", "audit 2")}
+    assert writer.finished(pending=0) == {2: ("digest 2", "audit 2")}
 
 
 def test_a_shard_that_cannot_be_written_fails_after_the_layers_before_it() -> None:
@@ -78,4 +78,4 @@ def test_a_shard_that_cannot_be_written_fails_after_the_layers_before_it() -> No
     later.work()
     assert list(writer.finished()) == [0]
     with pytest.raises(QuantizeError, match="no room"):
-        writer.finished(ahead=0)
+        writer.finished(pending=0)

@@ -22,7 +22,7 @@ from quantizers.planning.job import prepare
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.down_hessian import collect_down_hessian
 from quantizers.solve.input_hessian import sweep
-from quantizers.solve.routing_weights import survey
+from quantizers.solve.routing_weights import routing_statistics
 from quantizers.solve.solver import solve
 
 silu = torch.nn.functional.silu
@@ -45,13 +45,13 @@ def test_sums_of_bfloat16_inputs_are_float32_sums() -> None:
     layer, blocks = rounded_layer()
     half = in_bfloat16(blocks)
     x = torch.cat([r.x for r in blocks]).double()
-    found = survey(half, 5, 0.0, 96)
+    found = routing_statistics(half, 5, 0.0, 96)
     sums, _ = sweep(half, found, [], x.shape[1], with_all=True)
     assert sums is not None
     length = (x.square().sum(0)).sqrt()
     assert sums.hessian.dtype == torch.float32
     assert ((sums.hessian.double() - x.mT @ x).abs() <= 1e-6 * length[:, None] * length).all()
-    got = collect_down_hessian(half, found, layer.gate_up.bfloat16(), activation=silu, unit=(0, 5))
+    got = collect_down_hessian(half, found, layer.gate_up.bfloat16(), activation=silu, batch=(0, 5))
     assert got.hessian.dtype == torch.float32
     gate, up = (x @ layer.gate_up.double().mT).chunk(2, dim=-1)
     h = silu(gate) * up
@@ -67,8 +67,8 @@ def test_a_layer_solved_in_bfloat16_is_as_good(rounding: Any) -> None:
     """Errors on the calibration inputs within 5 % of those of float32: an expert may get the scale next to its own."""
     layer, blocks = rounded_layer()
     settings = Experts(group_size=GROUP, awq=Awq(grid=8), rounding=rounding)
-    options: Any = {"norm": layer.norm, "router": layer.router, "activation": silu, "settings": settings, "unit": 5}
-    options["residents"] = Residents(1, 5, 0)
+    options: Any = {"norm": layer.norm, "router": layer.router, "activation": silu, "settings": settings}
+    options |= {"batch_size": 5, "residents": Residents(1, 5, 0)}
     whole = solve(blocks, layer.weights(), **options)
     half = solve(in_bfloat16(blocks), sliced(layer.gate_up.bfloat16(), layer.down.bfloat16()), **options)
     for name in ("gate_up_rounding", "down_rounding", "norm_search_after", "down_search_after"):

@@ -24,7 +24,7 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.source_identity import source_digest
-from quantizers.formats.tensor_names import readable, specs_apart, with_experts_apart
+from quantizers.formats.tensor_names import published_names, split_fused_experts, split_fused_specs
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.assign_actions import expected_tensors
@@ -71,12 +71,12 @@ def test_every_matrix_has_the_bytes_that_transformers_saves_apart(made: Made) ->
     checkpoint, facts, sizes = opened(made.fused / "model")
     assert GATE_UP in checkpoint.tensors
     _, apart = stored(made.apart / "model")
-    for shown in (with_experts_apart(checkpoint, facts, sizes), readable(checkpoint, facts)):
+    for shown in (split_fused_experts(checkpoint, facts, sizes), published_names(checkpoint, facts)):
         assert shown.tensors.keys() == apart.keys()
         for name, tensor in apart.items():
             assert shown.tensors[name].name == name
             assert torch.equal(shown.tensor(name), tensor), name
-    assert with_experts_apart(shown, facts, sizes) is shown
+    assert split_fused_experts(shown, facts, sizes) is shown
 
 
 def test_it_runs_to_the_same_bytes_as_the_model_saved_apart(made: Made) -> None:
@@ -141,7 +141,7 @@ def test_facts_made_to_fit_such_a_checkpoint_differ_in_nothing() -> None:
 
 @pytest.mark.parametrize("base", ["mlp", "block_sparse_moe"])
 def test_headers_alone_are_those_of_the_model_saved_apart(base: str) -> None:
-    assert specs_apart(headers(base), FACTS, SIZES, "here") == APART
+    assert split_fused_specs(headers(base), FACTS, SIZES, "here") == APART
 
 
 def test_headers_from_the_hub_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,12 +172,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_another_layout_is_refused_by_name_with_the_remedy(name: str) -> None:
     changes, said = REFUSED[name]
     with pytest.raises(CheckpointError, match=rf"^here: {said}.*; save the model with transformers' save_pretrained, "):
-        specs_apart(headers(**changes), FACTS, SIZES, "here")
+        split_fused_specs(headers(**changes), FACTS, SIZES, "here")
 
 
 def test_fused_experts_in_an_unknown_place_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"^here: model.layers.2.mlp.experts.down_proj holds all experts"):
-        specs_apart(
+        split_fused_specs(
             headers() | {"model.layers.2.mlp.experts.down_proj": Spec("BF16", (3, 128, 96))}, FACTS, SIZES, "here"
         )
 
@@ -187,7 +187,7 @@ def test_experts_that_are_there_twice_are_refused(more: dict[str, Spec]) -> None
     with pytest.raises(
         CheckpointError, match=r"^here: model.layers.\d.block_sparse_moe.experts.\d.w\d.weight is also a"
     ):
-        specs_apart(headers() | more, FACTS, SIZES, "here")
+        split_fused_specs(headers() | more, FACTS, SIZES, "here")
 
 
 def test_a_transposed_file_is_refused_before_anything_is_computed(made: Made, tmp_path: Path) -> None:
@@ -199,4 +199,4 @@ def test_a_transposed_file_is_refused_before_anything_is_computed(made: Made, tm
     checkpoint, facts, _ = opened(tmp_path / "model")
     published = GATE_UP.replace("mlp", "block_sparse_moe")
     with pytest.raises(CheckpointError, match=f"{published} holds all experts in one tensor.* save the model"):
-        readable(checkpoint, facts)
+        published_names(checkpoint, facts)

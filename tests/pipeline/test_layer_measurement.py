@@ -33,7 +33,7 @@ FACTORS = {
     "read": EXPERTS, "materialise": EXPERTS, "dequantize": EXPERTS, "search": EXPERTS, "rounding": EXPERTS,
     "other solving": EXPERTS, "pack": EXPERTS, "write": EXPERTS, "reference": TOKENS, "candidate": TOKENS,
     "compare": TOKENS, "observe": TOKENS, "propagate": TOKENS, "changes": TOKENS, "forced pass": TOKENS * EXPERTS,
-    "sums": TOKENS * HESSIANS,
+    "Hessians": TOKENS * HESSIANS,
 }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ CHILD = """
 import gc, json, resource, sys
 from pathlib import Path
 import torch
-from quantizers.device import malloc_tuning
+from quantizers.device.devices import release_free_memory
 from quantizers.planning.job import prepare
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
@@ -56,7 +56,7 @@ cpu = torch.device("cpu")
 run(prepare(first), Options(Path(output + "-first"), cpu))
 job = prepare(recipe)
 gc.collect()
-malloc_tuning.release_free_memory()  # or what the first run left free would be counted as used before
+release_free_memory()  # or what the first run left free would be counted as used before
 before, limit = status("VmRSS"), status("VmData") + int(allowed)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from here

@@ -1,64 +1,40 @@
-"""--device-memory: what is held within it, against the arrays that are really alive."""
+"""--device-memory: what is kept within it, against the arrays that are really alive."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import tiny
 import torch
 from live_bytes import Alive
 from one_layer import sliced
+from planned import published, tiny_model
 
-from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.forward.moe_inputs import capture_moe_inputs
-from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.device_memory import DeviceMemory, Residents, _Phases, device_memory
-from quantizers.planning.plan import Plan
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError
 
 GIB = 2**30
+MINIMAX = published("MiniMaxAI/MiniMax-M2.1", layers=1)
+PLAN = MINIMAX.plan()
 
 
-def planned(experts: Experts, **changes: int) -> tuple[Plan, Any]:
-    config = tiny.config(**changes)
-    facts = architecture_for(config, "config.json")
-    sizes = sizes_of(facts, config, "config.json")
-    tensors = expected_tensors(facts, sizes, config, "a test")
-    return make_plan(facts, sizes, tensors, experts, "a test", (128, 128)), sizes
+def within(limit: int | None, tokens: int = 131_072, held_out: int = 90_000) -> DeviceMemory:
+    """A layer of MiniMax-M2 on an accelerator."""
+    return device_memory(PLAN, MINIMAX.sizes, 8192, True, limit, tokens, held_out=held_out)
 
 
-def within(
-    limit: int | None, longest: int = 8192, tokens: int | None = 131_072, held_out: int = 90_000
-) -> DeviceMemory:
-    """MiniMax-M2's shapes, two layers of them, on an accelerator."""
-    plan, sizes = planned(
-        Experts(),
-        hidden_size=3072,
-        intermediate_size=1536,
-        num_local_experts=256,
-        num_experts_per_tok=8,
-        num_attention_heads=48,
-        num_key_value_heads=8,
-        head_dim=128,
-    )
-    return device_memory(plan, sizes, longest, True, limit, tokens, held_out=held_out)
-
-
-def test_more_is_held_the_larger_the_limit_and_the_peak_stays_within_it() -> None:
-    """The inputs first, then the states, those of texts, then sums; the unit is the same throughout."""
+def test_more_is_kept_the_larger_the_limit_and_the_peak_stays_within_it() -> None:
+    """The inputs first, then the states, those of texts, then Hessians; the expert batch is the same throughout."""
     before = (0, False, False, False)
     for size in (19, 19.5, 20, 22, 24, 28, 40, 78, 140):
         memory = within(int(size * GIB))
-        held = memory.resident, memory.inputs, memory.states, memory.texts
+        kept = memory.resident, memory.inputs, memory.states, memory.texts
         assert (memory.unit, memory.units) == (16, 16)
-        assert held >= before or held[1:] > before[1:]
+        assert kept >= before or kept[1:] > before[1:]
         assert memory.peak <= size * GIB
         assert memory.inputs or not memory.states
-        before = held
+        before = kept
     assert within(None) == within(2**50)
     assert before == (16, True, True, True)
     assert within(None).peak - within(None, held_out=0).peak == 90_000 * (3 * 2 * 3072 + 8 * 8)
@@ -73,7 +49,7 @@ def test_many_tokens_stay_outside() -> None:
     assert within(140 * GIB, tokens=4_830_000).states
 
 
-def test_a_limit_that_not_even_one_unit_fits_in_is_refused_with_one_that_suffices() -> None:
+def test_a_limit_too_small_for_one_expert_batch_is_refused_with_one_that_suffices() -> None:
     with pytest.raises(InputError, match="one batch of 16 experts at a time; give --device-memory") as refused:
         within(8 * GIB)
     enough = int(str(refused.value).partition("give --device-memory ")[2].partition("MiB")[0])
@@ -84,7 +60,7 @@ def test_a_limit_that_not_even_one_unit_fits_in_is_refused_with_one_that_suffice
 
 @pytest.mark.parametrize(
     ("hidden", "width", "experts", "method"),
-    [(256, 64, 4, ("gptq", "mse", 4)), (128, 256, 4, ("gptq", "mse", 8)), (256, 64, 4, ("nearest", "minmax", 4))],
+    [(256, 64, 4, ("gptq", "minmax", 4)), (128, 256, 4, ("gptq", "mse", 8)), (256, 64, 4, ("nearest", "minmax", 4))],
 )
 def test_never_more_than_planned(hidden: int, width: int, experts: int, method: tuple[str, str, int]) -> None:
     """Live arrays while a layer is solved; for the full method the plan is at most 2.5 times what is used.
@@ -93,10 +69,11 @@ def test_never_more_than_planned(hidden: int, width: int, experts: int, method: 
     """
     # Every scale that is tried needs the same arrays, so three say as much as twenty.
     settings = Experts(rounding=method[0], scales=method[1], bits=method[2], awq=Awq(grid=3))
-    plan, sizes = planned(settings, hidden_size=hidden, intermediate_size=width, num_local_experts=experts)
+    model = tiny_model(hidden_size=hidden, intermediate_size=width, num_local_experts=experts)
+    sizes = model.sizes
     torch.manual_seed(0)
     gate_up, down = torch.randn(experts, 2 * width, hidden), torch.randn(experts, hidden, width)
-    for rows, unit, resident in ((32, 1, 1), (512, 2, 1), (512, 2, 2), (512, experts, 1)):
+    for rows, unit, resident in ((32, 1, 1), (256, 2, 2), (256, experts, 1)):
         scores = torch.rand(2, rows, experts)
         scores[..., 0] += 1  # one expert gets every token, the worst case that is planned for
         chosen = scores.topk(sizes["chosen"]).indices
@@ -109,10 +86,10 @@ def test_never_more_than_planned(hidden: int, width: int, experts: int, method: 
                 router=torch.randn(experts, hidden),
                 activation=torch.nn.functional.silu,
                 settings=settings,
-                unit=unit,
+                batch_size=unit,
                 residents=Residents(resident, unit, 0),
             )
-        phases = _Phases(plan, sizes, rows, accelerator=False, tokens=2 * rows, size=unit, rows=rows)
+        phases = _Phases(model.plan(), sizes, rows, accelerator=False, tokens=2 * rows, size=unit, rows=rows)
         foreseen = phases.solve(min(resident, -(-experts // unit)))
         assert alive.most <= foreseen
         assert method[0] != "gptq" or foreseen <= 2.5 * alive.most

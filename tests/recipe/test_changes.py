@@ -9,10 +9,10 @@ from typing import Any, get_args
 import pytest
 import torch
 import yaml
-from commands import Command, quantize
+from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import change, cut_in_layer, hashes
+from runs import change, cut_in_layer
 from tiny import write_job
 
 from quantizers.pipeline.options import Options
@@ -205,39 +205,28 @@ def test_what_is_refused(
 
 
 def test_a_run_writes_the_changed_recipe_and_refuses_another_one(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """From another folder; and the same command once more finds it finished, while the plain one does not."""
     monkeypatch.chdir(tmp_path)
     words = ("run", recipe, "--output", "out", "--device", "cpu")
-    options = (
-        "--set",
-        "experts.group_size=64",
-        "--set",
-        "calibration.tokens=300",
-        "--calibration",
-        "job/held-out.yaml",
-    )
-    cut_in_layer(1, prepare(str(recipe)), Options(tmp_path / "out", torch.device("cpu")))
-    assert quantize(monkeypatch, *words, *options) == 2
-    assert "holds an unfinished run with another calibration.tokens (null, now 300)" in capsys.readouterr().err
-    assert quantize(monkeypatch, *words, *options[:2]) == 2
-    assert "holds an unfinished run with another experts.group_size (32, now 64)" in capsys.readouterr().err
-    assert quantize(monkeypatch, *words, *options, "--fresh", "--yes", "--with-data", "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["calibration"]["name"] == "held-out"
-    assert report["calibration"]["tokens"] == 300
+    larger = ("--set", "experts.group_size=64")
+    options = (*larger, "--set", "calibration.tokens=300", "--calibration", "job/held-out.yaml")
+    cut_in_layer(0, prepare(str(recipe)), Options(tmp_path / "out", torch.device("cpu")))
+    for more, said in ((options, "calibration.tokens (null, now 300)"), (larger, "experts.group_size (32, now 64)")):
+        assert command(*words, *more) == 2
+        assert f"holds an unfinished run with another {said}" in command.err
+    assert command(*words, *options, "--fresh", "--yes", "--json") == 0
+    report = json.loads(command.out)
+    assert (report["calibration"]["name"], report["calibration"]["tokens"]) == ("held-out", 300)
     written = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
     assert written["experts"]["group_size"] == 64
     assert written["calibration"] == {"set": "calibration.yaml", "tokens": 300}
     assert str(tmp_path) not in (tmp_path / "out" / "report.json").read_text()
-    assert quantize(monkeypatch, *words, *options) == 0
-    assert "was finished before" in capsys.readouterr().out
-    assert quantize(monkeypatch, *words) == 2
-    assert "holds the finished output of another recipe" in capsys.readouterr().err
-    again = ("run", "out/recipe.yaml", "--source", "job/model", "--output", "again", "--with-data", "--device", "cpu")
-    assert quantize(monkeypatch, *again) == 0
-    assert hashes(tmp_path / "again") == hashes(tmp_path / "out")
+    assert command(*words, *options) == 0
+    assert "was finished before" in command.out
+    assert command(*words) == 2
+    assert "holds the finished output of another recipe" in command.err
 
 
 def test_coverage_takes_them_too(

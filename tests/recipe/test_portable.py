@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from commands import Command
-from conftest import REPOSITORY
+from conftest import REPOSITORY, Finished
 from runs import change, cut_at, hashes, private_job
 from safetensors.torch import load_file, save_file
 from tiny import write_job
@@ -117,18 +117,16 @@ def test_a_place_is_published_by_the_file_that_it_is_in(tmp_path: Path) -> None:
     assert [resolved.published(place) for place in places] == ["data-1.json:1", "data-2.jsonl:2", "owner/dataset:3"]
 
 
-def test_another_source_of_the_same_name_is_not_finished(tmp_path: Path) -> None:
+def test_another_source_of_the_same_name_is_not_finished(finished: Finished, tmp_path: Path) -> None:
     """Only the name of its folder is published, so what the source holds is compared."""
-    recipe = write_job(tmp_path / "step1000", layers=2)
-    output = tmp_path / "output"
-    run(prepare(str(recipe)), Options(output, CPU))
-    shutil.copytree(tmp_path / "step1000" / "model", tmp_path / "moved" / "model")
-    moved = tmp_path / "moved" / "model"
-    assert run(prepare(str(recipe), source_folder=moved), Options(output, CPU))["already_done"]
-    tensors = load_file(moved / "model-00001-of-00002.safetensors")
-    save_file({name: value.roll(1) for name, value in tensors.items()}, moved / "model-00001-of-00002.safetensors")
+    output, moved = tmp_path / "output", tmp_path / finished.source.name
+    shutil.copytree(finished.folder, output)
+    shutil.copytree(finished.source, moved)
+    assert run(prepare(str(finished.recipe), source_folder=moved), Options(output, CPU))["already_done"]
+    shard = sorted(moved.glob("*.safetensors"))[-1]
+    save_file({name: value.roll(1) for name, value in load_file(shard).items()}, shard, {"format": "pt"})
     with pytest.raises(OutputError, match="holds the finished output of another source than"):
-        run(prepare(str(recipe), source_folder=moved), Options(output, CPU))
+        run(prepare(str(finished.recipe), source_folder=moved), Options(output, CPU))
 
 
 def test_data_that_is_no_longer_asked_for_does_not_stay(tmp_path: Path) -> None:

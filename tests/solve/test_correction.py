@@ -12,7 +12,7 @@ from quantizers.solve import down_hessian
 from quantizers.solve.down_hessian import DownHessian, collect_down_hessian
 from quantizers.solve.expert_batch import corrected
 from quantizers.solve.rounding import minmax_scales, nearest
-from quantizers.solve.routing_weights import survey
+from quantizers.solve.routing_weights import routing_statistics
 
 EXPERTS, HIDDEN, WIDTH = 3, 64, 32
 Case = tuple[list[MoeInputs], torch.Tensor, torch.Tensor]
@@ -36,8 +36,8 @@ def case(seed: int, lengths: tuple[int, ...] = (30, 60)) -> Case:
 
 
 def sums_of(sequences: list[MoeInputs], source: torch.Tensor, served: torch.Tensor, share: float) -> DownHessian:
-    found = survey(sequences, EXPERTS, share, HIDDEN)
-    return collect_down_hessian(sequences, found, served, activation=silu, unit=(0, EXPERTS), source=source)
+    found = routing_statistics(sequences, EXPERTS, share, HIDDEN)
+    return collect_down_hessian(sequences, found, served, activation=silu, batch=(0, EXPERTS), source=source)
 
 
 def slow(
@@ -78,13 +78,13 @@ def test_the_sums_are_those_of_the_tokens(share: float) -> None:
 
 def test_one_unit_or_several_is_the_same() -> None:
     sequences, source, served = case(2)
-    found = survey(sequences, EXPERTS, 0.9, HIDDEN)
+    found = routing_statistics(sequences, EXPERTS, 0.9, HIDDEN)
     whole = sums_of(sequences, source, served, 0.9)
     assert whole.changes is not None
     for e in range(EXPERTS):
         part = slice(e, e + 1)
         unit = e, e + 1
-        one = collect_down_hessian(sequences, found, served[part], activation=silu, unit=unit, source=source[part])
+        one = collect_down_hessian(sequences, found, served[part], activation=silu, batch=unit, source=source[part])
         assert one.changes is not None
         assert torch.equal(one.hessian[0], whole.hessian[e])
         assert torch.equal(one.changes[0], whole.changes[e])

@@ -18,7 +18,7 @@ from quantizers.solve import expert_batch
 from quantizers.solve.awq import grid_scales, weight_means
 from quantizers.solve.coordinate_descent import refine
 from quantizers.solve.expert_batch import corrected
-from quantizers.solve.result import LayerResult, Leaning
+from quantizers.solve.result import LayerResult, UnderRouted
 from quantizers.solve.rounding import damped, gptq, mse_scales
 from quantizers.solve.solver import solve
 
@@ -34,7 +34,7 @@ def solve_layer(layer: Layer, *, unit: int = UNIT, resident: int = 8, **options:
         router=layer.router,
         activation=silu,
         settings=settings,
-        unit=unit,
+        batch_size=unit,
         residents=Residents(resident, unit, 0),
     )
 
@@ -394,19 +394,19 @@ def test_a_smaller_share_of_routed_tokens_is_counted_and_no_fallback() -> None:
     assert counts[4] == 0
     solved = solve_layer(layer, routed_weight=0.8)
     assert solved.fallbacks == ["expert 4: 0 routed tokens, so all tokens count alike for it"]
-    assert solved.leaning == Leaning(HIDDEN, sum(count < HIDDEN for count in counts), 0.0)
+    assert solved.under_routed == UnderRouted(HIDDEN, sum(count < HIDDEN for count in counts), 0.0)
     some = layer.recorded()
     for recorded in some:
         recorded.chosen[0, 0] = 4
     settings = Experts(group_size=GROUP, awq=False, routed_weight=0.8)
     solved = solve(
         some, layer.weights(), norm=layer.norm, router=layer.router, activation=silu,
-        settings=settings, unit=8, residents=Residents(1, 8, 0),
+        settings=settings, batch_size=8, residents=Residents(1, 8, 0),
     )  # fmt: skip
     assert solved.fallbacks == []
-    assert solved.leaning is not None
-    assert solved.leaning.smallest_share == pytest.approx(0.8 * 3 / HIDDEN)
-    assert solve_layer(layer, routed_weight=0.0).leaning is None
+    assert solved.under_routed is not None
+    assert solved.under_routed.smallest_share == pytest.approx(0.8 * 3 / HIDDEN)
+    assert solve_layer(layer, routed_weight=0.0).under_routed is None
 
 
 @AWQ
@@ -469,7 +469,7 @@ def test_a_token_that_is_not_finite_is_left_out() -> None:
     keep = [i for i in range(len(recorded[1].x)) if i != 4]
     without = [recorded[0], seen(*(t[keep] for t in (recorded[1].x, recorded[1].chosen, recorded[1].weight)))]
     without.append(recorded[2])
-    rest: Any = {"norm": layer.norm, "router": layer.router, "activation": silu, "unit": EXPERTS}
+    rest: Any = {"norm": layer.norm, "router": layer.router, "activation": silu, "batch_size": EXPERTS}
     rest["residents"] = Residents(1, EXPERTS, 0)
     rest["settings"] = Experts(
         group_size=GROUP, awq=Awq(grid=8), routed_weight=0.0, rounding="nearest", scales="minmax"
@@ -512,7 +512,7 @@ def test_any_sequence_class_will_do_and_it_is_read_in_order() -> None:
         router=layer.router,
         activation=silu,
         settings=settings,
-        unit=8,
+        batch_size=8,
         residents=Residents(8, 8, 0),
     )
     assert_same(lazy, solve_layer(layer))

@@ -95,7 +95,7 @@ def assert_finite(output: Path) -> None:
 NEAREST = "rounded to nearest, because its Hessian is not usable"
 # The fault, with whatever must hold in the run that it is compared with, and what is said of the expert.
 FAULTS: dict[str, tuple[list[Fault], list[Fault], list[str]]] = {
-    "too large": ([scaled(1e9, "w1", "w3")], [], ["rows not finite or too large, left out of the sums", NEAREST]),
+    "too large": ([scaled(1e9, "w1", "w3")], [], ["rows not finite or too large, left out of the Hessian", NEAREST]),
     "infinite": ([infinite_but_never_routed], [never_routed], ["rows not finite or too large", NEAREST]),
     "all zero": ([scaled(0, "w1", "w2", "w3")], [], [NEAREST, "groups are all zero"]),
     "w2 zero": ([scaled(0, "w2")], [], ["down: 1024 of 1024 groups are all zero"]),

@@ -27,7 +27,7 @@ from quantizers.device import triton_support
 from quantizers.device.triton_support import OPTIONS
 from quantizers.solve import rounding
 from quantizers.solve.kernel_check import KERNELS, differences, verify_kernels
-from quantizers.solve.kernels.launch import STRIP, SUMS, rows_of_program
+from quantizers.solve.kernels import STRIP, SUMS, rows_of_program
 
 INTERPRETED = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 PROGRAM = str(REPOSITORY / "tests" / "interpreted_kernels.py")
@@ -139,7 +139,7 @@ def test_a_kernel_compiles_for_every_card(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from quantizers.solve.kernels import triton_code
+    from quantizers.solve import triton_code
 
     function = getattr(triton_code, kernel)
     constants, options = sizes, OPTIONS | {"num_warps": 4}

@@ -1,4 +1,4 @@
-"""No int64 or float64 array of matrix size, the same result part by part, and GPTQ without a look at a number."""
+"""No int64 or float64 array of matrix size, and the same result part by part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quantizers.solve import rounding
 from quantizers.solve.awq import scale_losses, weight_means
 from quantizers.solve.coordinate_descent import refine
 from quantizers.solve.expert_batch import corrected
-from quantizers.solve.rounding import cholesky_inverse, damped, gptq, minmax_scales, mse_scales, nearest
+from quantizers.solve.rounding import damped, gptq, minmax_scales, mse_scales, nearest
 
 EXPERTS, ROWS, COLUMNS, GROUP = 2, 48, 320, 32
 WIDE = (torch.int64, torch.float64)
@@ -106,42 +106,3 @@ def test_two_sweeps_are_one_after_the_other() -> None:
     assert not torch.equal(once[0], twice[0])
     assert all(torch.equal(a, b) for a, b in zip(twice, together, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(before, (codes, start), strict=True))
-
-
-def test_without_a_look_only_the_first_damping_is_tried() -> None:
-    """Experts that do not fail get the same bits either way; one that does gets infinity and the identity."""
-    weight, hessian = case(4)
-    weight, hessian = weight.repeat(2, 1, 1), hessian.repeat(2, 1, 1)
-    hessian[1] -= (
-        0.05 * hessian[1].diagonal().mean() * torch.eye(COLUMNS) + hessian[1].diag().diag() * 0.5
-    )  # a larger one helps
-    hessian[3] = float("nan")  # nothing helps
-    factor, used = cholesky_inverse(hessian, 0.01)
-    quick, tried = cholesky_inverse(hessian, 0.01, exact=False)
-    assert used[[0, 2]].tolist() == pytest.approx([0.01, 0.01])
-    assert 0.01 < float(used[1]) < float("inf")
-    assert torch.isinf(tried[[1, 3]]).all()
-    assert torch.equal(tried[[0, 2]], used[[0, 2]])
-    assert torch.equal(quick[[0, 2]], factor[[0, 2]])
-    assert all(torch.equal(matrix, torch.eye(COLUMNS)) for matrix in (quick[1], quick[3], factor[3]))
-    scale = minmax_scales(weight, GROUP, 4)
-    (codes, _), (plain, marked) = (gptq(weight, hessian, scale, 4, exact=exact) for exact in (True, False))
-    assert torch.equal(plain[[0, 2]], codes[[0, 2]])
-    assert torch.equal(plain[[1, 3]], nearest(weight, scale, 4)[[1, 3]])
-    assert torch.isinf(marked[[1, 3]]).all()
-
-
-def test_without_a_look_an_accelerator_is_never_waited_for() -> None:
-    """On the meta device there is no number to look at: to ask for one is an error."""
-    columns = 2 * GROUP
-    weight = torch.empty(EXPERTS, ROWS, columns, device="meta")
-    hessian = torch.empty(EXPERTS, columns, columns, device="meta")
-    scale = mse_scales(weight, hessian[:, 0], GROUP, 4)
-    codes, used = gptq(weight, hessian, scale, 4, exact=False)
-    finer, _ = refine(weight, damped(hessian, used), codes, scale, 4, sweeps=2)
-    losses = scale_losses(weight, hessian, torch.empty(3, EXPERTS, columns, device="meta"), GROUP, 4)
-    moved = corrected(weight, hessian, hessian, 0.01)
-    assert finer.shape == moved.shape == weight.shape
-    assert losses.shape == (3, EXPERTS)
-    with pytest.raises(RuntimeError, match="meta"):
-        gptq(weight, hessian, scale, 4)

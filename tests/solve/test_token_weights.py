@@ -22,7 +22,7 @@ from quantizers.planning.expert_batches import ALIGNED, by_load, expert_batches
 from quantizers.solve import routing_weights
 from quantizers.solve.down_hessian import collect_down_hessian
 from quantizers.solve.input_hessian import InputHessian, blended_hessian, sweep
-from quantizers.solve.routing_weights import Blend, Survey, survey, token_roots
+from quantizers.solve.routing_weights import Blend, RoutingStatistics, routing_statistics, token_roots
 from quantizers.solve.symmetric import transposed_product
 
 FEW = settings(max_examples=15, deadline=None, database=None, derandomize=True)
@@ -98,22 +98,22 @@ def all_sums(
 ) -> Sums:
     """The sums of all experts, `chunk` at a time (all at once when None)."""
     experts = gate_up.shape[0]
-    found = survey(recorded, experts, routed_weight, full_share_at)
+    found = routing_statistics(recorded, experts, routed_weight, full_share_at)
     units = expert_batches(experts, chunk or experts)
     inputs, routed = sweep(recorded, found, units, gate_up.shape[-1], with_all=True)
     assert inputs is not None
     parts = []
     for unit in units:
-        hessians = blended_hessian(routed[unit], inputs.hessian, found.blended, unit)
-        sums = collect_down_hessian(recorded, found, gate_up[slice(*unit)], activation=silu, unit=unit)
+        hessians = blended_hessian(routed[unit], inputs.hessian, found.blend, unit)
+        sums = collect_down_hessian(recorded, found, gate_up[slice(*unit)], activation=silu, batch=unit)
         assert sums.changes is None
         parts.append((hessians, sums.hessian, sums.mean, sums.seen, sums.dropped))
     return Sums(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def inputs_of(recorded: Sequence[MoeInputs]) -> tuple[InputHessian, Survey]:
+def inputs_of(recorded: Sequence[MoeInputs]) -> tuple[InputHessian, RoutingStatistics]:
     """The sums of x alone."""
-    found = survey(recorded, EXPERTS, 0.0, HIDDEN)
+    found = routing_statistics(recorded, EXPERTS, 0.0, HIDDEN)
     inputs, routed = sweep(recorded, found, [], HIDDEN, with_all=True)
     assert inputs is not None
     assert not routed
@@ -121,7 +121,7 @@ def inputs_of(recorded: Sequence[MoeInputs]) -> tuple[InputHessian, Survey]:
 
 
 def blend(recorded: Sequence[MoeInputs], experts: int, routed_weight: float, full_share_at: int) -> Blend:
-    return survey(recorded, experts, routed_weight, full_share_at).blended
+    return routing_statistics(recorded, experts, routed_weight, full_share_at).blend
 
 
 Read = Callable[[torch.Tensor, int], torch.Tensor]
@@ -185,7 +185,7 @@ def test_input_hessians_are_float64_sums(observed: Observed) -> None:
     x = torch.cat([sequence.x for sequence in observed.recorded]).double()
     sums, found = inputs_of(observed.recorded)
     assert sums.hessian.dtype == sums.mean.dtype == torch.float32
-    assert found.rows == found.blended.tokens == sum(LENGTHS)
+    assert found.rows == found.blend.tokens == sum(LENGTHS)
     assert_hessians_close(sums.hessian, x.mT @ x)
     torch.testing.assert_close(sums.mean.double(), x.abs().mean(0), rtol=1e-6, atol=0)
 
@@ -209,7 +209,7 @@ def test_input_rows_that_are_not_finite_are_left_out_and_counted(observed: Obser
     x = torch.cat(read)
     good = torch.ones(len(x), dtype=torch.bool)
     good[[5, LENGTHS[0] + LENGTHS[1]]] = False
-    assert (found.blended.tokens, found.rows) == (sum(LENGTHS) - 2, sum(LENGTHS))
+    assert (found.blend.tokens, found.rows) == (sum(LENGTHS) - 2, sum(LENGTHS))
     assert_hessians_close(sums.hessian, x[good].double().mT @ x[good].double())
     torch.testing.assert_close(sums.mean.double(), x[good].double().abs().mean(0), rtol=1e-6, atol=0)
 
@@ -409,7 +409,7 @@ def test_routed_rows_are_the_routed_tokens_in_order_and_padding_weighs_nothing(
     x = recorded.x.clone()
     x[7] = torch.inf
     recorded = seen_by(x, recorded.chosen, recorded.weight)
-    found = survey([recorded], 5, 0.9, 4, unit=by_load)
+    found = routing_statistics([recorded], 5, 0.9, 4, batch_size=by_load)
     table = found.tables[0]
     kept = [((recorded.chosen == e) & (recorded.weight != 0)).nonzero(as_tuple=True) for e in found.experts]
     assert table.known == [len(tokens) for tokens, _ in kept]
@@ -435,18 +435,18 @@ def test_experts_of_a_unit_have_about_as_many_tokens_so_that_little_is_padded() 
     recorded = [
         seen_by(s.x, share.multinomial(len(s.x), True, generator=generator).unsqueeze(1), s.weight) for s in recorded
     ]
-    plain, found = (survey(recorded, 12, 0.9, 90, unit=unit) for unit in (None, 4))
-    counts = plain.blended.routed_tokens.tolist()
-    assert plain.experts == plain.blended.experts.tolist() == list(range(12))
-    assert found.experts == by_load(counts, 4) == found.blended.experts.tolist()
+    plain, found = (routing_statistics(recorded, 12, 0.9, 90, batch_size=unit) for unit in (None, 4))
+    counts = plain.blend.routed_tokens.tolist()
+    assert plain.experts == plain.blend.experts.tolist() == list(range(12))
+    assert found.experts == by_load(counts, 4) == found.blend.experts.tolist()
     for field in ("routed_tokens", "routed_mass", "share"):
-        assert torch.equal(getattr(found.blended, field), getattr(plain.blended, field)[found.blended.experts])
+        assert torch.equal(getattr(found.blend, field), getattr(plain.blend, field)[found.blend.experts])
     for mine, theirs in zip(found.tables, plain.tables, strict=True):
         assert mine.known == [theirs.known[expert] for expert in found.experts]
-        assert torch.equal(mine.starts, theirs.starts[found.blended.experts])
+        assert torch.equal(mine.starts, theirs.starts[found.blend.experts])
     good = torch.ones(12, 900, dtype=torch.bool)
-    all_roots = token_roots(recorded[0], plain.blended, 0, 12, good, torch.float32)
-    some = token_roots(recorded[0], found.blended, 4, 7, good[:3], torch.float32)
+    all_roots = token_roots(recorded[0], plain.blend, 0, 12, good, torch.float32)
+    some = token_roots(recorded[0], found.blend, 4, 7, good[:3], torch.float32)
     assert torch.equal(some, all_roots[found.experts[4:7]])
     padded = [sum(t.most(*unit) for t in s.tables for unit in expert_batches(12, 4)) for s in (plain, found)]
     assert padded[1] < 0.6 * padded[0]

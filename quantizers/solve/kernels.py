@@ -1,4 +1,17 @@
-"""Functions that launch the Triton kernels. Every tensor may be a view, as long as rows are contiguous.
+"""Launches of the Triton kernels in triton_code.py for the inner loops of the solver.
+
+Each has an eager twin, which says in torch's operations what is computed, and computes it without the kernel:
+`rounding.round_block`, `coordinate_descent.refine_group`, `rounding.mse_steps` and `down_hessian.weigh_rows`. A kernel
+gives its twin's bits, by a rule that both keep:
+
+    every operation rounds by itself: a product and the sum after it are two roundings, never one
+    division is IEEE's
+    sums have a written order: from left to right, or as in symmetric.py
+
+So neither block sizes nor the number of warps nor the model of GPU decide a bit. Matrix products stay with the
+libraries in both. kernel_check.py compares each with its twin at the start of a run.
+
+Every tensor may be a view, as long as rows are contiguous.
 
 Legend: E experts, C columns, W columns of a block, R rows, g group size, n = C / g groups; c experts of a batch,
 I expert width, T tokens.
@@ -12,7 +25,8 @@ import torch
 
 from quantizers.device import triton_support
 from quantizers.formats.packed_integers import code_range
-from quantizers.solve.symmetric import LANES
+
+from .symmetric import LANES
 
 ROWS, WIDE = 32, 64  # rows of a program, and columns from which on there are fewer, for want of registers
 INTERPRETED = 1024  # rows of a program in Triton's interpreter, where every operation takes as long

@@ -1,4 +1,4 @@
-"""The Triton kernels. Importing this file takes Triton; launch.py launches them.
+"""The Triton kernels. Importing this file takes Triton; kernels.py launches them.
 
 A program has some rows of one expert's matrix, which is transposed, (C, R), so that a column's rows are contiguous. All
 columns of a block or a group that is rounded stay in registers until the last of them is. weigh_rows belongs to the
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantizers.solve import symmetric
+from . import symmetric
 
 LANES = tl.constexpr(symmetric.LANES)
 
@@ -58,7 +58,7 @@ def gptq_block(
     R, work_e, factor_e, factor_row, factor_column, scale_e, group_e, errors_e, codes_e,
     W: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See launch.gptq_block. Grid (E, R / ROWS)."""
+    """See kernels.gptq_block. Grid (E, R / ROWS)."""
     expert = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = row < R
@@ -78,7 +78,7 @@ def gptq_block(
         tl.store(errors + k * R, error, mask=there)
         tl.store(codes + k * R, code.to(tl.int8), mask=there)
         share = tl.load(factor + k * factor_row + columns * factor_column)
-        left = left - share[:, None] * error[None, :]  # the columns before it change as well, and nobody looks
+        left = left - share[:, None] * error[None, :]  # the columns before it change as well, and are not read again
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def refine_group(
     R, block_e, block_row, scale_e, near_e, image_e, codes_e, change_e,
     G: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See launch.refine_group. Grid (E, R / ROWS)."""
+    """See kernels.refine_group. Grid (E, R / ROWS)."""
     expert = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = row < R
@@ -123,7 +123,7 @@ def refine_group(
         tl.store(change + k * R, code * old - best * now, mask=there)
         tl.store(codes + k * R, best.to(tl.int8), mask=there)
         moved = (best - code) * now
-        slope = slope - tl.load(block + columns * block_row + k)[:, None] * moved[None, :]  # likewise
+        slope = slope - tl.load(block + columns * block_row + k)[:, None] * moved[None, :]  # see gptq_block
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def mse_scales(
     G: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, LESS: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See launch.mse_scales. Grid (E, R / ROWS, n)."""
+    """See kernels.mse_scales. Grid (E, R / ROWS, n)."""
     expert = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(2)
@@ -178,7 +178,7 @@ def weigh_rows(
     C, T, rows_e, root_e, magnitude_e,
     STRIP: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """See launch.weigh_rows. Grid (E, C / STRIP)."""
+    """See kernels.weigh_rows. Grid (E, C / STRIP)."""
     expert = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
     lane = tl.arange(0, SUMS)
