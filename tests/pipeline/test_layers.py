@@ -210,27 +210,34 @@ def test_a_kept_byte_that_changed_in_memory_is_found_at_once(small: Small, tmp_p
             run(small.job, Options(tmp_path / "output", CPU))
 
 
-def test_a_byte_flipped_between_layer_and_end_is_found_and_the_layer_made_again(
+def test_a_shard_damaged_between_layer_and_end_is_found_and_made_again(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A byte of a kept tensor, one of a packed tensor, the header; each time the layer is made again."""
     output, real = tmp_path / "output", pipeline.assemble
     shard = output / ".quantize" / "output" / SHARD
+    for damage, said in (
+        (lambda: flip(shard, KEPT), f"{KEPT}: changed since the run wrote it; check the disk"),
+        (lambda: flip(shard, PACKED), f"{PACKED}: changed since the run wrote it; check the disk"),
+        (
+            lambda: shard.write_bytes(b"\xff" * 8 + shard.read_bytes()[8:]),
+            rf"{SHARD}: changed since the run wrote it \(.*\); check the disk",
+        ),
+    ):
 
-    def damaged(*arguments: Any) -> None:
-        real(*arguments)
-        flip(shard, tensor)
+        def damaged(*arguments: Any, damage: Callable[[], object] = damage) -> None:
+            real(*arguments)
+            damage()
 
-    for tensor in (KEPT, PACKED):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(pipeline, "assemble", damaged)
-            with pytest.raises(QuantizeError, match=f"{tensor}: changed since the run wrote it; check the disk"):
+            with pytest.raises(QuantizeError, match=said):
                 run(small.job, Options(output, CPU))
         assert not (output / "config.json").exists()
-    capsys.readouterr()
+        shown = capsys.readouterr().err
+    assert f"layer 1: {SHARD} has other bytes than were written; it is made again" in shown
+    assert "layer 1: its shard was made again, with the bytes that it had" in shown
     run(small.job, Options(output, CPU))
-    said = capsys.readouterr().err
-    assert f"layer 1: {SHARD} has other bytes than were written; it is made again" in said
-    assert "layer 1: its shard was made again, with the bytes that it had" in said
     assert_same(output, small.whole)
 
 
