@@ -25,28 +25,43 @@ from quantizers.system.errors import QuantizeError
 
 
 @dataclass(frozen=True)
-class Small:
-    """A random model of three layers, its sets and recipe in one folder; `whole` is what an unbroken run makes of it.
-
-    Attributes:
-        needed: the bytes for which the run asks.
-    """
+class JobFolder:
+    """A recipe, its model and its sets in one folder, and where its output goes."""
 
     folder: Path
-    report: dict[str, Any]
-    needed: int
 
     @property
     def recipe(self) -> Path:
         return self.folder / "recipe.yaml"
 
     @property
-    def whole(self) -> Path:
-        return self.folder / "whole"
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "output"
 
     @property
     def job(self) -> Job:
         return prepare(str(self.recipe))
+
+
+@dataclass(frozen=True)
+class Small(JobFolder):
+    """A random model of three layers.
+
+    Attributes:
+        report: of an unbroken run, whose output is in `whole`.
+        needed: the bytes for which that run asked.
+    """
+
+    report: dict[str, Any]
+    needed: int
+
+    @property
+    def whole(self) -> Path:
+        return self.folder / "whole"
 
     def copied(self, folder: Path) -> Small:
         """The same job elsewhere, for a test that changes the source or a set."""
