@@ -17,11 +17,11 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
+from command_schema import JSON_REPORTS
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo
 
-from eval.report.command_schema import JSON_REPORTS
 from eval.report.schema import RunReport, StitchReport
 from quantizers.calibration.set import CalibrationSet
 from quantizers.cli.main import app

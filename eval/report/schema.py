@@ -1,4 +1,4 @@
-"""The schema of report.json; command_schema.py has that of what other commands print with --json.
+"""The schema of report.json.
 
 Reports are filled in `quantizers/pipeline/report.py`, and checked against this schema when written; docs/report.md and
 docs/schemas/report.schema.json are made from it. Unless a description says otherwise, None stands for a number that is

@@ -29,7 +29,7 @@ def texts(data: CalibrationData) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("category", "named", "lacking"),
+    ("category", "named", "unlisted_kind"),
     [
         ("code/rust", "Rust", None),
         ("code/Rust", "Rust", None),
@@ -48,13 +48,13 @@ def texts(data: CalibrationData) -> list[str]:
         ("coder/cobol", None, None),
     ],
 )
-def test_which_categories_claim_a_language(category: str, named: str | None, lacking: str | None) -> None:
-    assert (LISTS.named_by(category), LISTS.lacking(category)) == (named, lacking)
+def test_which_categories_claim_a_language(category: str, named: str | None, unlisted_kind: str | None) -> None:
+    assert (LISTS.named_by(category), LISTS.unlisted_kind(category)) == (named, unlisted_kind)
 
 
 def test_an_empty_list_leaves_nothing_out() -> None:
-    assert Languages(spoken=("Hindi",)).lacking("code/cobol") is None
-    assert Languages(programming=("C",)).lacking("spoken/german") is None
+    assert Languages(spoken=("Hindi",)).unlisted_kind("code/cobol") is None
+    assert Languages(programming=("C",)).unlisted_kind("spoken/german") is None
 
 
 def test_rows_of_an_unlisted_language_are_left_out_and_counted(tmp_path: Path, tokenizer: str) -> None:

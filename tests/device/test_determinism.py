@@ -29,11 +29,11 @@ from quantizers.device.determinism import (
     ordered,
     settings_in_force,
 )
-from quantizers.forward.moe_inputs import MoeInputs, usable_rows
+from quantizers.forward.moe_inputs import MoeInputs
 from quantizers.forward.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts, Scheme
-from quantizers.solve.routing_weights import routing_statistics, squared_weights
+from quantizers.solve.routing_weights import routing_statistics
 from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError, QuantizeError
 
@@ -84,7 +84,7 @@ SETTLED = {
 }
 
 
-@pytest.mark.parametrize("name", ["auto", "cuda", "cuda:1"])
+@pytest.mark.parametrize("name", ["auto", "cuda:1"])
 def test_choosing_a_gpu_settles_how_it_computes(name: str, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first tensor there; asked of torch itself."""
     seen: list[dict[str, Any]] = []
@@ -95,24 +95,9 @@ def test_choosing_a_gpu_settles_how_it_computes(name: str, gpu: None, monkeypatc
     (first,) = seen
     assert SETTLED.items() <= first.items()
     assert (first[WORKSPACE], first["PYTORCH_ALLOC_CONF"]) == (":4096:8", "expandable_segments:True")
-    assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not MEMORY.fill_uninitialized_memory
-    assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-    assert not torch.backends.cudnn.allow_tf32
-    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-    assert str(torch.backends.cuda.preferred_blas_library()) == "_BlasBackend.Cublas"
-
-
-def test_torch_has_other_settings_by_itself() -> None:
-    """All but the two that only an environment variable can change: see test_an_image_that_switches_tf32_on."""
-    found = settings_in_force()
-    assert found.keys() == SETTLED.keys()
-    same = {name for name, value in found.items() if value == SETTLED[name]}
-    assert same == {"float32_matmul_precision", "preferred_blas_library"}
 
 
 def test_a_setting_that_torch_does_not_take_is_named(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,40 +122,19 @@ def test_choosing_the_cpu_sets_nothing(gpu: None, monkeypatch: pytest.MonkeyPatc
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("NVIDIA_TF32_OVERRIDE", "1", "float32 products would keep 11 bits; unset it, or set it to 0"),
-        (
-            "CUBLAS_EMULATE_SINGLE_PRECISION",
-            "1",
-            "float32 products would be put together from products of bfloat16; un",
-        ),
-        ("CUBLAS_EMULATE_DOUBLE_PRECISION", "1", "float64 products would be put together from products of integers; u"),
-        ("PYTORCH_TUNABLEOP_ENABLED", "1", "torch would choose kernels by their speed, and so other ones another time"),
-        ("DISABLE_ADDMM_CUDA_LT", "1", "some products would be computed by another library; unset it"),
-        (WORKSPACE, ":2048:8", "cuBLAS does not promise the same bytes with it; unset"),
-        (WORKSPACE, "", "cuBLAS does not promise"),
-    ],
-)
+@pytest.mark.parametrize("name", [*UNDOING, WORKSPACE])
 def test_an_environment_without_the_same_bytes_is_refused(
-    name: str, value: str, said: str, gpu: None, monkeypatch: pytest.MonkeyPatch
+    name: str, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = settings_in_force()
+    value = ":2048:8" if name == WORKSPACE else "1"
     monkeypatch.setenv(name, value)
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError, match=rf"^{name}={value}: .+; unset it, or set it to [^\n]+$"):
         devices.choose_device("cuda")
-    assert str(refused.value).startswith(f"{name}={value}: {said}")
-    assert "\n" not in str(refused.value)
     assert settings_in_force() == before
     if name != WORKSPACE:
         monkeypatch.setenv(name, "0")
         devices.choose_device("cuda")
-
-
-def test_every_variable_that_is_refused_is_tried_above() -> None:
-    (tried,) = test_an_environment_without_the_same_bytes_is_refused.pytestmark
-    assert {name for name, *_ in tried.args[1]} == {*UNDOING, WORKSPACE}
 
 
 def test_a_gpu_that_is_not_there_is_one_line(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,22 +291,6 @@ def test_the_routing_mass_is_the_exact_sum() -> None:
     assert found.tokens == sum(int(s.usable.sum()) for s in sequences) == 384 - 1 - 8 - 48
 
 
-def test_routed_rows_one_by_one() -> None:
-    """Each expert's tokens in their order, then any of weight zero; tokens of weight 0 left out."""
-    (sequence,) = recorded(1, (60,), 6, 2)
-    assert not bool(usable_rows(torch.full((1, 3), torch.inf)))
-    sequence.weight[10:20] = 0
-    squared = squared_weights(sequence, torch.arange(1, 5))
-    table = routing_statistics([sequence], 6, 0.9, 8).tables[0]
-    ((rows, weights),) = table.routed(1, 5)
-    for expert in range(1, 5):
-        mine = [t for t in range(60) if expert in sequence.chosen[t].tolist() and squared[expert - 1, t] > 0]
-        padding = [0] * (table.most(1, 5) - len(mine))
-        assert rows[expert - 1].tolist()[: len(mine)] == mine
-        found = weights[expert - 1].square().tolist()
-        assert found == [float(squared[expert - 1, t]) for t in mine] + padding
-
-
 class InOrder(TorchDispatchMode):
     """Refuses what a GPU would do in no fixed order, or torch by other and larger means once it must be fixed."""
 
@@ -369,24 +317,19 @@ class InOrder(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(
-    "change", ["histc", "cumsum", "index_add", "scatter_add", "index_put", "median", "put", "scatter", "bincount"]
-)
-def test_the_watch_refuses(change: str) -> None:
+def test_the_watch_refuses() -> None:
     places, ones = torch.tensor([0, 0, 1]), torch.ones(3)
     unordered = {
         "histc": lambda: ones.histc(2),
         "cumsum": lambda: ones.cumsum(0),
         "index_add": lambda: torch.zeros(2).index_add_(0, places, ones),
-        "scatter_add": lambda: torch.zeros(2).scatter_add_(0, places, ones),
-        "index_put": lambda: torch.zeros(2).index_put_((places,), ones, accumulate=True),
-        "median": lambda: ones.median(0),
         "put": lambda: torch.zeros(2).put_(places, ones),
         "scatter": lambda: torch.zeros(2).scatter_(0, places, ones),
         "bincount": lambda: places.bincount(ones),
     }
-    with pytest.raises(AssertionError, match=change), InOrder(2):
-        unordered[change]()
+    for name, operation in unordered.items():
+        with pytest.raises(AssertionError, match=name), InOrder(2):
+            operation()
 
 
 def test_the_watch_lets_whole_numbers_pass() -> None:
@@ -399,8 +342,7 @@ def test_the_watch_lets_whole_numbers_pass() -> None:
     assert {"scatter_add", "cumsum", "bincount"} <= watch.seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rounding", ["gptq", "nearest"])
+@pytest.mark.parametrize(("rounding", "dtype"), [("gptq", torch.bfloat16), ("nearest", torch.float32)])
 def test_a_layer_is_solved_without_operations_that_have_no_order(rounding: Any, dtype: torch.dtype) -> None:
     """Search, rounding, and what a budget is measured by."""
     layer = make_layer(5, tokens=200)

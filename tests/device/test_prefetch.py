@@ -79,10 +79,10 @@ def test_whoever_gives_up_leaves_nothing_under_way(hosts: Hosts, stream: Delayed
 @pytest.mark.parametrize("registered", [False, True])
 def test_rows_go_to_the_device_and_back(registered: bool, device: torch.device) -> None:
     """Twice, in blocks whose work takes longer than their copies; in place, from the host's memory to the host's."""
-    rows = torch.randn(20, 4096, 64, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(5, 4096, 64, generator=torch.Generator().manual_seed(0))
     if registered:
         pin(rows, device)
-    wanted, weight = rows.clone(), torch.eye(64).repeat(40, 1, 1)
+    wanted, weight = rows.clone(), torch.eye(64).repeat(20, 1, 1)
     for _ in range(2):
         for place, (block,) in zip(rows, prefetched([(part,) for part in rows], device), strict=True):
             for matrix in weight.to(device):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from commands import quantize
-from conftest import REPOSITORY, Finished
-from runs import assert_same
-from tiny import write_job
+from conftest import Finished
 
 from eval.fidelity import scoring
 from quantizers.architectures.families import architecture_for
@@ -130,29 +126,3 @@ def test_an_evaluation_goes_on_with_its_threads(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert quantize(monkeypatch, *words) == 0
     assert json.loads(capsys.readouterr().out) == wanted
-
-
-@pytest.mark.usefixtures("kept_threads")
-@pytest.mark.slow
-def test_two_processes_then_one_and_back(tmp_path: Path) -> None:
-    """OMP_NUM_THREADS unset: torchrun means 1 thread, one process as many as cores; a run keeps what it began with."""
-    recipe = write_job(tmp_path, layers=4, samples=3)
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-
-    def start(processes: int, name: str, stop: int | None = None) -> None:
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
-        words = [sys.executable, *launcher, str(REPOSITORY / "tests" / "stopping.py")]
-        words += ["run", str(recipe), "--output", str(tmp_path / name), "--device", "cpu"]
-        extra = {} if stop is None else {"STOP_AFTER_LAYER": str(stop)}
-        done = subprocess.run(words, env=environment | extra, capture_output=True, text=True, check=False)
-        wanted = 0 if stop is None else 1 if processes > 1 else 143  # torchrun ends with 1 whatever the code was
-        assert done.returncode == wanted, done.stderr
-        assert stop is None or not (tmp_path / name / "config.json").exists()
-
-    start(2, "whole")
-    start(2, "cut", stop=0)
-    start(1, "cut", stop=2)  # of two, the shards of two layers may be on their way at a time
-    start(2, "cut")
-    assert_same(tmp_path / "cut", tmp_path / "whole")
-    assert json.loads((tmp_path / "cut" / "report.json").read_text())["settings"]["machine"]["threads"] == 1

@@ -223,15 +223,6 @@ def test_the_calibration_picture_shows_tokens_and_what_was_cut(published: Report
     assert "no sample was cut" in calibration_figure(uncut, "tiny").get_suptitle()
 
 
-def test_rows_by_language_and_category_agree_with_the_sets_totals(finished: Finished) -> None:
-    calibration = finished.report["calibration"]
-    for kind, counts in calibration["languages"].items():
-        assert {name: row["samples"] for name, row in calibration["by_language"][kind].items()} == counts
-    totals = {"samples": "samples", "tokens": "tokens", "truncated": "truncated_samples"}
-    for key, total in (totals | {"truncated_tokens": "truncated_tokens"}).items():
-        assert sum(row[key] for row in calibration["categories"].values()) == calibration[total]
-
-
 def test_a_family_that_vllm_does_not_know_has_no_command_to_serve_it(published: Report) -> None:
     assert "vllm serve" in model_card(published)
     unknown = published | {"serving": published["serving"] | {"servers": []}}

@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from command_schema import CoverageReport
 from commands import Command
 from conftest import Finished
 from edited import MOE, edit
@@ -21,7 +22,6 @@ from whole_models import finished_weights, source_weights
 from eval.coverage.compare import compare_counts, compare_table, labels
 from eval.coverage.routing import TIE, Routed
 from eval.coverage.summary import check_floors, coverage_table, entropy, gates, report, summarise
-from eval.report.command_schema import CoverageReport
 from eval.report.plots import comparison_figure, save
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from awq_gptq import Kind
-from commands import quantize
+from commands import Command
 from whole_models import Run, run_whole, source_weights
 
 from quantizers.calibration.load_set import load_set
@@ -110,29 +110,12 @@ def test_other_families_measure_as_their_whole_models_do(family: str, tmp_path: 
     assert_equal(found, before, after, texts)
 
 
-def test_coverage_counts_what_the_whole_model_routes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = families.write(tmp_path / "source", "mixtral", num_hidden_layers=2)
-    numbers = awq_gptq.checkpoint(source, tmp_path / "awq", Kind("awq", group=64))
-    data = a_set(tmp_path)
-    words = ("coverage", "--model", tmp_path / "awq", "--data", data, "--no-picture", "--json", "--device", "cpu")
-    assert quantize(monkeypatch, *words) == 0
-    found = json.loads(capsys.readouterr().out)
-    routed = run_whole(families.whole(source, numbers), token_lists(data, source)).choices
-    counts = [[sum(expert in row for text in layer for row in text) for expert in range(4)] for layer in routed]
-    assert found["counts"] == {"spoken": counts}
-
-
-def test_a_bias_that_the_model_would_not_add_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bias_that_the_model_would_not_add_is_refused(tmp_path: Path, command: Command) -> None:
     source = families.write(tmp_path / "source", "mixtral", num_hidden_layers=2)
 
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.1.block_sparse_moe.experts.2.w2.bias"] = torch.ones(256, dtype=torch.float16)
 
     awq_gptq.checkpoint(source, tmp_path / "awq", Kind("awq", group=64), edit=edit)
-    assert quantize(monkeypatch, "eval", source, tmp_path / "awq", "--data", a_set(tmp_path), "--device", "cpu") == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "experts.2.w2.bias is not zero, but this family's model adds no bias there" in error
+    assert command("eval", source, tmp_path / "awq", "--data", a_set(tmp_path), "--device", "cpu") == 2
+    assert "experts.2.w2.bias is not zero, but this family's model adds no bias there" in command.err.splitlines()[-1]

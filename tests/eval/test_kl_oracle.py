@@ -119,16 +119,3 @@ def test_measure_alone_gives_what_the_report_says(finished: Finished, tmp_path: 
     assert both[1]["perplexity"]["increase"] == 0.0
     assert both[1]["top1"] == both[1]["router"]["min"] == 1.0
     assert set(both[1]["hidden_error"]) == {0.0}
-
-
-def test_int4_weights_are_the_library_s(finished: Finished) -> None:
-    """Every weight that the program reads from the finished files is the one compressed-tensors decompresses."""
-    from quantizers.formats.dequantization import read_weight
-
-    checkpoint = open_folder(finished.folder)
-    _, weights = finished_weights(finished.folder)
-    packed = [name.removesuffix("_packed") for name in checkpoint.tensors if name.endswith(".weight_packed")]
-    layers, experts = checkpoint.config["num_hidden_layers"], checkpoint.config["num_local_experts"]
-    assert len(packed) == 3 * layers * experts
-    for name in packed:
-        assert torch.equal(read_weight(checkpoint, name.removesuffix(".weight"), torch.device("cpu")), weights[name])

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_schema import EvalReport
 from commands import Command
 from conftest import Finished
 
 from eval.fidelity.paired import INTERVAL, RESAMPLES, SEED, difference_of, paired
 from eval.fidelity.tables import eval_table, paired_table
-from eval.report.command_schema import EvalReport
 
 
 def figures_of(kl: list[float], tokens: list[int], categories: list[str]) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from typing import Any
 
 import jsonschema
 import pytest
+from command_schema import JSON_REPORTS, VerifyReport
 from commands import Command
 from conftest import REPOSITORY, Finished
 from make_reference import part_tables
 from pydantic import ValidationError
 
-from eval.report.command_schema import JSON_REPORTS, VerifyReport
 from eval.report.schema import checked
 
 

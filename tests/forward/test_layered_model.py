@@ -177,7 +177,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield make(tmp_path / "model", seed=3, **SHAPES[request.param])
 
 
-def tokens_for(folder: Path, length: int = 24) -> Tensor:
+def tokens_for(folder: Path, length: int = 12) -> Tensor:
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     return torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(11))
 

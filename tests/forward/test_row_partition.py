@@ -26,7 +26,7 @@ def shares(lengths: list[int], count: int) -> list[RowPartition]:
     return [RowPartition(lengths, dist, CHUNK) for dist in teams]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(LENGTH, max_size=12), st.integers(1, 7))
 def test_every_row_is_computed_once_in_the_blocks_of_one_process(lengths: list[int], count: int) -> None:
     (alone,) = shares(lengths, 1)
@@ -45,7 +45,7 @@ def test_every_row_is_computed_once_in_the_blocks_of_one_process(lengths: list[i
         assert set(one.owned) <= set(one.sequences)
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 12])
+@pytest.mark.parametrize("count", [2, 3, 5])
 def test_rows_at_the_borders_are_passed_on(count: int) -> None:
     """Afterwards every process has all rows of the sequences that it keeps, as whoever computed them has them."""
     whole = torch.arange(3.0 * sum(LENGTHS)).view(-1, 3)

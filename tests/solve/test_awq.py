@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizers.solve.awq import fold_hessian, fold_norm, grid_scales, scale_losses, weight_means
-from quantizers.solve.symmetric import quadratic_loss
 
 FEW = settings(max_examples=20, deadline=None, database=None, derandomize=True)
 
@@ -44,22 +43,6 @@ def slow_delta(weight: torch.Tensor, s: torch.Tensor, group: int, bits: int) -> 
         codes = (scaled / step[:, None]).round().clamp(-half, half - 1)
         delta[:, part] = codes * step[:, None] / s[part] - weight[:, part]
     return delta
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("duo", [True, False])
-@pytest.mark.parametrize("seed", range(3))
-def test_every_grid_points_loss_is_the_replayed_loss(seed: int, duo: bool, bits: int) -> None:
-    """Oracle: ‖D X‖² in float64 from the inputs themselves, at every point of the grid; 1e-6 relative."""
-    weight, x, hessian = random_case(seed, experts=3, rows=48, columns=96, tokens=200)
-    grid = grid_scales(x.abs().mean(0, keepdim=True), weight_means(weight, 32).mean(0, keepdim=True), 20, duo)
-    losses = scale_losses(weight, hessian.unsqueeze(0), grid, 32, bits)
-    assert losses.shape == (20, 3)
-    for point in range(20):
-        for expert in range(3):
-            delta = slow_delta(weight[expert], grid[point, 0], 32, bits)
-            replayed = float((delta.double() @ x.double().mT).square().sum())
-            assert float(losses[point, expert]) == pytest.approx(replayed, rel=1e-6), (point, expert)
 
 
 @FEW
@@ -105,20 +88,6 @@ def test_losses_are_replayed_losses_for_any_shape(
             assert abs(float(losses[point, expert]) - replayed) <= 1e-6 * scale, (point, expert)
 
 
-def test_quadratic_loss_in_float64_is_the_brute_force_loss_and_shares_a_hessian() -> None:
-    """Oracle: a sum over rows and tokens of the squared scalar product, one at a time."""
-    weight, x, _ = random_case(3, experts=2, rows=4, columns=16, tokens=9)
-    weight, x = weight.double(), x.double()
-    slow = torch.zeros(2, dtype=torch.float64)
-    for expert in range(2):
-        for row in range(4):
-            for token in range(9):
-                slow[expert] += float(torch.dot(weight[expert, row], x[token])) ** 2
-    hessian = x.mT @ x
-    torch.testing.assert_close(quadratic_loss(weight, hessian.unsqueeze(0)), slow, rtol=1e-12, atol=0)
-    torch.testing.assert_close(quadratic_loss(weight, hessian.expand(2, -1, -1)), slow, rtol=1e-12, atol=0)
-
-
 def test_a_loss_that_is_not_finite_is_infinite_and_leaves_other_experts_alone() -> None:
     """A NaN or infinite Hessian must never win the search."""
     weight, x, hessian = random_case(4, experts=3, rows=4, columns=32, tokens=40)
@@ -128,14 +97,6 @@ def test_a_loss_that_is_not_finite_is_infinite_and_leaves_other_experts_alone() 
     losses = scale_losses(weight, hessians, grid, 32, 4)
     assert torch.isinf(losses[:, [0, 2]]).all()
     torch.testing.assert_close(losses[:, 1:2], scale_losses(weight[1:2], hessian[None], grid[:, 1:2], 32, 4))
-
-
-def test_loss_of_the_identity_in_closed_form() -> None:
-    """Whole weights with one of 7.5 per group: the step is exactly 1, and only the 7.5 is off, by a half."""
-    weight = torch.tensor([[[7.5, 3, -2, 0, 1, -7.5, 7, -4], [-7.5, 1, 1, 1, 7.5, 2, 3, -6]]])
-    hessian = torch.diag(torch.tensor([1.0, 2, 4, 8, 16, 32, 64, 128]))
-    losses = scale_losses(weight, hessian[None], torch.ones(1, 1, 8), 4, 4)
-    assert losses.tolist() == [[0.25 * (1 + 32 + 1 + 16)]]
 
 
 def slow_grid(x_mean: list[float], w_mean: list[float], points: int, duo: bool) -> list[list[float]]:
@@ -173,15 +134,6 @@ def test_grid_is_the_designs_formula(columns: list[tuple[float, float]], points:
     torch.testing.assert_close(grid.amax(-1) * grid.amin(-1), torch.ones(points, 1), rtol=1e-5, atol=0)
 
 
-def test_grids_of_several_experts_are_normalised_one_by_one() -> None:
-    """Oracle: each expert's grid alone. Equal bits, because columns come in multiples of 32, whole SIMD registers."""
-    generator = torch.Generator().manual_seed(5)
-    x_mean, w_mean = torch.rand(4, 96, generator=generator) * 30, torch.rand(4, 96, generator=generator)
-    together = grid_scales(x_mean, w_mean, 9, True)
-    alone = [grid_scales(x_mean[i : i + 1], w_mean[i : i + 1], 9, True) for i in range(4)]
-    assert torch.equal(together, torch.cat(alone, dim=1))
-
-
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 0.0])
 @pytest.mark.parametrize("duo", [True, False])
 def test_grid_is_finite_and_positive_whatever_comes_in(poison: float, duo: bool) -> None:
@@ -193,21 +145,6 @@ def test_grid_is_finite_and_positive_whatever_comes_in(poison: float, duo: bool)
     assert torch.isfinite(grid).all()
     assert (grid > 0).all()
     assert torch.equal(grid[:, 1], grid_scales(x_mean[1:], w_mean[1:], 12, duo)[:, 0])
-
-
-def test_weight_means_by_a_slow_loop() -> None:
-    """Oracle: the definition, element by element, in Python floats."""
-    weight, _, _ = random_case(6, experts=2, rows=5, columns=24, tokens=1)
-    weight[1, :, 8:16] = 0
-    means = weight_means(weight, 8)
-    for expert in range(2):
-        for column in range(24):
-            total = 0.0
-            for row in range(5):
-                start = column // 8 * 8
-                largest = max(abs(float(w)) for w in weight[expert, row, start : start + 8])
-                total += abs(float(weight[expert, row, column])) / (largest + 1e-6)
-            assert float(means[expert, column]) == pytest.approx(total / 5, rel=1e-6)
 
 
 class LibrarySearch:
@@ -267,11 +204,10 @@ class LibrarySearch:
         return chosen
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("duo", [True, False])
+@pytest.mark.parametrize(("bits", "duo"), [(4, True), (8, False)])
 def test_grid_and_losses_are_llm_compressors(duo: bool, bits: int) -> None:
     """Oracle: the library's own grid search, every scale that it tries and every loss that it measures."""
-    points = 20 if bits == 4 else 5
+    points = 8 if bits == 4 else 5
     weight, x, hessian = random_case(7, experts=1, rows=24, columns=64, tokens=50)
     library = LibrarySearch(weight[0], x, points, duo, bits, group=32)
     grid = grid_scales(x.abs().mean(0, keepdim=True), weight_means(weight, 32), points, duo)

@@ -76,20 +76,6 @@ def test_the_sums_are_those_of_the_tokens(share: float) -> None:
         close(sums.changes[e], (d * routed[:, None]).T @ h)
 
 
-def test_one_unit_or_several_is_the_same() -> None:
-    sequences, source, served = case(2)
-    found = routing_statistics(sequences, EXPERTS, 0.9, HIDDEN)
-    whole = sums_of(sequences, source, served, 0.9)
-    assert whole.changes is not None
-    for e in range(EXPERTS):
-        part = slice(e, e + 1)
-        unit = e, e + 1
-        one = collect_down_hessian(sequences, found, served[part], activation=silu, batch=unit, source=source[part])
-        assert one.changes is not None
-        assert torch.equal(one.hessian[0], whole.hessian[e])
-        assert torch.equal(one.changes[0], whole.changes[e])
-
-
 def test_of_many_tokens_every_nth_block_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mean stands for all: the sums of the blocks that were read, with their own total weight."""
     monkeypatch.setattr(down_hessian, "ROUTED_PER_COLUMN", 1)

@@ -10,8 +10,6 @@ from one_layer import EXPERTS, GROUP, HIDDEN, WIDTH, Layer, assert_same, make_la
 
 from quantizers.architectures.matrices import MATRICES
 from quantizers.formats.packed_integers import dequantize
-from quantizers.forward.moe_inputs import MoeInputs
-from quantizers.forward.moe_inputs import capture_moe_inputs as seen
 from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import expert_batch
@@ -51,14 +49,17 @@ def outputs(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch
     return (silu(gate) * up) @ down.double().mT
 
 
-AWQ = pytest.mark.parametrize("awq", [Awq(grid=8), Awq(grid=6, duo_scaling=False), False])
-CHOICES = pytest.mark.parametrize(
-    ("bits", "scales", "rounding"), [(4, "mse", "gptq"), (4, "minmax", "nearest"), (8, "minmax", "gptq")]
+METHODS = pytest.mark.parametrize(
+    ("awq", "bits", "scales", "rounding"),
+    [
+        (Awq(grid=8), 4, "mse", "gptq"),
+        (Awq(grid=6, duo_scaling=False), 8, "minmax", "gptq"),
+        (False, 4, "minmax", "nearest"),
+    ],
 )
 
 
-@CHOICES
-@AWQ
+@METHODS
 def test_what_is_solved_has_the_promised_shapes_dtypes_and_ranges(
     awq: Any, bits: int, scales: str, rounding: str
 ) -> None:
@@ -116,8 +117,7 @@ def test_the_folded_router_gives_the_same_logits() -> None:
         assert torch.equal(*chosen)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
-@AWQ
+@pytest.mark.parametrize(("rounding", "awq"), [("nearest", Awq(grid=6, duo_scaling=False)), ("gptq", Awq(grid=8))])
 def test_folding_leaves_every_experts_function_as_it_was(awq: Any, rounding: str) -> None:
     """Oracle: the source's experts in float64. With 8 bits the whole solved block is within 2.5 % of them.
 
@@ -147,8 +147,7 @@ def test_without_awq_nothing_is_folded() -> None:
     assert set(solved.error) == {"gate_up_rounding", "down_rounding", "expert_tokens"}
 
 
-@CHOICES
-@AWQ
+@METHODS
 def test_experts_at_a_time_do_not_change_a_code(awq: Any, bits: int, scales: str, rounding: str) -> None:
     """One, three and all at once: on a CPU the same bits, and the same errors up to the order of adding."""
     layer = make_layer(1)
@@ -161,19 +160,9 @@ def test_experts_at_a_time_do_not_change_a_code(awq: Any, bits: int, scales: str
 
 
 @pytest.mark.on_device
-def test_two_calls_give_the_same_bits(device: torch.device) -> None:
-    """Errors and lines of the report included."""
-    first, second = (solve_layer(make_layer(2).to(device)) for _ in range(2))
-    assert_same(first, second)
-    assert first.error == second.error
-    assert first.fallbacks == second.fallbacks
-
-
-@pytest.mark.on_device
-@pytest.mark.parametrize("seed", range(3))
-def test_errors_go_down(seed: int, device: torch.device) -> None:
+def test_errors_go_down(device: torch.device) -> None:
     """After the search not above before; AWQ, MSE scales and GPTQ each lower the error of what was calibrated."""
-    layer = make_layer(seed).to(device)
+    layer = make_layer(0).to(device)
     solved = solve_layer(layer)
     for name in ("norm_search", "down_search"):
         assert 0 < solved.error[f"{name}_after"] <= solved.error[f"{name}_before"]
@@ -204,22 +193,6 @@ def test_reported_errors_are_those_of_replayed_inputs(rounding: str) -> None:
         assert solved.error[f"{name}_rounding"] == pytest.approx(float((lost / whole).sqrt()), rel=1e-5)
 
 
-def test_the_rounding_error_in_closed_form() -> None:
-    """Identity inputs; weights in whole steps but for a 7.5 per group, which min-max puts exactly half a step off."""
-    generator = torch.Generator().manual_seed(4)
-    layer = make_layer(4, experts=2)
-    gate_up = torch.randint(-7, 8, (2, 2 * WIDTH, HIDDEN), generator=generator).float()
-    gate_up[:, :, ::GROUP] = 7.5
-    gate_up[:, ::2, ::GROUP] = -7.5
-    layer.gate_up = gate_up * 0.0625
-    layer.norm, layer.normed = torch.ones(HIDDEN).bfloat16(), [torch.eye(HIDDEN)]
-    solved = solve_layer(layer, awq=False, scales="minmax", rounding="nearest", routed_weight=0.0)
-    wanted = 0.5 * (gate_up[:, :, ::GROUP].numel() / float(gate_up.square().sum())) ** 0.5
-    assert solved.error["gate_up_rounding"] == pytest.approx(wanted, rel=1e-6)
-    codes = torch.cat([solved.codes["gate"], solved.codes["up"]], dim=1).float()
-    assert torch.equal(codes, torch.where(gate_up == 7.5, 7.0, torch.where(gate_up == -7.5, -8.0, gate_up)))
-
-
 def slow_quantized(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and bfloat16 scales of one matrix by compressed-tensors."""
     from compressed_tensors.quantization import QuantizationArgs, quantize
@@ -240,8 +213,7 @@ def slow_replay(weight: torch.Tensor, s: torch.Tensor, x: torch.Tensor, share: t
     return float(((x.double() @ delta.mT).square().sum(-1) * share).sum())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("routed_weight", [0.0, 0.9])
+@pytest.mark.parametrize(("routed_weight", "bits"), [(0.0, 8), (0.9, 4)])
 def test_a_whole_layer_solved_again_by_replaying_its_inputs(routed_weight: float, bits: int) -> None:
     """Min-max and nearest. Oracle: no Hessian anywhere: every grid point is run on every token in float64,
 
@@ -306,9 +278,7 @@ def test_a_whole_layer_solved_again_by_replaying_its_inputs(routed_weight: float
     assert solved.error["down_search_after"] == pytest.approx(after / 3, rel=1e-5)
 
 
-@pytest.mark.parametrize("group", [32, 128])
-@pytest.mark.parametrize("scales", ["mse", "minmax"])
-@pytest.mark.parametrize("rounding", ["gptq", "nearest"])
+@pytest.mark.parametrize(("rounding", "scales", "group"), [("gptq", "mse", 32), ("nearest", "minmax", 128)])
 def test_the_scale_to_w2_costs_w3_nothing_with_8_bits(
     rounding: str, scales: str, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,7 +298,7 @@ def test_the_scale_to_w2_costs_w3_nothing_with_8_bits(
 
         monkeypatch.setattr(expert_batch, "_width_scale", search)
         inputs, own = 0.0, 0.0
-        for seed in (13, 14):
+        for seed in (13,):
             layer = make_layer(seed, experts=8, tokens=200, hidden=256, width=128)
             found.clear()
             solved = solve_layer(
@@ -367,25 +337,6 @@ def test_with_8_bits_a_part_of_a_large_set_is_searched_and_all_of_it_solved_from
     assert seen == [4 * 8 * WIDTH] * EXPERTS
 
 
-def test_experts_with_nothing_to_go_by_are_solved_and_reported() -> None:
-    """Expert 4 is never routed; expert 1 is all zero, so that its w2 sees only zeros. The others do not notice."""
-    layer, healthy = make_layer(6), make_layer(6)
-    layer.gate_up[1] = 0
-    layer.down[1] = 0
-    solved = solve_layer(layer, awq=False)
-    assert (torch.cat([r.chosen for r in layer.recorded()]) != 4).all()
-    for matrix in MATRICES:
-        assert torch.equal(solved.codes[matrix][1], torch.zeros_like(solved.codes[matrix][1]))
-        assert (solved.scales[matrix][1] == 1).all()
-    assert any(line.startswith("expert 4: 0 routed tokens") for line in solved.fallbacks)
-    assert any(line.startswith("expert 1: down: rounded to nearest") for line in solved.fallbacks)
-    assert all(value == value and value < float("inf") for value in solved.error.values())
-    wanted = solve_layer(healthy, awq=False)
-    for matrix in MATRICES:
-        for expert in (0, 2, 3, 4):
-            assert torch.equal(solved.codes[matrix][expert], wanted.codes[matrix][expert])
-
-
 def test_a_smaller_share_of_routed_tokens_is_counted_and_no_fallback() -> None:
     """Only an expert without any routed token is a fallback, and no longer with three."""
     layer = make_layer(6)
@@ -409,12 +360,11 @@ def test_a_smaller_share_of_routed_tokens_is_counted_and_no_fallback() -> None:
     assert solve_layer(layer, routed_weight=0.0).under_routed is None
 
 
-@AWQ
-def test_a_zero_w1_alone_still_gives_a_finite_expert(awq: Any) -> None:
+def test_a_zero_w1_alone_still_gives_a_finite_expert() -> None:
     """h is zero, w2 is not: w2 is rounded to nearest, and still close to its source once the scale is undone."""
     layer = make_layer(7)
     layer.gate_up[2, :WIDTH] = 0
-    solved = solve_layer(layer, awq=awq)
+    solved = solve_layer(layer)
     assert any(line.startswith("expert 2: down: rounded to nearest") for line in solved.fallbacks)
     gate_up, down = weights(solved)
     assert torch.isfinite(gate_up).all()
@@ -425,8 +375,7 @@ def test_a_zero_w1_alone_still_gives_a_finite_expert(awq: Any) -> None:
     assert float((product - source).norm() / source.norm()) < 0.25
 
 
-@pytest.mark.parametrize("what", ["weights", "inputs"])
-@AWQ
+@pytest.mark.parametrize(("what", "awq"), [("weights", Awq(grid=8)), ("inputs", Awq(grid=8)), ("inputs", False)])
 def test_a_layer_of_zeros_is_solved(awq: Any, what: str) -> None:
     """Every expert's weights, or every input: nothing to divide by, and still finite output and a report."""
     layer = make_layer(8)
@@ -444,89 +393,13 @@ def test_a_layer_of_zeros_is_solved(awq: Any, what: str) -> None:
     assert len([line for line in solved.fallbacks if "rounded to nearest" in line]) >= EXPERTS
 
 
-def test_an_expert_that_overflows_is_reported_and_the_others_do_not_notice() -> None:
-    """Huge weights make h infinite for every token: nothing is left to search or factor with."""
-    layer, healthy = make_layer(9), make_layer(9)
-    layer.gate_up[3] = 3e30
-    layer.gate_up[3, : WIDTH // 2] = -3e30  # so that SiLU is not zero for every column
-    solved, wanted = solve_layer(layer, awq=False), solve_layer(healthy, awq=False)
-    tokens = sum(len(n) for n in layer.normed)
-    assert any(line.startswith(f"expert 3: {tokens} of {tokens} rows") for line in solved.fallbacks)
-    for matrix in MATRICES:
-        assert torch.isfinite(solved.scales[matrix].float()).all()
-        for expert in (0, 1, 2, 4):
-            assert torch.equal(solved.codes[matrix][expert], wanted.codes[matrix][expert])
-
-
-def test_a_token_that_is_not_finite_is_left_out() -> None:
-    """Codes and scales of everything stay what they are without that token, up to a few ties; one line says so."""
-    layer = make_layer(10)
-    recorded = layer.recorded()
-    poisoned = list(recorded)
-    x = recorded[1].x.clone()
-    x[4] = float("nan")
-    poisoned[1] = seen(x, recorded[1].chosen, recorded[1].weight)
-    keep = [i for i in range(len(recorded[1].x)) if i != 4]
-    without = [recorded[0], seen(*(t[keep] for t in (recorded[1].x, recorded[1].chosen, recorded[1].weight)))]
-    without.append(recorded[2])
-    rest: Any = {"norm": layer.norm, "router": layer.router, "activation": silu, "batch_size": EXPERTS}
-    rest["residents"] = Residents(1, EXPERTS, 0)
-    rest["settings"] = Experts(
-        group_size=GROUP, awq=Awq(grid=8), routed_weight=0.0, rounding="nearest", scales="minmax"
-    )
-    solved = solve(poisoned, layer.weights(), **rest)
-    wanted = solve(without, layer.weights(), **rest)
-    assert torch.equal(solved.norm, wanted.norm)
-    for matrix in MATRICES:
-        assert float((solved.codes[matrix] == wanted.codes[matrix]).float().mean()) > 0.9995
-    assert any("1 rows of the block's input left out" in line for line in solved.fallbacks)
-    for name, value in wanted.error.items():
-        assert solved.error[name] == pytest.approx(value, rel=1e-4), name
-
-
-def test_any_sequence_class_will_do_and_it_is_read_in_order() -> None:
-    """The pipeline hands over a lazy sequence that makes a new `MoeInputs` at each access."""
-    from collections.abc import Sequence
-
-    layer = make_layer(11)
-    stored = layer.recorded()
-    read: list[int] = []
-
-    class Lazy(Sequence[MoeInputs]):
-        def __len__(self) -> int:
-            return len(stored)
-
-        def __getitem__(self, index: Any) -> Any:
-            if isinstance(index, slice):
-                return [self[i] for i in range(*index.indices(len(self)))]
-            if not 0 <= index < len(stored):
-                raise IndexError(index)
-            read.append(index)
-            return seen(stored[index].x.clone(), stored[index].chosen.clone(), stored[index].weight.clone())
-
-    settings = Experts(group_size=GROUP, awq=Awq(grid=8))
-    lazy = solve(
-        Lazy(),
-        layer.weights(),
-        norm=layer.norm,
-        router=layer.router,
-        activation=silu,
-        settings=settings,
-        batch_size=8,
-        residents=Residents(8, 8, 0),
-    )
-    assert_same(lazy, solve_layer(layer))
-    assert read == [0, 1, 2] * (len(read) // 3)
-
-
-@pytest.mark.parametrize("routed_weight", [0.0, 0.9])
-def test_rounding_reads_the_inputs_as_they_are_after_folding(routed_weight: float) -> None:
+def test_rounding_reads_the_inputs_as_they_are_after_folding() -> None:
     """MSE scales, GPTQ, the sweep and the reported errors. Oracle: Hessians of explicitly divided inputs.
 
     The scales of the search are the same as with min-max and nearest, so they come from a grid that is
     searched again here; rounding.py's own functions then round what they are given (test_rounding.py).
     """
-    layer = make_layer(12, experts=3, tokens=80)
+    layer, routed_weight = make_layer(12, experts=3, tokens=80), 0.9
     solved = solve_layer(layer, routed_weight=routed_weight)
     recorded, smooth = layer.recorded(), solved.smooth
     x, chosen, weight = (torch.cat([getattr(r, name) for r in recorded]) for name in ("x", "chosen", "weight"))

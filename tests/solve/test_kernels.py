@@ -38,7 +38,7 @@ def test_kernels_have_the_bits_of_torch_s_operations() -> None:
     program = [sys.executable, PROGRAM, "compare"]
     done = subprocess.run(program, env=INTERPRETED, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {kernel: [[], [], []] for kernel in KERNELS}
+    assert json.loads(done.stdout) == {kernel: [[], []] for kernel in KERNELS}
 
 
 @pytest.mark.on_device
@@ -118,9 +118,9 @@ POINTERS = {
 }  # fmt: skip
 COMPILED = [
     ("gptq_block", {"W": rounding.BLOCK, "factor_row": 1}, rounding.BLOCK),
-    *(("refine_group", {"G": group}, group) for group in (32, 64, 128)),
+    ("refine_group", {"G": 128}, 128),
     ("weigh_rows", {"STRIP": STRIP, "SUMS": SUMS}, 0),
-    *(("mse_scales", {"G": group, "COUNT": 20, "FIRST": 1.05, "LESS": 0.02}, 8) for group in (32, 128)),
+    ("mse_scales", {"G": 128, "COUNT": 20, "FIRST": 1.05, "LESS": 0.02}, 8),
 ]
 
 
@@ -187,16 +187,6 @@ def test_one_thread_launches_at_a_time_on_the_device_of_its_tensors(monkeypatch:
         list(threads.map(lambda name: triton_support.launch(Kernel(), (1, 2), there, name, ROWS=8), "abcd"))
     assert sorted(events[1::3]) == [f"begin {name} 8" for name in "abcd"]
     assert (events[::3], events[2::3]) == (["its device"] * 4, ["end"] * 4)
-
-
-def test_where_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    monkeypatch.delenv(triton_support.INTERPRETER, raising=False)
-    assert (triton_support.can_launch(cpu), triton_support.can_launch(torch.device("meta"))) == (False, False)
-    monkeypatch.setenv(triton_support.INTERPRETER, "1")
-    assert triton_support.can_launch(cpu)
-    monkeypatch.setattr(triton_support, "find_spec", lambda _: None)
-    assert not triton_support.can_launch(cpu)
 
 
 @pytest.mark.parametrize(

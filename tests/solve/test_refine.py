@@ -83,15 +83,6 @@ def test_a_slow_version_in_float64_makes_the_same_choices() -> None:
         assert torch.equal(finer[0, row].double(), q)
 
 
-def test_it_is_the_same_for_one_expert_alone_and_in_a_batch() -> None:
-    weight, hessian, codes, scale = case(3, 8, 2, 4, 5)
-    together = refine(weight, hessian, codes, scale, 4)
-    for expert in range(3):
-        alone = refine(*(t[expert : expert + 1] for t in (weight, hessian, codes, scale)), 4)
-        assert torch.equal(alone[0][0], together[0][expert])
-        assert torch.equal(alone[1][0], together[1][expert])
-
-
 def test_weights_on_the_grid_stay_as_they_are() -> None:
     codes = torch.randint(-8, 8, (1, 4, 64), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
     scale = torch.full((1, 4, 2), 0.25, dtype=torch.bfloat16)

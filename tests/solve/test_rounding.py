@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizers.formats.packed_integers import code_range, dequantize
-from quantizers.solve import rounding
 from quantizers.solve.rounding import MSE_FACTORS, gptq, minmax_scales, mse_scales, nearest
 
 FEW = settings(max_examples=25, deadline=None, database=None, derandomize=True)
@@ -35,12 +34,6 @@ def library_arguments(bits: int, group: int) -> QuantizationArgs:
         group_size=group,
         scale_dtype=torch.bfloat16,
     )
-
-
-def test_code_ranges() -> None:
-    """Two's complement."""
-    assert code_range(4) == (-8, 7)
-    assert code_range(8) == (-128, 127)
 
 
 @FEW
@@ -105,20 +98,6 @@ def test_codes_are_the_nearest_of_the_range(values: list[float], step: float, bi
 
 
 @bit_widths
-def test_minmax_codes_use_the_whole_range_and_miss_by_half_a_step(bits: int) -> None:
-    """A group's largest is clamped from 7.5 steps to 7 or -8, everything else is within half a step."""
-    weight = random_weight(2, 3, 16, 256)
-    scale = minmax_scales(weight, 32, bits)
-    codes = nearest(weight, scale, bits)
-    low, high = code_range(bits)
-    assert int(codes.min()) == low
-    assert int(codes.max()) == high
-    step = scale.float().repeat_interleave(32, -1)
-    error = (dequantize(codes, scale) - weight).abs() / step
-    assert float(error.max()) <= 0.5 + (high + 0.5) * 2**-8  # bfloat16 rounds the step by up to 2^-9
-
-
-@bit_widths
 def test_an_all_zero_group_gets_scale_one_and_codes_zero(bits: int) -> None:
     """For min-max and MSE scales, nearest and GPTQ; the groups beside it are as they would be without it."""
     weight = random_weight(3, 2, 4, 96)
@@ -136,26 +115,6 @@ def test_an_all_zero_group_gets_scale_one_and_codes_zero(bits: int) -> None:
     assert (minmax_scales(torch.zeros(1, 2, 64), 32, bits) == 1).all()
 
 
-def test_tiny_weights_keep_a_positive_scale() -> None:
-    """Down to bfloat16's subnormals; what underflows even there counts as zero, with scale 1."""
-    for exponent in range(-149, -100):
-        weight = torch.full((1, 32), 2.0**exponent)
-        scale = minmax_scales(weight, 32, 4)
-        assert float(scale) > 0
-        assert torch.isfinite(dequantize(nearest(weight, scale, 4), scale)).all()
-
-
-def test_dequantize_by_a_slow_loop() -> None:
-    """Oracle: element by element in Python floats; the product of a code and a bfloat16 is exact in float32."""
-    codes = torch.randint(-128, 128, (2, 3, 24), generator=torch.Generator().manual_seed(4)).to(torch.int8)
-    scale = random_weight(4, 2, 3, 3).abs().bfloat16()
-    values = dequantize(codes, scale)
-    for i in range(2):
-        for j in range(3):
-            for k in range(24):
-                assert float(values[i, j, k]) == int(codes[i, j, k]) * float(scale[i, j, k // 8])
-
-
 def slow_loss(weight: torch.Tensor, scale: float, importance: torch.Tensor, bits: int) -> float:
     """Σ importance · (w − code · scale)² of one group in float64."""
     low, high = code_range(bits)
@@ -165,12 +124,11 @@ def slow_loss(weight: torch.Tensor, scale: float, importance: torch.Tensor, bits
 
 @pytest.mark.on_device
 @bit_widths
-@pytest.mark.parametrize("seed", range(2))
-def test_mse_scales_are_the_best_of_brute_force(seed: int, bits: int, device: torch.device) -> None:
+def test_mse_scales_are_the_best_of_brute_force(bits: int, device: torch.device) -> None:
     """Oracle: float64 loss of min-max and of 1.05, 1.03 … 0.67 times it, group by group."""
     assert pytest.approx([1.05 - 0.02 * k for k in range(20)]) == MSE_FACTORS
-    weight = random_weight(seed, 2, 6, 96)
-    importance = correlated_hessian(seed, 2, 96, 50).diagonal(dim1=-2, dim2=-1)
+    weight = random_weight(0, 2, 6, 96)
+    importance = correlated_hessian(0, 2, 96, 50).diagonal(dim1=-2, dim2=-1)
     there = weight.to(device)
     base = minmax_scales(there, 32, bits).cpu()
     chosen = mse_scales(there, importance.to(device), 32, bits).cpu()
@@ -188,23 +146,6 @@ def test_mse_scales_are_the_best_of_brute_force(seed: int, bits: int, device: to
                 assert slow_loss(part, got, column, bits) <= min(losses) * (1 + 1e-5)
                 moved += got != tried[0]
     assert moved > 18  # of 36: the search is not idle
-
-
-@FEW
-@given(seed=st.integers(0, 10_000), bits=st.sampled_from([4, 8]), group=st.sampled_from([32, 64]))
-def test_mse_scales_are_never_worse_than_minmax(seed: int, bits: int, group: int) -> None:
-    """In the weighted error that they minimise, group by group, in float64."""
-    weight = random_weight(seed, 1, 5, 128)
-    importance = correlated_hessian(seed, 1, 128, 20).diagonal(dim1=-2, dim2=-1)
-    base, chosen = minmax_scales(weight, group, bits), mse_scales(weight, importance, group, bits)
-    for r in range(5):
-        for n in range(128 // group):
-            part = slice(group * n, group * n + group)
-            before, after = (
-                slow_loss(weight[0, r, part], float(scale[0, r, n]), importance[0, part], bits)
-                for scale in (base, chosen)
-            )
-            assert after <= before * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
@@ -231,19 +172,6 @@ def test_gptq_without_a_usable_hessian_rounds_to_nearest(bits: int, device: torc
     alone, _ = gptq(weight[5:], hessians[5:], scale[5:], bits)
     assert torch.equal(codes[5:], alone)
     assert not torch.equal(codes[5:], nearest(weight[5:], scale[5:], bits))
-
-
-def test_gptq_of_a_singular_hessian_needs_only_the_usual_damping() -> None:
-    """One token: rank 1. Codes are whole, within range, and lose less than nearest."""
-    weight = random_weight(9, 1, 8, 64)
-    x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(9))
-    hessian = x.mT @ x
-    scale = minmax_scales(weight, 32, 4)
-    codes, used = gptq(weight, hessian, scale, 4)
-    assert float(used) == pytest.approx(0.01)
-    assert float(loss(weight, codes, scale, hessian)) < 0.05 * float(
-        loss(weight, nearest(weight, scale, 4), scale, hessian)
-    )
 
 
 def loss(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
@@ -278,9 +206,7 @@ def textbook_gptq(
 
 
 @bit_widths
-@pytest.mark.parametrize(
-    ("columns", "group", "tokens"), [(32, 32, 300), (96, 32, 40), (128, 64, 400), (160, 32, 600), (320, 64, 900)]
-)
+@pytest.mark.parametrize(("columns", "group", "tokens"), [(32, 32, 300), (96, 32, 40), (320, 64, 900)])
 def test_gptq_is_the_textbooks(columns: int, group: int, tokens: int, bits: int) -> None:
     """Oracle: `textbook_gptq`. A float32 tie that falls the other way changes the rest of its row: few rows may."""
     rows = 24
@@ -295,22 +221,10 @@ def test_gptq_is_the_textbooks(columns: int, group: int, tokens: int, bits: int)
     )
 
 
-@pytest.mark.parametrize("block", [1, 7, 64, 1000])
-def test_gptqs_block_size_changes_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: blocks of 128, of which 160 columns are one and a quarter. Blocks are only a matter of speed."""
-    weight, hessian = random_weight(10, 1, 24, 160), correlated_hessian(10, 1, 160, 600)
-    scale = minmax_scales(weight, 32, 4)
-    expected, _ = gptq(weight, hessian, scale, 4)
-    monkeypatch.setattr(rounding, "BLOCK", block)
-    codes, _ = gptq(weight, hessian, scale, 4)
-    assert int((codes != expected).any(-1).sum()) <= 1
-
-
 @bit_widths
-@pytest.mark.parametrize("seed", range(6))
-def test_gptq_loses_less_than_nearest(seed: int, bits: int) -> None:
-    """tr(D G Dᵀ) in float64, for every expert of every seed tried."""
-    weight, hessian = random_weight(seed, 3, 16, 128), correlated_hessian(seed, 3, 128, 40 + 100 * seed)
+def test_gptq_loses_less_than_nearest(bits: int) -> None:
+    """tr(D G Dᵀ) in float64."""
+    weight, hessian = random_weight(1, 3, 16, 128), correlated_hessian(1, 3, 128, 140)
     scale = minmax_scales(weight, 32, bits)
     codes, _ = gptq(weight, hessian, scale, bits)
     low, high = code_range(bits)
@@ -343,24 +257,3 @@ def test_gptq_of_two_columns_in_closed_form(first_is_larger: bool) -> None:
     expected = [2.0, float(round(moved))]
     assert codes[0, 0].tolist() == (expected if first_is_larger else expected[::-1])
     assert expected == [2.0, 2.0]
-
-
-def test_gptq_does_not_care_in_which_order_columns_lie() -> None:
-    """One group over all columns: permuted columns get permuted codes, since the order is the diagonal's."""
-    weight, hessian = random_weight(11, 1, 16, 64), correlated_hessian(11, 1, 64, 300)
-    scale = minmax_scales(weight, 64, 4)
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(11))
-    codes, _ = gptq(weight, hessian, scale, 4)
-    permuted, _ = gptq(weight[:, :, order], hessian[:, order][:, :, order], scale, 4)
-    assert int((permuted != codes[:, :, order]).any(-1).sum()) <= 1
-
-
-def test_gptq_of_a_batch_is_gptq_of_each_and_leaves_its_arguments_alone() -> None:
-    """Oracle: the experts one by one; every argument compared with a copy."""
-    weight, hessian = random_weight(12, 3, 8, 160), correlated_hessian(12, 3, 160, 500)
-    scale = mse_scales(weight, hessian.diagonal(dim1=-2, dim2=-1), 32, 4)
-    before = [t.clone() for t in (weight, hessian, scale)]
-    together, _ = gptq(weight, hessian, scale, 4)
-    assert all(torch.equal(a, b) for a, b in zip(before, (weight, hessian, scale), strict=True))
-    alone = torch.cat([gptq(weight[i : i + 1], hessian[i : i + 1], scale[i : i + 1], 4)[0] for i in range(3)])
-    assert int((together != alone).any(-1).sum()) <= 1

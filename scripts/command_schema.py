@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .schema import (
+from eval.report.schema import (
     AuditFigures,
     Coverage,
     Drawn,
