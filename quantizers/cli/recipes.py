@@ -120,17 +120,17 @@ def new(
     from quantizers.recipe.catalogue import new_recipe
     from quantizers.system.files import write_new
 
-    config, where = None, str(Path(model) / CONFIG)
-    if Path(model).is_dir():
-        config = read_config(Path(model))
-        refuse_four_bits(config, where)
+    where = Path(model) / CONFIG
+    config = read_config(Path(model)) if Path(model).is_dir() else None
+    if config is not None:
+        refuse_four_bits(config, str(where))
     if facts:
         _new_facts(model, file, like, as_json)
         return
     if like is not None:
         raise InputError("--like goes with --facts; leave it out, or add --facts")
     if config is not None:
-        architecture_for(config, where)  # refuses a model of which no recipe could be run
+        architecture_for(config, str(where))  # refuses a model that no recipe could quantize
     path = file or Path(f"{Path(model).name.lower()}-fp8-int4.yaml")
     write_new({path: new_recipe(model).encode()})
     emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {path}")

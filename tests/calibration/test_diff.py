@@ -98,7 +98,7 @@ def test_without_the_hub_the_files_are_compared_and_one_line_says_so(
     text = said(command, local, hub, "--tokenizer", tokenizer)
     assert "+ owner/data train: all samples" in text
     assert "texts and tokens are not compared: " in " ".join(text.split())
-    assert "reads a data set on the Hub and cannot be loaded now" in " ".join(text.split())
+    assert "reads the Hub and cannot be loaded now" in " ".join(text.split())
     data = json.loads(said(command, local, hub, "--tokenizer", tokenizer, "--json"))
     assert data["texts"] is None
     assert f"`quantize calibration {hub}` says why" in data["note"]

@@ -390,7 +390,7 @@ def test_from_the_refusal_to_a_plan(
     out = capsys.readouterr().out
     for words in ("head_dim: 64", "dtype: BF16", "scale_dtype: BF16", "model.layers.*.self_attn.sinks"):
         assert words in out
-    assert "named as readers of post_attention_layernorm.weight, and AWQ folds nothing into it; take those" in out
+    assert "listed as readers of post_attention_layernorm.weight, and AWQ folds nothing into it; remove those" in out
     assert "\n  self_attn.sinks\nwrote model-facts.yaml; next: name it in a recipe" in out
     comment = "# unknown: unless it reads post_attention_layernorm.weight, take it out of norm.readers"
     assert f"    {comment}\n    self_attn.sinks" in (tmp_path / "model-facts.yaml").read_text()
@@ -413,7 +413,7 @@ def test_what_differs_without_words_exits_3_and_what_does_not_differ_is_said(
     tiny.write(tmp_path / "same", config, tensors)
     assert quantize(monkeypatch, "new", "same", "--facts") == 0
     assert capsys.readouterr().out.startswith(
-        "nothing differs from the facts kept for minimax_m2\nwrote same-facts.yaml"
+        "nothing differs from the built-in spec of minimax_m2\nwrote same-facts.yaml"
     )
     tiny.write(tmp_path / "odd", config, tensors | {"table": torch.zeros(3, dtype=torch.int64)})
     assert quantize(monkeypatch, "new", "odd", "--facts", "--json") == 3
