@@ -101,7 +101,7 @@ def test_a_random_checkpoint_has_the_published_layout(tmp_path: Path) -> None:
 
 def test_a_published_models_layer_has_its_real_size_and_needs_no_files(deepseek: Job) -> None:
     """As deep as the first layer with experts, and without the layer that predicts further tokens."""
-    with pytest.raises(InputError, match="^--experts 8: .*n_routed_experts 8 are not two or more in each"):
+    with pytest.raises(InputError, match=r"^--experts 8: .*n_routed_experts 8 are not two or more in each"):
         measure_layer(deepseek, CPU, experts=8)
     small = random_job(deepseek, 16)
     assert (small.sizes["layers"], small.sizes["hidden"], small.sizes["width"]) == (4, 7168, 2048)
