@@ -104,7 +104,7 @@ def compare_layer(
             with model.layer(0, experts=settings.engine != "gram") as layer:
                 moe_inputs = observed(model, layer, states)[1]
                 weights = ExpertWeights(loaded, facts, model.sizes, 0, device, dtype)
-                residents = Residents.all_of(sizes["experts"])
+                residents = Residents(sizes["experts"], 1, 0)
                 solve_layer(
                     model, layer, norm, moe_inputs, settings,
                     weights=weights.batch, residents=residents, entering=states,
@@ -221,7 +221,7 @@ def compare_route(
         def ours(place: Path) -> None:
             for name in ("layers", "output"):
                 (place / name).mkdir(parents=True)
-            residents = Residents.all_of(job.sizes["experts"])
+            residents = Residents(job.sizes["experts"], 1, 0)
             quantize_layers(own, data, tokens, Context(place, device, residents, inputs="files", states="files"))
             layers_done = time.perf_counter()
             assemble(own, place / "output")
@@ -233,7 +233,7 @@ def compare_route(
 
         def library(place: Path, sequences: Sequence[torch.Tensor] = tokens) -> None:
             place.mkdir()
-            result = library_route(source, job.facts, sequences, OURS, place, own=job.own)
+            result = library_route(source, job.facts, sequences, OURS, place, own=job.facts_file)
             steps["library"].append(result["seconds"])
             written["library"] = result["bytes"]
 
@@ -255,7 +255,7 @@ def compare_route(
         opened = [open_folder(results[name].pop("folder")) for name in ("ours", "library")]
         measured = measure(
             source, opened, held_out, device, Path(folder) / "eval",
-            long=False, trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.own,
+            long=False, trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
         )  # fmt: skip
     for name, figures in zip(("ours", "library"), measured, strict=True):
         results[name]["kl"] = figures["kl"]["mean"]

@@ -190,7 +190,7 @@ def compare_methods(
                 place = Path(folder) / f"{number}-{repeat}"
                 for name in ("layers", "output"):
                     (place / name).mkdir(parents=True)
-                context = Context(place, device, Residents.all_of(job.sizes["experts"]))
+                context = Context(place, device, Residents(job.sizes["experts"], 1, 0))
                 quantize_layers(changed, data, tokens, context, compensate_router=method.compensate_router)
                 counted = ("solve",) if method.experts.engine == "llmcompressor" else ("observe", "solve")
                 entries = journal.done_layers(place, job.sizes["layers"])
@@ -202,7 +202,7 @@ def compare_methods(
         held_out = set_location(job.recipe.verify.perplexity.data, job.path)
         results = measure(
             source, outputs, held_out, device, Path(folder) / "eval",
-            long=False, trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.own,
+            long=False, trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
         )  # fmt: skip
     for row, result in zip(rows, results, strict=True):
         row |= {

@@ -39,7 +39,7 @@ from quantizers.solve.folded_scales import CLOSE_ENOUGH, matrix_errors, norm_rat
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import write_json
 from quantizers.system.progress import progress
-from stitch.audit.infer_scheme import stored_schemes
+from stitch.audit.checkpoint import stored_schemes
 from stitch.write import shard as writing
 from stitch.write.config_files import write_config_files
 from stitch.write.digests import ShardDigest

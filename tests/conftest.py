@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
 import signal
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from commands import Command
+from plotted import drawn_once
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VLLM_PYTHON = "QUANTIZERS_TEST_VLLM_PYTHON"  # environment variable: an interpreter with .ci/vllm-requirements.txt
@@ -28,13 +27,6 @@ DEVICE = (
 CALIBRATION = {"code": 12, "spoken": 6, "chat": 6}
 HELD_OUT = {"held-out-code": 6, "held-out-spoken": 3, "held-out-chat": 3}
 SEQUENCE_LENGTH = 128
-
-# What plots show, in a report's words, and a PNG of one pixel.
-PLOTTED = (
-    *("calibration", "coverage", "kl", "categories", "families", "positions", "long", "hidden_error", "router"),
-    "weight_error",
-)
-PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
 
 
 @dataclass(frozen=True)
@@ -107,28 +99,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def plots() -> Iterator[None]:
-    """Plots, which take most of the time of a small run: those of random models are a pixel and a checksum.
-
-    Those of the trained model and of models with dense layers are drawn, once for all equal reports.
-    """
+    """Plots are drawn once for all equal reports; those of random models not at all, see plotted.py."""
     from eval.report import plots
 
-    real, drawn = plots.draw, dict[str, dict[str, bytes]]()
-
-    def draw(report: dict[str, Any]) -> dict[str, bytes]:
-        layers = [{key: value for key, value in row.items() if key != "seconds"} for row in report.get("layers", ())]
-        name = Path(report["source"]["model"]).name
-        shown = {key: report.get(key) for key in PLOTTED} | {"name": name, "layers": layers}
-        checksum = hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
-        if name == "tiny-minimax-m2" or report.get("plan", {}).get("dense_layers"):
-            if checksum not in drawn:
-                drawn[checksum] = real(report)
-            return drawn[checksum]
-        plots_of = {"calibration": "calibration", "coverage": "coverage", "kl": "fidelity", "layers": "layers"}
-        return {plot: PIXEL + checksum.encode() for key, plot in plots_of.items() if report.get(key)}
-
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plots, "draw", draw)
+        patched.setattr(plots, "draw", drawn_once(plots.draw))
         yield
 
 

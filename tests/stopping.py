@@ -16,12 +16,16 @@ import time
 from functools import partial
 from typing import Any
 
+from plotted import drawn_once
+
+from eval.report import plots
 from quantizers.budget import measure
 from quantizers.cli import main as cli
 from quantizers.device import devices
 from quantizers.pipeline import quantize, quantizer
 
 devices.SMALL_LAYER = 0
+plots.draw = drawn_once(plots.draw)  # as in the tests' own process
 real = quantize.write_json
 real_solve, layers = quantizer.solve_layer, iter(range(1_000_000))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from quantizers.system.formatting import number, text_table
@@ -14,10 +14,7 @@ PAIRED_WORDS = (
     f"[95 % bootstrap-t interval over texts], from {FEWEST} texts on; each row stands for itself, and of twenty "
     "intervals about one misses the true difference by chance"
 )
-CATEGORY_ROWS, WORST = (
-    24,
-    5,
-)  # with more categories than rows, families and the WORST categories are shown
+CATEGORY_ROWS, WORST = 24, 5  # with more categories than rows, families and the WORST categories are shown
 
 
 def eval_table(report: dict[str, Any]) -> str:
@@ -45,10 +42,8 @@ def eval_table(report: dict[str, Any]) -> str:
         if len(one["positions"]) > 1:
             parts += [f"{name}, by position in {'its long' if 'long' in one else 'all'} texts", positions_table(one)]
     for one in report.get("paired", ()):
-        parts += [
-            f"{one['model']} against {one['against']}, the first, paired over the same texts",
-            paired_table(one),
-        ]
+        title = f"{one['model']} against {one['against']}, the first, paired over the same texts"
+        parts += [title, paired_table(one)]
     if "paired" in report:
         parts += [PAIRED_WORDS, NOTE]
     return "\n\n".join([*parts, *past_the_model(first), *report["notes"]])
@@ -101,36 +96,34 @@ def shown_categories(one: dict[str, Any]) -> dict[str, Any]:
     return {**one["families"], **dict(worst)}
 
 
+# The columns of tables of figures by their headings, each made of one row of figures.
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "samples": lambda row: str(row["samples"]),
+    "texts": lambda row: str(row["samples"]),
+    "tokens": lambda row: f"{row['tokens']:,}",
+    "ppl source": lambda row: f"{row['perplexity']['source']:.4f}",
+    "ppl": lambda row: f"{row['perplexity']['candidate']:.4f}",
+    "change": lambda row: f"{row['perplexity']['increase']:+.2%}",
+    "bits/byte": lambda row: number(row["bits_per_byte"]["candidate"], ".4f"),
+    "KL mean": lambda row: f"{row['kl']['mean']:.5f}",
+    "KL interval": lambda row: _interval(row, "kl", ".5f"),
+    "median": lambda row: f"{row['kl']['median']:.5f}",
+    "p99": lambda row: f"{row['kl']['p99']:.4f}",
+    "top-1": lambda row: f"{row['top1']:.2%}",
+    "top-1 interval": lambda row: _interval(row, "top1", ".2%"),
+    "router": lambda row: f"{row['router']['min']:.2%}",
+}
+
+
+def _figures_table(first: str, names: Sequence[str], rows: Iterable[tuple[str, dict[str, Any]]]) -> str:
+    """A table of these columns, after one with the name of each row."""
+    return text_table((first, *names), [(name, *(COLUMNS[column](row) for column in names)) for name, row in rows])
+
+
 def _categories(one: dict[str, Any]) -> str:
-    rows = [
-        (
-            name,
-            table["samples"],
-            f"{table['tokens']:,}",
-            f"{table['perplexity']['source']:.3f}",
-            f"{table['perplexity']['increase']:+.2%}",
-            f"{table['kl']['mean']:.5f}",
-            _interval(table, "kl", ".5f"),
-            f"{table['kl']['p99']:.4f}",
-            f"{table['top1']:.2%}",
-            _interval(table, "top1", ".2%"),
-        )
-        for label, part in by_part(one).items()
-        for name, table in [*shown_categories(part).items(), (label, part)]
-    ]
-    header = (
-        "category",
-        "samples",
-        "tokens",
-        "ppl source",
-        "change",
-        "KL mean",
-        "interval",
-        "p99",
-        "top-1",
-        "interval",
-    )
-    return text_table(header, rows)
+    columns = ("samples", "tokens", "ppl source", "change", "KL mean", "KL interval", "p99", "top-1", "top-1 interval")
+    rows = [row for label, part in by_part(one).items() for row in [*shown_categories(part).items(), (label, part)]]
+    return _figures_table("category", columns, rows)
 
 
 def _left_out(one: dict[str, Any]) -> str:
@@ -148,60 +141,27 @@ def _interval(table: dict[str, Any], key: str, form: str) -> str:
 
 
 def _depth(one: dict[str, Any]) -> str:
-    rows = []
-    for layer, (hidden, agreement) in enumerate(zip(one["hidden_error"], one["router"]["agreement"], strict=True)):
-        weights = one["weight_error"][layer] if "weight_error" in one else None
-        rows.append(
-            (
-                layer,
-                f"{hidden:.4f}",
-                "" if agreement is None else f"{agreement:.2%}",
-                f"{weights['experts']:.4f}" if weights else "",
-                f"{weights['attention']:.4f}" if weights else "",
-            )
-        )
-    return text_table(("layer", "hidden states", "router", "experts' weights", "attention's weights"), rows)
+    rows = [
+        (layer, f"{hidden:.4f}", "" if agreement is None else f"{agreement:.2%}")
+        for layer, (hidden, agreement) in enumerate(zip(one["hidden_error"], one["router"]["agreement"], strict=True))
+    ]
+    weights = [tuple(f"{row[kind]:.4f}" for kind in ("experts", "attention")) for row in one.get("weight_error", ())]
+    header = ("layer", "hidden states", "router", *(("experts' weights", "attention's weights") if weights else ()))
+    return text_table(header, [(*row, *more) for row, more in zip(rows, weights or [()] * len(rows), strict=True)])
 
 
 def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """One row per candidate, followed by one for its long texts if they were measured separately."""
-    parts = [(label, part) for name, r in results for label, part in ((name, r), ("long", r.get("long"))) if part]
-    rows = [
-        (
-            name,
-            f"{r['perplexity']['source']:.4f}",
-            f"{r['perplexity']['candidate']:.4f}",
-            f"{r['perplexity']['increase']:+.2%}",
-            number(r["bits_per_byte"]["candidate"], ".4f"),
-            f"{r['kl']['mean']:.5f}",
-            f"{r['kl']['median']:.5f}",
-            f"{r['kl']['p99']:.4f}",
-            f"{r['top1']:.2%}",
-            f"{r['router']['min']:.2%}",
-        )
-        for name, r in parts
-    ]
-    header = ("", "ppl source", "ppl", "change", "bits/byte", "KL mean", "median", "p99", "top-1", "router")
-    return text_table(header, rows)
+    rows = [(label, part) for name, r in results for label, part in ((name, r), ("long", r.get("long"))) if part]
+    columns = ("ppl source", "ppl", "change", "bits/byte", "KL mean", "median", "p99", "top-1", "router")
+    return _figures_table("", columns, rows)
 
 
 def positions_table(report: dict[str, Any]) -> str:
     """A row per band of positions; over the long texts if they were measured separately."""
-    rows = [
-        (
-            row["name"],
-            row["samples"],
-            f"{row['tokens']:,}",
-            f"{row['perplexity']['source']:.4f}",
-            f"{row['perplexity']['candidate']:.4f}",
-            f"{row['perplexity']['increase']:+.2%}",
-            f"{row['kl']['mean']:.5f}",
-            f"{row['top1']:.2%}",
-        )
-        for row in report["positions"]
-    ]
+    columns = ("texts", "tokens", "ppl source", "ppl", "change", "KL mean", "top-1")
     first = "position, long" if "long" in report else "position"
-    return text_table((first, "texts", "tokens", "ppl source", "ppl", "change", "KL mean", "top-1"), rows)
+    return _figures_table(first, columns, [(row["name"], row) for row in report["positions"]])
 
 
 def past_the_model(report: dict[str, Any]) -> list[str]:

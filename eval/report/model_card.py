@@ -6,7 +6,6 @@ The front matter follows the Hub's conventions (https://huggingface.co/docs/hub/
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any
 
@@ -20,10 +19,7 @@ from .rendering import base_name, render
 from .serve_commands import REASONS, knows_vllm, repository, sglang_command, vllm_command
 from .summary import choice_lines, expert_bits, layer_rows, under_routed_line
 
-GROUPS = {"code": "programming languages", "spoken": "spoken languages"}
-OTHER = "other fields"
 SHARED = ".shared_expert"  # in the names of the matrices of experts that every token passes through
-SIDES = ("source", "candidate")
 DIGITS = 5  # significant digits of the figures in the front matter
 
 
@@ -55,8 +51,7 @@ def model_card(report: dict[str, Any]) -> str:
         choice=choice_lines(schemes) if schemes else [],
         scheme_table=layer_rows(schemes) if schemes else None,
         plots={"calibration": CALIBRATION_PICTURE, "coverage": COVERAGE_PICTURE},
-        parts=by_part(report).values() if "kl" in report else [],
-        totals=_totals(report) if "kl" in report else [],
+        parts=by_part(report) if "kl" in report else {},
         reasons=REASONS,
         repository=name,
         vllm=vllm_command(about, name) if knows_vllm(about) else None,
@@ -127,43 +122,6 @@ def _of_stitch(report: dict[str, Any]) -> dict[str, Any]:
         "left_out": sum(layer["router"] == "not compensated" for layer in smoothed),
         "made_by": f"quantize stitch --source {source} --experts {experts} --output DIR{flags}",
     }
-
-
-# Tables of fidelity ------------------------------------------------------------------------------------------------
-
-
-def _totals(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of the first table: all (short) texts, groups of categories, long texts."""
-    overall, *long = ((f"**{name}**", part) for name, part in by_part(report).items())
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for name, row in sorted(report["categories"].items()):
-        prefix, slash, _ = name.partition("/")
-        groups.setdefault(GROUPS.get(prefix, OTHER) if slash else OTHER, []).append(row)
-    return [overall, *((f"{name} ({len(rows)})", _together(rows)) for name, rows in groups.items()), *long]
-
-
-def _together(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several categories as one, weighted by tokens, without p99 and intervals, which do not follow from theirs."""
-    source, candidate = (math.exp(_mean(rows, [math.log(r["perplexity"][side]) for r in rows])) for side in SIDES)
-    # Bytes of a category = its bits / its bits per byte. Categories where bits per byte is None (tokens without bytes)
-    # or 0 (a loss of exactly 0) are left out.
-    known = [row for row in rows if row["bits_per_byte"]["candidate"]]
-    bits = [row["tokens"] * math.log2(row["perplexity"]["candidate"]) for row in known]
-    size = sum(b / row["bits_per_byte"]["candidate"] for b, row in zip(bits, known, strict=True))
-    return {
-        "tokens": sum(row["tokens"] for row in rows),
-        "perplexity": {"source": source, "candidate": candidate, "increase": candidate / source - 1},
-        "bits_per_byte": {"candidate": sum(bits) / size if size else None},
-        "kl": {"mean": _mean(rows, [row["kl"]["mean"] for row in rows])},
-        "top1": _mean(rows, [row["top1"] for row in rows]),
-        "interval": None,
-    }
-
-
-def _mean(rows: list[dict[str, Any]], values: list[float]) -> float:
-    """Mean of a figure of these rows, weighted by tokens."""
-    weights = [row["tokens"] for row in rows]
-    return float(sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights))
 
 
 # Front matter ------------------------------------------------------------------------------------------------------

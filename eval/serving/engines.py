@@ -5,7 +5,8 @@ such as "Linear". Servers fuse q, k and v into one module, gate and up of a dens
 layer into a third. They differ in the names that they look up, and in the order in which they try targets:
 
     vLLM     name, then the parts of a fused layer, then the class; no match: not quantized
-    SGLang   name, class, parts; no match: an error. Head and embedding are never looked up
+    SGLang   name, class, parts; no match: an error. Head and embedding are never looked up; an entry of `ignore` also
+             covers names that end with it; integer experts need `pack-quantized` as the whole checkpoint's format
 
 Both look up expert 0 only, and its three matrices must get the same scheme. vLLM uses the family's published names for
 them since 0.32 (w1/w3/w2 in MiniMax-M2), before that gate_proj/up_proj/down_proj, as SGLang does. The module that holds
@@ -52,65 +53,38 @@ PACKED = "pack-quantized"
 
 @dataclass(frozen=True)
 class Engine:
-    """A server: the names that it looks up, and how it matches them.
+    """A server.
 
     Attributes:
         key: of the server in a family's facts.
         name: with the versions it stands for.
-        expert_class: the class that holds a layer's experts.
-        own_names: it looks up experts' matrices by the family's names (w1/w3/w2), otherwise by PROJECTIONS.
-        plain_kinds: kinds outside the layers that it builds without consulting the config.
-        class_before_parts: it tries the class before the parts of a fused layer.
-        unmatched_is_error: it refuses a module that nothing matches; otherwise that is not quantized.
-        ignores_fused_name: an expression in `ignore` is also tried on the fused layer's own name.
-        ignores_by_suffix: an entry of `ignore` also covers names that end with it.
-        packed_only: integer experts need `pack-quantized` as the format of the whole checkpoint.
+        own_names: it looks up experts' matrices by the family's names (w1/w3/w2), otherwise by PROJECTIONS; and it also
+            tries an expression in `ignore` on a fused layer's own name. As vLLM does since 0.32.
         fused: the parts of each linear module that it builds as one, by the last part of their names.
     """
 
     key: ServerName
     name: str
-    expert_class: str
-    own_names: bool
-    plain_kinds: tuple[str, ...] = ()
-    class_before_parts: bool = False
-    unmatched_is_error: bool = False
-    ignores_fused_name: bool = False
-    ignores_by_suffix: bool = False
-    packed_only: bool = False
+    own_names: bool = False
     fused: Mapping[str, Sequence[str]] = field(default_factory=lambda: FUSED, hash=False)
 
-    def of_family(self, facts: Architecture) -> Engine:
-        """The server with the modules that it fuses in this family."""
-        return replace(self, fused={**FUSED, **facts.servers[self.key].fused})
-
-    def layer_prefix(self, facts: Architecture, sizes: Sizes, layer: int) -> str:
-        """Its prefix for the modules of a layer."""
-        own = facts.servers[self.key].mtp_prefix
-        return own if layer in sizes.mtp and own is not None else facts.layer(layer, "")
+    @property
+    def is_sglang(self) -> bool:
+        """Whether the rules of SGLang hold, otherwise those of vLLM."""
+        return self.key == "sglang"
 
     def expert_parts(self, facts: Architecture) -> tuple[str, ...]:
         """The names under which it looks up gate, up and down."""
         return tuple(facts.expert_linears[m].name for m in MATRICES) if self.own_names else tuple(PROJECTIONS.values())
 
 
-VLLM = Engine("vllm", "vLLM 0.32+", "RoutedExperts", own_names=True, ignores_fused_name=True)
-VLLM_BEFORE = Engine("vllm", "vLLM 0.14-0.31", "RoutedExperts", own_names=False)
-SGLANG = Engine(
-    "sglang",
-    "SGLang",
-    "FusedMoE",
-    own_names=False,
-    plain_kinds=(HEAD, EMBEDDINGS),
-    class_before_parts=True,
-    unmatched_is_error=True,
-    ignores_by_suffix=True,
-    packed_only=True,
-)
+VLLM = Engine("vllm", "vLLM 0.32+", own_names=True)
+VLLM_BEFORE = Engine("vllm", "vLLM 0.14-0.31")
+SGLANG = Engine("sglang", "SGLang")
 SERVERS = (VLLM, VLLM_BEFORE, SGLANG)
 
 
-def first(name: str, targets: Iterable[str]) -> str | None:
+def _first(name: str, targets: Iterable[str]) -> str | None:
     """The first target that matches a name."""
     from compressed_tensors.utils import match_name
 
@@ -119,7 +93,7 @@ def first(name: str, targets: Iterable[str]) -> str | None:
 
 def _first_class(name: str, targets: Iterable[str]) -> str | None:
     # The servers accept a target that occurs anywhere in the class name, ignoring case: "Linear" in QKVParallelLinear.
-    found = (t for t in targets if first(name, [t]) or (not t.startswith("re:") and t.lower() in name.lower()))
+    found = (t for t in targets if _first(name, [t]) or (not t.startswith("re:") and t.lower() in name.lower()))
     return next(found, None)
 
 
@@ -128,21 +102,17 @@ def _parts(engine: Engine, name: str) -> tuple[str, ...]:
     return tuple(f"{parent}.{part}" for part in engine.fused.get(last, ()))
 
 
-def is_ignored(engine: Engine, name: str, ignore: Sequence[str]) -> bool:
-    """Whether `ignore` covers a module.
-
-    Raises:
-        Refused: it covers only some parts of a fused layer.
-    """
+def _is_ignored(engine: Engine, name: str, ignore: Sequence[str]) -> bool:
+    """Whether `ignore` covers a module; Refused if it covers only some parts of a fused layer."""
 
     def covers(module: str) -> bool:
-        by_suffix = engine.ignores_by_suffix and any(module.endswith(f".{entry}") for entry in ignore)
-        return by_suffix or first(module, ignore) is not None
+        by_suffix = engine.is_sglang and any(module.endswith(f".{entry}") for entry in ignore)
+        return by_suffix or _first(module, ignore) is not None
 
     parts = _parts(engine, name)
     if not parts:
         return covers(name)
-    if name in ignore or (engine.ignores_fused_name and covers(name)):
+    if name in ignore or (engine.own_names and covers(name)):
         return True
     covered = [covers(part) for part in parts]
     if any(covered) and not all(covered):
@@ -151,52 +121,40 @@ def is_ignored(engine: Engine, name: str, ignore: Sequence[str]) -> bool:
     return all(covered)
 
 
-def find(
-    engine: Engine, name: str, class_name: str, rules: Rules, targets: Mapping[str, ServedScheme]
+def _find(
+    engine: Engine, name: str, class_name: str, ignore: Sequence[str], targets: Mapping[str, ServedScheme]
 ) -> ServedScheme | None:
-    """The scheme that a server gives a module; None if it is not quantized.
-
-    Raises:
-        Refused: the server stops here.
-    """
-    if is_ignored(engine, name, rules.ignore):
+    """The scheme that a server gives a module, None if it is not quantized; Refused if the server stops here."""
+    if _is_ignored(engine, name, ignore):
         return None
-    by_name, by_class = first(name, targets), _first_class(class_name, targets)
-    matched = [first(part, targets) for part in _parts(engine, name)]
+    by_name, by_class = _first(name, targets), _first_class(class_name, targets)
+    matched = [_first(part, targets) for part in _parts(engine, name)]
     by_parts = matched[0] if matched and all(matched) else None
-    order = (by_name, by_class, by_parts) if engine.class_before_parts else (by_name, by_parts, by_class)
+    order = (by_name, by_class, by_parts) if engine.is_sglang else (by_name, by_parts, by_class)
     chosen = next((target for target in order if target), None)
-    if chosen is None and engine.unmatched_is_error:
+    if chosen is None and engine.is_sglang:
         raise Refused(f"no group matches {name.rpartition('.')[2]}")
     return targets[chosen] if chosen else None
 
 
-def find_experts(engine: Engine, facts: Architecture, prefix: str, rules: Rules) -> ServedScheme | None:
-    """The scheme of a layer's experts: that of expert 0, under the engine's names.
+def _find_experts(engine: Engine, facts: Architecture, prefix: str, rules: Rules) -> ServedScheme | None:
+    """The scheme of a layer's experts: that of expert 0, below the module `prefix`, under the engine's names.
 
-    Args:
-        prefix: the engine's name for the module that holds them.
-
-    Raises:
-        Refused: its three matrices get different schemes, or the server stops earlier.
+    Refused if its three matrices get different schemes.
     """
-    targets = dict(rules.targets)
+    targets, class_name = dict(rules.targets), "FusedMoE" if engine.is_sglang else "RoutedExperts"
     if "Linear" in targets:  # experts consist of linear layers, so this target covers them too
-        targets.setdefault(engine.expert_class, targets["Linear"])
+        targets.setdefault(class_name, targets["Linear"])
     parts = engine.expert_parts(facts)
-    schemes = [find(engine, f"{prefix}.0.{part}", engine.expert_class, rules, targets) for part in parts]
+    schemes = [_find(engine, f"{prefix}.0.{part}", class_name, rules.ignore, targets) for part in parts]
     if any(scheme != schemes[0] for scheme in schemes):
         answers = ", ".join(f"{part} {s or 'not quantized'}" for part, s in zip(parts, schemes, strict=True))
         raise Refused(f"multiple schemes for the matrices of an expert: {answers}")
     return schemes[0]
 
 
-def require_kernel(engine: Engine, scheme: ServedScheme, kind: str, rules: Rules) -> None:
-    """Check that a server has a kernel for the scheme that it matched.
-
-    Raises:
-        Refused: it has none.
-    """
+def _require_kernel(engine: Engine, scheme: ServedScheme, kind: str, rules: Rules) -> None:
+    """Refused if a server has no kernel for the scheme that it matched."""
     name = f"{scheme} ({scheme.origin})"
     if scheme.dynamic:
         raise Refused(f"dynamically quantized weights ({scheme.origin}) are not supported")
@@ -205,7 +163,7 @@ def require_kernel(engine: Engine, scheme: ServedScheme, kind: str, rules: Rules
     if scheme.type == "int" and scheme.strategy in ("group", "channel") and not scheme.activations:
         if scheme.format != PACKED or scheme.bits not in (4, 8):
             raise Refused(f"{name} in format {scheme.format}: only {PACKED} with 4 or 8 bits is supported")
-        if engine.packed_only and kind in (EXPERTS, MTP_EXPERTS) and rules.format != PACKED:
+        if engine.is_sglang and kind in (EXPERTS, MTP_EXPERTS) and rules.format != PACKED:
             raise Refused(
                 f"the format of the whole checkpoint is {rules.format}; for integer experts it must be {PACKED}"
             )
@@ -300,18 +258,20 @@ def _linear_kind(linear: str) -> str:
 
 def _built(engine: Engine, facts: Architecture, sizes: Sizes, modules: Iterable[Module]) -> dict[str, list[Module]]:
     """The modules that a server builds: its name for each, and the published modules in it."""
+    server = facts.servers[engine.key]
     built: dict[str, list[Module]] = {}
     for module in modules:
         name = module.name
         if module.layer is not None:
-            prefix = engine.layer_prefix(facts, sizes, module.layer)
-            short = name.removeprefix(facts.layer(module.layer, ""))
-            parent, _, last = short.rpartition(".")
+            prefix = facts.layer(module.layer, "")
+            name = name.removeprefix(prefix)
             if module.kind in (EXPERTS, MTP_EXPERTS):
-                short = facts.servers[engine.key].experts
+                name = server.experts
             elif module.kind not in (ROUTER, MTP_OTHER):
-                short = f"{parent}.{next((whole for whole, parts in engine.fused.items() if last in parts), last)}"
-            name = prefix + short
+                parent, _, last = name.rpartition(".")
+                name = f"{parent}.{next((whole for whole, parts in engine.fused.items() if last in parts), last)}"
+            in_mtp = module.layer in sizes.mtp and server.mtp_prefix is not None
+            name = f"{server.mtp_prefix if in_mtp else prefix}{name}"
         built.setdefault(name, []).append(module)
     return built
 
@@ -329,8 +289,8 @@ def is_looked_up(engine: Engine, facts: Architecture, module: Module) -> bool:
     """
     if module.layer is not None and module.kind in (ROUTER, MTP_OTHER):
         is_router = module.name == module_of(facts.layer(module.layer, facts.router.tensor))
-        return facts.servers[engine.key].asks_for_router if is_router else engine.unmatched_is_error
-    return module.kind not in engine.plain_kinds
+        return facts.servers[engine.key].asks_for_router if is_router else engine.is_sglang
+    return not (engine.is_sglang and module.kind in (HEAD, EMBEDDINGS))
 
 
 def server_lookups(
@@ -341,21 +301,19 @@ def server_lookups(
     Args:
         modules: from `model_modules`.
     """
-    engine = engine.of_family(facts)
+    engine = replace(engine, fused={**FUSED, **facts.servers[engine.key].fused})
     for name, members in _built(engine, facts, sizes, modules).items():
-        kind = members[0].kind
-        scheme = None
+        kind, scheme, refused = members[0].kind, None, None
         try:
             if kind in (EXPERTS, MTP_EXPERTS):
-                scheme = find_experts(engine, facts, name, rules)
+                scheme = _find_experts(engine, facts, name, rules)
             elif is_looked_up(engine, facts, members[0]):
-                scheme = find(engine, name, class_of(kind, name), rules, rules.targets)
+                scheme = _find(engine, name, class_of(kind, name), rules.ignore, rules.targets)
             if scheme is not None:
-                require_kernel(engine, scheme, kind, rules)
-        except Refused as refused:
-            yield Lookup(kind, name, members, None, str(refused))
-        else:
-            yield Lookup(kind, name, members, scheme)
+                _require_kernel(engine, scheme, kind, rules)
+        except Refused as failure:
+            scheme, refused = None, str(failure)
+        yield Lookup(kind, name, members, scheme, refused)
 
 
 def transformers_lookups(facts: Architecture, rules: Rules, modules: Iterable[Module]) -> Iterator[Lookup]:
@@ -376,20 +334,15 @@ def transformers_lookups(facts: Architecture, rules: Rules, modules: Iterable[Mo
 
 
 def _transformers_scheme(name: str, class_name: str, rules: Rules) -> ServedScheme | None:
-    if first(name, rules.ignore) or class_name in rules.ignore:
+    if _first(name, rules.ignore) or class_name in rules.ignore:
         return None
     ordered = sorted(rules.targets, key=lambda target: ("re:" in target, target))
-    chosen = first(name, ordered) or next((target for target in ordered if target == class_name), None)
+    chosen = _first(name, ordered) or next((target for target in ordered if target == class_name), None)
     return rules.targets[chosen] if chosen else None
 
 
 def _transformers_experts(rules: Rules) -> ServedScheme | None:
     pairs = [(target, scheme) for targets, scheme in rules.groups for target in targets]
-    named = [pair for pair in pairs if names_experts(pair[0])]
+    named = [pair for pair in pairs if pair[0].startswith("re:") and "experts" in pair[0]]
     classes = [pair for pair in pairs if not pair[0].startswith("re:")]
     return next((replace(scheme, target=target) for target, scheme in (*named, *classes, *pairs)), None)
-
-
-def names_experts(target: str) -> bool:
-    """Whether transformers would use a group with this target for the experts."""
-    return target.startswith("re:") and "experts" in target

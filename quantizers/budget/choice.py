@@ -1,4 +1,4 @@
-"""From a budget to each layer's scheme: measure, choose, record the choice, and report what was chosen and why."""
+"""From a budget to each layer's scheme: measure, choose, record the choice, and report it with its reasons."""
 
 from __future__ import annotations
 
@@ -39,19 +39,18 @@ def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Con
     assert job.allocation is not None
     schemes, entries = None, measure_schemes(job, tokens, context)
     if entries is not None:
-        schemes = job.allocation.schemes(chosen_candidates(job.allocation, entries))
+        schemes = job.allocation.schemes(_choice(job.allocation, entries))
         refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
     return replace(job, plan=job.plan.with_schemes(context.dist.broadcast_object(schemes)))
 
 
-def chosen_candidates(allocation: Allocation, entries: Entries) -> list[int]:
-    """The candidate's number for each layer, from what was measured."""
+def _choice(allocation: Allocation, entries: Entries) -> list[int]:
     return allocation.choose([entry["loss"] for entry in entries])
 
 
 def describe_choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
-    """For report.json and `quantize plan`: candidates, bounds, and each layer's scheme with what was measured."""
-    picked = chosen_candidates(allocation, entries)
+    """For report.json and `quantize plan`: candidates, bounds, and each layer's scheme with its measurements."""
+    picked = _choice(allocation, entries)
     schemes = [allocation.candidates[index] for index in picked]
     layers = [
         {
@@ -88,10 +87,9 @@ def matrix_shares(entries: Entries, scheme: str) -> dict[str, float]:
 
 
 def apply_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | None]:
-    """For `quantize plan`: a job with the schemes that a run in `output` has chosen, and what to show of them.
+    """For `quantize plan`: a job with the schemes that a run in `output` has chosen, and their description.
 
-    Returns:
-        Of a recipe without a budget the job alone; before anything is chosen the candidates and bounds.
+    The description is None for a recipe without a budget; without `output` it has the candidates and bounds.
 
     Raises:
         InputError: the folder holds no choice of this recipe.
@@ -102,15 +100,15 @@ def apply_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | N
         return job, None
     if output is None:
         return job, job.allocation.as_dict() | {"planned": str(job.plan.schemes[0])}
-    found = read_choice(job, output)
-    if found is None:
+    choice = read_choice(job, output)
+    if choice is None:
         raise InputError(f"{output}: no run of this recipe has measured its layers there; leave --output out")
-    chosen = [job.allocation.candidates.index(Scheme(row["bits"], row["group_size"])) for row in found["layers"]]
-    return replace(job, plan=job.plan.with_schemes(job.allocation.schemes(chosen))), found
+    chosen = [job.allocation.candidates.index(Scheme(row["bits"], row["group_size"])) for row in choice["layers"]]
+    return replace(job, plan=job.plan.with_schemes(job.allocation.schemes(chosen))), choice
 
 
 def read_choice(job: Job, output: Path) -> dict[str, Any] | None:
-    """What a finished or unfinished run in `output` has chosen; None where it has not, or ran another recipe."""
+    """The choice of a finished or unfinished run in `output`; None if it has made none, or ran another recipe."""
     from quantizers.output.journal import finished_report
     from quantizers.recipe.portable import settings_hash
 

@@ -1,18 +1,18 @@
-"""Measures, before a run with a budget, what each candidate scheme would cost each layer: a consumer of the loop.
+"""Measurement, before a run with a budget, of what each candidate scheme would cost each layer.
 
 Some of the calibration tokens, the *probe's*, go through the source's layers. At every layer with experts some of
-these are rounded to nearest under each candidate, and the error of what they give the tokens that the router sent to
-them is measured, relative to the states that leave the layer:
+these are rounded to nearest under each candidate, and the error of their outputs is measured, relative to the states
+that leave the layer:
 
     error = Σ_e Σ_t r² ‖f̂_e(x_t) − f_e(x_t)‖² / Σ_t ‖y_t‖²        (r: routing weight, y: states leaving the layer)
 
 Errors of different experts on one token are taken as independent. Instead of the run's scale search every column is
-scaled by the root of its inputs' mean magnitude, which AWQ's grid has in its middle (Lin et al., arXiv 2306.00978,
-section 3.2), and GPTQ is taken to make all candidates' errors smaller alike.
+scaled by the root of its inputs' mean magnitude, the middle of AWQ's grid (Lin et al., arXiv 2306.00978, section 3.2),
+and GPTQ is taken to make all candidates' errors smaller alike.
 
-How much an error matters for the model's output depends on the layers after it, which is measured once: the probe's
-tokens also pass through the first layer with experts as the coarsest candidate would leave it, and then through all
-later layers unchanged. What is left of this disturbance after each layer, and the KL at the end, give
+The weight of an error depends on the layers after it, which is measured once: the probe's tokens also pass through the
+first layer with experts as the coarsest candidate would leave it, and then through all later layers unchanged. The rest
+of this disturbance after each layer, and the KL at the end, give
 
     loss of a scheme in a layer  =  KL of the probe  *  error of the scheme / disturbance after the layer
 
@@ -21,7 +21,7 @@ taken to grow, or fade, on its way to the output as the probe's does from there 
 Only some experts are disturbed, so their errors are enlarged to disturb as much as all would; in bfloat16 they are
 enlarged once more, since the states' own rounding disturbs too.
 
-    schemes/00003.json   what was measured in layer 3
+    schemes/00003.json   the measurements of layer 3
     schemes/kl.json      the disturbance after each layer and the probe's KL; written last
 
 Legend: E experts, H hidden, I expert width, T tokens.
@@ -84,9 +84,9 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
         QuantizeError: states or logits are not finite, or there is no room for them.
     """
     work, dist, layers = context.work, context.dist, job.sizes["layers"]
-    found = read_measurements(work, job.sizes.moe_layers) if dist.is_main else None
-    if dist.broadcast_object(found is not None):
-        return found
+    finished = read_measurements(work, job.sizes.moe_layers) if dist.is_main else None
+    if dist.broadcast_object(finished is not None):
+        return finished
     use_one_arena()
     files = work / FOLDER / "probe"
     if dist.local_rank == 0:
@@ -124,7 +124,7 @@ class SchemeMeasurement(Consumer):
 
     Attributes:
         streams: both, as `score` takes them.
-        entry: what was measured in the layer that was passed last.
+        entry: the measurements of the last layer.
         disturbance: after each layer with experts.
     """
 
@@ -164,17 +164,15 @@ class SchemeMeasurement(Consumer):
         experts: Any = layer.get_submodule(self.job.facts.modules.experts)
         weights = (experts.gate_up_proj.data, experts.down_proj.data)
         count = min(MEASURED_EXPERTS, len(weights[0]))
-        moe_inputs = self._recorded(layer)
+        moe_inputs = self._moe_inputs(layer)
         schemes, awq = self.job.allocation.candidates, bool(self.job.recipe.experts.awq)
         outer = column_scale(moe_inputs.x) if awq and self.job.plan.folds else None
-        own = []
+        measured = []
         for expert in dist.partition(count):
-            own.append(scheme_errors(moe_inputs, weights, expert, schemes, experts.act_fn, outer=outer, inner=awq))
+            measured.append(scheme_errors(moe_inputs, weights, expert, schemes, experts.act_fn, outer=outer, inner=awq))
             self.context.check()
-        lost = [
-            one for part in dist.all_gather_object([one for one, _ in own]) for one in part
-        ]  # in the order of experts
-        stored = {str(n): torch.stack([both[n] for _, both in own]) for n in range(2)} if own else {}
+        lost = [one for part in dist.all_gather_object([one for one, _ in measured]) for one in part]  # by expert
+        stored = {str(n): torch.stack([both[n] for _, both in measured]) for n in range(2)} if measured else {}
         coarsest = dist.all_gather(stored, model.device)
         source.finish(number, layer)
         if not disturbed:
@@ -196,13 +194,13 @@ class SchemeMeasurement(Consumer):
             "by_matrix": {scheme: {m: row[m] for m in MATRICES} for scheme, row in errors.items()},
         }
 
-    def _recorded(self, layer: torch.nn.Module) -> MoeInputs:
-        """What the layer's experts are called with: the rows of all processes."""
+    def _moe_inputs(self, layer: torch.nn.Module) -> MoeInputs:
+        """The inputs of the layer's experts, of all processes."""
         source, dist = self.streams[0], self.context.dist
         blocks = [self.model.route(layer, source.left.flat[rows]) for rows in source.left.chunks()]
         names = [field.name for field in fields(MoeInputs)]
-        own = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names} if blocks else {}
-        return MoeInputs(**dist.all_gather(own, self.model.device))
+        inputs = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names} if blocks else {}
+        return MoeInputs(**dist.all_gather(inputs, self.model.device))
 
 
 def scheme_errors(
@@ -215,10 +213,10 @@ def scheme_errors(
     outer: torch.Tensor | None,
     inner: bool,
 ) -> tuple[dict[Scheme, dict[str, float]], tuple[torch.Tensor, torch.Tensor]]:
-    """What each scheme does to the outputs of one expert.
+    """Error of one expert's outputs under each scheme.
 
     Args:
-        moe_inputs: what the MoE block saw, in all rows.
+        moe_inputs: of all rows.
         weights: gate_up (E, 2I, H) and down (E, H, I), in the dtype of the forward pass.
         outer: the scale (H,) of the inputs of gate and up, see `column_scale`; None for none.
         inner: whether the inputs of down are scaled before rounding.
@@ -263,7 +261,7 @@ def _rounded(weight: torch.Tensor, scheme: Scheme, smooth: torch.Tensor | None) 
 def _forward(
     x: torch.Tensor, weights: dict[str, torch.Tensor], activation: Activation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What down reads (T, I), and the expert's output (T, H), from (T, H)."""
+    """The inputs of down (T, I), and the expert's output (T, H), from (T, H)."""
     inner = activation(x @ weights["gate"].T) * (x @ weights["up"].T)
     return inner, inner @ weights["down"].T
 
@@ -304,7 +302,7 @@ def read_measurements(work: Path, layers: Sequence[int]) -> list[dict[str, Any]]
 
 
 def measuring_seconds(work: Path, layers: int) -> float:
-    """Seconds that the finished measurement took in all layers, of which some may have no experts."""
+    """Seconds of the finished measurement, in all layers."""
     return float(sum(json.loads(_entry_file(work, number).read_text())["seconds"] for number in range(layers)))
 
 

@@ -1,4 +1,1 @@
-"""Calibration sets: their schema, and the code that turns a set into token sequences, each with a category.
-
-`sources/` reads the rows, `report/` describes a loaded set. No model runs here.
-"""
+"""Calibration sets: their schema, and their way from rows of local files and Hub datasets to token sequences."""

@@ -14,11 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from quantizers.system.output_files import HELD_OUT
+
 from .load_set import WORKERS, load_set
 from .samples import Sample, grouped, language_counts, missing_languages, row_of
 from .set import CODES, KINDS, CalibrationSet, Kind, read_set
 
-HELD_OUT = "held-out.yaml"  # next to a set: the texts that it must not contain
 SHINGLE = 5  # words
 NEAR = 0.5  # texts with at least this Jaccard similarity of their shingles are near-duplicates
 # Share of a set's or a category's tokens that may be cut off without a warning. A text that is cut loses its end: the
@@ -120,7 +121,7 @@ def check_set(
 
     Args:
         tokenizer: a model's folder or Hub id.
-        held_out: a set with which it must share no text; None for `held-out.yaml` next to the set, if that exists.
+        held_out: a set with which it must share no text; None for `held-out.yaml` beside it, if there is one.
         revision, trust_remote_code, workers: see `load_set`.
 
     Raises:

@@ -39,15 +39,6 @@ class SetDiff:
 
 
 @dataclass(frozen=True)
-class Text:
-    """A text that only one of the sets has: its row's place, its category, and its tokens in that set."""
-
-    place: str
-    category: str
-    tokens: int
-
-
-@dataclass(frozen=True)
 class TextsDiff:
     """The changes from one loaded set to another.
 
@@ -57,15 +48,15 @@ class TextsDiff:
         tokenizer: the folder or Hub id of the model whose tokenizer counted the tokens.
         texts, tokens: of the whole sets.
         categories: texts and tokens of each category in which one of the two differs, by name.
-        gained, lost: texts that only the second, or only the first set has, in that set's order.
+        gained, lost: place, category and tokens of each text that only the second, or only the first set has, in order.
     """
 
     tokenizer: str
     texts: Change
     tokens: Change
     categories: dict[str, dict[str, Change]]
-    gained: tuple[Text, ...]
-    lost: tuple[Text, ...]
+    gained: tuple[dict[str, Any], ...]
+    lost: tuple[dict[str, Any], ...]
 
     def __bool__(self) -> bool:
         return bool(self.categories or self.gained or self.lost)
@@ -149,7 +140,7 @@ def _category_samples(calibration: CalibrationSet) -> dict[str, Any]:
     return totals
 
 
-def _missing_in(others: Iterable[Sample], samples: Iterable[Sample]) -> tuple[Text, ...]:
+def _missing_in(others: Iterable[Sample], samples: Iterable[Sample]) -> tuple[dict[str, Any], ...]:
     """Those of `samples` whose text `others` do not have, or do not have as often."""
     available = Counter(sample.text for sample in others)
     missing = []
@@ -157,5 +148,5 @@ def _missing_in(others: Iterable[Sample], samples: Iterable[Sample]) -> tuple[Te
         if available[sample.text]:
             available[sample.text] -= 1
         else:
-            missing.append(Text(sample.place, sample.category, len(sample.tokens)))
+            missing.append({"place": sample.place, "category": sample.category, "tokens": len(sample.tokens)})
     return tuple(missing)

@@ -39,7 +39,7 @@ def load_tokenizer(source: str, revision: str = "main", trust_remote_code: bool 
 
     try:
         with nullcontext() if Path(source).is_dir() else quiet():
-            own = own_class(get_tokenizer_config(source, revision=revision))
+            own = custom_class(get_tokenizer_config(source, revision=revision))
             if own is not None and not trust_remote_code:
                 raise CalibrationError(
                     f"{source}: its tokenizer is code of its own ({own}), which is not run; read it, and allow it with "
@@ -67,7 +67,7 @@ def _knows_model(source: str, revision: str) -> bool:
     return model_type is None or model_type in CONFIG_MAPPING
 
 
-def own_class(settings: dict[str, Any]) -> str | None:
+def custom_class(settings: dict[str, Any]) -> str | None:
     """The class that a tokenizer_config.json says is in the checkpoint, as module.class; None for one of transformers.
 
     It is a name by itself, or, in older files, a pair of a slow and a fast one of which one may be null.
@@ -78,7 +78,7 @@ def own_class(settings: dict[str, Any]) -> str | None:
     return next((name for name in reversed(names) if name), None)
 
 
-def own_code(tokenizer: Any) -> list[str]:
+def custom_code(tokenizer: Any) -> list[str]:
     """Source code of a tokenizer that is not part of transformers, and of the modules next to it that it imports."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -146,7 +146,7 @@ class Renderer:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         rules = backend.to_str() if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
         template = json.dumps(self._tokenizer.chat_template, sort_keys=True)
-        code = "".join(f"\0{text}" for text in own_code(self._tokenizer))
+        code = "".join(f"\0{text}" for text in custom_code(self._tokenizer))
         return hashlib.sha256(f"{rules}\0{template}{code}".encode()).hexdigest()
 
 

@@ -7,7 +7,6 @@ the seed decides, over all samples of the set that need one.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from .render import Renderer
@@ -20,21 +19,6 @@ from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, seeded, slu
 # does not read a streamed dataset to its end.
 PATIENCE = 50
 PATIENCE_AT_LEAST = 1000
-
-
-def order_of(calibration: CalibrationSet, index: int) -> str:
-    """The seed of the order in which the rows of source number `index` are tried.
-
-    It depends on the source and not on its neighbours, so editing the rest of a set does not change it. If a local
-    file gives `order`, that is the seed, and the file's name does not matter.
-    """
-    sources = calibration.sources
-    if sources[index].order:
-        return str(sources[index].order)
-    key = (sources[index].dataset, sources[index].subset, sources[index].split)
-    repeats = sum((other.dataset, other.subset, other.split) == key for other in sources[:index])
-    text = ":".join(map(str, (calibration.seed, *key, repeats)))
-    return hashlib.sha256(text.encode()).hexdigest()[:16] if sources[index].is_local else text
 
 
 def sample_source(
@@ -53,7 +37,7 @@ def sample_source(
     if not renderer.has_template and (source.shape != "text" or source.prompt):
         reason = "the tokenizer has no chat template to render it with"
         raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
-    seed, assigned = order_of(calibration, index), _assigned(calibration, index)
+    seed, assigned = calibration.order_of(index), _assigned(calibration, index)
     wanted = source.samples
     most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
     samples: list[Sample] = []
@@ -103,7 +87,7 @@ def sample_source(
 def _unlisted(calibration: CalibrationSet, row: Row, source: DataSource) -> str | None:
     """Why a row is left out: its own category names a language that the set's list of that kind does not have."""
     category = row.values.get(source.category.column) if isinstance(source.category, FromColumn) else None
-    kind = calibration.languages.lacking(category) if isinstance(category, str) else None
+    kind = calibration.languages.unlisted_kind(category) if isinstance(category, str) else None
     return f"{category} is not in languages.{kind}" if kind else None
 
 

@@ -118,7 +118,7 @@ class Languages(Strict):
         kind, slugs = claimed_language(category) or (None, set[str]())
         return next((name for name in self.of(kind) if slug(name) in slugs), None) if kind else None
 
-    def lacking(self, category: str) -> Kind | None:
+    def unlisted_kind(self, category: str) -> Kind | None:
         """The kind whose list lacks the language that a category claims; an empty list lacks nothing."""
         kind, _ = claimed_language(category) or (None, None)
         return kind if kind and self.of(kind) and self.named_by(category) is None else None
@@ -263,6 +263,20 @@ class CalibrationSet(Strict):
         """All token limits at which samples are truncated, ascending; the last bounds the longest sequence."""
         return tuple(sorted({self.length_of(source) for source in self.sources}))
 
+    def order_of(self, index: int) -> str:
+        """The seed of the order in which the rows of source number `index` are tried.
+
+        It depends on the source and not on its neighbours, so editing the rest of a set does not change it. If a local
+        file gives `order`, that is the seed, and the file's name does not matter.
+        """
+        source = self.sources[index]
+        if source.order:
+            return source.order
+        key = (source.dataset, source.subset, source.split)
+        repeats = sum((other.dataset, other.subset, other.split) == key for other in self.sources[:index])
+        text = ":".join(map(str, (self.seed, *key, repeats)))
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if source.is_local else text
+
     def assigned_before(self, index: int, kind: Kind) -> int:
         """How many samples of the sources before number `index` are assigned a language of a kind."""
         counts = (source.samples for source in self.sources[:index] if kind in source.assigns)
@@ -280,7 +294,7 @@ def read_set(path: Path) -> CalibrationSet:
         category = source.category
         if isinstance(category, FromColumn) or placeholders(category):
             continue
-        if kind := calibration.languages.lacking(category):  # a column's rows are left out instead, see sampler.py
+        if kind := calibration.languages.unlisted_kind(category):  # a column's rows are left out instead
             line = parse(path, CalibrationError)[1]["sources", index, "category"]
             raise CalibrationError(
                 f"{path}:{line}: sources[{index}].category: {category} names a language that languages.{kind} does "

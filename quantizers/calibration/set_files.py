@@ -1,13 +1,14 @@
-"""Files of calibration sets: lists and copies the shipped ones, and writes a new one for a file of texts."""
+"""Files of calibration sets: the shipped ones as a list and as copies, and a new one for a file of texts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantizers.system.errors import CalibrationError, InputError, OutputError
+from quantizers.system.errors import CalibrationError, InputError
+from quantizers.system.files import write_new
 from quantizers.system.output_files import HELD_OUT
 from quantizers.system.package_data import shipped
 from quantizers.system.strict_yaml import dump
@@ -85,30 +86,8 @@ def copy_set(name: str, folder: Path) -> list[Path]:
     sets = dict.fromkeys(each for each in (path, path.parent / HELD_OUT) if each.is_file())
     wanted = dict.fromkeys(file for each in sets for file in _files(each))
     contents = {folder / file.relative_to(path.parent): file.read_bytes() for file in wanted}
-    write_together(contents)
+    write_new(contents, keep_equal=True)
     return list(contents)
-
-
-def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Write files, all or none of them, and overwrite nothing; one that is there with the same bytes stays.
-
-    Raises:
-        OutputError: one is there and differs, or cannot be written.
-    """
-    for target, content in contents.items():
-        if target.exists() and not (target.is_file() and target.read_bytes() == content):
-            raise OutputError(f"{target}: exists, and is another file; give another name or folder")
-    written: list[Path] = []
-    try:
-        for target, content in contents.items():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if not target.exists():
-                written.append(target)
-                target.write_bytes(content)
-    except OSError as failure:
-        for target in written:
-            target.unlink(missing_ok=True)
-        raise OutputError(f"{failure.filename}: cannot be written ({failure.strerror}); give another place") from None
 
 
 def _files(path: Path) -> list[Path]:

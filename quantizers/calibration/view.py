@@ -125,7 +125,7 @@ def _texts(texts: TextsDiff) -> list[RenderableType]:
             table.add_row(name, _change(changes["texts"]), _change(changes["tokens"]))
         parts.append(table)
     for sign, members in (("+", texts.gained), ("-", texts.lost)):
-        lines = (f"{text.place} ({text.category}, {text.tokens:,} tokens)" for text in members)
+        lines = (f"{text['place']} ({text['category']}, {text['tokens']:,} tokens)" for text in members)
         parts += [_signed(f"{sign} {line}") for line in _first(lines)]
     return parts
 

@@ -163,10 +163,11 @@ def new(
 
     Example: quantize calibration new mine.yaml --data texts.jsonl
     """
-    from quantizers.calibration.set_files import new_set, write_together
+    from quantizers.calibration.set_files import new_set
+    from quantizers.system.files import write_new
 
     contents, notes = new_set(file, data)
-    write_together(contents)
+    write_new(contents, keep_equal=True)
     lines = [f"wrote {' and '.join(map(str, contents))}", *notes, f"next: quantize calibration {file}"]
     files = {"set": str(file), "files": list(map(str, contents)), "notes": notes}
     emit(files, as_json, "\n".join(lines))
@@ -243,25 +244,23 @@ def _texts_diff(before: Path, after: Path, counting: Counting, workers: int) -> 
         try:
             loaded.append(load_set(path, **counting.arguments, workers=workers, require_languages=False))
         except CalibrationError:
-            hub = sum(not source.is_local for source in read_set(path).sources)
-            if not hub:
+            if all(source.is_local for source in read_set(path).sources):
                 raise
-            count = "a data set" if hub == 1 else f"{hub} data sets"
-            why = f"{path} reads {count} on the Hub and cannot be loaded now (`quantize calibration {path}` says why)"
+            why = f"{path} reads the Hub and cannot be loaded now (`quantize calibration {path}` says why)"
             return None, f"texts and tokens are not compared: {why}"
     return diff_texts(loaded[0], loaded[1], counting.arguments["tokenizer"]), ""
 
 
 def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | None) -> tuple[Path, Path | None]:
-    """The set to check, and the one that it must share no text with if that is not the one beside it."""
+    """The set to check, and the one that it must share no text with; None for the one beside it."""
     from quantizers.recipe.read import find_set, set_location
 
-    if name is None and recipe is None:
-        raise InputError("give a set, such as embedded, or --recipe RECIPE to check the set of a recipe")
-    if name is None and recipe is not None:
+    if name is not None:
+        path = find_set(name, "embedded")
+    elif recipe is not None:
         path = set_location(recipe[0].calibration_set, recipe[1])
     else:
-        path = find_set(str(name), "embedded")
+        raise InputError("give a set, such as embedded, or --recipe RECIPE to check the set of a recipe")
     if held_out is not None:
         return path, find_set(held_out, "held-out")
     perplexity = recipe[0].verify.perplexity if recipe and recipe[0].verify else None
@@ -286,11 +285,7 @@ class Counting:
 
 
 def counting_of(tokenizer: str | None, recipe: str | None, trust_remote_code: bool = False) -> Counting:
-    """The tokenizer that was named, or the recipe's, or the tiny model's.
-
-    Args:
-        trust_remote_code: whether it may run code of its own; a recipe can allow that for its own model too.
-    """
+    """The named tokenizer, or the recipe's, or the tiny model's."""
     from quantizers.recipe.read import read_recipe, source_location
     from quantizers.system.package_data import shipped
 

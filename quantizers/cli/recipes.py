@@ -80,11 +80,12 @@ def copy(
 
     Example: quantize recipes copy tiny-minimax-m2-fp8-int4 mine.yaml
     """
-    from quantizers.recipe.catalogue import copied, write_new
+    from quantizers.recipe.catalogue import copied
     from quantizers.recipe.read import shipped_recipe
+    from quantizers.system.files import write_new
 
     path = file or Path(shipped_recipe(name).name)
-    write_new(copied(name), path)
+    write_new({path: copied(name).encode()})
     emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {path}")
 
 
@@ -116,21 +117,22 @@ def new(
     from quantizers.architectures.families import architecture_for
     from quantizers.checkpoint.reader import CONFIG, read_config
     from quantizers.formats.unsupported import refuse_four_bits
-    from quantizers.recipe.catalogue import new_recipe, write_new
+    from quantizers.recipe.catalogue import new_recipe
+    from quantizers.system.files import write_new
 
-    config, where = None, str(Path(model) / CONFIG)
-    if Path(model).is_dir():
-        config = read_config(Path(model))
-        refuse_four_bits(config, where)
+    where = Path(model) / CONFIG
+    config = read_config(Path(model)) if Path(model).is_dir() else None
+    if config is not None:
+        refuse_four_bits(config, str(where))
     if facts:
         _new_facts(model, file, like, as_json)
         return
     if like is not None:
         raise InputError("--like goes with --facts; leave it out, or add --facts")
     if config is not None:
-        architecture_for(config, where)  # refuses a model of which no recipe could be run
+        architecture_for(config, str(where))  # refuses a model that no recipe could quantize
     path = file or Path(f"{Path(model).name.lower()}-fp8-int4.yaml")
-    write_new(new_recipe(model), path)
+    write_new({path: new_recipe(model).encode()})
     emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {path}")
 
 
@@ -138,13 +140,13 @@ def _new_facts(model: str, file: Path | None, like: str | None, as_json: bool) -
     from quantizers.cli.tables.commands import facts_table
     from quantizers.planning.facts_text import facts_text
     from quantizers.planning.fit_facts import fit_facts, read_headers
-    from quantizers.recipe.catalogue import write_new
+    from quantizers.system.files import write_new
 
     config, tensors, where = read_headers(model)
     fitted = fit_facts(config, tensors, where, like)
     name = Path(model).resolve().name if Path(model).is_dir() else model
     path = file or Path(f"{Path(name).name.lower()}-facts.yaml")
-    write_new(facts_text(fitted, name), path)
+    write_new({path: facts_text(fitted, name).encode()})
     emit(fitted.as_dict() | {"facts": str(path)}, as_json, facts_table(fitted, path))
     if not fitted.fits:
         raise typer.Exit(GATE_FAILED)

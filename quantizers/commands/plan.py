@@ -99,7 +99,7 @@ def plan(
         offline_facts=True,
         hub=hub,
         source_folder=Path(source) if source is not None else None,
-        own=Path(facts) if facts is not None else None,
+        facts_file=Path(facts) if facts is not None else None,
         changes=changes_of(settings, calibration),
     )
     job, schemes = apply_choice(job, Path(output) if output is not None else None)

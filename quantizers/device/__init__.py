@@ -1,4 +1,4 @@
 """The device: its threads, allocator, timers, and the settings that decide the bits of a result.
 
-The memory of a layer is planned in planning/device_memory.py.
+How much memory a layer needs there is planned in `planning/`.
 """

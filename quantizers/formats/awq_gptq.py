@@ -196,18 +196,19 @@ def read_packing(section: Mapping[str, Any], where: str) -> Packing:
         raise _unsupported(section, where, bits_key, " or ".join(map(str, BITS[layout])))
     if not _is_group(group):
         raise _unsupported(section, where, group_key, "a positive number or -1")
-    for key, only in (("pack_dtype", "int32"), ("data_type", "int")):
-        if section.get(key, only) != only:
-            raise _unsupported(section, where, key, only)
-    for key in ("adapter", "lora"):
-        if section.get(key):
-            raise _unsupported(section, where, key, "a checkpoint without one")
+    _refuse_all_but_integers(section, where)
     in_order = section["quant_method"] == "gptq" and section.get("desc_act") is False
     return Packing(layout, zero_offset, bits, int(group or -1), in_order, tuple(_overrides(section, where, layout)))
 
 
 def _unsupported(section: Mapping[str, Any], where: str, key: str, only: str) -> CheckpointError:
     return CheckpointError(f"{where}.{key} is {reprlib.repr(section.get(key))}; only {only} is supported")
+
+
+def _refuse_all_but_integers(keys: Mapping[str, Any], where: str) -> None:
+    for key, only in (("pack_dtype", "int32"), ("data_type", "int"), ("adapter", None), ("lora", None)):
+        if keys.get(key) and keys[key] != only:
+            raise _unsupported(keys, where, key, only or "a checkpoint without one")
 
 
 def _is_group(size: object) -> bool:
@@ -265,9 +266,5 @@ def _override(keys: Any, where: str, layout: Layout) -> Mapping[str, Any] | None
         raise CheckpointError(
             f"{where} is {reprlib.repr(keys)}; only {' or '.join(map(str, BITS[layout]))} bits are supported"
         )
-    for key, only in (("data_type", "int"), ("adapter", None), ("lora", None)):
-        if keys.get(key, only) != only:
-            raise CheckpointError(
-                f"{where}: {key} is {reprlib.repr(keys[key])}; only integers without an adapter are supported"
-            )
+    _refuse_all_but_integers(keys, where)
     return keys

@@ -1,18 +1,20 @@
-"""The loop over a checkpoint's layers: each is read once, the next one while its consumers work on it."""
+"""The loop over a checkpoint's layers: each is read once, the next one while its consumers work on it; and resuming."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
-from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names
-from quantizers.checkpoint.prefetch import prefetched_tensors
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors
+from quantizers.checkpoint.prefetch import broadcast_tensors, prefetched_tensors, received_tensors
 from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import is_accelerator, release_free_memory
 from quantizers.device.prefetch import BufferPrefetch, pin
-from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import doing
@@ -100,3 +102,41 @@ def device_memory_errors(number: int) -> Iterator[None]:
             f"layer {number}: the device's memory is full; give the same command again with a smaller --device-memory, "
             "and the run resumes"
         ) from None
+
+
+def resume_layers(
+    layers: int,
+    damaged: Collection[int],
+    *,
+    follow: Callable[[int], None],
+    make_again: Callable[[int], None],
+    check: Callable[[], None],
+    dist: ProcessGroup,
+) -> None:
+    """Go through the first `layers` layers in their order, which an earlier call finished.
+
+    Args:
+        damaged: those whose shards must be made again.
+        follow: takes the states through a finished layer.
+        make_again: solves a damaged layer once more, and takes the states through it.
+    """
+    if not layers:
+        return
+    with rank_0_progress("resuming", layers, 0, check, dist) as step:
+        for number in range(layers):
+            with device_memory_errors(number):
+                (make_again if number in damaged else follow)(number)
+            release_free_memory()
+            step(f"layer {number}")
+
+
+def finished_shard(source: Checkpoint, shard: Path, dist: ProcessGroup) -> LoadedTensors:
+    """The tensors of a finished shard, which rank 0 reads from its file and passes on.
+
+    Args:
+        source: gives name and config.
+    """
+    if not dist.is_main:
+        return received_tensors(dist)
+    tensors = read_header(shard)
+    return broadcast_tensors(load_tensors(Checkpoint(shard.parent, source.name, source.config, tensors), tensors), dist)

@@ -68,8 +68,8 @@ def note_command(work: Path, words: Sequence[str], layers: int) -> None:
     Args:
         words: from `quantize` on; empty if it was called in another way.
     """
-    kept = [word for word in words if word not in ("--fresh", "--yes")]
-    write_json(work / BEGUN, {"words": kept, "folder": str(Path.cwd()), "layers": layers})
+    resuming = [word for word in words if word not in ("--fresh", "--yes")]
+    write_json(work / BEGUN, {"words": resuming, "folder": str(Path.cwd()), "layers": layers})
 
 
 def refuse_unfinished(folder: Path) -> None:
@@ -83,12 +83,12 @@ def refuse_unfinished(folder: Path) -> None:
     work = work_folder(folder)
     try:
         begun = json.loads((work / BEGUN).read_text())
-        layers, words, place = int(begun["layers"]), list(begun["words"]), begun["folder"]
+        layers, words, cwd = int(begun["layers"]), list(begun["words"]), begun["folder"]
     except (OSError, ValueError, KeyError, TypeError):
         raise OutputError(f"{folder}: unfinished; give the command that began it again, which resumes") from None
     done = sum(layer_file(work, layer).exists() for layer in range(layers))
     command = f": `{shlex.join(words)}`" if words else " that began it"
-    where = "" if place == str(Path.cwd()) or not words else f", in {place}"
+    where = "" if cwd == str(Path.cwd()) or not words else f", in {cwd}"
     raise OutputError(
         f"{folder}: unfinished, {done} of {layers} layers are done; finish it with the same command{command}{where}"
     )
@@ -183,8 +183,8 @@ def damaged_shards(
         step: called after each.
     """
     damaged = {}
-    with contextlib.closing(thread_map(partial(_damage, work / "output"), entries)) as found:
-        for index, problem in enumerate(found):
+    with contextlib.closing(thread_map(partial(_damage, work / "output"), entries)) as problems:
+        for index, problem in enumerate(problems):
             if problem:
                 damaged[index] = problem
             step(entries[index]["shard"])
@@ -257,9 +257,6 @@ def leave(output: Path, node: int) -> None:
         output.rmdir()
 
 
-# What may resume
-
-
 def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path, name: str = FINGERPRINT) -> None:
     """Write the fingerprint of a new run, or compare it with that of the run to resume.
 
@@ -320,9 +317,6 @@ def short_value(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# The folder around it
-
-
 def finished_report(output: Path) -> dict[str, Any] | None:
     """The report of a finished output; None if the output is not finished, {} if its report is not a JSON object."""
     if unfinished(output) or not (output / CONFIG).is_file():
@@ -374,10 +368,9 @@ def move_into_place(work: Path, output: Path) -> dict[str, Any]:
     """
     folder = work / "output"
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    shards = [name for name in names if name.endswith(".safetensors")]
-    rest = [name for name in names if name not in shards and name not in MOVED_LAST]
+    names.sort(key=lambda name: (name in MOVED_LAST and 1 + MOVED_LAST.index(name), not name.endswith(".safetensors")))
     with disk_errors(output):
-        for name in [*shards, *rest, *(name for name in MOVED_LAST if name in names)]:
+        for name in names:
             os.replace(folder / name, output / name)
         sync_folder(output)
     report: dict[str, Any] = json.loads((output / REPORT).read_text())

@@ -232,7 +232,7 @@ def _largest_fitting(
     limit: int | None,
     folder: Path,
 ) -> tuple[Job, DeviceMemory]:
-    """The job of a random model as deep as its first layer with experts, with as many experts as fit; and its memory.
+    """The job of a random model with as many experts as fit, or as were asked for, and its device memory.
 
     Raises:
         InputError: the number that was asked for is impossible or does not fit, or none fits.
@@ -283,14 +283,10 @@ def halved(experts: int) -> Iterator[int]:
 
 
 def random_job(job: Job, experts: int, **narrow: int) -> Job:
-    """The job of quantizing a model like the job's, as deep as its first layer with experts, without a source so far.
-
-    Args:
-        experts: of the layer.
-        narrow: other sizes, by this program's names for them.
+    """The job of a model like the job's, as deep as its first layer with experts, with other sizes, without a source.
 
     Raises:
-        ArchitectureError: the router of such a model cannot have so many.
+        ArchitectureError: the router of such a model cannot have so many experts.
     """
     first = job.sizes.moe_layers[0]
     config = resized(job.config, job.facts, layers=first + 1, experts=experts, vocabulary=VOCABULARY, **narrow)
@@ -314,13 +310,10 @@ def resized(config: dict[str, Any], facts: Architecture | None = None, **sizes: 
 def write_random(
     folder: Path, config: dict[str, Any], facts: Architecture, device: torch.device, seed: int = 0
 ) -> Checkpoint:
-    """Write the checkpoint that a config.json describes, with random weights, and open it.
+    """Write the checkpoint that a config.json describes into a new folder, with random weights, and open it.
 
     Norms have outlier channels; linear weights are scaled by 1/√columns, which preserves the length of a vector.
-    Creates the folder, and writes one safetensors file.
-
-    Args:
-        device: where random numbers are drawn; they differ between devices.
+    Random numbers differ between devices.
     """
     sizes = sizes_of(facts, config, CONFIG)
     generator = torch.Generator(device).manual_seed(seed)
@@ -353,7 +346,7 @@ def _draw(
 
 
 def _drop_from_cache(source: Checkpoint) -> None:
-    """Let the system forget a checkpoint's files, as far as it complies, so that reading them takes the disk's time."""
+    """Drop a checkpoint's files from the page cache, as far as the system complies, so that the disk is read."""
     for file in {info.file for info in source.tensors.values()}:
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
@@ -361,7 +354,7 @@ def _drop_from_cache(source: Checkpoint) -> None:
 
 
 def _reset_peak(device: torch.device) -> None:
-    """Forget the memory that writing the random weights took, see `peak_memory`."""
+    """Forget the memory of writing the random weights, see `peak_memory`."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

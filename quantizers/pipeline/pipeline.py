@@ -354,7 +354,7 @@ def _machine(device: torch.device, processes: int) -> str:
 
 def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[str, Any]:
     """Every setting that the output's bytes depend on; gates and logging are not among them."""
-    facts = {name: text_sha256(text) for name, text in facts_copy(job.own).items()}
+    facts = {name: text_sha256(text) for name, text in facts_copy(job.facts_file).items()}
     drawn = {"calibration.tokens": data.drawn.asked} if data.drawn else {}
     return (
         facts

@@ -29,8 +29,7 @@ from quantizers.distributed.process_group import rank_0_progress
 from quantizers.forward.activation_stream import ActivationStream
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.context import Context
-from quantizers.layers.loop import all_tensors, device_memory_errors, layer_steps
-from quantizers.layers.resume import finished_shard, resume_layers
+from quantizers.layers.loop import all_tensors, device_memory_errors, finished_shard, layer_steps, resume_layers
 from quantizers.layers.step import LayerStep, run_step
 from quantizers.layers.writer import ShardWriter
 from quantizers.output import journal

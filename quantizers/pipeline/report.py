@@ -21,7 +21,7 @@ from quantizers.architectures.facts import Options, ServerName
 from quantizers.architectures.sizes import Sizes
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measuring_seconds, read_measurements
-from quantizers.calibration.render import own_class
+from quantizers.calibration.render import custom_class
 from quantizers.calibration.samples import by_category, by_language, language_counts
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import Checkpoint
@@ -88,7 +88,7 @@ def run_report(
     recipe, source, model = job.recipe, job.opened, resolved.recipe.source.model
     layers = journal.done_layers(context.work, job.sizes["layers"])
     written, audit = _last_reading(job, layers, context)
-    engines = check_folder(context.work / "output", job.own)
+    engines = check_folder(context.work / "output", job.facts_file)
     coverage, coverage_checks = _coverage(job, data, layers)
     limits = recipe.verify.perplexity if recipe.verify else None
     measured = figures if limits and figures else {}
@@ -191,7 +191,7 @@ def _last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) 
             written,
             checked(step, context.check),
             [LayerAudit(**entry["audit"]) for entry in entries],
-            own=job.own,
+            own=job.facts_file,
         )
     if audit.changed:
         more = f", and {len(audit.changed) - 1} more" if len(audit.changed) > 1 else ""
@@ -306,7 +306,7 @@ def server_options(facts: Architecture, server: ServerName, model: str, source: 
         settings = json.loads((source.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         settings = {}
-    code: Options = {"trust-remote-code": True} if isinstance(settings, dict) and own_class(settings) else {}
+    code: Options = {"trust-remote-code": True} if isinstance(settings, dict) and custom_class(settings) else {}
     return facts.servers[server].options | next(published, {}) | code
 
 

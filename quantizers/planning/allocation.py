@@ -193,8 +193,8 @@ def cheapest_loss(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[floa
     """One option for each layer with a small sum of losses, greedily: the upgrade that gains most per cost comes next.
 
     Taken one after the other, upgrades of falling worth are the optimum of the Lagrangian relaxation at each budget
-    that they just fill; in between it is at most one upgrade away from the optimum. What then is left of the limit goes
-    to the best upgrade that still fits.
+    that they just fill; in between it is at most one upgrade away from the optimum. The rest of the limit goes to
+    the best upgrade that still fits.
 
     Args:
         costs: for each layer the cost of each option, integers >= 0, in ascending order; the first fit together.

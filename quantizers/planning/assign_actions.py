@@ -1,7 +1,7 @@
 """An action for every tensor of a checkpoint, from the architecture spec of its family and the headers.
 
-An unknown tensor is refused instead of kept, because it might read the folded norm. Scales are folded into the norm
-before the experts only where everything that reads it can follow.
+An unknown tensor is refused instead of passed through, because it might read the folded norm. Scales are folded into
+the norm before the experts only where everything that reads it can follow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory of a run: what is kept on the device, in host memory or in files, and what is recomputed.
+"""Memory of a run: the data kept on the device, in host memory or in files, and the data computed again.
 
 Pure arithmetic on sizes and a limit (`--device-memory`), and one safety net, `Residents`: if the device is full all the
 same, the cached Hessians are dropped, half as many are kept, and the step is repeated. Memory decides speed, never a
@@ -48,7 +48,7 @@ PANEL = 256
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on the device, and what is kept there.
+    """Bytes on the device, and the data kept there.
 
     Attributes:
         unit, units: experts of an expert batch, and expert batches of a layer.
@@ -100,11 +100,10 @@ def device_memory(
 
     Args:
         longest: T, tokens of the longest sequence.
-        accelerator: see `devices.is_accelerator`.
         limit: usable bytes; None for no limit.
-        tokens: of the calibration set; None if unknown: its activations then stay in host memory.
+        tokens, held_out: of the calibration set, and of the held-out set; None for a calibration set of unknown size,
+            whose activations then stay in host memory.
         processes: they share the activations; each needs all captured MoE inputs.
-        held_out: tokens of the held-out set.
 
     Raises:
         InputError: the limit is too small even for one expert batch at a time.
@@ -115,7 +114,8 @@ def device_memory(
     if accelerator and tokens is not None:
         inputs = recorded_bytes(sizes, tokens, phases.itemsize)
         states = between_bytes(sizes, -(-tokens // processes), phases.itemsize)
-        texts = held_out_device_bytes(sizes, -(-held_out // processes), phases.itemsize)
+        # After the layer of source and output, before it of one, and the routing.
+        texts = -(-held_out // processes) * (3 * phases.itemsize * sizes["hidden"] + 8 * sizes["chosen"])
         early = phases.layer if processes == 1 else 0
     if limit is not None:
         if smallest > limit:
@@ -242,7 +242,6 @@ def placement(
 
     Args:
         rows: tokens of the calibration set.
-        itemsize: bytes of one element of an activation.
         states: the user's choice; "auto" for files only where they take more than half of the free memory.
         free: bytes of host memory that are free on every machine.
         processes, machines: each process keeps all inputs, and its part of the activations between layers.
@@ -259,24 +258,14 @@ def placement(
 
 @dataclass
 class Residents:
-    """The number of expert batches whose Hessians are kept at a time: one number for a run, which only shrinks.
+    """The number of expert batches, at least 1, whose Hessians are kept at a time; in a run it only shrinks.
 
-    With one at a time a layer gets the same bytes as with all at once.
-
-    Attributes:
-        count: expert batches, at least 1.
-        unit: experts of an expert batch, for messages.
-        needed: bytes planned for one expert batch at a time.
+    `unit`, the experts of a batch, and `needed`, the bytes planned for one batch at a time, are for messages.
     """
 
     count: int
     unit: int
     needed: int
-
-    @classmethod
-    def all_of(cls, experts: int) -> Residents:
-        """No limit, for any size of expert batches."""
-        return cls(experts, 1, 0)
 
     def as_dict(self) -> dict[str, int]:
         """For JSON."""
@@ -321,11 +310,6 @@ def recorded_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
 def calibration_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
     """Activations and captured MoE inputs of the calibration set."""
     return between_bytes(sizes, tokens, itemsize) + recorded_bytes(sizes, tokens, itemsize)
-
-
-def held_out_device_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
-    """Held-out activations on a device: after the layer of source and output, before it of one, and the routing."""
-    return tokens * (3 * itemsize * sizes["hidden"] + 8 * sizes["chosen"])
 
 
 def held_out_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:

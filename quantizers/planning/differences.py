@@ -27,12 +27,12 @@ SCALES = (f".weight{SCALE}", ".weight_scale")  # with a scale per block, and per
 
 @dataclass(frozen=True)
 class Difference:
-    """One way in which a checkpoint differs from the kept facts.
+    """One way in which a checkpoint differs from the built-in facts.
 
     Attributes:
         what: `family`, `size`, `assert`, `missing`, `unknown`, `shape`, `dtype` or `scales`.
         name: a key, or a kind of tensor.
-        kept, found: what the kept facts say, and what the checkpoint has.
+        kept, found: in the built-in facts, and in the checkpoint.
         written: what the new facts say; None if facts have no words for it, so that it is still refused.
         tensors: how many tensors it is about; 0 for a key.
     """
@@ -171,7 +171,7 @@ def entry_of(facts: Architecture, sizes: Sizes, tensor: str) -> tuple[Section, s
 
 
 def part(values: MutableMapping[str, Any], section: Section) -> MutableMapping[str, Any]:
-    """A section of facts as they lie in YAML, to be changed; made where there is none."""
+    """A section of facts as in YAML, to be changed; made where there is none."""
     for key in section:
         values = values.setdefault(key, {})
     return values

@@ -1,22 +1,7 @@
 """Disk, memory and time of a run before it starts: an estimate from shapes and nominal rates, not a measurement.
 
-For one layer with experts of MiniMax-M2.1, Qwen3-30B-A3B and GLM-4.5-Air on an H100 the closed form below is within a
-quarter of a trace of every operation of the program. `quantize plan --measure` times a layer on this machine instead.
-
-Legend: E experts, K of them chosen per token, H hidden, I expert width, T calibration tokens, V evaluation tokens, L
-the length of a sequence, A columns of the attention's output matrix, P numbers in the layer's passthrough matrices.
-
-    products in bfloat16 (float32 on a CPU), each a multiplication and an addition:
-        passthrough matrices and attention  2 (T + 2V) P + 2 A Σ L²
-        every expert sees every token       4 T E H I
-        Hessians                            T (E I² + K H² + H²)
-        correction of w2                    1.7 K T (4 H I + 2 I²), padded to the busiest expert of a batch
-        routed passes                       6 K (T + 2V) H I
-    products in float32:
-        search, over g grid points          g E (H² I / 4 + H I² / 4)
-        rounding                            6 E (2 H² I + H I²)
-    factorizations in float32               4/3 E (H³ + I³)
-    bytes of device memory                  36 T E I + 500 · 3 E H I
+For one layer with experts of MiniMax-M2.1, Qwen3-30B-A3B and GLM-4.5-Air on an H100 the closed form in `layer_work` is
+within a quarter of a trace of every operation of the program. `quantize plan --measure` times a layer on this machine.
 """
 
 from __future__ import annotations
@@ -77,7 +62,7 @@ class Estimate:
 
     Attributes:
         tokens, held_out: upper bounds for the calibration set and the evaluation set (0 without evaluation); None if
-            unknown until the set is read.
+            unknown until the set is read. `drawn`: whether `tokens` are those of the recipe's calibration.tokens.
         source, output: bytes of the source, and disk space needed besides.
         states: activations of the calibration set, by kind of device: host memory, or disk space if they do not fit.
         host: host memory for two layers of the source and two of the output, the non-layer tensors, and the program.
@@ -85,9 +70,7 @@ class Estimate:
             activations.
         operations: multiplications and additions of the layers and the scoring.
         seconds: `layers`, `verification`, and `all` for their sum, on this machine's CPU and on every known GPU that
-            has the memory, by its name.
-        drawn: whether `tokens` are those of the recipe's calibration.tokens.
-        several: the same as `seconds`, by so many `processes` with a GPU each.
+            has the memory, by its name; `several`: the same by so many `processes` with a GPU each.
         disk: bytes a second that a machine reads from or writes to files.
     """
 
@@ -146,8 +129,8 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
     alike = {number: (number in job.sizes.dense, plan.schemes[number]) for number in numbers}
     first = {kind: number for number, kind in reversed(alike.items())}
     of_kind = {kind: layer_work(job, number, lengths, texts) for kind, number in first.items()}
-    work = [of_kind[kind] for kind in alike.values()]
-    work.append(Work(files=2.0 * sum(a.spec.bytes for part in plan.passthrough_parts for a in plan.of_layer(part))))
+    around = 2.0 * sum(a.spec.bytes for part in plan.passthrough_parts for a in plan.of_layer(part))
+    work = [*(of_kind[kind] for kind in alike.values()), Work(files=around)]
     logits = Work(4.0 * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"])
     gpus = [rates for rates in rates_of_gpus() if memory["GPU"].smallest <= USABLE * rates.memory]
 
@@ -165,31 +148,31 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
 
 
 def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[int]) -> Work:
-    """The work on one layer, by the closed form above.
+    """The work on one layer in closed form. A multiplication and an addition are two operations.
 
     Args:
         lengths, texts: tokens of each calibration sequence, and of each evaluation text.
     """
-    sizes, settings = job.sizes, job.plan.experts
+    sizes, settings, layer = job.sizes, job.plan.experts, job.plan.of_layer(number)
     hidden, width, experts, chosen = (float(sizes[name]) for name in ("hidden", "width", "experts", "chosen"))
-    passthrough = [action for action in job.plan.of_layer(number) if action.is_passthrough_matrix]
+    tokens, passes = sum(lengths), sum(lengths) + 2 * sum(texts)
+    passthrough = [action for action in layer if action.is_passthrough_matrix]
     numbers = sum(math.prod(action.spec.shape) for action in passthrough)
     outputs = (a.spec.shape[1] for a in passthrough if "attn" in a.source and a.spec.shape[0] == sizes["hidden"])
-    tokens, passes = sum(lengths), sum(lengths) + 2 * sum(texts)
     pairs = sum(n * n for n in lengths) + 2 * sum(n * n for n in texts)
-    products = 2.0 * passes * numbers + 2.0 * max(outputs, default=0) * pairs
-    files = float(sum(action.spec.bytes for action in job.plan.of_layer(number)))
-    files += sum(spec.bytes for spec in job.plan.shard(number).values())
+    products = 2.0 * passes * numbers + 2.0 * max(outputs, default=0) * pairs  # with attention
+    files = float(sum(a.spec.bytes for a in layer) + sum(spec.bytes for spec in job.plan.shard(number).values()))
     if number in sizes.dense:
         return Work(products, files=files)
-    products += 4 * tokens * experts * hidden * width
-    products += tokens * (experts * width**2 + (chosen + 1) * hidden**2)
-    products += 6 * chosen * passes * hidden * width
-    search = settings.awq.grid * experts * (hidden**2 * width + hidden * width**2) / 4 if settings.awq else 0.0
+    products += 4 * tokens * experts * hidden * width  # every expert sees every token
+    products += tokens * (experts * width**2 + (chosen + 1) * hidden**2)  # Hessians
+    products += 6 * chosen * passes * hidden * width  # routed passes
+    square = hidden**2 * width + hidden * width**2
+    search = settings.awq.grid * experts * square / 4 if settings.awq else 0.0
     rounding = factorization = 0.0
     if settings.rounding == "gptq":
-        products += PADDED * chosen * tokens * (4 * hidden * width + 2 * width**2)
-        rounding = 6 * experts * (2 * hidden**2 * width + hidden * width**2)
+        products += PADDED * chosen * tokens * (4 * hidden * width + 2 * width**2)  # correction of w2
+        rounding = 6 * experts * (square + hidden**2 * width)
         factorization = 4 / 3 * experts * (hidden**3 + width**3)
     moved = MOVED_PER_ROW * tokens * experts * width + MOVED_PER_WEIGHT * 3 * experts * hidden * width
     return Work(products, search + rounding, factorization, moved, files)
@@ -200,7 +183,7 @@ def _device_memory(job: Job, limit: int | None, accelerator: bool, tokens: int |
 
 
 def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
-    """What a run on a GPU keeps there within `limit` bytes.
+    """Device memory of a run on a GPU within `limit` bytes.
 
     Raises:
         InputError: the limit is too small even for one expert batch at a time.
@@ -214,8 +197,7 @@ def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
 def assumptions(needs: Estimate) -> list[str]:
     """The assumptions behind the figures, one line each."""
     reached = " and ".join(
-        f"{shares['bandwidth']:.0%}, {shares['products']:.0%}, {shares['float32']:.0%} and "
-        f"{shares['factorization']:.0%} on a {device}"
+        f"{', '.join(f'{share:.0%}' for share in shares.values())} on a {device}"
         for device, shares in (("GPU", GPU_SHARES), ("CPU", CPU_SHARES))
     )
     lines = [
@@ -237,11 +219,7 @@ def assumptions(needs: Estimate) -> list[str]:
 
 
 def longest_possible(path: Path) -> list[int] | None:
-    """Tokens of every sequence of a set if each is as long as its source allows; None if the set must be read to know.
-
-    Args:
-        path: of the set's YAML file.
-    """
+    """Tokens of every sequence of a set if each is as long as its source allows; None if only reading the set tells."""
     calibration = read_set(path)
     lengths: list[int] = []
     for source in calibration.sources:

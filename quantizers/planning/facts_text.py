@@ -1,4 +1,4 @@
-"""The text of a facts file: YAML with a comment above every entry that differs from the kept facts."""
+"""The text of a facts file: YAML with a comment above every entry that differs from the built-in facts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quantizers.system.strict_yaml import MAX_BYTES, dump
 from .differences import DENSE, EVERY, LINEARS, MOE, MTP, OUTSIDE, TENSORS, Section
 from .fit_facts import Fitted
 
-# How deep the keys lie of which each has a line of its own; all others, and what lies deeper, are written in one line.
+# Depth of the keys that have a line each; all others, and everything deeper, are written in one line.
 DEPTHS = dict.fromkeys(("sizes", "asserts", "outside", "expert_linears", "modules", "targets", "servers"), 1)
 DEPTHS |= dict.fromkeys((EVERY, MOE, DENSE, MTP), 2)
 UNKNOWN = [*((layer, kind) for layer in (EVERY, MOE) for kind in (LINEARS, TENSORS)), OUTSIDE]  # where such tensors are
@@ -43,7 +43,7 @@ def facts_text(fitted: Fitted, model: str) -> str:
 
 
 def _comments(fitted: Fitted) -> dict[tuple[str, ...], str]:
-    """What stands above an entry, by the keys that lead to it."""
+    """The comment above an entry, by its path of keys."""
     comments: dict[tuple[str, ...], str] = {}
     for name in fitted.suspects:
         section = next(one for one in UNKNOWN if name in _entries(fitted.values, one))

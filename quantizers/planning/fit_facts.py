@@ -1,4 +1,4 @@
-"""Facts that fit one checkpoint, made from the kept facts of a family: what `quantize new MODEL --facts` writes."""
+"""Facts that fit one checkpoint, made from the built-in facts of a family, for `quantize new MODEL --facts`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .fit_sizes import fit_sizes
 from .fit_tensors import fit_known, fit_scales
 from .fit_unknown import fit_unknown
 
-NOT_TAKEN_OVER = ("published",)  # what is true of the family's models on the Hub, and maybe not of this one
+NOT_TAKEN_OVER = ("published",)  # true of the published models, and maybe not of this one
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Fitted:
     """Facts that fit a checkpoint as far as facts can.
 
     Attributes:
-        family: whose kept facts they were made from.
-        values: the new facts as they lie in YAML.
-        differences: from the kept facts, all of them.
+        family: of the built-in facts that they were made from.
+        values: the new facts as in YAML.
+        differences: from the built-in facts, all of them.
         suspects: the names in the new facts of unknown tensors that may read the norm before the experts; there they
             are among its readers.
     """
@@ -77,7 +77,7 @@ def read_headers(model: str) -> tuple[dict[str, Any], dict[str, Spec], str]:
 
 
 def fit_facts(config: Mapping[str, Any], tensors: Mapping[str, Spec], where: str, like: str | None = None) -> Fitted:
-    """Change the kept facts of a family until they fit a checkpoint.
+    """Change the built-in facts of a family until they fit a checkpoint.
 
     Args:
         config: config.json.

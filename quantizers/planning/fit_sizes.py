@@ -1,4 +1,4 @@
-"""The sizes that a config.json does not give under the keys of the kept facts: read from the headers.
+"""The sizes that a config.json does not give under the keys of the built-in facts: read from the headers.
 
 A size is known if it is counted (layers, experts) or if it alone is unknown in some tensor's shape: a matrix of
 `heads * head_dim` rows says head_dim once the number of heads is known.

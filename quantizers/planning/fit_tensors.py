@@ -1,4 +1,4 @@
-"""Facts that fit a checkpoint's tensors: the entries of the kept ones with what differs changed."""
+"""Facts that fit a checkpoint's tensors: the entries of the built-in ones, changed where they differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quantizers.checkpoint.safetensors_header import FLOATING, FP8
 
 from .differences import LINEARS, MATRICES_OF_EXPERTS, Compared, Difference, Kind, part, shown
 
-Values = MutableMapping[str, Any]  # facts as they lie in YAML
+Values = MutableMapping[str, Any]  # facts as in YAML
 SCALES = ("F32", "BF16")
 NO_WORDS = None
 
@@ -19,7 +19,7 @@ def fit_known(values: Values, facts: Architecture, compared: Compared) -> Iterat
     """Change the entries of tensors that differ. The scales follow when the new facts are compared once more.
 
     Args:
-        values: the facts as they lie in YAML, which are changed.
+        values: the facts as in YAML, which are changed.
         facts: the same, read.
     """
     for kind in compared.kinds:

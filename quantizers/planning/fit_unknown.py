@@ -1,4 +1,4 @@
-"""Facts about the tensors of a checkpoint that no entry of the kept facts means: they are kept as they are.
+"""Facts about the tensors of a checkpoint that no entry of the built-in facts names: they pass through.
 
 Nobody has said what reads such a tensor, or what it reads. One of a layer with experts may read the norm before them.
 So it is named in `norm.readers`, and nothing is folded until somebody who knows the model takes it out.
@@ -35,14 +35,14 @@ def fit_unknown(
     """Write unknown tensors into the facts, with their shapes in numbers.
 
     Args:
-        values: the facts as they lie in YAML, which are changed.
+        values: the facts as in YAML, which are changed.
         facts: the same, read.
         unknown: every unknown tensor.
         block: rows and columns of an FP8 block.
         mtp: the layers that predict further tokens, as far as the checkpoint has them.
 
     Returns:
-        What was found, and the names in the facts of those that may read the norm.
+        The differences, and the names in the facts of those that may read the norm.
     """
     written: dict[str, bool] = dict.fromkeys(unknown, False)
     suspects: list[str] = []
@@ -104,7 +104,7 @@ def _is_fp8_linear(name: str, entries: Mapping[str, ByLayer], block: tuple[int, 
 
 
 def _is_plain(specs: ByLayer) -> bool:
-    """Whether this tensor has one shape in its layers, and numbers that are kept as they are."""
+    """Whether this tensor has one shape in its layers, and numbers that pass through."""
     return len({spec.shape for spec in specs.values()}) == 1 and {s.dtype for s in specs.values()} <= set(FLOATING)
 
 

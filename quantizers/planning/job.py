@@ -38,9 +38,9 @@ class Job:
         source: the opened checkpoint; None if the plan was made without the source's shards.
         location: where the source is: a folder, or a Hub id.
         basis: what the plan was made from, as text for users.
-        fp8: the form of the FP8 weights that are kept; None if none are.
+        fp8: the form of the FP8 weights that pass through; None if none do.
         allocation: of a recipe with a budget. Before the choice is made, the plan uses the best uniform scheme.
-        own: the file that `facts` was read from, if it is the user's own.
+        facts_file: the user's file that `facts` was read from; None for built-in facts.
     """
 
     recipe: Recipe
@@ -54,7 +54,7 @@ class Job:
     fp8: Fp8 | None
     allocation: Allocation | None = None
     location: str = ""
-    own: Path | None = None
+    facts_file: Path | None = None
 
     @property
     def opened(self) -> Checkpoint:
@@ -69,7 +69,7 @@ def prepare(
     hub: bool = False,
     source_folder: Path | None = None,
     *,
-    own: Path | None = None,
+    facts_file: Path | None = None,
     changes: Sequence[Change] = (),
 ) -> Job:
     """Read a recipe, find and check its source, and make the plan.
@@ -77,22 +77,22 @@ def prepare(
     Args:
         name: a recipe's path or shipped name.
         source_folder: the source's folder on this machine, instead of the one that the recipe names.
-        offline_facts: if the source's shards are not on this machine, plan from its config.json, from the facts
-            kept for its architecture, or from the headers on the Hub.
+        offline_facts: if the source's shards are not on this machine, plan from its config.json, from the built-in
+            facts, or from the headers on the Hub.
         hub: with `offline_facts`, prefer the headers on the Hub to the built-in architecture spec.
-        own: a file with the user's own facts, instead of the one that the recipe may name.
+        facts_file: of the user, instead of the one that the recipe may name.
         changes: settings that are given instead of those in the recipe.
 
     Raises:
-        InputError: one line naming what is wrong and where.
+        InputError: the recipe, a set or the source is wrong.
     """
     recipe, path = read_recipe(name, changes)
     _refuse_missing_sets(recipe, path)
     location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)
-    own = own or facts_location(recipe, path)
+    facts_file = facts_file or facts_location(recipe, path)
     source: Checkpoint | None = None
     tensors: Mapping[str, Spec] | None
-    offline = _without_shards(location, recipe.source.revision, hub, own) if offline_facts else None
+    offline = _without_shards(location, recipe.source.revision, hub, facts_file) if offline_facts else None
     if offline:
         config, tensors, where = offline
         basis = config_name = where
@@ -101,7 +101,7 @@ def prepare(
         source = _open_source(location, recipe)
         config, where, config_name = source.config, str(source.folder), str(source.folder / CONFIG)
         basis = f"the headers of {where}"
-    facts, block = architecture_for(config, config_name, own), declared_block(config, config_name)
+    facts, block = architecture_for(config, config_name, facts_file), declared_block(config, config_name)
     with _with_remedy(location):
         sizes = sizes_of(facts, config, config_name)
         if source:
@@ -111,13 +111,13 @@ def prepare(
             tensors = expected_tensors(facts, sizes, config, where) if tensors is None else tensors
             tensors = split_fused_specs(tensors, facts, sizes, where)
         plan = make_plan(facts, sizes, tensors, recipe.experts, where, block)
+    choices = None
+    if recipe.experts.by_budget:
+        key = "budget" if recipe.experts.budget is not None else "bits_per_weight"
+        choices = allocation(plan, sizes, recipe.experts, given_at(("experts", key), path, changes))
+        plan = plan.with_schemes(choices.best_uniform())
     fp8 = plan.fp8_form(block)
-    if not recipe.experts.by_budget:
-        return Job(recipe, path, facts, sizes, config, plan, source, basis, fp8, location=location, own=own)
-    key = "budget" if recipe.experts.budget is not None else "bits_per_weight"
-    choices = allocation(plan, sizes, recipe.experts, given_at(("experts", key), path, changes))
-    plan = plan.with_schemes(choices.best_uniform())
-    return Job(recipe, path, facts, sizes, config, plan, source, basis, fp8, choices, location, own)
+    return Job(recipe, path, facts, sizes, config, plan, source, basis, fp8, choices, location, facts_file)
 
 
 def _open_source(location: str, recipe: Recipe) -> Checkpoint:
@@ -176,7 +176,7 @@ def given_folder(folder: Path) -> str:
 
 
 def _without_shards(
-    location: str, revision: str, hub: bool, own: Path | None
+    location: str, revision: str, hub: bool, facts_file: Path | None
 ) -> tuple[dict[str, Any], dict[str, Spec] | None, str] | None:
     """config.json, headers (None unless from the Hub) and basis of a source whose shards are not on this machine.
 
@@ -191,7 +191,7 @@ def _without_shards(
         return config, None, f"{config_file} alone, without shards"
     if folder.is_dir() or (_in_cache(location, revision) and not hub):
         return None
-    built_in = None if hub or own is not None else published_config(location)
+    built_in = None if hub or facts_file is not None else published_config(location)
     if built_in is not None:
         return built_in[1], None, f"the built-in architecture spec of {location} (its files are not on this machine)"
     if location.startswith((".", "/", "~")) or location.count("/") != 1:

@@ -54,12 +54,8 @@ Blocks = Mapping[str, tuple[int, int]]  # rows and columns of an FP8 block, by m
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Weight bytes of one decoder layer, by how vLLM distributes them.
-
-    Attributes:
-        experts: split over the tensor-parallel GPUs.
-        linears: of each passthrough linear module, without the layer's prefix; split as `module_gpus` says.
-        others: stored whole on every GPU.
+    """Weight bytes of one decoder layer: of experts, split over the tensor-parallel GPUs; of each passthrough linear
+    module, split as `module_gpus` says; and of others, whole on every GPU.
     """
 
     experts: int
@@ -313,11 +309,7 @@ def cache_gpus(ranks: int, facts: Architecture, sizes: Sizes) -> int:
 
 
 def module_gpus(module: str, ranks: int, facts: Architecture, sizes: Sizes) -> int:
-    """The number of GPUs among which an unquantized linear module is divided: 1 if each has all of it.
-
-    Args:
-        module: its name without the layer's prefix.
-    """
+    """The number of GPUs among which a passthrough linear module is divided: 1 if each has all of it."""
     assert facts.kv_cache is not None
     parts = _parts(facts).get(module)
     if parts is None:
@@ -345,7 +337,7 @@ def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[in
         if width // ranks % group:
             yield (
                 f"the experts' width per rank, {width // ranks}, is not a multiple of the group, {group}: groups would "
-                "cross ranks"
+                "be split between ranks"
             )
     shapes = facts.linears(dense=False) | (facts.linears(dense=True) if sizes.dense else {})
     for module, parts in _parts(facts).items():

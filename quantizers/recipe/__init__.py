@@ -1,4 +1,4 @@
 """Recipes: their schema, the shipped ones, and the portable form that is published with a finished checkpoint.
 
-`plan/` decides what a recipe means on this machine.
+`planning/` decides what a recipe means on this machine.
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantizers.architectures.families import published_models
-from quantizers.system.errors import InputError, OutputError, did_you_mean
+from quantizers.system.errors import InputError, did_you_mean
 from quantizers.system.package_data import shipped
 
 from .read import read_recipe, shipped_recipe
-from .schema import Experts, Recipe
+from .schema import Experts
 
 
 def rows() -> list[dict[str, str]]:
@@ -17,22 +17,17 @@ def rows() -> list[dict[str, str]]:
     table = []
     for path in sorted(shipped("recipes").glob("*.yaml")):
         recipe, _ = read_recipe(str(path))
-        experts = recipe.experts
+        name, tokens, experts = Path(recipe.calibration_set).stem, recipe.calibration_tokens, recipe.experts
         table.append(
             {
                 "name": path.stem,
                 "source": recipe.source.model,
-                "calibration": _calibration(recipe),
+                "calibration": name if tokens is None else f"{name}, {tokens:,} tokens",
                 "experts": f"{_stored(experts)}, {experts.engine}",
                 "about": path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip(),
             }
         )
     return table
-
-
-def _calibration(recipe: Recipe) -> str:
-    name, tokens = Path(recipe.calibration_set).stem, recipe.calibration_tokens
-    return name if tokens is None else f"{name}, {tokens:,} tokens"
 
 
 def _stored(experts: Experts) -> str:
@@ -59,11 +54,8 @@ def new_recipe(model: str) -> str:
     """
     models = published_models()
     if not Path(model).is_dir() and model not in models:
-        hint = did_you_mean(model, models)
-        known = ", ".join(models)
-        raise InputError(
-            f"{model}: no architecture spec for this model{hint}; give a checkpoint folder, or one of {known}"
-        )
+        remedy = f"give a checkpoint folder, or one of {', '.join(models)}"
+        raise InputError(f"{model}: no architecture spec for this model{did_you_mean(model, models)}; {remedy}")
     source = str(Path(model).resolve()) if Path(model).is_dir() else model
     return f"""\
 # {source}: as published, but for the routed experts, which become INT4.
@@ -87,18 +79,3 @@ verify:                                # exit code 3 when one fails; the output 
   perplexity: {{data: held-out, max_increase: 0.02, max_kl: 0.05}}   # relative; nats
   # stop: {{max_hidden_error: 0.2}}      # stop after the first layer that is worse, without finishing the output
 """
-
-
-def write_new(text: str, path: Path) -> None:
-    """Write a recipe to a new file.
-
-    Raises:
-        OutputError: the file exists, or cannot be written.
-    """
-    try:
-        with path.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError:
-        raise OutputError(f"{path}: exists; give another name") from None
-    except OSError as failure:
-        raise OutputError(f"{path}: cannot be written ({failure.strerror}); give another place") from None

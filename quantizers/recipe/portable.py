@@ -18,16 +18,16 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from quantizers.calibration.lock import file_hash, read_lock
+from quantizers.calibration.rows import for_each_source, local_file
+from quantizers.calibration.set import DataSource, read_set
 from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, LOCK, RECIPE
 from quantizers.system.strict_yaml import dump, parse
 
 from .read import facts_location, set_location
 from .schema import Calibration, Recipe
-
-if TYPE_CHECKING:
-    from quantizers.calibration.set import DataSource
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
@@ -97,23 +97,19 @@ def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
     Raises:
         CalibrationError: a set is wrong, or one of its local files is missing.
     """
-    from quantizers.calibration.lock import file_hash
-    from quantizers.calibration.rows import local_file
-
     sets: dict[str, str] = {}
     data: dict[str, Path] = {}
     renamed: dict[str, dict[str, str]] = {}
+    for target, set_name in _named_sets(recipe):
+        file, names = set_location(set_name, path), renamed.setdefault(target, {})
 
-    for target, name in _named_sets(recipe):
-        file, names = set_location(name, path), renamed.setdefault(target, {})
-
-        def called(source: DataSource, folder: Path = file.parent, names: dict[str, str] = names) -> str:
+        def published_name(source: DataSource, folder: Path = file.parent, names: dict[str, str] = names) -> str:
             data_file = local_file(source, folder)
             name = f"data-{file_hash(data_file).removeprefix('sha256:')[:16]}{data_file.suffix}"
             data[name], names[source.dataset] = data_file, name
             return name
 
-        sets |= _copies(file, target, called)
+        sets |= _copies(file, target, published_name)
     sets |= facts_copy(facts_location(recipe, path))
     portable = _with_copies(recipe, path)
     return Resolved(portable, settings_hash(recipe, path), sets, data, renamed[CALIBRATION])
@@ -135,8 +131,8 @@ def meaning(recipe: Recipe, path: Path) -> list[dict[str, Any]]:
     """What `settings_hash` covers: the portable recipe's settings, and the text of each file beside it, by name."""
     texts = {
         name: text
-        for target, called in _named_sets(recipe)
-        for name, text in _copies(set_location(called, path), target, lambda _: "data.jsonl").items()
+        for target, set_name in _named_sets(recipe)
+        for name, text in _copies(set_location(set_name, path), target, lambda _: "data.jsonl").items()
     }
     texts |= facts_copy(facts_location(recipe, path))
     return [_with_copies(recipe, path).settings(), texts]
@@ -168,25 +164,20 @@ def facts_copy(file: Path | None) -> dict[str, str]:
     return {} if file is None else {FACTS: dump(parse(file)[0], width=120, short_in_one_line=True)}
 
 
-def _copies(path: Path, target: str, called: Callable[[DataSource], str]) -> dict[str, str]:
+def _copies(path: Path, target: str, published_name: Callable[[DataSource], str]) -> dict[str, str]:
     """The text of a set's copy, and of its lock's copy if it has a lock, by file name.
 
     Args:
-        called: returns the published name of a local source's file.
+        published_name: returns the published name of a local source's file.
     """
-    from quantizers.calibration.lock import read_lock
-    from quantizers.calibration.rows import for_each_source
-    from quantizers.calibration.sampler import order_of
-    from quantizers.calibration.set import read_set
-
     calibration = read_set(path)
 
     def copied(index: int, source: DataSource) -> DataSource:
         if not source.is_local:
             return source
         uses_seed = source.samples != "all" or source.shape == "code-contests"
-        order = order_of(calibration, index) if uses_seed else source.order
-        return source.model_copy(update={"dataset": called(source), "order": order})
+        order = calibration.order_of(index) if uses_seed else source.order
+        return source.model_copy(update={"dataset": published_name(source), "order": order})
 
     sources = for_each_source(calibration, path, copied, 1)
     values = calibration.model_copy(update={"sources": tuple(sources)}).model_dump(mode="json", exclude_none=True)

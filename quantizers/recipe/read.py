@@ -73,7 +73,7 @@ def find_recipe(name: str) -> Path:
         return path
     if os.path.isdir(path) and (path / "config.json").is_file():
         raise RecipeError(f"{name}: is a model's folder, no recipe; `quantize new {name}` writes a recipe for it")
-    return _shipped_for(name) or _refuse(name)
+    return shipped_recipe(name)
 
 
 def shipped_recipe(name: str) -> Path:
@@ -82,35 +82,18 @@ def shipped_recipe(name: str) -> Path:
     Raises:
         RecipeError: as `find_recipe`.
     """
-    path = shipped("recipes") / f"{name.removesuffix('.yaml')}.yaml"
-    if Path(name).name == name and os.path.isfile(path):
-        return path
-    return _shipped_for(name) or _refuse(name)
-
-
-def _models() -> dict[str, str]:
-    """The model of each shipped recipe, by the recipe's name."""
-    return {name: parse(shipped("recipes") / f"{name}.yaml")[0]["source"]["model"] for name in shipped_names("recipes")}
-
-
-def _shipped_for(model: str) -> Path | None:
-    """The recipe that is shipped for a model on the Hub; None if there is none.
-
-    Raises:
-        RecipeError: there are several.
-    """
-    made = [name for name, source in _models().items() if source.lower() == model.lower()]
-    if len(made) > 1:
-        raise RecipeError(f"{model}: {len(made)} recipes are shipped for this model; name one: {', '.join(made)}")
-    return shipped("recipes") / f"{made[0]}.yaml" if made else None
-
-
-def _refuse(name: str) -> Path:
-    """Raise RecipeError with what may have been meant."""
+    files = {recipe: shipped("recipes") / f"{recipe}.yaml" for recipe in shipped_names("recipes")}
+    if name.removesuffix(".yaml") in files:
+        return files[name.removesuffix(".yaml")]
+    models = {recipe: parse(file)[0]["source"]["model"] for recipe, file in files.items()}
+    made = [recipe for recipe, model in models.items() if model.lower() == name.lower()]
+    if len(made) == 1:
+        return files[made[0]]
+    if made:
+        raise RecipeError(f"{name}: {len(made)} recipes are shipped for this model; name one: {', '.join(made)}")
     if "/" in name and name in published_models():
         raise RecipeError(f"{name}: no recipe is shipped for this model; `quantize new {name}` writes one")
-    models = _models()
-    on_the_hub = {source for source in models.values() if not source.startswith(".")}
+    on_the_hub = {model for model in models.values() if not model.startswith(".")}
     hint = did_you_mean(name.removesuffix(".yaml"), [*models, *sorted(on_the_hub)])
     raise RecipeError(f"{name}: no such recipe{hint}; give a file, or a name that `quantize recipes` lists")
 

@@ -118,11 +118,12 @@ class Awq(_OnlyIfGiven):
     that is exact. `true` refuses any other family, `false` leaves norms and routers unchanged."""
 
 
-class Experts(Strict):
+class Experts(_OnlyIfGiven):
     """Quantization of the routed experts' matrices. Everything else keeps its bytes."""
 
-    # These three come first, so that the validators of the keys that they exclude can see them. Keys that the
-    # recipe does not give are not part of the settings.
+    # These three come first, so that the validators of the keys that they exclude can see them.
+    only_if_given = ("budget", "bits_per_weight", "tensor_parallel")
+
     budget: str | None = None
     """Size of all shards, such as `125GiB` or `120GB`, instead of `bits` and `group_size`: both are then chosen for
     each layer from measurements. See [budget](budget.md)."""
@@ -184,11 +185,9 @@ class Experts(Strict):
 
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        settings: dict[str, Any] = handler(self)
-        absent = [key for key in ("budget", "bits_per_weight", "tensor_parallel") if settings[key] is None]
-        if self.by_budget:
-            absent += ["bits", "group_size"]
-        return {key: value for key, value in settings.items() if key not in absent}
+        unused = ("bits", "group_size") if self.by_budget else ()
+        settings: dict[str, Any] = super()._as_given(handler)
+        return {key: value for key, value in settings.items() if key not in unused}
 
 
 class CoverageGate(Strict):

@@ -8,11 +8,11 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import QuantizeError
+from .errors import OutputError, QuantizeError
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -28,6 +28,31 @@ def write_text(text: str, path: Path) -> None:
     """Write a small file atomically: temporary file, fsync, rename, fsync of the folder."""
     with disk_errors(path), atomic(path) as stream:
         stream.write(text.encode())
+
+
+def write_new(contents: Mapping[Path, bytes], *, keep_equal: bool = False) -> None:
+    """Write files, all or none of them, and overwrite nothing.
+
+    Args:
+        keep_equal: whether files that exist with the same bytes may stay.
+
+    Raises:
+        OutputError: one exists, or cannot be written.
+    """
+    for target, content in contents.items():
+        if target.exists() and not (keep_equal and target.is_file() and target.read_bytes() == content):
+            raise OutputError(f"{target}: exists; give another name or folder")
+    written: list[Path] = []
+    try:
+        for target, content in contents.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                written.append(target)
+                target.write_bytes(content)
+    except OSError as failure:
+        for target in written:
+            target.unlink(missing_ok=True)
+        raise OutputError(f"{failure.filename}: cannot be written ({failure.strerror}); give another place") from None
 
 
 def copy_file(source: Path, target: Path) -> None:

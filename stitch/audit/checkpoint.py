@@ -8,6 +8,7 @@ written, every tensor that changed since is reported.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from quantizers.formats.fp8 import block_size
 from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import Plan
-from quantizers.recipe.schema import Experts, Scheme
+from quantizers.recipe.schema import BITS, GROUPS, Experts, Scheme
 from quantizers.system.errors import CheckpointError
 from quantizers.system.output_files import REPORT, is_plain
 from quantizers.system.thread_map import thread_map
@@ -33,7 +34,6 @@ from stitch.write.config_files import output_config
 from stitch.write.digests import ShardDigest, changes, recorded_digests
 
 from .folder import config_differences, side_file_differences, strays
-from .infer_scheme import layer_schemes
 from .layer import NOT_COMPENSATED, LayerAudit, audit_kept, audit_layer
 
 
@@ -125,7 +125,7 @@ def verify(
     try:
         candidate = open_folder(folder)
         renamed = published_names(candidate, facts)
-        schemes = layer_schemes(candidate, renamed, facts, sizes)
+        schemes = _declared_schemes(candidate, facts, sizes) or stored_schemes(renamed, facts, sizes)
     except CheckpointError as failure:
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
@@ -208,3 +208,82 @@ def _header_differences(plan: Plan, facts: Architecture, candidate: Checkpoint) 
                 )
     unknown = [name for name in candidate.tensors if name not in expected]
     return differences + [f"{name}: no tensor of the source accounts for it" for name in unknown]
+
+
+# The experts' scheme -----------------------------------------------------------------------------------------------
+
+
+def _declared_schemes(checkpoint: Checkpoint, facts: Architecture, sizes: Sizes) -> list[Scheme] | None:
+    """Each layer's scheme, from quantization_config: of several integer groups the first that matches expert 0.
+
+    Returns:
+        None if no group targets integer experts, or none matches some layer.
+    """
+    groups = _expert_groups(checkpoint)
+    if len(groups) == 1:
+        return [groups[0][1]] * sizes["layers"]
+    first = sizes.moe_layers[0]
+    names = [facts.expert(first if n in sizes.dense else n, 0, "gate") for n in range(sizes["layers"])]
+    matched = [next((s for targets, s in groups if any(_matches(t, name) for t in targets)), None) for name in names]
+    schemes = [scheme for scheme in matched if scheme is not None]
+    return schemes if len(schemes) == sizes["layers"] else None
+
+
+def _matches(target: str, name: str) -> bool:
+    try:
+        return re.match(target.removeprefix("re:"), name) is not None
+    except re.error:
+        return False
+
+
+def _expert_groups(checkpoint: Checkpoint) -> list[tuple[list[str], Scheme]]:
+    """The expert targets and the scheme of each config group of integer experts."""
+    section = checkpoint.config.get("quantization_config")
+    groups = section.get("config_groups") if isinstance(section, dict) else None
+    result: list[tuple[list[str], Scheme]] = []
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        targets = group.get("targets") if isinstance(group, dict) else None
+        if not isinstance(weights, dict) or not isinstance(targets, list) or weights.get("type") != "int":
+            continue
+        expert_targets = [target for target in targets if isinstance(target, str) and "experts" in target]
+        bits, group_size = weights.get("num_bits"), weights.get("group_size")
+        if expert_targets and bits in BITS and group_size in GROUPS:
+            result.append((expert_targets, Scheme(bits, group_size)))
+    return result
+
+
+def stored_schemes(experts: Checkpoint, facts: Architecture, sizes: Sizes) -> list[Scheme]:
+    """Each layer's scheme, from the shapes of its expert 0's tensors (under published names).
+
+    Raises:
+        CheckpointError: they are not packed symmetric integers of a supported bit width and group size.
+    """
+    schemes = {layer: _stored_scheme(experts, facts, layer) for layer in sizes.moe_layers}
+    return [schemes.get(layer, schemes[sizes.moe_layers[0]]) for layer in range(sizes["layers"])]
+
+
+def _stored_scheme(experts: Checkpoint, facts: Architecture, layer: int) -> Scheme:
+    module = facts.expert(layer, 0, "gate")
+    where = f"{experts.folder}: {module}"
+    for part in ("weight_zero_point", "weight_g_idx"):
+        if f"{module}.{part}" in experts.tensors:
+            raise CheckpointError(f"{where}.{part}: asymmetric or reordered integers are not supported")
+    if f"{module}.qweight" in experts.tensors:
+        raise CheckpointError(
+            f"{where}.qweight: experts of AutoAWQ or GPTQ cannot be stitched; give symmetric ones in "
+            "compressed-tensors' pack-quantized, as llm-compressor saves them"
+        )
+    packed = experts.require(f"{module}.weight_packed", "its experts must be packed integers")
+    scale = experts.require(f"{module}.weight_scale", "the scales of packed integers")
+    shape = experts.tensor(experts.require(f"{module}.weight_shape", "the shape of packed integers").name).tolist()
+    if len(packed.shape) != 2 or len(scale.shape) != 2 or len(shape) != 2 or not scale.shape[1] or not shape[1]:
+        raise CheckpointError(
+            f"{where}: packed {list(packed.shape)} and scale {list(scale.shape)} do not fit each other"
+        )
+    bits, group = packed.shape[1] * 32 // shape[1], shape[1] // scale.shape[1]
+    if bits not in BITS or group not in GROUPS:
+        raise CheckpointError(
+            f"{where}: INT{bits} in groups of {group}; 4 or 8 bits in groups of 32, 64 or 128 are needed"
+        )
+    return Scheme(bits, group)

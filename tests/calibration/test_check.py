@@ -106,9 +106,7 @@ def test_a_recipe_brings_its_set_and_its_held_out_set(tmp_path: Path, command: C
     assert code == 0
     assert said.startswith("embedded: nothing contradicts the set, but 1 warning warning: 72% of the set's tokens")
     assert said.endswith("held-out.yaml")
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    shared = rows_set(folder, [("x", "a text of its own")], name="a")
+    shared = rows_set(tmp_path / "elsewhere", [("x", "a text of its own")], name="a")
     text = (shipped("recipes") / f"{RECIPE}.yaml").read_text().replace("../calibration/held-out.yaml", str(shared))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text.replace("../models", str(shipped("models"))).replace("../calibration", "x"))
@@ -167,13 +165,10 @@ def checked_set(folder: Path, rows: list[tuple[str, str]], name: str = "set") ->
 
 def test_the_embedded_set_holds_what_it_claims(embedded: SetReport) -> None:
     assert embedded.findings == ()
-    assert not embedded.findings
-    assert embedded.missing == {"programming": [], "spoken": []}
     assert (len(embedded.languages["programming"]), len(embedded.languages["spoken"])) == (60, 12)
     assert min(embedded.languages["programming"].values()) >= 3
     assert min(embedded.languages["spoken"].values()) >= 4
     assert embedded.held_out == str(SETS / "held-out.yaml")
-    assert (embedded.duplicates, embedded.shared, embedded.mismatches) == ((), (), ())
     assert embedded.identified == 48
     fields = {row["category"] for row in embedded.categories if "/" not in row["category"]}
     assert len(fields) == 16
@@ -219,7 +214,6 @@ def test_faults_are_found_and_named(tmp_path: Path, tokenizer: str) -> None:
     path = checked_set(tmp_path, rows)
     checked_set(tmp_path, [("x", german + " Bitte nehmen Sie den Bus.")], "other")
     report = check_set(path, tokenizer, tmp_path / "other.yaml")
-    assert report.findings
     assert report.missing == {"programming": ["D"], "spoken": ["German"]}
     places = [f"set.jsonl:{number}" for number in (1, 2, 3, 4)]
     assert [(twins.first, twins.second, twins.similarity) for twins in report.duplicates] == [

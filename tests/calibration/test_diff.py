@@ -28,8 +28,8 @@ def test_texts_and_tokens_are_counted_as_a_slow_comparison_does(tmp_path: Path, 
     diff = diff_texts(*sets, tokenizer)
     lost = list((Counter(text for _, text in OLD) - Counter(text for _, text in NEW)).elements())
     gained = list((Counter(text for _, text in NEW) - Counter(text for _, text in OLD)).elements())
-    assert ([text.place for text in diff.lost], lost) == (["a.jsonl:5"], ["twice"])
-    assert ([text.place for text in diff.gained], gained) == (["b.jsonl:5", "b.jsonl:6"], ["fourth", "5th"])
+    assert ([text["place"] for text in diff.lost], lost) == (["a.jsonl:5"], ["twice"])
+    assert ([text["place"] for text in diff.gained], gained) == (["b.jsonl:5", "b.jsonl:6"], ["fourth", "5th"])
     assert (diff.texts, diff.tokens) == ((5, 6), (5 + 6 + 10 + 5 + 5, 5 + 6 + 10 + 5 + 6 + 3))
     assert diff.categories == {
         "x": {"texts": (2, 1), "tokens": (11, 5)},
@@ -39,7 +39,7 @@ def test_texts_and_tokens_are_counted_as_a_slow_comparison_does(tmp_path: Path, 
     back = diff_texts(sets[1], sets[0], tokenizer)
     assert (back.texts, back.tokens) == (diff.texts[::-1], diff.tokens[::-1])
     assert (len(back.gained), len(back.lost)) == (1, 2)
-    assert [text.category for text in back.gained] == ["y"]
+    assert [text["category"] for text in back.gained] == ["y"]
     assert not diff_texts(sets[0], sets[0], tokenizer)
 
 
@@ -98,7 +98,7 @@ def test_without_the_hub_the_files_are_compared_and_one_line_says_so(
     text = said(command, local, hub, "--tokenizer", tokenizer)
     assert "+ owner/data train: all samples" in text
     assert "texts and tokens are not compared: " in " ".join(text.split())
-    assert "reads a data set on the Hub and cannot be loaded now" in " ".join(text.split())
+    assert "reads the Hub and cannot be loaded now" in " ".join(text.split())
     data = json.loads(said(command, local, hub, "--tokenizer", tokenizer, "--json"))
     assert data["texts"] is None
     assert f"`quantize calibration {hub}` says why" in data["note"]

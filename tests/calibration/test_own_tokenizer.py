@@ -13,7 +13,7 @@ from commands import Command
 from own_tokenizer import own_ids, write_own_tokenizer
 from sets import rows_set
 
-from quantizers.calibration.render import Renderer, own_class
+from quantizers.calibration.render import Renderer, custom_class
 from quantizers.calibration.row_formats import Content
 from quantizers.recipe.read import read_recipe
 from quantizers.system.errors import CalibrationError
@@ -109,7 +109,7 @@ def test_the_fingerprint_changes_with_the_code(folder: Path) -> None:
     ],
 )
 def test_the_class_that_a_checkpoint_has(settings: dict[str, object], expected: str | None) -> None:
-    assert own_class(settings) == expected
+    assert custom_class(settings) == expected
 
 
 @pytest.mark.parametrize(("said", "trusts"), [("", False), ("false", False), ("tokenizer", True), ("true", True)])

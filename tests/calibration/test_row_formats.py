@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quantizers.calibration.row_formats import SHAREGPT_ROLES, Content, Rejected, instruct, read_row
+from quantizers.calibration.row_formats import Content, Rejected, instruct, read_row
 from quantizers.calibration.set import DataSource
 
 
@@ -70,10 +70,18 @@ def test_structures_may_be_json_text() -> None:
     assert content.tools == ({"a": 1},)
 
 
-@pytest.mark.parametrize("name", [name for name, role in SHAREGPT_ROLES.items() if role != "call"])
-def test_sharegpt_knows_its_role_names(name: str) -> None:
-    (turn,) = sharegpt({"from": name.upper(), "value": "hello"}).turns
-    assert (turn["role"], turn["content"]) == (SHAREGPT_ROLES[name], "hello")
+@pytest.mark.parametrize(
+    ("role", "names"),
+    [
+        ("system", "system"),
+        ("user", "human user Human"),
+        ("assistant", "gpt assistant chatgpt model bot bing bard GPT"),
+        ("tool", "tool observation function_response"),
+    ],
+)
+def test_sharegpt_knows_its_role_names(role: str, names: str) -> None:
+    turns = sharegpt(*({"from": name, "value": "hello"} for name in names.split())).turns
+    assert {(turn["role"], turn["content"]) for turn in turns} == {(role, "hello")}
 
 
 def test_sharegpt_markup_becomes_fields() -> None:

@@ -13,8 +13,9 @@ from quantizers.calibration.load_set import load_set
 from quantizers.calibration.lock import lock_path, lock_set
 from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set import read_set
-from quantizers.calibration.set_files import copy_set, new_set, rows, write_together
+from quantizers.calibration.set_files import copy_set, new_set, rows
 from quantizers.system.errors import CalibrationError, InputError, OutputError
+from quantizers.system.files import write_new
 from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
@@ -78,7 +79,7 @@ def test_a_copy_overwrites_nothing(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "held-out.yaml").write_text("mine")
-    with pytest.raises(OutputError, match=r"held-out\.yaml: exists, and is another file; give another name or folder"):
+    with pytest.raises(OutputError, match=r"held-out\.yaml: exists; give another name or folder"):
         copy_set("embedded", other)
     assert [path.name for path in other.iterdir()] == ["held-out.yaml"]
     assert (other / "held-out.yaml").read_text() == "mine"
@@ -87,7 +88,7 @@ def test_a_copy_overwrites_nothing(tmp_path: Path) -> None:
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"cannot be written \(.*\); give another place"):
-        write_together({tmp_path / "a": b"1", tmp_path / "file" / "b": b"2"})
+        write_new({tmp_path / "a": b"1", tmp_path / "file" / "b": b"2"})
     assert not (tmp_path / "a").exists()
 
 
@@ -106,7 +107,7 @@ def test_a_new_set_passes_as_it_is_written(tmp_path: Path, command: Command) -> 
     assert report["summary"]["categories"] == {"code/python": 1, "math": 1, "advice": 1}
     (tmp_path / "mine.jsonl").write_text("my own")
     assert command("calibration", "new", path) == OutputError.exit_code
-    assert "mine.jsonl: exists, and is another file" in command.err
+    assert "mine.jsonl: exists; give another name" in command.err
     assert (tmp_path / "mine.jsonl").read_text() == "my own"
 
 
@@ -118,7 +119,7 @@ def test_a_new_set_for_the_shipped_data_reads_it_as_the_shipped_set_does(
     data.write_bytes((SETS / "embedded" / f"{name}.jsonl").read_bytes())
     path = tmp_path / "sets" / "new.yaml"
     contents, notes = new_set(path, data)
-    write_together(contents)
+    write_new(contents)
     assert notes == []
     ours = load_set(path, tokenizer)
     theirs = [s for s in embedded.samples if s.source.endswith(f"/{name}.jsonl")]
@@ -137,7 +138,7 @@ def test_rows_that_cannot_be_used_are_said_and_the_set_loads_without_them(tmp_pa
     path = tmp_path / "new.yaml"
     contents, notes = new_set(path, data)
     assert notes == [f"3 of 9 rows cannot be used (an empty text, first at {data}:1)"]
-    write_together(contents)
+    write_new(contents)
     assert len(load_set(path, tokenizer).samples) == 6
 
 
@@ -146,11 +147,11 @@ def test_languages_of_new_sets_have_their_everyday_names(tmp_path: Path) -> None
     categories = ("code/c++", "code/cpp", "code/Rust/async", "code/cobol2", "spoken/hindi", "spoken/klingon", "code")
     data.write_text("\n".join(json.dumps({"text": "x y", "category": category}) for category in categories))
     path = tmp_path / "new.yaml"
-    write_together(new_set(path, data)[0])
+    write_new(new_set(path, data)[0])
     languages = read_set(path).languages
     assert languages.programming == ("C++", "Rust", "cobol2")
     assert languages.spoken == ("Hindi", "klingon")
-    assert all(languages.lacking(category) is None for category in categories)
+    assert all(languages.unlisted_kind(category) is None for category in categories)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,6 @@ def test_a_part_on_a_device_keeps_its_hashes(model: Checkpoint) -> None:
     moved = part.to(torch.device("meta"))
     for name, tensor in part.stored.items():
         on_device = moved.tensor(name)
-        assert moved.holds(on_device)  # one copy of the buffer
         assert (on_device.device.type, on_device.dtype, on_device.shape) == ("meta", tensor.dtype, tensor.shape)
         assert on_device.storage_offset() == tensor.storage_offset()
     assert moved.digest() == part.digest()

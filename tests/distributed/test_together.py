@@ -85,6 +85,19 @@ def test_the_librarys_engine_is_for_one_process(tmp_path: Path, write_recipe: Ca
         run(prepare(str(recipe)), options)
 
 
+def test_a_different_recipe_is_refused(tmp_path: Path, write_recipe: Callable[..., Path]) -> None:
+    """Before anything is written."""
+    recipes = [write_recipe(tmp_path / "0"), write_recipe(tmp_path / "1", routed_weight=0.5)]
+
+    def work(dist: ProcessGroup) -> None:
+        run(prepare(str(recipes[dist.rank])), Options(tmp_path / "output", CPU, dist=dist))
+
+    ended = together(2, work)
+    assert "rank 1 of 2 on host0 has recipe " in str(ended[1])
+    assert "; start the same command with the same recipe and sets on all machines" in str(ended[1])
+    assert not list(tmp_path.rglob("layers"))
+
+
 def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("cpu", one_of(1, 2, 1)).type == "cpu"
     monkeypatch.setattr(devices, "settle_gpu", lambda: None)  # it would hold for all tests after this one

@@ -13,8 +13,8 @@ import pytest
 import torch
 import yaml
 from awq_gptq import Kind
-from commands import quantize
-from whole_models import Run, run_whole, source_weights
+from commands import Command
+from whole_models import Run, compared, run_whole, source_weights
 
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
@@ -39,12 +39,11 @@ def token_lists(data: Path, source: Path) -> list[torch.Tensor]:
 
 
 def assert_equal(found: dict[str, Any], before: Run, after: Run, texts: list[torch.Tensor]) -> None:
-    pairs = list(zip(before.logs, after.logs, strict=True))
-    kl = torch.cat([(p[:-1].exp() * (p[:-1] - q[:-1])).sum(-1) for p, q in pairs])
-    nll = torch.cat([-q[:-1].gather(1, t[1:, None])[:, 0] for q, t in zip(after.logs, texts, strict=True)])
-    assert float(kl.mean()) > 1e-4  # the quantization shows
-    assert found["kl"]["mean"] == pytest.approx(float(kl.mean()), abs=1e-6)
-    assert found["perplexity"]["candidate"] == pytest.approx(float(nll.mean().exp()), rel=1e-6)
+    wanted = compared(before, after, texts)
+    assert float(wanted.kl.mean()) > 1e-4  # the quantization shows
+    assert found["kl"]["mean"] == pytest.approx(float(wanted.kl.mean()), abs=1e-6)
+    assert found["perplexity"]["candidate"] == pytest.approx(float(wanted.nll[1].mean().exp()), rel=1e-6)
+    assert found["router"]["agreement"] == pytest.approx(wanted.agreement, abs=1e-9)
 
 
 def of_the_tiny_model(name: str) -> tuple[Kind, dict[str, Any]]:
@@ -75,12 +74,6 @@ def test_the_tiny_model_measures_as_the_whole_model_does(
     (found,) = measure(opened[0], opened[1:], data, CPU, tmp_path / "work")
     before, after = (run_whole(whole_model(config, tensors), texts) for tensors in (weights, numbers))
     assert_equal(found, before, after, texts)
-    shares = [
-        sum(len(a & b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True))
-        / sum(len(a) for one in ours for a in one)
-        for ours, theirs in zip(before.choices, after.choices, strict=True)
-    ]
-    assert found["router"]["agreement"] == pytest.approx(shares, abs=1e-9)
 
 
 OF_FAMILIES = {
@@ -110,29 +103,12 @@ def test_other_families_measure_as_their_whole_models_do(family: str, tmp_path: 
     assert_equal(found, before, after, texts)
 
 
-def test_coverage_counts_what_the_whole_model_routes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = families.write(tmp_path / "source", "mixtral", num_hidden_layers=2)
-    numbers = awq_gptq.checkpoint(source, tmp_path / "awq", Kind("awq", group=64))
-    data = a_set(tmp_path)
-    words = ("coverage", "--model", tmp_path / "awq", "--data", data, "--no-picture", "--json", "--device", "cpu")
-    assert quantize(monkeypatch, *words) == 0
-    found = json.loads(capsys.readouterr().out)
-    routed = run_whole(families.whole(source, numbers), token_lists(data, source)).choices
-    counts = [[sum(expert in row for text in layer for row in text) for expert in range(4)] for layer in routed]
-    assert found["counts"] == {"spoken": counts}
-
-
-def test_a_bias_that_the_model_would_not_add_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bias_that_the_model_would_not_add_is_refused(tmp_path: Path, command: Command) -> None:
     source = families.write(tmp_path / "source", "mixtral", num_hidden_layers=2)
 
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.1.block_sparse_moe.experts.2.w2.bias"] = torch.ones(256, dtype=torch.float16)
 
     awq_gptq.checkpoint(source, tmp_path / "awq", Kind("awq", group=64), edit=edit)
-    assert quantize(monkeypatch, "eval", source, tmp_path / "awq", "--data", a_set(tmp_path), "--device", "cpu") == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "experts.2.w2.bias is not zero, but this family's model adds no bias there" in error
+    assert command("eval", source, tmp_path / "awq", "--data", a_set(tmp_path), "--device", "cpu") == 2
+    assert "experts.2.w2.bias is not zero, but this family's model adds no bias there" in command.err.splitlines()[-1]

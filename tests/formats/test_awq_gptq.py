@@ -114,7 +114,7 @@ AWQ, GPTQ = Kind("awq").section(), Kind("gptq").section()
         (GPTQ | {"dynamic": [1]}, "dynamic is [1]; an object is needed"),
         (GPTQ | {"dynamic": {"+:(": {}}}, "'(' is not a regular expression"),
         (GPTQ | {"dynamic": {"x": {"bits": 2}}}, "dynamic['x'] is {'bits': 2}; only 4 or 8 bits are supported"),
-        (GPTQ | {"dynamic": {"x": {"lora": {"rank": 8}}}}, "dynamic['x']: lora is {'rank': 8}"),
+        (GPTQ | {"dynamic": {"x": {"lora": {"rank": 8}}}}, "dynamic['x'].lora is {'rank': 8}; only"),
         ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:llm_compressor"},
          "packing_format is 'auto_round:llm_compressor', another packing"),
         ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "mx_fp"}, "data_type is 'mx_fp'"),

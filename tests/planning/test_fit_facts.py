@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import tiny
 import torch
 from commands import quantize
+from planned import published, tiny_model
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import architecture_for, known, published_config
+from quantizers.architectures.families import architecture_for, known
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.planning.assign_actions import expected_tensors, make_plan
+from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.facts_text import facts_text
 from quantizers.planning.fit_facts import Fitted, fit_facts
 from quantizers.planning.job import prepare
@@ -31,11 +31,10 @@ Change = Callable[[dict[str, Any], Tensors], object]
 LAYER, MOE, Q = "model.layers.*", "block_sparse_moe", "self_attn.q"
 
 
-def published(**changes: Any) -> tuple[dict[str, Any], Tensors]:
-    """config.json and headers of a tiny MiniMax-M2 as the kept facts have it."""
-    config = tiny.config(**changes)
-    facts = architecture_for(config, "x")
-    return config, expected_tensors(facts, sizes_of(facts, config, "x"), config, "x")
+def checkpoint(**changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """config.json and headers of a tiny MiniMax-M2 as the built-in facts have it."""
+    model = tiny_model(**changes)
+    return model.config, model.tensors
 
 
 def read_back(fitted: Fitted, folder: Path) -> Architecture:
@@ -155,7 +154,7 @@ DIFFERENCES: dict[str, tuple[Change, tuple[Any, ...], tuple[str, str, Any]]] = {
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_difference_is_named_and_the_new_facts_fit(name: str, tmp_path: Path) -> None:
     change, row, (section, entry, value) = DIFFERENCES[name]
-    config, tensors = published()
+    config, tensors = checkpoint()
     change(config, tensors)
     fitted = fit_facts(config, tensors, "here")
     assert row in [tuple(vars(one).values()) for one in fitted.differences]
@@ -174,7 +173,7 @@ def test_a_difference_is_named_and_the_new_facts_fit(name: str, tmp_path: Path) 
 
 
 def test_a_linear_module_that_is_missing_is_named_nowhere(tmp_path: Path) -> None:
-    config, tensors = published()
+    config, tensors = checkpoint()
     for part in ("weight", "weight_scale_inv"):
         without(f"self_attn.v_proj.{part}")(config, tensors)
     fitted = fit_facts(config, tensors, "here")
@@ -186,31 +185,14 @@ def test_a_linear_module_that_is_missing_is_named_nowhere(tmp_path: Path) -> Non
 
 
 def test_a_size_is_written_as_the_expression_that_holds() -> None:
-    config, tensors = published(head_dim=32)
+    config, tensors = checkpoint(head_dim=32)
     del config["head_dim"]
     fitted = fit_facts(config, tensors, "here")
     assert fitted.values["sizes"]["head_dim"] == {"key": "head_dim", "otherwise": "hidden / heads"}
 
 
-def test_a_tensor_of_one_kind_of_layer_belongs_to_that_kind(tmp_path: Path) -> None:
-    config = families.config("qwen3_moe", mlp_only_layers=[0])
-    kept = architecture_for(config, "x")
-    tensors = expected_tensors(kept, sizes_of(kept, config, "x"), config, "x")
-    tensors["model.layers.0.mlp.gain"] = Spec("BF16", (4,))
-    tensors |= {f"model.layers.{n}.mlp.shift": Spec("BF16", (5,)) for n in (1, 2)}
-    fitted = fit_facts(config, tensors, "here")
-    assert {one.name for one in fitted.differences} == {"model.layers.*.mlp.gain", "model.layers.*.mlp.shift"}
-    facts = read_back(fitted, tmp_path)
-    assert facts.dense_layer is not None
-    assert set(facts.dense_layer.tensors) == {"mlp.gain"}
-    assert set(facts.moe_layer.tensors) == {"mlp.gate.weight", "mlp.shift"}
-    assert fitted.suspects == ["mlp.shift"], "nothing is folded in a layer without experts"
-    assert set(facts.modules.without) == {"mlp.gain", "mlp.shift"}
-    assert len(planned(facts, config, tensors).actions) == len(tensors)
-
-
 def test_a_tied_head_is_the_embedding() -> None:
-    config, tensors = published()
+    config, tensors = checkpoint()
     config["tie_word_embeddings"] = True
     del tensors["lm_head.weight"]
     fitted = fit_facts(config, tensors, "here")
@@ -226,16 +208,16 @@ def test_a_plan_with_facts_of_ones_own_is_not_made_from_a_kept_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who gives facts says that the kept ones are not this model's, so its own headers are needed."""
-    config, tensors = published()
+    config, tensors = checkpoint()
     (tmp_path / "facts.yaml").write_text(facts_text(fit_facts(config, tensors, "here"), "tiny"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("quantizers.planning.hub_headers.read_hub", lambda *_: (config, tensors, "abc"))
-    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True, own=tmp_path / "facts.yaml")
+    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True, facts_file=tmp_path / "facts.yaml")
     assert (job.basis, job.sizes["layers"]) == ("the headers of MiniMaxAI/MiniMax-M2.1 on the Hub, commit abc", 2)
 
 
 def test_all_differences_come_at_once_and_unknown_tensors_are_named_as_possible_readers(tmp_path: Path) -> None:
-    config, tensors = published()
+    config, tensors = checkpoint()
     changes = [name for name in DIFFERENCES if name != "another shape"]  # of a tensor that another change removes
     for name in changes:
         DIFFERENCES[name][0](config, tensors)
@@ -261,32 +243,24 @@ def test_all_differences_come_at_once_and_unknown_tensors_are_named_as_possible_
 
 
 def test_where_nothing_differs_the_facts_are_the_kept_ones(tmp_path: Path) -> None:
-    config, tensors = published()
+    config, tensors = checkpoint()
     fitted = fit_facts(config, tensors, "here")
     assert (fitted.differences, fitted.suspects) == ([], [])
     kept = architecture_for(config, "x")
     assert read_back(fitted, tmp_path) == kept.model_copy(update={"published": []})
 
 
-def few_layers(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Spec]]:
-    """A published model with few layers and experts: its config.json and its headers."""
-    facts = architecture_for(config, "x")
-    small = config | {facts.sizes["layers"].key: 4, facts.sizes["experts"].key: 16}
-    return small, expected_tensors(facts, sizes_of(facts, small, "x"), small, "x")
-
-
 @pytest.mark.parametrize("family", known())
 def test_every_published_model_has_no_difference_from_its_facts(family: str) -> None:
     for one in load(known()[family], Architecture).published:
-        config, tensors = few_layers(one.config)
-        assert fit_facts(config, tensors, "here").differences == []
+        model = published(one.models[0], layers=4, experts=16)
+        assert fit_facts(model.config, model.tensors, "here").differences == []
 
 
-def of_glm() -> tuple[dict[str, Any], dict[str, Spec]]:
+def of_glm() -> tuple[dict[str, Any], Tensors]:
     """Layers 0 to 2 without experts, 3 with them, 4 predicts a further token."""
-    found = published_config("zai-org/GLM-4.6-FP8")
-    assert found is not None
-    return few_layers(found[1])
+    model = published("zai-org/GLM-4.6-FP8", layers=4, experts=16)
+    return model.config, model.tensors
 
 
 def test_layers_that_predict_further_tokens_may_lack_what_is_optional_or_be_left_out() -> None:
@@ -354,7 +328,7 @@ def test_layers_are_counted_without_those_that_predict_further_tokens() -> None:
 def test_what_facts_have_no_words_for_is_named_and_still_refused(
     change: Change, row: tuple[str, str, int], tmp_path: Path
 ) -> None:
-    config, tensors = published()
+    config, tensors = checkpoint()
     change(config, tensors)
     fitted = fit_facts(config, tensors, "here")
     assert row in [(one.what, one.name, one.tensors) for one in fitted.differences if one.written is None]
@@ -364,7 +338,7 @@ def test_what_facts_have_no_words_for_is_named_and_still_refused(
 
 
 def test_sizes_that_nothing_says_are_named_together() -> None:
-    config, tensors = published()
+    config, tensors = checkpoint()
     for key in ("num_experts_per_tok", "num_attention_heads", "head_dim", "num_key_value_heads"):
         del config[key]
     with pytest.raises(CheckpointError) as refused:
@@ -376,7 +350,7 @@ def test_sizes_that_nothing_says_are_named_together() -> None:
 
 
 def test_an_unknown_family_is_made_like_a_known_one(tmp_path: Path) -> None:
-    config, tensors = published()
+    config, tensors = checkpoint()
     config |= {"model_type": "mine", "architectures": ["MineForCausalLM"]}
     with pytest.raises(ArchitectureError, match=r"^here: model_type 'mine' is not known; .*--like minimax_m2 or"):
         fit_facts(config, tensors, "here")
@@ -416,7 +390,7 @@ def test_from_the_refusal_to_a_plan(
     out = capsys.readouterr().out
     for words in ("head_dim: 64", "dtype: BF16", "scale_dtype: BF16", "model.layers.*.self_attn.sinks"):
         assert words in out
-    assert "named as readers of post_attention_layernorm.weight, and AWQ folds nothing into it; take those" in out
+    assert "listed as readers of post_attention_layernorm.weight, and AWQ folds nothing into it; remove those" in out
     assert "\n  self_attn.sinks\nwrote model-facts.yaml; next: name it in a recipe" in out
     comment = "# unknown: unless it reads post_attention_layernorm.weight, take it out of norm.readers"
     assert f"    {comment}\n    self_attn.sinks" in (tmp_path / "model-facts.yaml").read_text()
@@ -439,7 +413,7 @@ def test_what_differs_without_words_exits_3_and_what_does_not_differ_is_said(
     tiny.write(tmp_path / "same", config, tensors)
     assert quantize(monkeypatch, "new", "same", "--facts") == 0
     assert capsys.readouterr().out.startswith(
-        "nothing differs from the facts kept for minimax_m2\nwrote same-facts.yaml"
+        "nothing differs from the built-in spec of minimax_m2\nwrote same-facts.yaml"
     )
     tiny.write(tmp_path / "odd", config, tensors | {"table": torch.zeros(3, dtype=torch.int64)})
     assert quantize(monkeypatch, "new", "odd", "--facts", "--json") == 3
@@ -451,7 +425,7 @@ def test_what_differs_without_words_exits_3_and_what_does_not_differ_is_said(
 def test_of_the_hub_only_headers_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, tensors = published()
+    config, tensors = checkpoint()
     monkeypatch.setattr("quantizers.planning.hub_headers.read_hub", lambda *_: (config, tensors, "commit"))
     monkeypatch.chdir(tmp_path)
     assert quantize(monkeypatch, "new", "Me/My-Model", "--facts") == 0

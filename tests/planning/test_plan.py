@@ -21,6 +21,7 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.cli import main as cli
+from quantizers.cli.tables.plan import dense_words, remarks
 from quantizers.planning.plan import METADATA, Plan, file_size, index_json
 from quantizers.recipe.read import read_recipe, source_location
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
@@ -333,10 +334,8 @@ def test_a_plan_from_a_lone_config(
 
 def test_what_is_special_about_a_model_is_said_in_the_plan() -> None:
     """No server, and layers without experts; neither is mentioned where it is not so."""
-    from quantizers.cli.tables.plan import dense_words, unserved
-
-    assert unserved({"servers": ["sglang", "vllm"]}) == []
-    (line,) = unserved({"servers": []})
+    assert remarks({"servers": ["sglang", "vllm"]}) == []
+    (line,) = remarks({"servers": []})
     assert "no known release of vLLM" in line
     assert dense_words({"dense_layers": []}) == ""
     assert dense_words({"dense_layers": [0, 1]}) == "2 of them without experts, the others with "

@@ -28,7 +28,6 @@ from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.recipe.portable import resolve_recipe, settings_hash
 from quantizers.recipe.read import read_recipe
-from quantizers.recipe.schema import Recipe
 from quantizers.system.errors import ArchitectureError, OutputError
 from quantizers.system.strict_yaml import dump, parse
 
@@ -87,15 +86,6 @@ def refused(command: Command) -> Callable[..., str]:
 
 
 # What a recipe may name.
-
-
-def test_a_recipe_without_facts_has_the_settings_that_it_always_had() -> None:
-    least = {"source": {"model": "a/b"}, "calibration": "c.yaml"}
-    assert Recipe.model_validate(least).settings()["source"] == {
-        "model": "a/b", "revision": "main", "trust_remote_code": False
-    }  # fmt: skip
-    least["source"] = {"model": "a/b", "facts": "f.yaml"}
-    assert Recipe.model_validate(least).settings()["source"]["facts"] == "f.yaml"
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 from commands import Command
-from hypothesis import given
-from hypothesis import strategies as st
 
 from quantizers.calibration.set import read_set
 from quantizers.recipe.read import find_recipe, read_recipe, set_location, shipped_recipe
-from quantizers.system.errors import RecipeError, did_you_mean
+from quantizers.system.errors import RecipeError
 from quantizers.system.package_data import shipped, shipped_names
 
 LISTED = "give a file, or a name that `quantize recipes` lists"
@@ -102,19 +100,6 @@ def test_a_set_s_name_that_is_near_is_suggested(
     assert command(*words) == 2
     assert "embeded: no such " in (said := command.err)
     assert "(did you mean embedded?); " in said
-
-
-@given(st.text(), st.lists(st.text()))
-def test_a_suggestion_is_of_the_names(name: str, known: list[str]) -> None:
-    hint = did_you_mean(name, known)
-    assert not hint or any(one in hint for one in known)
-
-
-def test_shipped_names_are_those_of_the_files() -> None:
-    assert shipped_names("recipes") == sorted(
-        path.stem for path in shipped("recipes").iterdir() if path.suffix == ".yaml"
-    )
-    assert set(shipped_names("calibration")) == {"creative-writing", "embedded", "held-out", "software-engineer"}
 
 
 LARGE = [name for name in shipped_names("recipes") if not name.startswith("tiny")]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from quantizers.recipe.read import read_recipe, set_location, source_location
 from quantizers.recipe.schema import Awq, Recipe
@@ -148,11 +147,6 @@ def test_a_budget_stands_in_the_settings_instead_of_what_it_decides(given: dict[
     assert {key: settings[key] for key in given} == given
     assert Recipe.model_validate(recipe.settings()) == recipe
     assert recipe.settings() != Recipe.model_validate(LEAST).settings()
-
-
-def test_a_recipe_cannot_be_changed() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        Recipe.model_validate(LEAST).experts.bits = 8
 
 
 @pytest.mark.parametrize("path", sorted(shipped("recipes").glob("*.yaml")), ids=lambda path: path.stem)

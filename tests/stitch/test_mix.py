@@ -7,16 +7,20 @@ import os
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
-from commands import quantize
+from commands import Command
 from conftest import Finished
-from foreign import FORMATS, INT4, bf16_copy, experts_only, oneshots
+from foreign import INT4, bf16_copy, experts_only, oneshots
 from huggingface_hub import ModelCard
 
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.evaluate import measure
 from quantizers.commands.stitch import stitch_checkpoints
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.job import prepare
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import file_sha256 as sha256
 from stitch.audit.checkpoint import verify
@@ -32,31 +36,31 @@ def copy(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_forgotten_router_is_named_and_repaired(
-    finished: Finished, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Finished, copy: Path, tmp_path: Path, command: Command
 ) -> None:
     """The repaired checkpoint is the finished output, tensor for tensor and byte for byte."""
     experts = experts_only(finished.folder, copy, tmp_path / "experts")
     words = ("stitch", "--source", finished.source, "--experts", experts)
-    assert quantize(monkeypatch, *words, "--output", tmp_path / "bare") == 3
-    out = capsys.readouterr().out
+    assert command(*words, "--output", tmp_path / "bare") == 3
+    out = command.out
     assert "norms smoothed in 4 of 4 layers; confirmed on their experts" in out
     assert "router not compensated in 4 layers of the experts' checkpoint (0, 1, 2, 3)" in out
     assert "write the compensated router with --repair-router" in out
-    assert quantize(monkeypatch, *words, "--output", tmp_path / "fixed", "--repair-router") == 0
-    assert "0 differences" in capsys.readouterr().out
+    assert command(*words, "--output", tmp_path / "fixed", "--repair-router") == 0
+    assert "0 differences" in command.out
     made, wanted = open_folder(tmp_path / "fixed"), open_folder(finished.folder)
     assert made.config == wanted.config
     assert made.tensors.keys() == wanted.tensors.keys()
     assert [name for name in wanted.tensors if made.raw(name) != wanted.raw(name)] == []
     bare = open_folder(tmp_path / "bare")
     assert [name for name in bare.tensors if bare.raw(name) != made.raw(name)] == [ROUTER.format(n) for n in range(4)]
-    assert quantize(monkeypatch, *words, "--output", tmp_path / "fixed", "--repair-router") == 0
-    assert "finished before; nothing was touched" in capsys.readouterr().out
-    assert quantize(monkeypatch, *words, "--output", tmp_path / "fixed") == 2
+    assert command(*words, "--output", tmp_path / "fixed", "--repair-router") == 0
+    assert "finished before; nothing was touched" in command.out
+    assert command(*words, "--output", tmp_path / "fixed") == 2
 
 
 def test_what_nobody_knows_of_a_stitched_checkpoint_is_said(
-    finished: Finished, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Finished, copy: Path, tmp_path: Path, command: Command
 ) -> None:
     """Its report has the gates and the record of a run's, its card what the experts' maker wrote, and no more."""
     experts = experts_only(finished.folder, copy, tmp_path / "experts")
@@ -68,8 +72,8 @@ def test_what_nobody_knows_of_a_stitched_checkpoint_is_said(
     )
     output = tmp_path / "fixed"
     words = ("stitch", "--source", finished.source, "--experts", experts, "--output", output, "--repair-router")
-    assert quantize(monkeypatch, *words) == 0
-    assert f"\nnext: quantize eval {os.path.relpath(finished.source)} {output}" in capsys.readouterr().out
+    assert command(*words) == 0
+    assert f"\nnext: quantize eval {os.path.relpath(finished.source)} {output}" in command.out
 
     report = json.loads((output / "report.json").read_text())
     assert [(gate["name"], gate["passed"]) for gate in report["gates"]] == [("audit", True), ("consumers", True)]
@@ -87,9 +91,9 @@ def test_what_nobody_knows_of_a_stitched_checkpoint_is_said(
     assert data["tags"] == ["compressed-tensors", "awq", "fp8", "int4", "w4a16", "moe", "vllm"]
     assert not {"datasets", "language", "license", "base_model"} & data.keys()
 
-    assert quantize(monkeypatch, "verify", output, "--source", finished.source) == 0
+    assert command("verify", output, "--source", finished.source) == 0
     (output / "report.html").write_text("another page")
-    assert quantize(monkeypatch, "verify", output, "--source", finished.source) == 3
+    assert command("verify", output, "--source", finished.source) == 3
 
 
 def test_verify_names_the_router_of_any_published_checkpoint(finished: Finished, copy: Path, tmp_path: Path) -> None:
@@ -100,21 +104,6 @@ def test_verify_names_the_router_of_any_published_checkpoint(finished: Finished,
         named = [line for line in found if "not compensated" in line]
         assert len(named) == (0 if compensated else 4)
         assert found[: len(named)] == named
-
-
-@pytest.mark.slow
-def test_experts_that_were_not_smoothed(finished: Finished, copy: Path, tmp_path: Path) -> None:
-    """No norm was divided: nothing to repair, and every norm and router keeps its bytes."""
-    (experts,) = oneshots(copy, {tmp_path / "rtn": {"weights": FORMATS["pack-quantized, group"], "experts_only": True}})
-    source = open_folder(finished.source)
-    report = stitch_checkpoints(source, open_folder(experts), tmp_path / "output", CPU)
-    assert report["notes"] == ["no norm was smoothed: the source's routers fit"]
-    assert report["audit"]["differences"] == []
-    output = open_folder(tmp_path / "output")
-    for layer in range(4):
-        for name in (ROUTER.format(layer), f"model.layers.{layer}.post_attention_layernorm.weight"):
-            assert output.raw(name) == source.raw(name)
-            assert output.tensors[name].dtype == source.tensors[name].dtype
 
 
 def test_norms_and_experts_that_do_not_belong_together(finished: Finished, copy: Path, tmp_path: Path) -> None:
@@ -129,32 +118,36 @@ def test_experts_that_are_not_packed(finished: Finished, copy: Path, tmp_path: P
         stitch_checkpoints(open_folder(finished.source), open_folder(copy), tmp_path / "output", CPU)
 
 
+def test_experts_that_were_not_smoothed(tmp_path: Path) -> None:
+    """No norm was divided: nothing to repair, and every norm and router keeps its bytes."""
+    recipe = tiny.write_job(tmp_path, layers=1, awq=False)
+    run(prepare(str(recipe)), Options(tmp_path / "made", CPU))
+    model, source = tmp_path / "model", open_folder(tmp_path / "model")
+    experts = experts_only(tmp_path / "made", bf16_copy(model, tmp_path / "copy"), tmp_path / "experts", folded=False)
+    report = stitch_checkpoints(source, open_folder(experts), tmp_path / "output", CPU)
+    assert report["notes"] == ["no norm was smoothed: the source's routers fit"]
+    assert report["audit"]["differences"] == []
+    output = open_folder(tmp_path / "output")
+    for name in (ROUTER.format(0), "model.layers.0.post_attention_layernorm.weight"):
+        assert output.raw(name) == source.raw(name)
+        assert output.tensors[name].dtype == source.tensors[name].dtype
+
+
 @pytest.mark.slow
 def test_the_repair_wins_the_divergence_back(finished: Finished, copy: Path, tmp_path: Path) -> None:
-    """Experts by the library's own oneshot, its AWQ once without the router in the mapping and once with it."""
+    """Experts by the library's own oneshot, whose AWQ has no router in its mapping."""
     data = load_set(finished.calibration, str(finished.source))
-    sequences = [sample.tokens.tolist() for sample in data.samples]
+    sequences = [sample.tokens.tolist() for sample in data.samples][:8]
     source = open_folder(finished.source)
-    common = {"weights": INT4, "experts_only": True, "awq": True, "sequences": sequences}
-    without, with_router = oneshots(copy, {tmp_path / f"awq-{n}": common | {"compensate": n == 1} for n in (0, 1)})
-    made = {}
-    for name, folder, repair in (
-        ("left out", without, False),
-        ("repaired", without, True),
-        ("compensated", with_router, True),
-    ):
-        compensate = folder == with_router
-        report = stitch_checkpoints(source, open_folder(folder), tmp_path / name, CPU, repair_router=repair)
-        states = [layer["router"] for layer in report["layers"]]
-        assert states == ["compensated" if compensate else "not compensated"] * 4
+    job = {"weights": INT4, "experts_only": True, "awq": True, "sequences": sequences}
+    (experts,) = oneshots(copy, {tmp_path / "awq": job})
+    made = []
+    for repair in (False, True):
+        folder = tmp_path / str(repair)
+        report = stitch_checkpoints(source, open_folder(experts), folder, CPU, repair_router=repair)
+        assert [layer["router"] for layer in report["layers"]] == ["not compensated"] * 4
         assert len(report["audit"]["differences"]) == (0 if repair else 4)
-        made[name] = open_folder(tmp_path / name)
-    results = measure(source, list(made.values()), finished.held_out, CPU, tmp_path / "work")
-    kl = {name: result["kl"]["mean"] for name, result in zip(made, results, strict=True)}
-    print(
-        ", ".join(f"{name}: KL {value:.4f}" for name, value in kl.items())
-        + f"; repaired / compensated {kl['repaired'] / kl['compensated']:.3f}, "
-        f"left out / repaired {kl['left out'] / kl['repaired']:.1f}"
-    )
-    assert kl["repaired"] <= 1.25 * kl["compensated"]
-    assert kl["repaired"] <= kl["left out"] / 5
+        made.append(open_folder(folder))
+    left_out, repaired = measure(source, made, finished.held_out, CPU, tmp_path / "work")
+    print(f"KL {left_out['kl']['mean']:.4f} with the router left out, {repaired['kl']['mean']:.4f} repaired")
+    assert repaired["kl"]["mean"] <= left_out["kl"]["mean"] / 5

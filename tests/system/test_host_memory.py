@@ -27,24 +27,20 @@ def container(folder: Path, limit: str, used: int, cached: int) -> None:
     (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\nfile 2\n")
 
 
-def test_without_a_container_it_is_the_machines(machine: Path) -> None:
-    assert host_memory.available() == 8 * GB
-
-
-def test_a_container_without_a_limit_has_the_machines(machine: Path) -> None:
-    container(machine, "max", 3 * GB, 0)
-    assert host_memory.available() == 8 * GB
-
-
 @pytest.mark.parametrize(
-    ("used", "cached", "free"), [(3 * GB, 0, GB), (3 * GB, 2 * GB, 3 * GB), (5 * GB, 0, 0), (0, 0, 4 * GB)]
+    ("limit", "used", "cached", "free"),
+    [
+        ("max", 3, 0, 8),  # a container without a limit
+        ("64", 1, 0, 8),  # a large container on a full machine
+        ("4", 3, 0, 1),
+        ("4", 3, 2, 3),  # cached files that were not used lately give way
+        ("4", 5, 0, 0),
+    ],
 )
-def test_a_container_has_what_is_left_of_its_limit(machine: Path, used: int, cached: int, free: int) -> None:
-    """Cached files that were not used lately give way."""
-    container(machine, str(4 * GB), used, cached)
-    assert host_memory.available() == free
+def test_a_container_has_the_rest_of_its_limit(machine: Path, limit: str, used: int, cached: int, free: int) -> None:
+    container(machine, limit if limit == "max" else f"{limit}{'0' * 9}", used * GB, cached * GB)
+    assert host_memory.available() == free * GB
 
 
-def test_a_large_container_on_a_full_machine(machine: Path) -> None:
-    container(machine, str(64 * GB), GB, 0)
+def test_without_a_container_it_is_the_machines(machine: Path) -> None:
     assert host_memory.available() == 8 * GB

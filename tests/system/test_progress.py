@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import Finished
-from sets import write_set
 
 from eval.fidelity import scoring
 from quantizers.checkpoint.reader import open_folder
@@ -64,15 +63,6 @@ def test_layers_and_texts_have_an_estimate_each(
         "scoring: 11 of 12, 1 s left  text 11 of 12",
         "scoring: 12 of 12  text 12 of 12",
     ]
-
-
-def test_a_long_text_counts_by_its_length(
-    finished: Finished, clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Three texts of 48 tokens and two of 300, at 256 positions a step: seven steps, not five."""
-    source, candidate = open_folder(finished.source), open_folder(finished.folder)
-    measure(source, [candidate], write_set(tmp_path), torch.device("cpu"), tmp_path / "work")
-    assert capsys.readouterr().err.splitlines()[-1] == "scoring: 7 of 7  text 5 of 5"
 
 
 def test_an_evaluation_that_goes_on_counts_what_was_done_before_as_done(

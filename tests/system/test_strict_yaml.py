@@ -18,12 +18,13 @@ from pydantic import BaseModel, ConfigDict
 
 from quantizers.system.errors import CalibrationError, InputError, RecipeError
 from quantizers.system.schema import load
-from quantizers.system.strict_yaml import dotted, dump, parse
+from quantizers.system.strict_yaml import dump, parse
 
 PROPERTY = settings(
     derandomize=True, deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
+AS_TEXT = ("no", "yes", "on", "Off", "y", "0x10", "0o17", "1_000", "12:30:45", "2001-01-01", "1.2.3", "e5", "=")
 STEPS = 1000  # lines of Python for each character that parsing may take; in quadratic time it takes as many as it has
 
 
@@ -40,29 +41,13 @@ def file(tmp_path: Path) -> Path:
         ("-1.5", -1.5),
         (".5", 0.5),
         ("5.", 5.0),
-        (".inf", math.inf),
         ("-.Inf", -math.inf),
-        ("12", 12),
         ("+3", 3),
         ("007", 7),
-        ("true", True),
         ("False", False),
-        ("null", None),
         ("~", None),
         ("", None),
-        ("no", "no"),
-        ("yes", "yes"),
-        ("on", "on"),
-        ("Off", "Off"),
-        ("y", "y"),
-        ("0x10", "0x10"),
-        ("0o17", "0o17"),
-        ("1_000", "1_000"),
-        ("12:30:45", "12:30:45"),
-        ("2001-01-01", "2001-01-01"),
-        ("1.2.3", "1.2.3"),
-        ("e5", "e5"),
-        ("=", "="),
+        *((text, text) for text in AS_TEXT),
         ("'12'", "12"),
         ('"true"', "true"),
         ('"é\\n"', "é\n"),
@@ -79,20 +64,12 @@ def test_a_value_is_what_it_looks_like(file: Path, text: str, value: Any) -> Non
     assert type(data["a"]) is type(value)
 
 
-def test_not_a_number_is_read(file: Path) -> None:
-    file.write_text("a: .nan")
-    assert math.isnan(parse(file)[0]["a"])
-
-
-@pytest.mark.parametrize("text", ["", "# a comment\n", "---\n", "\ufeff"])
-def test_an_empty_file_is_an_empty_mapping(file: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "data"), [("", {}), ("# a comment\n", {}), ("---\n", {}), ("\ufeff", {}), ("\ufeffa: 1", {"a": 1})]
+)
+def test_empty_files_and_byte_order_marks(file: Path, text: str, data: dict[str, int]) -> None:
     file.write_text(text, encoding="utf-8")
-    assert parse(file)[0] == {}
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_key(file: Path) -> None:
-    file.write_text("\ufeffa: 1", encoding="utf-8")
-    assert parse(file)[0] == {"a": 1}
+    assert parse(file)[0] == data
 
 
 def test_lines_of_keys_and_items(file: Path) -> None:
@@ -101,40 +78,28 @@ def test_lines_of_keys_and_items(file: Path) -> None:
     assert lines == {(): 1, ("a",): 1, ("b",): 2, ("b", 0): 3, ("b", 1): 5, ("b", 1, "c"): 5}
 
 
-def test_places_in_dots_and_brackets() -> None:
-    assert dotted(("sources", 3, "samples")) == "sources[3].samples"
-    assert dotted(("a\nb", 0)) == "'a\\nb'[0]"
-    assert dotted(()) == ""
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("a: 1\nb: 2\na: 3", ":3: a: given twice (first in line 1); keep one"),
         ("a:\n  b: 1\n  b: 1", ":3: a.b: given twice (first in line 2); keep one"),
         ("a: [{b: 1, b: 2}]", ":1: a[0].b: given twice (first in line 1); keep one"),
-        ("a: 1\n'a': 1", ":2: a: given twice"),
         ("a: &x 1\nb: *x", ":1: anchors and aliases are not supported; repeat the value"),
-        ("a: 1\nb: *x", ":2: anchors and aliases are not supported"),
         ("a: 1\nb: !!str 5", ":2: tags (`!name`) are not supported; write the plain value"),
         ("a: !!python/object/apply:os.system ['true']", ":1: tags"),
-        ("!!map\na: 1", ":1: tags"),
         ("a: ! b", ":1: tags"),
         ("a:\n" + "".join(" " * n + "- \n" for n in range(1, 40)), "nested deeper than 32 levels; flatten it"),
         ("a: " + "{a: " * 40, ":1: nested deeper than 32 levels; flatten it"),
         ("1: a", ":1: a key must be text, not '1'; put it in quotes"),
-        ("true: a", ":1: a key must be text, not 'true'"),
         ("~: a", ":1: a key must be text, not '~'"),
         ("? [a]\n: b", ":1: a key must be text, not a list or mapping"),
         ("a: 1" + "0" * 2000, ":1: a number of 2,001 digits; correct it"),
         ("a:\n\tb: 1", ":2: not valid YAML"),
-        ("a: 1\n b: 2", ":2: not valid YAML"),
         ("a: [1,\n", ":2: not valid YAML"),
         ("a: 'x", ":1: not valid YAML"),
         ('a: "\\UFFFFFFFF"', ": not valid YAML"),
         ("a: 1\nb: \x07", ":2: not valid YAML: control characters are not allowed; remove this character"),
         ("- a", ":1: must be a mapping; write keys with values"),
-        ("text", ":1: must be a mapping"),
         ("# " + "x" * 200_000, ": larger than 200,000 bytes"),
     ],
 )
@@ -203,18 +168,10 @@ class Outer(BaseModel):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("name: a\nsiez: 1", "x.yaml:2: siez: unknown key (did you mean size?)"),
-        ("name: a\nqqq: 1", "x.yaml:2: qqq: unknown key; remove it"),
-        ("share: 1.0", "x.yaml:1: name: missing; add it"),
         ("name: 5", "x.yaml:1: name: should be a valid string, not 5"),
-        ("name: a\nshare: half", "x.yaml:2: share: should be a valid number, not 'half'"),
         ("name: a\nitems:\n- size: 1\n- size: x", "x.yaml:4: items[1].size: should be a valid integer, not 'x'"),
         ("name: a\nitems: [1]", "x.yaml:2: items[0]: must be a mapping of keys to values, not 1"),
         ("name: a\ninner: {size: x}", "x.yaml:2: inner.size: should be a valid integer, not 'x'"),
-        (
-            "name: a\ninner: no",
-            "x.yaml:2: inner: must be a mapping of keys to values or should be a valid boolean, not",
-        ),
         ('name: a\n"\\ud800": 1', "x.yaml"),
     ],
 )
@@ -253,11 +210,6 @@ def test_a_command_prints_every_mistake_behind_its_name(tmp_path: Path, command:
     ]
 
 
-def test_what_fits_the_schema(file: Path) -> None:
-    file.write_text("name: a\nshare: 1\nitems: [{size: 2}]\n")
-    assert load(file, Outer) == Outer(name="a", share=1.0, items=[Inner(size=2)])
-
-
 # Anything at all.
 
 # fmt: off
@@ -269,7 +221,16 @@ PIECES = st.sampled_from([
 # fmt: on
 
 
-def only_input_errors(file: Path, raw: bytes) -> None:
+def encoded(pieces: list[str]) -> bytes:
+    return "".join(pieces).encode("utf-8", "surrogatepass")
+
+
+@PROPERTY
+@given(raw=st.lists(PIECES, max_size=25).map(encoded) | st.binary(max_size=60))
+@example(raw=encoded(['"\\ud800": 1']))
+@example(raw=encoded(["name: ", '"\\ud800"']))
+@example(raw=encoded(["? "] * 40))
+def test_any_bytes_are_read_or_refused(file: Path, raw: bytes) -> None:
     file.write_bytes(raw)
     said = str(file)
     try:
@@ -277,21 +238,6 @@ def only_input_errors(file: Path, raw: bytes) -> None:
     except RecipeError as failure:
         said = str(failure)
     assert all(line.startswith(str(file)) for line in said.split("\n"))
-
-
-@PROPERTY
-@given(pieces=st.lists(PIECES, max_size=25))
-@example(pieces=['"\\ud800": 1'])
-@example(pieces=["name: ", '"\\ud800"'])
-@example(pieces=["? "] * 40)
-def test_any_text_is_read_or_refused(file: Path, pieces: list[str]) -> None:
-    only_input_errors(file, "".join(pieces).encode("utf-8", "surrogatepass"))
-
-
-@PROPERTY
-@given(raw=st.binary(max_size=60))
-def test_any_bytes_are_read_or_refused(file: Path, raw: bytes) -> None:
-    only_input_errors(file, raw)
 
 
 PLAIN = st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.text(max_size=8)

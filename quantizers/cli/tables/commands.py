@@ -13,32 +13,21 @@ from quantizers.system.output_files import CARD, PAGE, REPORT
 
 def audit_table(audit: dict[str, Any]) -> str:
     """The part of `quantize verify`'s output that compares the files with the source and report.json."""
+    digests = "compared with" if audit["digests_checked"] else "not compared: there are none in"
     lines = [
         f"{audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for byte",
-        "what the run wrote: "
-        + (
-            "compared with the digests in report.json"
-            if audit["digests_checked"]
-            else "not compared, for report.json has no digests of it"
-        ),
+        f"digests of the output: {digests} report.json",
         *audit["notes"],
     ]
     if audit["weight_error"]:
         lines.append(f"experts: largest relative weight error {max(audit['weight_error']):.3f}")
-    if not audit["differences"]:
-        return "\n".join([*lines, "no differences"])
-    found = len(audit["differences"])
-    listed = collapse_lines(audit["differences"])
-    heading = f"{found:,} difference{'s' if found > 1 else ''}"
-    return "\n".join([*lines, f"{heading}:", *(f"  {line}" for line in listed)])
+    differences = audit["differences"]
+    lines.append(f"{len(differences):,} difference{'s'[: len(differences) != 1]}:" if differences else "no differences")
+    return "\n".join([*lines, *(f"  {line}" for line in collapse_lines(differences))])
 
 
 def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:
-    """What was found, whether it holds, and what can be done next.
-
-    Args:
-        source: the source's Hub id, or its folder relative to the current one.
-    """
+    """The output of `quantize stitch`; `source` is a Hub id, or a folder relative to the current one."""
     audit, consumers = report["audit"], report.get("consumers", {"findings": []})
     unfit = [line for line in audit["differences"] if "not compensated" in line]
     misread = [finding for finding in consumers["findings"] if finding["severity"] == "error"]
@@ -62,20 +51,21 @@ def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:
         f"output    {output}: {REPORT}, {PAGE} to look at, {CARD} (the model card)",
         "",
     ]
-    after = [
-        f"quantize eval {source} {output} --data held-out",
-        f"quantize publish {output} --repo OWNER/NAME --dry-run",
-        f"vllm serve {output}",
-    ]
     if unfit:
         after = ["the same command with --repair-router and another --output, which writes compensated routers"]
     elif audit["differences"] or misread:
         after = [f"repair what differs; quantize verify {output} --source {source} checks it again"]
-    return "\n".join([*lines, *(f"{'next: ' if n == 0 else '      '}{line}" for n, line in enumerate(after))])
+    else:
+        after = [
+            f"quantize eval {source} {output} --data held-out",
+            f"quantize publish {output} --repo OWNER/NAME --dry-run",
+            f"vllm serve {output}",
+        ]
+    return "\n".join([*lines, "next: " + "\n      ".join(after)])
 
 
 def dry_run_table(plan: dict[str, Any]) -> str:
-    """What `--dry-run` prints: every file that would be sent, those that would not, failed checks, and a checklist."""
+    """The output of `--dry-run`: the files that would be sent, those that would not, failed checks, a checklist."""
     rows = [(file["name"], f"{file['size']:,}", file["sha256"]) for file in plan["files"]]
     visibility = {True: "private", False: "public", None: "with your account's default visibility"}[plan["private"]]
     lines = [
@@ -89,20 +79,15 @@ def dry_run_table(plan: dict[str, Any]) -> str:
     if plan["problems"]:
         forced = f", forced: {plan['forced']}" if plan["forced"] else ""
         lines += ["", f"fails {len(plan['problems'])} checks{forced}", *collapse_lines(plan["problems"])[:10]]
-    lines += [
-        "",
-        text_table(
-            ("state", "what", ""), [(point["state"], point["name"], point["words"]) for point in plan["checklist"]]
-        ),
-    ]
-    return "\n".join(lines)
+    points = [(point["state"], point["name"], point["words"]) for point in plan["checklist"]]
+    return "\n".join([*lines, "", text_table(("state", "what", ""), points)])
 
 
 def published_table(result: dict[str, Any]) -> str:
-    """What is printed after an upload: where the files are now."""
+    """The output after an upload: where the files are."""
     lines = [
         f"{result['url']} ({result['revision']}, commit {result['commit'][:12]}): {len(result['files'])} files, "
-        f"{size(result['bytes'])}; the Hub's hashes equal the local ones",
+        f"{size(result['bytes'])}; the Hub's hashes equal the local ones"
     ]
     if result["strangers"]:
         lines.append(f"on the Hub, but not in this folder: {', '.join(result['strangers'])}")
@@ -111,40 +96,34 @@ def published_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-HEADER = ("what differs", "name (* = a number)", "tensors", "kept facts", "this checkpoint", "new facts")
-REFUSED = "no words: refused"
+HEADER = ("what differs", "name (* = a number)", "tensors", "built-in spec", "this checkpoint", "new spec")
 
 
 def facts_table(fitted: Fitted, path: Path) -> str:
-    """Every difference from the kept facts, what the user has to check, and what comes next."""
-    lines = [f"nothing differs from the facts kept for {fitted.family}"]
+    """Every difference from the built-in architecture spec, what to check, and the next step."""
+    lines = [f"nothing differs from the built-in spec of {fitted.family}"]
     if fitted.differences:
-        rows = [
-            (
-                one.what,
-                printed(one.name),
-                f"{one.tensors:,}" if one.tensors else "",
-                one.kept,
-                one.found,
-                REFUSED if one.written is None else one.written,
-            )
-            for one in fitted.differences
-        ]
-        lines = [f"differences from the facts kept for {fitted.family}:", "", text_table(HEADER, rows), ""]
+        rows = []
+        for one in fitted.differences:
+            tensors = f"{one.tensors:,}" if one.tensors else ""
+            written = "cannot be expressed: refused" if one.written is None else one.written
+            rows.append((one.what, printed(one.name), tensors, one.kept, one.found, written))
+        lines = [f"differences from the built-in spec of {fitted.family}:", "", text_table(HEADER, rows), ""]
     if fitted.suspects:
         norm = fitted.values["norm"]["tensor"]
         lines += [
-            f"nothing is known about these tensors of decoder layers, so they are named as readers of {norm}, and AWQ "
-            "folds nothing into it; take those that do not read it out of norm.readers:",
+            f"these tensors of decoder layers are unknown, so they are listed as readers of {norm}, and AWQ folds "
+            "nothing into it; remove those that do not read it from norm.readers:",
             *(f"  {printed(name)}" for name in fitted.suspects),
         ]
     lines += [
-        f"{one.name}: the kept facts rely on {one.kept}; check that transformers computes this model with {one.found}"
+        f"{one.name}: the built-in spec relies on {one.kept}; check that transformers computes this model with "
+        f"{one.found}"
         for one in fitted.differences
         if one.what == "assert"
     ]
     if not fitted.fits:
-        lines.append("`quantize plan` still refuses this checkpoint: facts have no words for the rows marked so")
+        lines.append("`quantize plan` still refuses this checkpoint: a spec cannot express the rows marked so")
     return "\n".join([*lines, f"wrote {path}; next: name it in a recipe, source: {{model: ..., facts: {path}}}"])
 
 
@@ -153,17 +132,12 @@ def version_table(found: dict[str, Any]) -> str:
     versions = dict(found["versions"])
     own, python, torch = (versions.pop(name) for name in ("moe-quantizers", "python", "torch"))
     built = [f"{word} {found[key]}" for key, word in (("cuda", "CUDA"), ("rocm", "ROCm")) if found[key]]
-    return "\n".join(
-        [
-            f"quantize {own}",
-            f"python {python}, torch {torch}, {built[0] if built else 'CPU build'}",
-            ", ".join(f"{name} {version}" for name, version in versions.items()),
-            *(_described(device) for device in found["devices"]),
-        ]
-    )
-
-
-def _described(device: dict[str, Any]) -> str:
-    """A device, and what computes there if it is a GPU."""
-    kernels = [f"kernels: {device['kernels']}"] if "kernels" in device else []
-    return ", ".join([f"{device['device']}: {device['name']}", gib(device["bytes"]), *kernels])
+    lines = [
+        f"quantize {own}",
+        f"python {python}, torch {torch}, {built[0] if built else 'CPU build'}",
+        ", ".join(f"{name} {version}" for name, version in versions.items()),
+    ]
+    for device in found["devices"]:
+        kernels = f", kernels: {device['kernels']}" if "kernels" in device else ""
+        lines.append(f"{device['device']}: {device['name']}, {gib(device['bytes'])}{kernels}")
+    return "\n".join(lines)

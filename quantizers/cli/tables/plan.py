@@ -27,9 +27,7 @@ def plan_table(numbers: dict[str, Any]) -> str:
             f"output {size(numbers['output_bytes'])} ({numbers['output_bytes']:,} bytes of shards and index) in "
             f"{len(numbers['shards'])} shards, {size(numbers['expert_bytes'])} of it experts; "
             f"source {size(numbers['source_bytes'])}",
-            *mtp_lines(numbers),
-            *unserved(numbers),
-            *unsaid_lines(numbers),
+            *remarks(numbers),
             "",
             *(scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
             *needs_lines(numbers["needs"]),
@@ -39,36 +37,28 @@ def plan_table(numbers: dict[str, Any]) -> str:
 
 
 def dense_words(numbers: dict[str, Any]) -> str:
-    """How many layers have no experts, if any."""
+    """The number of layers without experts, if any."""
     dense = len(numbers["dense_layers"])
     return f"{dense} of them without experts, the others with " if dense else ""
 
 
-def mtp_lines(numbers: dict[str, Any]) -> list[str]:
-    """A line about layers that predict further tokens, if there are any."""
-    if "mtp" not in numbers:
-        return []
-    layers = numbers["mtp"]["layers"]
-    which = f"layer{'s' if layers[1:] else ''} {', '.join(map(str, layers))}"
-    return [
-        f"{which}, for multi-token prediction (MTP), passed through with their experts: {size(numbers['mtp']['bytes'])}"
-    ]
-
-
-def unserved(numbers: dict[str, Any]) -> list[str]:
-    """A line about a family that vLLM does not know."""
-    if "vllm" in numbers["servers"]:
-        return []
-    return ["no known release of vLLM supports this family; transformers can load the output"]
-
-
-def unsaid_lines(numbers: dict[str, Any]) -> list[str]:
-    """A line about facts that do not say how servers divide such a model."""
-    return [f"--vram would be refused: {numbers['cards_unknown']}"] if numbers["cards_unknown"] else []
+def remarks(numbers: dict[str, Any]) -> list[str]:
+    """A line about each special thing: MTP layers, a family that vLLM lacks, and facts that --vram lacks."""
+    lines = []
+    if "mtp" in numbers:
+        layers = numbers["mtp"]["layers"]
+        which = f"layer{'s' if layers[1:] else ''} {', '.join(map(str, layers))}"
+        passed = size(numbers["mtp"]["bytes"])
+        lines.append(f"{which}, for multi-token prediction (MTP), passed through with their experts: {passed}")
+    if "vllm" not in numbers["servers"]:
+        lines.append("no known release of vLLM supports this family; transformers can load the output")
+    if numbers.get("cards_unknown"):
+        lines.append(f"--vram would be refused: {numbers['cards_unknown']}")
+    return lines
 
 
 def scheme_lines(schemes: dict[str, Any]) -> list[str]:
-    """The lines about a budget: the choice once it is made, until then the candidates."""
+    """The choice within a budget once it is made, until then the candidates."""
     if "layers" in schemes:
         return [*candidate_lines(schemes), "", *choice_lines(schemes), "", layers_table(schemes), ""]
     assumed = f"the sizes above are those of {schemes['planned']} in every layer"
@@ -99,7 +89,7 @@ def needs_lines(needs: dict[str, Any]) -> list[str]:
 
 
 def time_lines(needs: dict[str, Any]) -> list[str]:
-    """The estimated time on each device, by one process and by several if they were asked for."""
+    """The estimated time on each device, of one process, and of several if they were asked for."""
     if needs["seconds"] is None:
         return ["time: unknown before the sets are read, and for experts.engine: llmcompressor"]
     several, header = needs["several"] or {}, ["on", "time, estimated", "layers", "verification"]
@@ -144,12 +134,12 @@ def _about(seconds: float) -> str:
 
 
 def memory_line(numbers: dict[str, Any]) -> str:
-    """What a run on a GPU keeps there with --device-memory, and the memory that takes."""
+    """The data that a run keeps on a GPU with --device-memory, and their memory."""
     memory = numbers["device_memory"]
-    held = {(False, False): "", (True, False): ", the inputs of the experts", (True, True): ", all activations"}
+    kept = {(False, False): "", (True, False): ", the inputs of the experts", (True, True): ", all activations"}
     return (
         f"--device-memory: {gib(memory['peak'])} at most: a layer {gib(memory['layer'])} as it is stored, "
-        f"{gib(memory['forward'])} as it is computed{held[memory['inputs'], memory['states']]}, the Hessians of "
+        f"{gib(memory['forward'])} as it is computed{kept[memory['inputs'], memory['states']]}, the Hessians of "
         f"{memory['resident']} of {memory['units']} batches of {memory['unit']} experts (read in {memory['sweeps']} "
         f"sweep{'s' if memory['sweeps'] > 1 else ''}), and {gib(memory['one_unit'])} for solving one"
     )
@@ -194,7 +184,7 @@ def fit_table(result: dict[str, Any]) -> str:
             f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token "
             f"{'over all GPUs' if result['kv_divided'] else 'on every GPU'}); longest: the context that fits",
             text_table(header, rows),
-            *unserved(result),
+            *remarks(result),
             *result["notes"],
             "",
             *(_fit_line(row, result["longest"]) for row in result["fits"]),

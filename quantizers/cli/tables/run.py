@@ -17,15 +17,13 @@ from quantizers.system.progress import duration
 
 
 def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) -> str:
-    """What `quantize run` prints at its end.
+    """The output of `quantize run`.
 
     Args:
         source: the source's Hub id, or its folder, for the suggested next commands.
         recipe: as the user typed it.
     """
-    lines = []
-    if report.get("already_done"):
-        lines.append(f"{output} was finished before; nothing was touched")
+    lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
     lines += ["", gate_table(report["gates"]), ""]
     if "kl" in report:
         lines += [fidelity_table([("output", report)]), ""]
@@ -45,9 +43,8 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) ->
         f"time      {duration(seconds['this_process'])}, of it {duration(seconds['layers'])} for the layers; "
         f"peak memory {size(report['peak_memory_bytes'])}",
     ]
-    leaning = under_routed_line(report)
-    if leaning:
-        lines.append(f"shares    {leaning}")
+    if under_routed := under_routed_line(report):
+        lines.append(f"shares    {under_routed}")
     fallbacks = sum(len(layer["fallbacks"]) for layer in report["layers"])
     if fallbacks:
         lines.append(f"fallbacks {fallbacks}, listed in report.json under layers")
@@ -65,41 +62,29 @@ def _where(report: dict[str, Any], output: Path) -> list[str]:
 def _what_next(report: dict[str, Any], output: Path, source: str, recipe: str) -> list[str]:
     """Suggested next commands; after a failed gate what to change, and not how to serve the output."""
     folder, source = shlex.quote(short_path(output)), shlex.quote(short_path(source))
-    verify = f"quantize verify {folder}" + ("" if _is_found(report, source) else f" --source {source}")
+    model = str(report["source"]["model"])  # by which `quantize verify` finds it on the Hub or among the shipped models
+    found = model == source if is_hub_id(model) else (shipped("models") / model).is_dir()
+    verify = f"quantize verify {folder}" + ("" if found else f" --source {source}")
     commands = [verify, f"quantize eval {source} {folder} --data held-out"]
-    todo = advice(report, shlex.quote(recipe), verify)
-    if not todo and "vllm" in report["serving"]["servers"]:  # a family that vLLM does not know has no such line
+    advice: dict[str, list[str]] = {}  # and the gates that it is for
+    for gate in report["gates"]:
+        if not gate["passed"]:
+            text = _advice(gate["name"], report["settings"]["recipe"]["experts"], shlex.quote(recipe), verify)
+            advice.setdefault(text, []).append(gate["name"])
+    if not advice and "vllm" in report["serving"]["servers"]:
         commands.append(f"vllm serve {folder}")
-    return [
-        *(f"{'' if n else 'to do:':<7}{line}" for n, line in enumerate(todo)),
-        *([""] if todo else []),
-        *(f"{'' if n else 'next:':<6}{line}" for n, line in enumerate(commands)),
-    ]
+    todo = "\n       ".join(f"{', '.join(names)}: {text}" for text, names in advice.items())
+    return [*([f"to do: {todo}", ""] if advice else []), "next: " + "\n      ".join(commands)]
 
 
-def _is_found(report: dict[str, Any], source: str) -> bool:
-    """Whether `quantize verify` finds the source by its name in the report: on the Hub, or shipped."""
-    model = str(report["source"]["model"])
-    return model == source if is_hub_id(model) else (shipped("models") / model).is_dir()
-
-
-def advice(report: dict[str, Any], recipe: str, verify: str) -> list[str]:
-    """A line for each failed gate; gates that ask for the same thing share one.
+def _advice(gate: str, experts: dict[str, Any], recipe: str, verify: str) -> str:
+    """What to do after a failed gate.
 
     Args:
+        experts: the settings of the recipe.
         recipe: as the user typed it.
         verify: the command that verifies the output.
     """
-    failed = [gate["name"] for gate in report["gates"] if not gate["passed"]]
-    experts = report["settings"]["recipe"]["experts"]
-    lines = {name: _for(name, experts, recipe, verify) for name in failed}
-    together: dict[str, list[str]] = {}
-    for name, text in lines.items():
-        together.setdefault(text, []).append(name)
-    return [f"{', '.join(names)}: {text}" for text, names in together.items()]
-
-
-def _for(gate: str, experts: dict[str, Any], recipe: str, verify: str) -> str:
     kind, _, category = gate.partition(" ")
     if kind in ("audit", "consumers"):
         return f"`{verify}` lists everything; make it again with --fresh, and report it if it comes back"
@@ -113,11 +98,7 @@ def _for(gate: str, experts: dict[str, Any], recipe: str, verify: str) -> str:
 
 
 def closer(experts: dict[str, Any]) -> list[str]:
-    """What brings an output closer to its source, the cheapest first, of what a recipe does not do yet.
-
-    Args:
-        experts: the settings of the recipe.
-    """
+    """Changes of a recipe's experts that bring the output closer to its source, the cheapest first."""
     if experts.get("budget") or experts.get("bits_per_weight"):
         key = "budget" if experts.get("budget") else "bits_per_weight"
         return [f"a larger experts.{key}", "more calibration tokens"]
