@@ -29,17 +29,13 @@ HELPFUL = 3  # categories named for each of them
 def summarise(
     counts: Sequence[np.ndarray], categories: Sequence[str], minimum: int, numbers: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """Routed tokens over all layers.
+    """Routed tokens over all layers, and layer by layer; see `Coverage` in eval/report/schema.py.
 
     Args:
         counts: for each layer with experts (C, E) int64.
         categories: names of the rows.
         minimum: routed tokens that an expert needs to count as covered.
         numbers: of these layers; None for 0, 1, 2, …
-
-    Returns:
-        min, median, uncovered (pairs), pairs, min_entropy, routed_by_category, and per layer min, median,
-        uncovered, the worst expert, the entropy of the load and the routed tokens of each expert.
     """
     totals = np.stack([layer.sum(0) for layer in counts])  # (L, E)
     numbers = range(len(counts)) if numbers is None else numbers
@@ -105,40 +101,23 @@ def gates(
         summary: what `summarise` made of the same counts.
         counts: for each layer (C, E) int64.
     """
-    share = summary["uncovered"] / summary["pairs"]
-    results = [
-        {
-            "name": "coverage",
-            "passed": share <= rule.max_uncovered,
-            "value": share,
-            "limit": rule.max_uncovered,
-            "meaning": f"share of experts with fewer than {rule.min_routed_tokens} routed tokens",
-        }
-    ]
+    share, most = summary["uncovered"] / summary["pairs"], rule.max_uncovered
+    words = "share of experts with fewer than {} routed tokens"
+    results = [_gate("coverage", share <= most, share, most, words.format(rule.min_routed_tokens))]
     for floor, minimum in rule.categories.items():
         rows = members(floor, categories)
         below = float(np.mean([layer[rows].sum(0) < minimum for layer in counts]))
-        results.append(
-            {
-                "name": f"coverage {floor}",
-                "passed": below <= rule.max_uncovered,
-                "value": below,
-                "limit": rule.max_uncovered,
-                "meaning": f"share of experts with fewer than {minimum} routed tokens of {floor}",
-            }
-        )
+        meaning = f"{words.format(minimum)} of {floor}"
+        results.append(_gate(f"coverage {floor}", below <= most, below, most, meaning))
     if rule.min_entropy is not None:
-        results.append(
-            {
-                "name": "entropy",
-                "passed": summary["min_entropy"] >= rule.min_entropy,
-                "value": summary["min_entropy"],
-                "limit": rule.min_entropy,
-                "at_least": True,
-                "meaning": "entropy of the load in the most uneven layer; 1 is even",
-            }
-        )
+        least, limit = summary["min_entropy"], rule.min_entropy
+        meaning = "entropy of the load in the most uneven layer; 1 is even"
+        results.append(_gate("entropy", least >= limit, least, limit, meaning) | {"at_least": True})
     return results
+
+
+def _gate(name: str, passed: bool, value: float, limit: float, meaning: str) -> dict[str, Any]:
+    return {"name": name, "passed": passed, "value": value, "limit": limit, "meaning": meaning}
 
 
 def named(pairs: Sequence[Sequence[int]]) -> str:
@@ -232,12 +211,6 @@ def _help(row: dict[str, Any]) -> str:
 def gate_table(found: list[dict[str, Any]]) -> str:
     """Gates with their values and limits, in the format of `quantize run`."""
     rows = [
-        (
-            gate["name"],
-            *gate_figures(gate),
-            "passed" if gate["passed"] else "FAILED",
-            gate["meaning"],
-        )
-        for gate in found
+        (gate["name"], *gate_figures(gate), "passed" if gate["passed"] else "FAILED", gate["meaning"]) for gate in found
     ]
     return text_table(("gate", "value", "limit", "", "what it is"), rows)

@@ -84,13 +84,8 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
     """The figures in report.json: of the short texts, of the long ones, by category and by position.
 
     Returns:
-        perplexity {source, candidate, increase (relative)}, bits_per_byte (None if the scored tokens have no
-        bytes, because all are special tokens), kl {mean, median, p99, max}, top1,
-        interval {kl, top1, increase} (None with one sample), tokens, samples, longest (tokens of the longest
-        text), router {agreement per layer, min}, hidden_error per layer, categories, families (`code` sums up
-        `code/rust` etc.), per_text (category, scored tokens and mean KL of each text, in the set's order); long, with
-        the same keys, if there are both short and long texts; positions, see
-        `by_position`, of the separate long texts or else of all; and weight_error if it was measured.
+        `Fidelity` of eval/report/schema.py without `evaluated_on`: of the short texts, or of all if they are of one
+        kind; `positions` are of the separate long texts or else of all.
 
     Raises:
         OverflowError: a loss is not finite, or so large that its perplexity is infinite.
@@ -154,16 +149,11 @@ def _table(measured: Measured, members: np.ndarray, sizes: np.ndarray) -> dict[s
     mask = np.repeat(members, lengths)
     source, candidate, kl = measured.source_nll[mask], measured.candidate_nll[mask], measured.kl[mask]
     same = measured.same_top1[mask]
-    perplexity = [math.exp(nll.mean()) for nll in (source, candidate)]
     bits = math.log(2) * float(sizes[members].sum())
     return {
         "samples": int(members.sum()),
         "tokens": int(mask.sum()),
-        "perplexity": {
-            "source": perplexity[0],
-            "candidate": perplexity[1],
-            "increase": perplexity[1] / perplexity[0] - 1,
-        },
+        "perplexity": _perplexity(source, candidate),
         "bits_per_byte": {
             name: float(nll.sum()) / bits if bits else None
             for name, nll in (("source", source), ("candidate", candidate))
@@ -177,6 +167,11 @@ def _table(measured: Measured, members: np.ndarray, sizes: np.ndarray) -> dict[s
         "top1": float(same.mean()),
         "interval": _intervals(lengths[members], kl, same, candidate - source),
     }
+
+
+def _perplexity(source_nll: np.ndarray, candidate_nll: np.ndarray) -> dict[str, float]:
+    source, candidate = (math.exp(nll.mean()) for nll in (source_nll, candidate_nll))
+    return {"source": source, "candidate": candidate, "increase": candidate / source - 1}
 
 
 def _intervals(
@@ -204,8 +199,7 @@ def by_position(
         source_nll, candidate_nll, kl, same_top1: (sum of lengths,), see `Measured`.
 
     Returns:
-        name, from and to (None: no end), samples (texts that reach this band), tokens, perplexity
-        {source, candidate, increase}, kl {mean} and top1.
+        `Band` of eval/report/schema.py each.
     """
     position = np.concatenate([np.arange(1, length + 1) for length in lengths])
     ends = [start for _, start in BANDS[1:]] + [None]
@@ -214,7 +208,6 @@ def by_position(
         in_band = (position >= start) & (position < (end or np.inf))
         if not in_band.any():
             continue
-        source, candidate = (float(np.exp(nll[in_band].mean())) for nll in (source_nll, candidate_nll))
         rows.append(
             {
                 "name": name,
@@ -222,7 +215,7 @@ def by_position(
                 "to": end,
                 "samples": int((lengths >= max(start, 1)).sum()),
                 "tokens": int(in_band.sum()),
-                "perplexity": {"source": source, "candidate": candidate, "increase": candidate / source - 1},
+                "perplexity": _perplexity(source_nll[in_band], candidate_nll[in_band]),
                 "kl": {"mean": float(kl[in_band].mean())},
                 "top1": float(same_top1[in_band].mean()),
             }

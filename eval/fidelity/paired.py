@@ -36,8 +36,7 @@ def paired(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         texts, tokens, first and other (their mean KL), difference, interval (None with fewer than FEWEST texts, or
-        where too few of them differ for one); categories and families with the same keys; and long, with all of
-        these, if there are both short and long texts.
+        where too few of them differ for one); the same by category and family, and of the long texts if there are both.
     """
     found = _part(first["per_text"], other["per_text"])
     return found | ({"long": _part(first["long"]["per_text"], other["long"]["per_text"])} if "long" in first else {})
