@@ -97,8 +97,7 @@ def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.devic
         own: a file with the user's own facts about the family.
 
     Raises:
-        CheckpointError: the two do not belong together, were given the wrong way round, or have a format that cannot
-            be stitched.
+        CheckpointError: the two do not belong together, are swapped, or their format cannot be stitched.
     """
     refuse_swapped_arguments(source, experts, f"--source {experts.name} --experts {source.name}")
     where = str(source.folder / CONFIG)
@@ -246,7 +245,7 @@ class Mixer(Consumer):
 
 
 def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], None]) -> dict[str, ShardDigest]:
-    """Write the checkpoint into `work`/output; layers that an earlier call has finished are kept if they are undamaged.
+    """Write the checkpoint into `work`/output; finished and undamaged layers of an earlier call are not written again.
 
     Args:
         repair_router: multiply the source's router by the ratio of the norms.

@@ -1,8 +1,7 @@
-"""Compares candidates with their source layer by layer, on held-out texts: a consumer of the loop over the layers.
+"""Comparison of candidates with their source, layer by layer on held-out texts, within the loop over the layers.
 
-The source's weights take the texts one layer on first; what makes a layer of its own from them does so then. After
-that, one candidate at a time, its weights are materialised, take its own texts on, and what leaves the layer is
-compared with what left the source's.
+First the texts pass through the source's layer, from which `quantize run` then makes its own. After that, one candidate
+at a time, its layer is materialised, its texts pass through it, and the outputs are compared with the source's.
 
 Weights are compared with the smoothing undone. AWQ moves one scale from a norm into the matrices that read it, and
 another between w3's rows and w2's columns. Neither changes what the model computes, so neither counts as an error: the

@@ -48,7 +48,7 @@ def score(
     streams: Sequence[ActivationStream],
     texts: Sequence[Text],
     stage: Stage,
-    kept: Path | None = None,
+    work: Path | None = None,
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> list[Scores]:
     """Score every text with every stream; the same result in all processes, one entry per stream.
@@ -58,7 +58,7 @@ def score(
         texts: each has two tokens or more.
         stage: shows progress, see `Stage`; it counts this process's chunks of positions, since a long text takes as
             long as many short ones.
-        kept: a folder where scored texts are kept for the same call after an interruption; None for nowhere.
+        work: a folder for scored texts, with which the same call resumes after an interruption; None for nowhere.
         dist: the processes that share the texts; each scores its own.
     """
     layers = streams[0].model.sizes["layers"]
@@ -66,7 +66,7 @@ def score(
     heads: dict[int, torch.Tensor] = {}
     tables: dict[str, torch.Tensor] = {}
     own = {i: math.ceil((len(texts[i].tokens) - 1) / CHUNK) for i in states[0].partition.owned}
-    paths = {i: kept / f"scores-{i:05d}.npy" for i in own} if kept else {}
+    paths = {i: work / f"scores-{i:05d}.npy" for i in own} if work else {}
     done = {i for i, path in paths.items() if path.exists()}
     with stage("scoring", sum(own.values()), sum(own[i] for i in done)) as step:
         for i, chunks in own.items():
@@ -78,7 +78,7 @@ def score(
                     heads[id(stream.model)] = stream.model.head()
             models = [(stream.model, heads[id(stream.model)]) for stream in streams]
             table = score_text(models, texts[i].tokens, [rows.of(i) for rows in states])
-            if kept:
+            if work:
                 with disk_errors(paths[i]), atomic(paths[i]) as file:
                     np.save(file, table)
             tables[str(i)] = torch.from_numpy(table)
@@ -164,7 +164,7 @@ class HeldOut:
 
     Attributes:
         texts: to be scored, truncated at the model's positions.
-        about: for the report: name and digest of the set, and how much of it lies past the model's positions.
+        about: for the report: name and digest of the set, and how much of it was cut at the model's positions.
     """
 
     texts: list[Text]

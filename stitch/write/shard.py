@@ -33,7 +33,7 @@ class LayerTensors(NamedTuple):
 
     Attributes:
         host: for the file, on the CPU, contiguous.
-        device: for whoever computes with them, where the layer was solved; on a CPU the same memory. The shapes of
+        device: for computing, where the layer was solved; on a CPU the same memory. The shapes of
             packed weights are on the CPU in both, since they are read as numbers, and so is what was made there.
     """
 
@@ -57,9 +57,9 @@ def layer_tensors(
         layer: a decoder layer, or None for the tensors outside the layers.
         source: on the CPU.
         solved: needed if the plan quantizes, folds or compensates in this layer.
-        near: the source's tensors where the layer was solved, if they lie there too.
+        near: the source's tensors where the layer was solved, if they are there too.
         buffers: where what was made on a device is copied to on the host; None for new memory.
-        written: False if nobody writes the shard here: then what was made on a device stays there alone.
+        written: False if this process does not write the shard: then solved tensors are not copied to the host.
     """
     kept: dict[str, str] = {}
     small: dict[str, torch.Tensor] = {}
@@ -151,8 +151,8 @@ def write_shard(
 ) -> ShardDigest:
     """Write a safetensors file, and read it back before it gets its final name.
 
-    The tensors in memory prove nothing about the file, and those that are kept are the source's own memory. So the
-    file is compared with the digests of what was to be written, and its kept tensors with the hashes that the source
+    The tensors in memory prove nothing about the file, and passthrough ones are the source's own memory. So the file is
+    compared with the digests of what was to be written, and its passthrough tensors with the hashes that the source
     had when it was read.
 
     Args:
