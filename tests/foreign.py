@@ -43,11 +43,7 @@ def make(target, job):
     if job["awq"]:
         routed = ["re:.*mlp.experts.*gate_proj$", "re:.*mlp.experts.*up_proj$"]
         readers = ["re:.*mlp.gate$"] * job["compensate"] + routed
-        mappings = [
-            AWQMapping(job["norms"], readers),
-            AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
-        ]
-        recipe.insert(0, AWQModifier(mappings=mappings))
+        recipe.insert(0, AWQModifier(mappings=[AWQMapping(job["norms"], readers)]))
         rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in job["sequences"]]
         longest = max(len(row["input_ids"]) for row in rows)
         options = {"dataset": Dataset.from_list(rows), "max_seq_length": longest, "num_calibration_samples": len(rows)}

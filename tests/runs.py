@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +20,54 @@ from quantizers.calibration.lock import lock_set
 from quantizers.pipeline import quantizer
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
-from quantizers.planning.job import Job
+from quantizers.planning.job import Job, prepare
 from quantizers.system.errors import QuantizeError
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """A recipe, its model and its sets in one folder, and where its output goes."""
+
+    folder: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.folder / "recipe.yaml"
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "output"
+
+    @property
+    def job(self) -> Job:
+        return prepare(str(self.recipe))
+
+
+@dataclass(frozen=True)
+class Small(JobFolder):
+    """A random model of three layers.
+
+    Attributes:
+        report: of an unbroken run, whose output is in `whole`.
+        needed: the bytes for which that run asked.
+    """
+
+    report: dict[str, Any]
+    needed: int
+
+    @property
+    def whole(self) -> Path:
+        return self.folder / "whole"
+
+    def copied(self, folder: Path) -> Small:
+        """The same job elsewhere, for a test that changes the source or a set."""
+        shutil.copytree(self.folder, folder)
+        return Small(folder, self.report, self.needed)
+
 
 VARYING = {"report.json", "README.md"}  # these carry times and memory
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,37 @@ def run_whole(model: Any, texts: list[Tensor]) -> Run:
     for text in texts:
         result.logs.append(torch.log_softmax(model(text[None]).logits[0].double(), dim=-1))
     return result
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What two whole models differ by: at every scored position (N,), and layer by layer."""
+
+    kl: Tensor
+    nll: tuple[Tensor, ...]
+    same_top1: Tensor
+    position: Tensor
+    agreement: list[float]
+    hidden_error: list[float]
+
+
+def compared(source: Run, candidate: Run, texts: list[Tensor], numbers: Sequence[int] | None = None) -> Figures:
+    """Over the texts with these numbers, in float64 and by the definitions."""
+    numbers = range(len(texts)) if numbers is None else numbers
+    pairs = [(source.logs[i][:-1], candidate.logs[i][:-1], texts[i][1:, None]) for i in numbers]
+    agreement = []
+    for ours, theirs in zip(source.choices, candidate.choices, strict=True):
+        rows = [(a, b) for i in numbers for a, b in zip(ours[i], theirs[i], strict=True)]
+        agreement.append(sum(len(a & b) for a, b in rows) / sum(len(a) for a, _ in rows))
+    states = ([torch.cat([rows[i] for i in numbers]) for rows in run.states] for run in (source, candidate))
+    return Figures(
+        torch.cat([(p.exp() * (p - q)).sum(-1) for p, q, _ in pairs]),
+        tuple(torch.cat([-pair[side].gather(1, pair[2])[:, 0] for pair in pairs]) for side in (0, 1)),
+        torch.cat([p.argmax(-1) == q.argmax(-1) for p, q, _ in pairs]),
+        torch.cat([torch.arange(1, len(p) + 1) for p, _, _ in pairs]),
+        agreement,
+        [float((b - a).norm() / a.norm()) for a, b in zip(*states, strict=True)],
+    )
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:

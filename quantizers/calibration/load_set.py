@@ -150,10 +150,11 @@ def _read_cache(file: Path, versions: Sequence[str | SourceError]) -> Calibratio
     """The cached data of the same versions, or None; a source that cannot be reached now matches any version."""
     try:
         data = CACHED.validate_json(file.read_bytes())
+        pairs = list(zip(versions, data.versions, strict=True))
     except (OSError, ValueError):
         return None  # missing or damaged: load again
-    agree = (isinstance(now, Unreachable) or now == then for now, then in zip(versions, data.versions, strict=True))
-    return data if all(agree) and digest_of(data.samples) == data.digest else None
+    same = all(isinstance(now, Unreachable) or now == then for now, then in pairs)
+    return data if same and digest_of(data.samples) == data.digest else None
 
 
 def _write_cache(file: Path, data: CalibrationData) -> None:

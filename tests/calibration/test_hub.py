@@ -199,11 +199,11 @@ def test_a_moved_revision_is_loaded_anew_unless_a_lock_holds_it(
 ) -> None:
     before = machine.load(small)
     hub.datasets["org/plain"] = {"train.jsonl": rows("changed")}
-    after = machine.load(small, lock=True)
-    assert after["notes"] == ["versions are those of the set's lock"]
-    assert after["digest"] != before["digest"]
+    after, locked = machine.load(small), machine.load(small, lock=True)
+    assert (after["notes"], locked["notes"]) == ([], ["versions are those of the set's lock"])
+    assert before["digest"] != after["digest"] == locked["digest"]
     commits = [hub.commit("org/plain"), before["versions"][1]]
-    assert after["versions"] == commits
+    assert after["versions"] == locked["versions"] == commits
     assert [pin["commit"] for pin in json.loads((small.parent / "small.lock.json").read_text())["sources"]] == commits
     hub.datasets["org/streamed"] = {"train.jsonl": rows("changed")}
     refused = other_machine.load(small, cache=False)["error"]

@@ -50,11 +50,7 @@ def texts(data: CalibrationData) -> list[str]:
 )
 def test_which_categories_claim_a_language(category: str, named: str | None, unlisted_kind: str | None) -> None:
     assert (LISTS.named_by(category), LISTS.unlisted_kind(category)) == (named, unlisted_kind)
-
-
-def test_an_empty_list_leaves_nothing_out() -> None:
-    assert Languages(spoken=("Hindi",)).unlisted_kind("code/cobol") is None
-    assert Languages(programming=("C",)).unlisted_kind("spoken/german") is None
+    assert Languages().unlisted_kind(category) is None, "an empty list leaves nothing out"
 
 
 def test_rows_of_an_unlisted_language_are_left_out_and_counted(tmp_path: Path, tokenizer: str) -> None:
@@ -68,25 +64,36 @@ def test_rows_of_an_unlisted_language_are_left_out_and_counted(tmp_path: Path, t
         ]
 
 
+TWENTY = [("code/rust" if number % 2 else "code/cobol", f"text {number}") for number in range(20)]
+
+
 def test_the_next_row_is_taken_in_place_of_one_left_out(tmp_path: Path, tokenizer: str) -> None:
-    rows = [("code/rust" if number % 2 else "code/cobol", f"text {number}") for number in range(20)]
-    data = load_set(write_set(tmp_path, rows, samples=10), tokenizer)
-    assert sorted(texts(data)) == sorted(f"text {number}" for number in range(1, 20, 2))
-    with pytest.raises(CalibrationError) as failure:
-        load_set(write_set(tmp_path, rows, samples=11), tokenizer)
-    assert "10 of the 11 samples; code/cobol is not in languages.programming (10, first at" in str(failure.value)
-    assert "list these languages, correct the rows, or ask for at most 10" in str(failure.value)
+    data = load_set(write_set(tmp_path, TWENTY, samples=10), tokenizer)
+    assert sorted(texts(data)) == sorted(text for category, text in TWENTY if category == "code/rust")
 
 
-def test_an_unusable_row_of_a_listed_language_still_fails_the_set(tmp_path: Path, tokenizer: str) -> None:
-    rows = [("code/rust", "one"), ("code/cobol", "two"), ("code/rust", "")]
-    with pytest.raises(CalibrationError, match=r"1 of all 2 samples; an empty text \(1, first at a.jsonl:3\)"):
-        load_set(write_set(tmp_path, rows), tokenizer)
-
-
-def test_a_set_of_which_nothing_is_left_is_refused(tmp_path: Path, tokenizer: str) -> None:
-    with pytest.raises(CalibrationError, match=r"no row is left \(a.jsonl:1: code/cobol is not in languages"):
-        load_set(write_set(tmp_path, [("code/cobol", "two")]), tokenizer)
+@pytest.mark.parametrize(
+    ("rows", "samples", "message"),
+    [
+        (
+            TWENTY,
+            11,
+            r"10 of the 11 samples; code/cobol is not in languages.programming \(10, first at ",
+        ),
+        (TWENTY, 11, "list these languages, correct the rows, or ask for at most 10"),
+        (
+            [("code/cobol", "two"), ("code/rust", "")],
+            "all",
+            r"0 of all 1 samples; an empty text \(1, first at a",
+        ),
+        ([("code/cobol", "two")], "all", r"no row is left \(a.jsonl:1: code/cobol is not in languages"),
+    ],
+)
+def test_rows_left_out_that_the_set_needs_are_an_error(
+    rows: list[tuple[str, str]], samples: int | str, message: str, tmp_path: Path, tokenizer: str
+) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        load_set(write_set(tmp_path, rows, samples), tokenizer)
 
 
 def test_a_category_written_in_the_set_must_be_listed(tmp_path: Path) -> None:

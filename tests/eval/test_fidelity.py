@@ -16,7 +16,7 @@ from conftest import Finished
 from foreign import FORMATS, bf16_copy, oneshots
 from safetensors.torch import load_file, save_file
 from sets import write_set
-from whole_models import run_whole, source_weights
+from whole_models import compared, run_whole, source_weights
 
 from eval.fidelity.metrics import Measured, Text, figures
 from quantizers.architectures.families import architecture_for
@@ -93,16 +93,13 @@ def test_a_stock_checkpoint_measures_as_the_whole_model_does(
     config["rope_theta"] = 10000
     texts = [torch.from_numpy(sample.tokens).long() for sample in load_set(data, str(finished.source)).samples]
     models = (source_weights(finished.source), (config, weights))
-    pairs = list(zip(*(run_whole(whole_model(*model), texts).logs for model in models), strict=True))
-    kl = torch.cat([(p[:-1].exp() * (p[:-1] - q[:-1])).sum(-1) for p, q in pairs])
-    nll = torch.cat([-q[:-1].gather(1, t[1:, None])[:, 0] for (_, q), t in zip(pairs, texts, strict=True)])
-    same = torch.cat([p[:-1].argmax(-1) == q[:-1].argmax(-1) for p, q in pairs])
-    assert found["kl"]["mean"] == pytest.approx(float(kl.mean()), abs=1e-4)
-    assert found["kl"]["p99"] == pytest.approx(float(kl.quantile(0.99)), abs=1e-4)
-    assert found["perplexity"]["candidate"] == pytest.approx(float(nll.mean().exp()), rel=1e-4)
-    assert found["top1"] == pytest.approx(float(same.double().mean()), abs=1e-4)
+    wanted = compared(*(run_whole(whole_model(*model), texts) for model in models), texts)
+    assert found["kl"]["mean"] == pytest.approx(float(wanted.kl.mean()), abs=1e-4)
+    assert found["kl"]["p99"] == pytest.approx(float(wanted.kl.quantile(0.99)), abs=1e-4)
+    assert found["perplexity"]["candidate"] == pytest.approx(float(wanted.nll[1].mean().exp()), rel=1e-4)
+    assert found["top1"] == pytest.approx(float(wanted.same_top1.double().mean()), abs=1e-4)
     assert all(0 < layer["experts"] < 0.3 for layer in found["weight_error"])
-    assert kl.mean() > 1e-4
+    assert wanted.kl.mean() > 1e-4
 
 
 @pytest.fixture

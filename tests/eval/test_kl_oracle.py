@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Finished
 from torch import Tensor
-from whole_models import Run, finished_weights, run_whole, source_weights
+from whole_models import Figures, Run, compared, finished_weights, run_whole, source_weights
 
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
@@ -36,34 +36,29 @@ def oracle(finished: Finished, whole_model: Callable[[dict[str, Any], dict[str, 
     return Oracle(texts, [sample.category for sample in data.samples], source, candidate)
 
 
-def kl_of(oracle: Oracle, text: int) -> Tensor:
-    p, q = oracle.source.logs[text][:-1], oracle.candidate.logs[text][:-1]
-    return (p.exp() * (p - q)).sum(-1)
+@pytest.fixture(scope="module")
+def wanted(oracle: Oracle) -> Figures:
+    return compared(oracle.source, oracle.candidate, oracle.texts)
 
 
-def nll_of(oracle: Oracle, run: Run, text: int) -> Tensor:
-    return -run.logs[text][:-1].gather(1, oracle.texts[text][1:, None])[:, 0]
-
-
-def test_kl(oracle: Oracle, finished: Finished) -> None:
+def test_kl_and_top1(oracle: Oracle, wanted: Figures, finished: Finished) -> None:
     """Over all scored positions, and in every category."""
-    parts = [kl_of(oracle, text) for text in range(len(oracle.texts))]
-    whole = torch.cat(parts)
-    reported = finished.report["kl"]
-    assert reported["mean"] == pytest.approx(float(whole.mean()), abs=1e-6)
-    assert reported["median"] == pytest.approx(float(whole.quantile(0.5)), abs=1e-6)
-    assert reported["p99"] == pytest.approx(float(whole.quantile(0.99)), abs=2e-6, rel=1e-6)
-    assert reported["max"] == pytest.approx(float(whole.max()), abs=2e-6, rel=1e-6)
-    assert reported["mean"] > 1e-4, "a comparison of two equal models would prove nothing"
-    assert finished.report["tokens"] == len(whole)
-    assert set(finished.report["categories"]) == set(oracle.categories)
-    for name, table in finished.report["categories"].items():
-        own = torch.cat([part for part, category in zip(parts, oracle.categories, strict=True) if category == name])
-        assert table["tokens"] == len(own)
-        assert table["kl"]["mean"] == pytest.approx(float(own.mean()), abs=2e-6)
+    report, kl = finished.report, wanted.kl
+    assert report["kl"]["mean"] == pytest.approx(float(kl.mean()), abs=1e-6)
+    assert report["kl"]["median"] == pytest.approx(float(kl.quantile(0.5)), abs=1e-6)
+    assert report["kl"]["p99"] == pytest.approx(float(kl.quantile(0.99)), abs=2e-6, rel=1e-6)
+    assert report["kl"]["max"] == pytest.approx(float(kl.max()), abs=2e-6, rel=1e-6)
+    assert report["kl"]["mean"] > 1e-4, "a comparison of two equal models would prove nothing"
+    assert report["top1"] == pytest.approx(float(wanted.same_top1.double().mean()), abs=1e-12)
+    assert report["tokens"] == len(kl)
+    assert set(report["categories"]) == set(oracle.categories)
+    for name, table in report["categories"].items():
+        numbers = [i for i, category in enumerate(oracle.categories) if category == name]
+        own = compared(oracle.source, oracle.candidate, oracle.texts, numbers).kl
+        assert (table["tokens"], table["kl"]["mean"]) == (len(own), pytest.approx(float(own.mean()), abs=2e-6))
 
 
-def test_perplexity_and_bits_per_byte(oracle: Oracle, finished: Finished) -> None:
+def test_perplexity_and_bits_per_byte(oracle: Oracle, wanted: Figures, finished: Finished) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(finished.source)
@@ -71,41 +66,19 @@ def test_perplexity_and_bits_per_byte(oracle: Oracle, finished: Finished) -> Non
         len(tokenizer.decode(text.tolist()).encode()) - len(tokenizer.decode(text[:1].tolist()).encode())
         for text in oracle.texts
     )
-    perplexity = {}
-    for name, run in (("source", oracle.source), ("candidate", oracle.candidate)):
-        nll = torch.cat([nll_of(oracle, run, text) for text in range(len(oracle.texts))])
-        perplexity[name] = math.exp(float(nll.mean()))
-        assert finished.report["perplexity"][name] == pytest.approx(perplexity[name], rel=1e-6)
+    reported = finished.report["perplexity"]
+    for name, nll in zip(("source", "candidate"), wanted.nll, strict=True):
+        assert reported[name] == pytest.approx(math.exp(float(nll.mean())), rel=1e-6)
         bits = float(nll.sum()) / math.log(2) / size
         assert finished.report["bits_per_byte"][name] == pytest.approx(bits, rel=1e-6)
-    increase = perplexity["candidate"] / perplexity["source"] - 1
-    assert finished.report["perplexity"]["increase"] == pytest.approx(increase, abs=2e-6)
+    assert reported["increase"] == pytest.approx(reported["candidate"] / reported["source"] - 1, abs=1e-12)
 
 
-def test_top1(oracle: Oracle, finished: Finished) -> None:
-    same = torch.cat(
-        [a[:-1].argmax(-1) == b[:-1].argmax(-1) for a, b in zip(oracle.source.logs, oracle.candidate.logs, strict=True)]
-    )
-    assert finished.report["top1"] == pytest.approx(float(same.double().mean()), abs=1e-12)
-
-
-def test_router_agreement(oracle: Oracle, finished: Finished) -> None:
-    """The share of the source's choices that the finished model makes too, at every token, layer by layer."""
-    expected = []
-    for ours, theirs in zip(oracle.source.choices, oracle.candidate.choices, strict=True):
-        pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
-        assert len(pairs) == sum(len(text) for text in oracle.texts)
-        expected.append(sum(len(a & b) for a, b in pairs) / sum(len(a) for a, _ in pairs))
-    assert finished.report["router"]["agreement"] == pytest.approx(expected, abs=1e-12)
+def test_router_agreement_and_hidden_error(wanted: Figures, finished: Finished) -> None:
+    """Layer by layer: the share of the source's choices that the finished model makes too, and ‖Δh‖ / ‖h‖."""
+    assert finished.report["router"]["agreement"] == pytest.approx(wanted.agreement, abs=1e-12)
     assert finished.report["router"]["min"] == min(finished.report["router"]["agreement"])
-
-
-def test_hidden_error(oracle: Oracle, finished: Finished) -> None:
-    expected = []
-    for ours, theirs in zip(oracle.source.states, oracle.candidate.states, strict=True):
-        a, b = torch.cat(ours), torch.cat(theirs)
-        expected.append(float((b - a).norm() / a.norm()))
-    assert finished.report["hidden_error"] == pytest.approx(expected, rel=1e-5)
+    assert finished.report["hidden_error"] == pytest.approx(wanted.hidden_error, rel=1e-5)
 
 
 def test_measure_alone_gives_what_the_report_says(finished: Finished, tmp_path: Path) -> None:

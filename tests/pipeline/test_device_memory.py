@@ -26,7 +26,7 @@ from quantizers.solve import solver
 from quantizers.system.errors import Interrupted, OutputError
 
 CPU = torch.device("cpu")
-LAYERS, EXPERTS = 3, 8
+LAYERS, EXPERTS = 2, 8
 
 
 @pytest.fixture
@@ -62,72 +62,54 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sums_held(monkeypatch)
 
 
-def test_two_limits_give_the_same_bytes(job: Path, tmp_path: Path, held: list[int]) -> None:
-    """Shards, index, config: by hash. Of the report the figures, too."""
-    of = limits(job)
-    wanted: Any = None
-    for resident, sweeps in ((8, [8]), (3, [3, 3, 2])):
-        output = tmp_path / f"held-{resident}"
-        report = run(prepare(str(job)), Options(output, CPU, of[resident]))
-        assert held == sweeps * LAYERS
-        held.clear()
-        found = hashes(output), [(layer["error"], layer["fallbacks"]) for layer in report["layers"]], report["kl"]
-        wanted = wanted or found
-        assert found == wanted
-
-
-@pytest.mark.slow
-def test_another_limit_at_every_resume(
-    job: Path, tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch
+def test_the_limit_decides_no_byte(
+    job: Path, tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Interrupted after each layer; and it is the expert batches that a resumed run must keep, not the memory."""
-    of, whole, output = limits(job), tmp_path / "whole", tmp_path / "output"
-    run(prepare(str(job)), Options(whole, CPU))
-    real = quantize.write_json
+    """Of shards, index and config, by hash, and no figure; with another limit at a resume, and on a full device."""
+    of, wanted = limits(job), dict[str, Any]()
+
+    def same(name: str, report: dict[str, Any]) -> None:
+        found = hashes(tmp_path / name), [(layer["error"], layer["fallbacks"]) for layer in report["layers"]]
+        assert (*found, report["kl"]) == wanted.setdefault("whole", (*found, report["kl"])), name
+
+    same("whole", run(prepare(str(job)), Options(tmp_path / "whole", CPU, of[8])))
+    assert held == [8] * LAYERS
 
     def interrupted(path: Path, entry: Any) -> None:
-        real(path, entry)
-        if entry.get("layer") in (0, 1):
+        write_json(path, entry)
+        if entry.get("layer") == 0:
             raise Interrupted("stopped", 15)
 
+    write_json, resumed = quantize.write_json, tmp_path / "resumed"
     held.clear()
     with monkeypatch.context() as patched:
         patched.setattr(quantize, "write_json", interrupted)
-        for resident in (2, 6):
-            with pytest.raises(Interrupted):
-                run(prepare(str(job)), Options(output, CPU, of[resident]))
-    with monkeypatch.context() as patched:
+        with pytest.raises(Interrupted):
+            run(prepare(str(job)), Options(resumed, CPU, of[3]))
+    with monkeypatch.context() as patched:  # it is the expert batches that a resumed run must keep, not the memory
         patched.setattr(expert_batches, "CPU_EXPERTS", 2)
         with pytest.raises(OutputError, match=r"unfinished run with another batches\.experts \(1, now 2\)"):
-            run(prepare(str(job)), Options(output, CPU))
-    run(prepare(str(job)), Options(output, CPU, of[1]))
-    assert held == [2] * 4 + [4] * 2 + [1] * 8
-    assert hashes(output) == hashes(whole)
+            run(prepare(str(job)), Options(resumed, CPU))
+    same("resumed", run(prepare(str(job)), Options(resumed, CPU, of[6])))
+    assert held == [3, 3, 2, 4, 4]
 
-
-def test_a_device_that_is_full_in_the_middle_of_a_run(
-    job: Path, tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In the second layer's third expert: half as many sums from then on, one line, and the same bytes."""
-    run(prepare(str(job)), Options(tmp_path / "whole", CPU))
     real, calls = solver.solve_batch, itertools.count()
 
     def full(*arguments: Any, **named: Any) -> Any:
-        if next(calls) == EXPERTS + 2:
+        if next(calls) == 2:  # the first layer's third expert
             raise torch.OutOfMemoryError("injected")
         return real(*arguments, **named)
 
     held.clear()
     capsys.readouterr()
     monkeypatch.setattr(solver, "solve_batch", full)
-    run(prepare(str(job)), Options(tmp_path / "output", CPU))
-    assert held == [8, 8, 3, 3, 4, 4]
+    same("full", run(prepare(str(job)), Options(tmp_path / "full", CPU)))
+    assert held == [8, 3, 3, 4, 4]
     lines = [line for line in capsys.readouterr().err.splitlines() if "memory was full" in line]
     assert lines == [
         "the device's memory was full: from now on the Hessians of 4 expert batches of 1 experts are kept at a time; "
         "the output stays the same"
     ]
-    assert hashes(tmp_path / "output") == hashes(tmp_path / "whole")
 
 
 def test_fallbacks_are_in_the_order_of_experts_however_they_were_solved() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from commands import quantize
-from runs import change, cut_in_layer, hashes
+from runs import change, hashes
 from tiny import write_job
 
 from quantizers.calibration.load_set import load_set
@@ -22,7 +22,7 @@ from quantizers.planning.job import prepare
 from quantizers.recipe.portable import settings_hash
 from quantizers.recipe.read import read_recipe
 from quantizers.recipe.schema import Recipe
-from quantizers.system.errors import OutputError, RecipeError
+from quantizers.system.errors import RecipeError
 
 CPU = torch.device("cpu")
 TOKENS = 301
@@ -76,17 +76,6 @@ def test_more_tokens_than_the_set_holds_are_the_whole_set(tmp_path: Path, capsys
         "That is the whole set; the recipe would have drawn 1,000,000"
         in (tmp_path / "output" / "README.md").read_text()
     )
-
-
-def test_another_number_of_tokens_is_refused_by_name(tmp_path: Path) -> None:
-    recipe = drawn(write_job(tmp_path / "job", layers=2), TOKENS)
-    output = tmp_path / "output"
-    cut_in_layer(1, prepare(str(recipe)), Options(output, CPU))
-    with pytest.raises(OutputError, match=rf"unfinished run with another calibration\.tokens \({TOKENS}, now 302\)"):
-        run(prepare(str(drawn(recipe, 302))), Options(output, CPU))
-    change(recipe, lambda body: body.update(calibration="calibration.yaml"))
-    with pytest.raises(OutputError, match=rf"unfinished run with another calibration\.tokens \({TOKENS}, now null\)"):
-        run(prepare(str(recipe)), Options(output, CPU))
 
 
 def test_the_plan_counts_the_tokens_that_are_drawn(

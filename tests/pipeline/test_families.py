@@ -368,11 +368,7 @@ def test_servers_read_it_as_it_is_stored(
         cli.main()
     assert ended.value.code == 0
     consumers = json.loads(capsys.readouterr().out)["consumers"]
-    notes = [finding for finding in consumers["findings"] if finding["severity"] == "note"]
-    assert consumers["findings"] == notes
-    assert [note["problem"].partition(" is ")[0] for note in notes] == (
-        ["FP8 block 128x128 under compressed-tensors"] if made.family in ("deepseek_v3", "kimi_k2") else []
-    )
+    assert consumers["findings"] == []
     served = [row for engine, row in consumers["schemes"].items() if engine != "stored as"]
     assert len(served) == 4
     assert {row["experts"] for row in served} == {"INT4 group 32"}

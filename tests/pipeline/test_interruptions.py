@@ -17,20 +17,18 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY
-from runs import assert_same, cut_in_layer, hashes
+from runs import Small, assert_same, cut_in_layer, hashes
 from tiny import write_job
 
 from quantizers.cli import main as cli
 from quantizers.output import journal
 from quantizers.pipeline import pipeline, quantizer
 from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
-from quantizers.planning.job import prepare
 
 MARGIN = 2**19  # for report.json, card, pictures and journal of a small job
 
 
-KILLS = 25
+KILLS = 12
 
 # `quantize` in a process that says at its end which of the slow imports it made.
 NAMES_IMPORTS = """
@@ -45,8 +43,8 @@ main()
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGKILL", -9), ("SIGTERM", 143)])
 def test_killed_at_random_moments(name: str, code: int, tmp_path: Path) -> None:
-    """25 times, at seeded moments spread over the whole run; each output is the unbroken run's, byte for byte."""
-    recipe = write_job(tmp_path)
+    """At seeded moments spread over the whole run; each output is the unbroken run's, byte for byte."""
+    recipe = write_job(tmp_path, layers=2, words=12, samples=2, awq={"grid": 5})
     script = REPOSITORY / "tests" / "forked_runs.py"
     done = subprocess.run(
         [sys.executable, "-P", str(script), str(recipe), str(tmp_path), name, str(KILLS), "20"],
@@ -84,9 +82,8 @@ def quantize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 def is_full(code: int, errors: str) -> None:
     """Exit 1, and one line of ours beside those that a run says anyway."""
-    others = (
-        r"(quantizing|verifying|evaluating|scoring): |forecast |.* → "  # progress, and the line with which it begins
-    )
+    # Progress, and the line with which a run begins.
+    others = r"(quantizing|checking|resuming|verifying|evaluating|scoring|last reading): |forecast |.* → "
     ours = [line for line in errors.splitlines() if not re.match(others, line)]
     assert code == 1, errors
     assert len(ours) == 1, errors
@@ -105,29 +102,15 @@ def mounted(place: Path, size: int, *options: str) -> str | None:
     return done.stderr.strip() or "mount failed" if done.returncode else None
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small job: its recipe, its finished output in `whole`, and the bytes it asked for in `needed`."""
-    folder = tmp_path_factory.mktemp("job")
-    recipe = write_job(folder, layers=3)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "check_room", lambda _, needed: (folder / "needed").write_text(str(needed)))
-        run(prepare(str(recipe)), Options(folder / "whole", torch.device("cpu")))
-    return folder
-
-
-@pytest.mark.parametrize(
-    "share", [0.01, 0.3, 0.9, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.1, 0.5, 0.7))]
-)
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.9])
 def test_a_disk_that_fills_while_the_run_works(
-    unbroken: Path, tmp_path: Path, quantize: Callable[..., tuple[int, str]], share: float
+    small: Small, tmp_path: Path, quantize: Callable[..., tuple[int, str]], share: float
 ) -> None:
     """A file system of a share of what is needed, without the look at it before the start; then it is enlarged."""
-    size = int((unbroken / "needed").read_text())
     place = tmp_path / "disk"
-    if problem := mounted(place, int(size * share) // 4096 * 4096):
+    if problem := mounted(place, int(small.needed * share) // 4096 * 4096):
         pytest.skip(f"no small file system can be mounted here: {problem}")
-    command = ("run", unbroken / "recipe.yaml", "--output", place / "output")
+    command = ("run", small.recipe, "--output", place / "output")
     try:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(pipeline, "check_room", lambda *_: None)
@@ -138,55 +121,53 @@ def test_a_disk_that_fills_while_the_run_works(
         is_full(code, errors)
         if share > 0.01:  # there is room for the lock, so what is said is about the whole
             assert re.search(r"need [\d.e-]+ GB more, [\d.e-]+ GB are free", errors)
-        assert mounted(place, size + MARGIN, "remount") is None
+        assert mounted(place, small.needed + MARGIN, "remount") is None
         code, errors = quantize(*command)
         assert code == 0, errors
-        assert_same(place / "output", unbroken / "whole")
+        assert_same(place / "output", small.whole)
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-@pytest.mark.parametrize("name", ["os.fsync", "os.posix_fallocate", "stitch.write.shard.save_file"])
-@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
-def test_writes_that_find_no_room(
-    unbroken: Path, tmp_path: Path, quantize: Callable[..., tuple[int, str]], name: str, at: int
-) -> None:
-    """Where nothing can be mounted: the n-th of one kind of write says that the disk is full."""
-    count = iter(range(1_000_000))
-    command = ("run", unbroken / "recipe.yaml", "--output", tmp_path / "output")
-    with pytest.MonkeyPatch.context() as patched:
+def test_writes_that_find_no_room(small: Small, tmp_path: Path, quantize: Callable[..., tuple[int, str]]) -> None:
+    """Where nothing can be mounted: the second of one kind of write says that the disk is full, then of another."""
+    command = ("run", small.recipe, "--output", tmp_path / "output")
+    for name in ("os.posix_fallocate", "stitch.write.shard.save_file", "os.fsync"):
+        count = iter(range(1_000_000))
         module, _, function = name.rpartition(".")
         real = getattr(sys.modules[module], function)
 
-        def full(*arguments: Any, **named: Any) -> Any:
-            if next(count) == at:
+        def full(*arguments: Any, count: Any = count, real: Any = real, **named: Any) -> Any:
+            if next(count) == 1:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(*arguments, **named)
 
-        patched.setattr(name, full)
-        is_full(*quantize(*command))
-    assert not (tmp_path / "output" / "config.json").exists()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(name, full)
+            is_full(*quantize(*command))
+        assert not (tmp_path / "output" / "config.json").exists()
     assert quantize(*command)[0] == 0
-    assert_same(tmp_path / "output", unbroken / "whole")
+    assert_same(tmp_path / "output", small.whole)
 
 
-def cut_after(layers: int, unbroken: Path, output: Path, **options: Any) -> None:
-    """Leave a run of the job in `unbroken` cut off after some layers."""
-    cut_in_layer(layers, prepare(str(unbroken / "recipe.yaml")), Options(output, torch.device("cpu"), **options))
+def cut_after(layers: int, job: Small, **options: Any) -> Path:
+    """Leave a run of the job cut off after some layers; its output folder."""
+    cut_in_layer(layers, job.job, Options(job.folder / "output", torch.device("cpu"), **options))
+    return job.folder / "output"
 
 
 @pytest.fixture
-def job(unbroken: Path, tmp_path: Path) -> Path:
+def job(small: Small, tmp_path: Path) -> Small:
     """A copy of the job, whose source may be spoiled."""
-    return shutil.copytree(unbroken, tmp_path / "job")
+    return small.copied(tmp_path / "job")
 
 
 SHARD = "model-00001-of-00002.safetensors"
 
 
-def test_a_source_that_changed_between_two_parts(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
-    cut_after(1, job, job / "output")
-    shard, command = job / "model" / SHARD, ("run", job / "recipe.yaml", "--output", job / "output")
+def test_a_source_that_changed_between_two_parts(job: Small, quantize: Callable[..., tuple[int, str]]) -> None:
+    output = cut_after(1, job)
+    shard, command = job.folder / "model" / SHARD, ("run", job.recipe, "--output", output)
     stat = shard.stat()
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     code, errors = quantize(*command)
@@ -194,14 +175,13 @@ def test_a_source_that_changed_between_two_parts(job: Path, quantize: Callable[.
     assert f"source.{SHARD}.changed ({stat.st_mtime_ns}, now {stat.st_mtime_ns + 1})" in errors
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert quantize(*command)[0] == 0
-    assert_same(job / "output", job / "whole")
+    assert_same(job.folder / "output", job.whole)
 
 
-def test_bytes_that_changed_and_kept_size_and_time(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
+def test_bytes_that_changed_and_kept_size_and_time(job: Small, quantize: Callable[..., tuple[int, str]]) -> None:
     """Only hashes tell, so --paranoid keeps them; without it in the first part, it says so."""
-    shard, output = job / "model" / SHARD, job / "output"
-    command = ("run", job / "recipe.yaml", "--output", output, "--paranoid")
-    cut_after(1, job, output, paranoid=True)
+    shard, output = job.folder / "model" / SHARD, cut_after(1, job, paranoid=True)
+    command = ("run", job.recipe, "--output", output, "--paranoid")
     stat, raw = shard.stat(), shard.read_bytes()
     shard.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -211,17 +191,17 @@ def test_bytes_that_changed_and_kept_size_and_time(job: Path, quantize: Callable
     shard.write_bytes(raw)
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert quantize(*command)[0] == 0
-    assert_same(output, job / "whole")
+    assert_same(output, job.whole)
     shutil.rmtree(output)
-    cut_after(1, job, output)
+    cut_after(1, job)
     code, errors = quantize(*command)
     assert code == 0
     assert "hashes are kept from now on" in errors
 
 
-def test_a_source_that_vanishes_while_the_run_works(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
-    shard, away = job / "model" / SHARD, job / "away"
-    command = ("run", job / "recipe.yaml", "--output", job / "output")
+def test_a_source_that_vanishes_while_the_run_works(job: Small, quantize: Callable[..., tuple[int, str]]) -> None:
+    shard, away = job.folder / "model" / SHARD, job.folder / "away"
+    command = ("run", job.recipe, "--output", job.folder / "output")
     real, count = quantizer.solve_layer, iter(range(1_000_000))
 
     def vanish(*arguments: Any, **named: Any) -> Any:
@@ -237,30 +217,29 @@ def test_a_source_that_vanishes_while_the_run_works(job: Path, quantize: Callabl
     assert "Traceback" not in errors
     away.rename(shard)
     assert quantize(*command)[0] == 0
-    assert_same(job / "output", job / "whole")
+    assert_same(job.folder / "output", job.whole)
 
 
-def test_states_that_vanished_are_not_taken_for_zeros(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
-    cut_after(1, job, job / "output")
-    (job / "output" / journal.WORK / "held-out" / "states-0-00001.bin").unlink()
-    code, errors = quantize("run", job / "recipe.yaml", "--output", job / "output")
+def test_states_that_vanished_are_not_taken_for_zeros(job: Small, quantize: Callable[..., tuple[int, str]]) -> None:
+    output = cut_after(1, job)
+    (output / journal.WORK / "held-out" / "states-0-00001.bin").unlink()
+    code, errors = quantize("run", job.recipe, "--output", output)
     assert code == 1
-    assert "states-0-00001.bin: is missing" in errors
+    assert "states-0-00001.bin: is missing, so the run cannot be resumed" in errors
 
 
-def test_a_kill_while_the_traces_are_removed(job: Path, quantize: Callable[..., tuple[int, str]]) -> None:
+def test_a_kill_while_the_traces_are_removed(job: Small, quantize: Callable[..., tuple[int, str]]) -> None:
     """The empty work folder beside a finished output is no unfinished run, and goes away."""
-    work, before = journal.work_folder(job / "whole"), hashes(job / "whole")
+    work, before = journal.work_folder(job.whole), hashes(job.whole)
     work.mkdir()
     (work / "lock").touch()
-    assert quantize("run", job / "recipe.yaml", "--output", job / "whole")[0] == 0
-    assert hashes(job / "whole") == before
+    assert quantize("run", job.recipe, "--output", job.whole)[0] == 0
+    assert hashes(job.whole) == before
     assert not work.exists()
 
 
-def test_the_log_has_a_line_of_numbers_for_each_layer(job: Path) -> None:
-    cut_after(2, job, job / "output")
-    lines = (job / "output" / journal.WORK / "run.log").read_text().splitlines()
+def test_the_log_has_a_line_of_numbers_for_each_layer(job: Small) -> None:
+    lines = (cut_after(2, job) / journal.WORK / "run.log").read_text().splitlines()
     assert len(lines) == 2
     for number, line in enumerate(lines):
         assert re.search(
@@ -271,15 +250,14 @@ def test_the_log_has_a_line_of_numbers_for_each_layer(job: Path) -> None:
         )
 
 
-def test_the_second_run_on_a_folder_is_refused_before_anything_heavy_is_imported(job: Path) -> None:
+def test_the_second_run_on_a_folder_is_refused_before_anything_heavy_is_imported(job: Small) -> None:
     """So within a second on a quiet machine; --fresh does not remove what another process works on."""
-    output = job / "output"
-    cut_after(1, job, output)
+    output = cut_after(1, job)
     with journal.locked(output):
         before = {path: path.stat().st_mtime_ns for path in sorted(output.rglob("*"))}
         for flags in ([], ["--fresh", "--yes"]):
             done = subprocess.run(
-                [sys.executable, "-c", NAMES_IMPORTS, "run", str(job / "recipe.yaml"), "--output", str(output), *flags],
+                [sys.executable, "-c", NAMES_IMPORTS, "run", str(job.recipe), "--output", str(output), *flags],
                 capture_output=True,
                 text=True,
                 check=False,

@@ -11,19 +11,18 @@ import pytest
 import tiny
 import torch
 from commands import quantize
+from planned import published
 
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.pipeline.layer_measurement import (
     GROWS_WITH,
     extrapolated,
     measure_layer,
     random_job,
-    resized,
     write_random,
 )
-from quantizers.planning.assign_actions import expected_tensors
-from quantizers.planning.job import prepare
+from quantizers.planning.job import Job, prepare
+from quantizers.system.errors import InputError
 
 CPU = torch.device("cpu")
 # What each phase of the tiny layer is multiplied with: 2 of 4 experts, 100 of 1,536 tokens, of both sets.
@@ -63,18 +62,22 @@ def test_a_layer_goes_through_every_phase_of_a_run(
     assert found["peak_memory_bytes"] > 1e8
 
 
-def test_a_whole_run_by_hand() -> None:
+@pytest.fixture(scope="module")
+def deepseek() -> Job:
+    return prepare("deepseek-v3.1-fp8-int4", offline_facts=True)
+
+
+def test_a_whole_run_by_hand(deepseek: Job) -> None:
     """DeepSeek-V3: 58 layers with experts and 3 without, a second in each phase, and 200 of reading."""
-    job = prepare("deepseek-v3.1-fp8-int4", offline_facts=True)
     ratios = {"tokens": 10, "evaluation tokens": 4, "experts": 2, "Hessians": 1.5}
     phases = dict.fromkeys(GROWS_WITH, 1.0)
-    found = extrapolated(job, phases, [{"observe": 3.0, "pack": 1.0, "reference": 1.0}] * 3, ratios)
+    found = extrapolated(deepseek, phases, [{"observe": 3.0, "pack": 1.0, "reference": 1.0}] * 3, ratios)
     # dequantize, search, rounding, other solving, pack, write, materialise; observe, propagate, changes; forced; sums
     layer = 7 * 2 + 3 * 10 + 20 + 15 + 3 * 4
     assert found["layer"] == layer
     assert found["dense_layer"] == 3 * 10 + 1 + 4
     assert found["run"] == 58 * layer + 3 * 35
-    assert extrapolated(job, phases | {"read": 200.0}, [], ratios)["layer"] == 400
+    assert extrapolated(deepseek, phases | {"read": 200.0}, [], ratios)["layer"] == 400
 
 
 def test_layers_without_experts_are_measured_too(tmp_path: Path) -> None:
@@ -87,21 +90,20 @@ def test_layers_without_experts_are_measured_too(tmp_path: Path) -> None:
 
 def test_a_random_checkpoint_has_the_published_layout(tmp_path: Path) -> None:
     """Names, dtypes and shapes as planned; weights of the size that keeps a vector's length."""
-    job = prepare("minimax-m2.1-fp8-int4", offline_facts=True)
     small = {"layers": 2, "vocabulary": 256, "hidden": 128, "width": 64, "experts": 8, "heads": 2, "kv_heads": 1}
-    config = resized(job.config, job.facts, **small)
-    checkpoint = write_random(tmp_path / "model", config, job.facts, CPU)
-    wanted = expected_tensors(job.facts, sizes_of(job.facts, config, ""), config, "")
-    assert {name: Spec(info.dtype, info.shape) for name, info in checkpoint.tensors.items()} == wanted
-    module = job.facts.expert(1, 3, "gate")
+    model = published("MiniMaxAI/MiniMax-M2.1", **small)
+    checkpoint = write_random(tmp_path / "model", model.config, model.facts, CPU)
+    assert {name: Spec(info.dtype, info.shape) for name, info in checkpoint.tensors.items()} == model.tensors
+    module = model.facts.expert(1, 3, "gate")
     weight = checkpoint.tensor(f"{module}.weight").float() * checkpoint.tensor(f"{module}.weight_scale_inv")
     assert float(weight.square().mean().sqrt()) == pytest.approx(128**-0.5, rel=0.1)
 
 
-def test_a_published_models_layer_has_its_real_size_and_needs_no_files() -> None:
+def test_a_published_models_layer_has_its_real_size_and_needs_no_files(deepseek: Job) -> None:
     """As deep as the first layer with experts, and without the layer that predicts further tokens."""
-    job = prepare("deepseek-v3.1-fp8-int4", offline_facts=True)
-    small = random_job(job, 16)
+    with pytest.raises(InputError, match=r"^--experts 8: .*n_routed_experts 8 are not two or more in each"):
+        measure_layer(deepseek, CPU, experts=8)
+    small = random_job(deepseek, 16)
     assert (small.sizes["layers"], small.sizes["hidden"], small.sizes["width"]) == (4, 7168, 2048)
     assert small.sizes.dense == {0, 1, 2}
     assert not small.plan.mtp
@@ -114,7 +116,6 @@ def test_a_published_models_layer_has_its_real_size_and_needs_no_files() -> None
         ("tiny-minimax-m2-fp8-int4", ("--measure", "--vram", "2xH100"), "--measure times a layer in one process"),
         ("tiny-minimax-m2-fp8-int4", ("--measure", "--experts", "17"), "--experts 17: the model has 16; give as many"),
         ("tiny-minimax-m2-fp8-int4", ("--measure", "--device", "tpu"), "--device tpu: only the CPU and GPUs of"),
-        ("deepseek-v3.1-fp8-int4", ("--measure", "--experts", "8"), "n_routed_experts 8 are not two or more in each"),
         ("tiny-minimax-m2-fp8-int4", ("--measure", "--device-memory", "1MiB"), "of device memory is too little"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import quantize as quantize_command
 from conftest import Finished
 from delayed_copies import Delayed, delay
-from runs import assert_same, cut_in_layer, hashes, leaves
+from runs import Small, assert_same, change, cut_in_layer, hashes, leaves
 from safetensors.torch import save_file
 from tiny import make, write_job
 
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import read_header
-from quantizers.cli import main as cli
 from quantizers.commands.evaluate import measure
 from quantizers.forward.activation_store import ActivationStore
 from quantizers.layers import loop
@@ -32,14 +31,14 @@ from quantizers.pipeline import pipeline, quantize, quantizer
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.device_memory import DeviceMemory, placement
-from quantizers.planning.job import Job, prepare
+from quantizers.planning.job import prepare
 from quantizers.system.errors import QuantizeError
 from stitch.audit.checkpoint import verify
 from stitch.write import shard as writing
 from stitch.write.shard import LayerTensors
 
 CPU = torch.device("cpu")
-SHARD = "model-00002-of-00005.safetensors"
+SHARD = "model-00002-of-00004.safetensors"
 KEPT = "model.layers.1.self_attn.q_proj.weight"
 PACKED = "model.layers.1.block_sparse_moe.experts.3.w2.weight_packed"
 
@@ -110,7 +109,7 @@ def test_each_byte_is_read_once(
 
 
 def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
-    small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states that leave it, of source and output; however slow the disk. Where it is full, nothing is journaled."""
     events: list[str] = []
@@ -128,8 +127,8 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
 
     monkeypatch.setattr(ActivationStore, "flush", slowly)
     monkeypatch.setattr(quantize, "write_json", noted)
-    run(job_of(small), Options(tmp_path / "output", CPU))
-    layers = job_of(small).sizes["layers"]
+    run(small.job, Options(tmp_path / "output", CPU))
+    layers = small.job.sizes["layers"]
     for number in range(layers):
         entry = events.index(journal.layer_file(tmp_path, number).name)
         assert all(events.index(f"states-{stream}-{number + 1:05d}.bin") < entry for stream in (0, 1))
@@ -140,7 +139,7 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
 
     monkeypatch.setattr(ActivationStore, "flush", full)
     with pytest.raises(QuantizeError, match="states: no room"):
-        run(job_of(small), Options(tmp_path / "other", CPU))
+        run(small.job, Options(tmp_path / "other", CPU))
     assert journal.done_layers(journal.work_folder(tmp_path / "other"), layers) == []
 
 
@@ -174,23 +173,8 @@ def flip(file: Path, tensor: str) -> None:
         stream.write(bytes([byte ^ 1]))
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The recipe of a random model of four layers, and what an unbroken run makes of it."""
-    folder = tmp_path_factory.mktemp("small")
-    recipe = write_job(folder)
-    run(prepare(str(recipe)), Options(folder / "whole", CPU))
-    return recipe, folder / "whole"
-
-
-def job_of(small: tuple[Path, Path]) -> Job:
-    return prepare(str(small[0]))
-
-
 @pytest.mark.parametrize("tensor", [KEPT, PACKED])
-def test_a_byte_flipped_between_memory_and_file_is_found_at_once(
-    tensor: str, small: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_byte_flipped_between_memory_and_file_is_found_at_once(tensor: str, small: Small, tmp_path: Path) -> None:
     output = tmp_path / "output"
 
     def flipped(tensors: dict[str, torch.Tensor], path: Path, **named: Any) -> None:
@@ -202,15 +186,15 @@ def test_a_byte_flipped_between_memory_and_file_is_found_at_once(
         patched.setattr(writing, "save_file", flipped)
         said = f"{SHARD}: {tensor} has other bytes in the file than it was written with"
         with pytest.raises(QuantizeError, match=f"{said}.*; check disk and memory, then give the same command again"):
-            run(job_of(small), Options(output, CPU))
+            run(small.job, Options(output, CPU))
     work = journal.work_folder(output)
-    assert [entry["layer"] for entry in journal.done_layers(work, 4)] == [0]
+    assert [entry["layer"] for entry in journal.done_layers(work, 3)] == [0]
     assert not list((work / "output").glob(f"{SHARD}*"))
-    run(job_of(small), Options(output, CPU))
-    assert_same(output, small[1])
+    run(small.job, Options(output, CPU))
+    assert_same(output, small.whole)
 
 
-def test_a_kept_byte_that_changed_in_memory_is_found_at_once(small: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_kept_byte_that_changed_in_memory_is_found_at_once(small: Small, tmp_path: Path) -> None:
     """Buffer and file then agree: only the hash taken when the source was read can tell."""
     real = quantizer.layer_tensors
 
@@ -223,51 +207,58 @@ def test_a_kept_byte_that_changed_in_memory_is_found_at_once(small: tuple[Path, 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(quantizer, "layer_tensors", changed)
         with pytest.raises(QuantizeError, match=f"{SHARD}: {KEPT} has other bytes than the source's"):
-            run(job_of(small), Options(tmp_path / "output", CPU))
+            run(small.job, Options(tmp_path / "output", CPU))
 
 
-@pytest.mark.parametrize("tensor", [KEPT, pytest.param(PACKED, marks=pytest.mark.slow)])
-def test_a_byte_flipped_between_layer_and_end_is_found_and_the_layer_made_again(
-    tensor: str, small: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_shard_damaged_between_layer_and_end_is_found_and_made_again(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A byte of a kept tensor, one of a packed tensor, the header; each time the layer is made again."""
     output, real = tmp_path / "output", pipeline.assemble
     shard = output / ".quantize" / "output" / SHARD
+    for damage, said in (
+        (lambda: flip(shard, KEPT), f"{KEPT}: changed since the run wrote it; check the disk"),
+        (lambda: flip(shard, PACKED), f"{PACKED}: changed since the run wrote it; check the disk"),
+        (
+            lambda: shard.write_bytes(b"\xff" * 8 + shard.read_bytes()[8:]),
+            rf"{SHARD}: changed since the run wrote it \(.*\); check the disk",
+        ),
+    ):
 
-    def damaged(*arguments: Any) -> None:
-        real(*arguments)
-        flip(shard, tensor)
+        def damaged(*arguments: Any, damage: Callable[[], object] = damage) -> None:
+            real(*arguments)
+            damage()
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "assemble", damaged)
-        with pytest.raises(QuantizeError, match=f"{tensor}: changed since the run wrote it; check the disk"):
-            run(job_of(small), Options(output, CPU))
-    assert not (output / "config.json").exists()
-    capsys.readouterr()
-    run(job_of(small), Options(output, CPU))
-    said = capsys.readouterr().err
-    assert f"layer 1: {SHARD} has other bytes than were written; it is made again" in said
-    assert "layer 1: its shard was made again, with the bytes that it had" in said
-    assert_same(output, small[1])
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(pipeline, "assemble", damaged)
+            with pytest.raises(QuantizeError, match=said):
+                run(small.job, Options(output, CPU))
+        assert not (output / "config.json").exists()
+        shown = capsys.readouterr().err
+    assert f"layer 1: {SHARD} has other bytes than were written; it is made again" in shown
+    assert "layer 1: its shard was made again, with the bytes that it had" in shown
+    run(small.job, Options(output, CPU))
+    assert_same(output, small.whole)
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (lambda file: flip(file, PACKED), "has other bytes than were written"),
-        pytest.param(lambda file: file.unlink(), "cannot be read", marks=pytest.mark.slow),
-        pytest.param(lambda file: file.write_bytes(file.read_bytes()[:-1]), "were written", marks=pytest.mark.slow),
+        (lambda file: file.unlink(), "cannot be read"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "were written"),
     ],
 )
 def test_a_run_that_goes_on_makes_a_damaged_shard_again(
     damage: Callable[[Path], object],
     said: str,
-    small: tuple[Path, Path],
+    small: Small,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The layers after it are not: they were made from the states that the undamaged shard gives."""
     options = Options(tmp_path / "output", CPU)
-    cut_in_layer(3, job_of(small), options)
+    cut_in_layer(2, small.job, options)
     damage(options.output / ".quantize" / "output" / SHARD)
     solved, real = list[int](), quantizer.solve_layer
 
@@ -277,49 +268,47 @@ def test_a_run_that_goes_on_makes_a_damaged_shard_again(
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(quantizer, "solve_layer", counted)
-        run(job_of(small), options)
-    assert len(solved) == 2, "layer 1 again, and layer 3"
+        run(small.job, options)
+    assert len(solved) == 2, "layer 1 again, and layer 2"
     shown = capsys.readouterr().err
     assert said in shown
     last = [line for line in shown.splitlines() if line.startswith("quantizing")][-1]
     assert all(part in last for part in ("hidden error 0.", "router agreement", "experts within"))
-    assert_same(options.output, small[1])
+    assert_same(options.output, small.whole)
 
 
-def test_a_damaged_shard_is_not_made_again_from_another_source(small: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_damaged_shard_is_not_made_again_from_another_source(small: Small, tmp_path: Path) -> None:
     """Same size and time, one bit of it other: what was hashed when the layer was read tells."""
-    folder = tmp_path / "job"
-    shutil.copytree(small[0].parent, folder, ignore=lambda *_: ["whole"])
-    moved, options = (folder / "recipe.yaml", small[1]), Options(tmp_path / "output", CPU)
-    cut_in_layer(3, job_of(moved), options)
+    moved, options = small.copied(tmp_path / "job"), Options(tmp_path / "output", CPU)
+    cut_in_layer(2, moved.job, options)
     (options.output / ".quantize" / "output" / SHARD).unlink()
-    source = open_folder(folder / "model").tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    source = open_folder(moved.folder / "model").tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
     stat = source.file.stat()
     flip(source.file, source.name)
     os.utime(source.file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     with pytest.raises(QuantizeError, match=r"layer 1: .* but the source's tensors have other bytes than the first"):
-        run(job_of(moved), options)
+        run(moved.job, options)
 
 
-def test_the_outer_shard_is_written_again_where_it_was_damaged(small: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_outer_shard_is_written_again_where_it_was_damaged(small: Small, tmp_path: Path) -> None:
     options = Options(tmp_path / "output", CPU)
-    cut_in_layer(1, job_of(small), options)
-    flip(options.output / ".quantize" / "output" / "model-00005-of-00005.safetensors", "lm_head.weight")
-    run(job_of(small), options)
-    assert_same(options.output, small[1])
+    cut_in_layer(1, small.job, options)
+    flip(options.output / ".quantize" / "output" / "model-00004-of-00004.safetensors", "lm_head.weight")
+    run(small.job, options)
+    assert_same(options.output, small.whole)
 
 
-def test_where_calibration_states_are_kept_decides_no_byte(small: tuple[Path, Path], tmp_path: Path) -> None:
+def test_where_calibration_states_are_kept_decides_no_byte(small: Small, tmp_path: Path) -> None:
     options = Options(tmp_path / "output", CPU, states="files")
-    cut_in_layer(1, job_of(small), options)
+    cut_in_layer(1, small.job, options)
     files = {file.name for file in journal.work_folder(options.output).glob("*.bin")}
     assert files == {"states.bin", "x.bin", "chosen.bin", "weight.bin", "usable.bin"}
-    run(job_of(small), options)
-    assert hashes(options.output) == hashes(small[1])
+    run(small.job, options)
+    assert hashes(options.output) == hashes(small.whole)
 
 
 def test_what_is_copied_beside_the_work_has_the_same_bytes(
-    small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An accelerator's way, on the CPU: the source's next layer, all hidden states, and what was packed."""
     stream = Delayed()
@@ -335,8 +324,8 @@ def test_what_is_copied_beside_the_work_has_the_same_bytes(
     monkeypatch.setattr(
         quantize, "layer_steps", lambda *given, **named: loop.layer_steps(*given, **named | {"early": True})
     )
-    run(job_of(small), Options(tmp_path / "output", CPU))
-    assert_same(tmp_path / "output", small[1])
+    run(small.job, Options(tmp_path / "output", CPU))
+    assert_same(tmp_path / "output", small.whole)
     assert stream.under_way == 0
     assert stream.copied > 50
     assert stream.most > 1
@@ -365,32 +354,17 @@ def test_little_memory_sends_states_to_files() -> None:
             assert on_disk == (bytes_elsewhere if "files" in found else 0)
 
 
-def test_another_held_out_set_is_refused_by_name(small: tuple[Path, Path], tmp_path: Path) -> None:
-    """Layers that are done were measured on the first one."""
-    folder = tmp_path / "job"
-    shutil.copytree(small[0].parent, folder, ignore=lambda *_: ["whole"])
-    moved, options = (folder / "recipe.yaml", small[1]), Options(tmp_path / "output", CPU)
-    cut_in_layer(2, job_of(moved), options)
-    rows = (folder / "held-out.jsonl").read_text().splitlines()
-    (folder / "held-out.jsonl").write_text("\n".join(rows[1:]) + "\n")
-    with pytest.raises(QuantizeError, match=r"unfinished run with another held_out .*; restore it, or start over"):
-        run(job_of(moved), options)
-
-
-def test_a_run_may_go_on_without_a_held_out_set_but_not_begin_with_one_half_way(
-    small: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_run_may_go_on_without_a_held_out_set_but_not_begin_with_one_half_way(small: Small, tmp_path: Path) -> None:
     """Where logits overflow, the remedy is to leave it out."""
-    folder = tmp_path / "job"
-    shutil.copytree(small[0].parent, folder, ignore=lambda *_: ["whole"])
-    with_set, without = folder / "recipe.yaml", folder / "without.yaml"
+    with_set = small.copied(tmp_path / "job").recipe
+    without = with_set.with_name("without.yaml")
     body = yaml.safe_load(with_set.read_text())
     without.write_text(yaml.safe_dump({key: value for key, value in body.items() if key != "verify"}))
     first, second = (Options(tmp_path / name, CPU) for name in ("first", "second"))
     cut_in_layer(2, prepare(str(with_set)), first)
     report = run(prepare(str(without)), first)
     assert "kl" not in report
-    shards = {name: digest for name, digest in hashes(small[1]).items() if name.endswith(".safetensors")}
+    shards = {name: digest for name, digest in hashes(small.whole).items() if name.endswith(".safetensors")}
     assert shards.items() <= hashes(first.output).items()
     cut_in_layer(2, prepare(str(without)), second)
     with pytest.raises(QuantizeError, match=r"measured on no held-out set; leave verify\.perplexity out as before"):
@@ -411,67 +385,44 @@ def make_bad(numbers: set[int], patched: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "said"),
-    [
-        ({"max_hidden_error": 0.05}, r"hidden error 0\.\d+ > 0\.05 \(verify\.stop\.max_hidden_error\)"),
-        pytest.param(
-            {"min_router_agreement": 0.97},
-            r"router agreement 0\.\d+ < 0\.97 \(verify\.stop\.min_router_agreement\)",
-            marks=pytest.mark.slow,
-        ),
+    ("limit", "layer", "said"),
+    [  # a router sees what the layer before it did
+        ({"max_hidden_error": 0.5}, 0, r"hidden error \d\.\d+ > 0\.5 \(verify\.stop\.max_hidden_error\)"),
+        ({"min_router_agreement": 0.9}, 1, r"router agreement 0\.\d+ < 0\.9 \(verify\.stop\.min_router_agreement\)"),
     ],
 )
 def test_bad_layers_stop_the_run_at_the_first(
     limit: dict[str, float],
+    layer: int,
     said: str,
-    finished: Finished,
-    write_recipe: Callable[..., Path],
+    small: Small,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two layers of four are bad; exit 3, the folder unfinished, again and again; --ignore-stop goes on to the end."""
-    assert max(finished.report["hidden_error"]) < 0.5
-    recipe = write_recipe(tmp_path)
-    body = yaml.safe_load(recipe.read_text())
-    body["verify"]["stop"] = limit
-    recipe.write_text(yaml.safe_dump(body))
-    make_bad({1, 3}, monkeypatch)
-    output = tmp_path / "output"
-
-    def quantize(*flags: str) -> int:
-        words = ["quantize", "run", str(recipe), "--output", str(output), "--device", "cpu", *flags]
-        monkeypatch.setattr("sys.argv", words)
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(str(ended.value.code or 0))
-
+    """Exit 3, the folder unfinished, again and again; --ignore-stop goes on to the end."""
+    assert max(small.report["hidden_error"]) < 0.5
+    assert min(small.report["router"]["agreement"]) > 0.9
+    recipe, output = small.copied(tmp_path / "job").recipe, tmp_path / "output"
+    change(recipe, lambda body: body["verify"].update(stop=limit))
+    make_bad({0, 2}, monkeypatch)
     for _ in range(2):
-        assert quantize() == 3
+        assert quantize_command(monkeypatch, "run", recipe, "--output", output, "--device", "cpu") == 3
         last = capsys.readouterr().err.splitlines()[-1]
-        layer = 1 if "max_hidden_error" in limit else 2  # a router sees what the layer before it did
         assert re.search(rf"stopped after layer {layer}: {said}; .* --ignore-stop", last), last
         assert journal.unfinished(output)
         assert not (output / "config.json").exists()
-        assert len(journal.done_layers(journal.work_folder(output), 4)) == layer + 1
-    quantize("--ignore-stop")
-    assert (output / "config.json").exists()
+        assert len(journal.done_layers(journal.work_folder(output), 3)) == layer + 1
+    quantize_command(monkeypatch, "run", recipe, "--output", output, "--device", "cpu", "--ignore-stop")
     report = json.loads((output / "report.json").read_text())
-    assert report["hidden_error"][1] > 0.05
-    assert (
-        report["settings"]["recipe"]["verify"]["stop"]
-        == {
-            "max_hidden_error": None,
-            "min_router_agreement": None,
-        }
-        | limit
-    )
+    assert report["hidden_error"][0] > 0.5
+    wanted = dict.fromkeys(("max_hidden_error", "min_router_agreement"))
+    assert report["settings"]["recipe"]["verify"]["stop"] == wanted | limit
+    assert (output / "config.json").exists()
 
 
-def test_a_stop_needs_something_to_be_measured_on(tmp_path: Path) -> None:
-    recipe = write_job(tmp_path)
-    body = yaml.safe_load(recipe.read_text())
-    body["verify"] = {"stop": {"max_hidden_error": 0.1}}
-    recipe.write_text(yaml.safe_dump(body))
+def test_a_stop_needs_something_to_be_measured_on(small: Small, tmp_path: Path) -> None:
+    recipe = small.copied(tmp_path / "job").recipe
+    change(recipe, lambda body: body.update(verify={"stop": {"max_hidden_error": 0.1}}))
     with pytest.raises(QuantizeError, match=r"recipe\.yaml:\d+: verify\.stop: .*give verify\.perplexity\.data"):
         prepare(str(recipe))

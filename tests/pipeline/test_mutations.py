@@ -1,6 +1,6 @@
 """Inputs mutated at random: refused in one line with exit code 2, or good enough to begin; never anything else.
 
-tests/test_bad_input.py holds what is wrong in ways that were thought of; this is the rest. A run whose
+tests/pipeline/test_bad_input.py holds what is wrong in ways that were thought of; this is the rest. A run whose
 input is found good is stopped where its first layer would be read.
 """
 
@@ -11,22 +11,28 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
-import tiny
 import yaml
-from calibration_tokenizer import write_tokenizer
+from runs import JobFolder
 
-from quantizers.cli import main as cli
 from quantizers.pipeline import pipeline
 from quantizers.system.errors import QuantizeError
 
-FEW, EACH = 16, 100  # mutations of each kind of file: for everybody, and among the slow tests
+FIRST = "model-00001-of-00002.safetensors"
+MUTATIONS = 16  # of each kind of file
 SECONDS = 120  # after which one is taken to hang, on the busiest machine
-HEADER, INDEX = "model/model-00001-of-00002.safetensors", "model/model.safetensors.index.json"
-KINDS = ["recipe.yaml", "set.yaml", "texts.jsonl", "model/config.json", INDEX, HEADER, "model/tokenizer_config.json"]
+KINDS = [
+    "recipe.yaml",
+    "set.yaml",
+    "t.jsonl",
+    "model/config.json",
+    "model/model.safetensors.index.json",
+    f"model/{FIRST}",
+    "model/tokenizer_config.json",
+]
 # What stands in for a value somewhere.
 ATOMS = [
     "", "~", "null", "true", "-1", "0", "1e999", ".nan", "1e-4", "99999999999999999999", "[]", "{}", "[[[[1]]]]",
@@ -34,29 +40,6 @@ ATOMS = [
     "/dev/zero", "\\u0000", "\x00", "\ufeff", "é", "\u202e", "x" * 5000, "${HOME}", "~/x", "%s%n", "|", ">-", "? :",
     "{a: {a: {a: 1}}}", "1_0", "0x10", "2001-01-01", "=", "<<: *x", "- - -", "safetensors",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe, its set, its texts, and a checkpoint of one layer."""
-    folder = tmp_path_factory.mktemp("good")
-    write_tokenizer(tiny.make(folder / "model", num_hidden_layers=1))
-    rows = [{"text": f"some text {i}", "kind": "code"} for i in range(3)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    source = {
-        "dataset": "./texts.jsonl", "columns": ["text"], "shape": "text", "samples": 3, "category": {"column": "kind"},
-    }  # fmt: skip
-    body = {"name": "small", "sequence_length": 32, "seed": 1, "sources": [source]}
-    (folder / "set.yaml").write_text(yaml.safe_dump(body, sort_keys=False))
-    recipe = {
-        "source": {"model": "model", "revision": "main", "trust_remote_code": False},
-        "calibration": "set.yaml",
-        "experts": {"bits": 4, "group_size": 32, "awq": {"grid": 20, "duo_scaling": True}, "routed_weight": 0.9},
-        "keep": "everything-else",
-        "verify": {"coverage": {"min_routed_tokens": 1}, "perplexity": {"data": "set.yaml", "max_kl": 0.5}},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-    return folder
 
 
 def mutated(raw: bytes, chance: random.Random) -> bytes:
@@ -108,23 +91,24 @@ def mutated_header(raw: bytes, chance: random.Random) -> bytes:
 
 
 @pytest.fixture
-def quantize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[Path], tuple[int, str]]:
-    """A run of the recipe in a folder up to its first layer: exit code (0 where it got there) and standard error."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    reached = "reached the first layer"
+def begin(
+    case: JobFolder, quantize: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], tuple[int, str]]:
+    """A run of the case, with every kind of key, up to its first layer: 0 where it got there; and standard error."""
+    experts = {"bits": 4, "group_size": 32, "awq": {"grid": 20, "duo_scaling": True}, "routed_weight": 0.9}
+    verify = {"coverage": {"min_routed_tokens": 1}, "perplexity": {"data": "set.yaml", "max_kl": 0.5}}
+    body = {"source": {"model": "model", "revision": "main", "trust_remote_code": False}, "calibration": "set.yaml"}
+    body |= {"experts": experts, "keep": "everything-else", "verify": verify}
+    case.recipe.write_text(yaml.safe_dump(body, sort_keys=False))
 
     def stop(*_: object, **__: object) -> None:
-        raise QuantizeError(reached)
+        raise QuantizeError("reached the first layer")
 
     monkeypatch.setattr(pipeline, "quantize_layers", stop)
 
-    def call(folder: Path) -> tuple[int, str]:
-        arguments = ["quantize", "run", folder / "recipe.yaml", "--output", folder / "output", "--device", "cpu"]
-        monkeypatch.setattr("sys.argv", [*map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        errors = capsys.readouterr().err
-        return (0 if reached in errors else int(str(ended.value.code))), errors
+    def call() -> tuple[int, str]:
+        code, _, err = quantize("run", case.recipe, "--output", case.output, "--device", "cpu")
+        return (0 if "reached the first layer" in err else int(code)), err
 
     return call
 
@@ -142,26 +126,18 @@ def hurry() -> Iterator[Callable[[], None]]:
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("each", [FEW, pytest.param(EACH, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
 def test_mutated_inputs(
-    name: str,
-    each: int,
-    good: Path,
-    tmp_path: Path,
-    quantize: Callable[[Path], tuple[int, str]],
-    hurry: Callable[[], None],
+    name: str, case: JobFolder, begin: Callable[[], tuple[int, str]], hurry: Callable[[], None]
 ) -> None:
     chance = random.Random(name)
-    folder = shutil.copytree(good, tmp_path / "case")
-    assert quantize(folder)[0] == 0  # and whatever is imported late is imported now
-    raw = (good / name).read_bytes()
-    refused = 0
-    for number in range(each):
-        changed = (mutated_header if name == HEADER else mutated)(raw, chance)
-        (folder / name).write_bytes(changed)
+    assert begin()[0] == 0  # and whatever is imported late is imported now
+    raw, refused = (case.folder / name).read_bytes(), 0
+    for number in range(MUTATIONS):
+        changed = (mutated_header if name.endswith(FIRST) else mutated)(raw, chance)
+        (case.folder / name).write_bytes(changed)
         hurry()
-        code, errors = quantize(folder)
+        code, errors = begin()
         about = f"{name}, mutation {number}: {changed[:300]!r}\n{errors}"
         assert code in (0, 2), about
         assert "Traceback" not in errors, about
@@ -169,26 +145,25 @@ def test_mutated_inputs(
             refused += 1
             assert errors, about
             assert all(line.startswith("quantize: ") for line in errors.splitlines()), about
-        assert not (folder / "output" / "config.json").exists()
-        shutil.rmtree(folder / "output", ignore_errors=True)
-    print(f"{name}: {refused} of {each} refused")
-    assert refused > each // 4
+        assert not (case.output / "config.json").exists()
+        shutil.rmtree(case.output, ignore_errors=True)
+    print(f"{name}: {refused} of {MUTATIONS} refused")
+    assert refused > MUTATIONS // 4
 
 
 def test_a_yaml_bomb_is_refused_at_once(
-    good: Path, tmp_path: Path, quantize: Callable[[Path], tuple[int, str]], hurry: Callable[[], None]
+    case: JobFolder, begin: Callable[[], tuple[int, str]], hurry: Callable[[], None]
 ) -> None:
-    folder = shutil.copytree(good, tmp_path / "case")
-    for name in ("recipe.yaml", "set.yaml"):
-        text = (good / name).read_text()
+    for path in (case.recipe, case.folder / "set.yaml"):
+        text = path.read_text()
         bomb = "a: &a [x]\n" + "".join(
             f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)
         )
-        for body in (bomb + text, "{" * 100_000, "[" * 100_000, "- " * 50_000, text + "x: " + "9" * 200_000):
-            (folder / name).write_text(body)
+        for body in (bomb + text, "{" * 100_000, "- " * 50_000, text + "x: " + "9" * 200_000):
+            path.write_text(body)
             hurry()
-            code, errors = quantize(folder)
+            code, errors = begin()
             assert code == 2, errors[:300]
             assert len(errors) < 2000
             assert errors.count("\n") == 1
-        (folder / name).write_text(text)
+        path.write_text(text)

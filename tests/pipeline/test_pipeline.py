@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from commands import quantize as quantize_command
 from conftest import Finished
-from runs import cut_at, cut_in_layer, hashes, timeless
-from tiny import write_job
+from runs import Small, assert_same, change, cut_at, cut_in_layer, hashes, timeless
 
-from quantizers.cli import main as cli
 from quantizers.forward import activation_stream
 from quantizers.output import journal
 from quantizers.pipeline import pipeline, quantize, quantizer
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
-from quantizers.planning.job import Job, prepare
+from quantizers.planning.job import prepare
 from quantizers.system.errors import Interrupted, OutputError, QuantizeError
 
 CPU = torch.device("cpu")
@@ -63,10 +63,7 @@ def test_sizes_are_as_planned_to_the_byte(finished: Finished) -> None:
 
 def test_a_finished_output_is_left_alone(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in finished.folder.iterdir()}
-    monkeypatch.setattr("sys.argv", ["quantize", "run", str(finished.recipe), "--output", str(finished.folder)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 0
+    assert quantize_command(monkeypatch, "run", finished.recipe, "--output", finished.folder) == 0
     assert before == {path.name: path.stat().st_mtime_ns for path in finished.folder.iterdir()}
 
 
@@ -78,42 +75,29 @@ def test_the_finished_output_of_another_recipe_is_refused(
         run(prepare(str(other)), Options(finished.folder, CPU))
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path, dict[str, Any]]:
-    """A random model of four layers: its job, what an unbroken run makes of it, and that run's report."""
-    folder = tmp_path_factory.mktemp("small")
-    job = prepare(str(write_job(folder)))
-    return job, folder / "whole", run(job, Options(folder / "whole", CPU))
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "calls"),
-    [
+def test_a_run_that_was_cut_goes_on_and_gives_the_same_bytes(small: Small, tmp_path: Path) -> None:
+    """One run that is cut at every kind of place, each time later than the last."""
+    options = Options(tmp_path / "output", CPU)
+    for module, name, calls in (
+        (quantize, "write_shard", 0),  # of what is outside the layers
         (quantizer, "solve_layer", 0),
-        (quantizer, "solve_layer", 2),
-        pytest.param(quantize, "write_shard", 0, marks=pytest.mark.slow),
-        (quantizer, "write_shard", 1),
-        pytest.param(quantizer, "audit_layer", 2, marks=pytest.mark.slow),
-        pytest.param(quantizer, "finish", 3, marks=pytest.mark.slow),
-        pytest.param(activation_stream, "attend", 5, marks=pytest.mark.slow),
-        pytest.param(quantize, "write_json", 0, marks=pytest.mark.slow),
-        pytest.param(quantize, "write_json", 2, marks=pytest.mark.slow),
+        (activation_stream, "attend", 0),
+        (quantizer, "write_shard", 0),
+        (quantizer, "audit_layer", 0),
+        (quantize, "write_json", 0),  # layer 0 is on the disk, and not in the journal
+        (quantizer, "solve_layer", 1),
+        (quantizer, "finish", 1),
+        (quantize, "write_json", 1),
         (quantize, "score", 0),
-        pytest.param(pipeline, "assemble", 0, marks=pytest.mark.slow),
-        pytest.param(pipeline, "run_report", 0, marks=pytest.mark.slow),
+        (pipeline, "assemble", 0),
+        (pipeline, "run_report", 0),
         (pipeline, "move_into_place", 0),
-    ],
-)
-def test_a_run_that_was_cut_goes_on_and_gives_the_same_bytes(
-    module: ModuleType, name: str, calls: int, small: tuple[Job, Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    (job, whole, unbroken), options = small, Options(tmp_path / "output", CPU)
-    cut_at(module, name, job, options, calls)
-    assert not (options.output / "config.json").exists()
-    assert not (options.output / "model.safetensors.index.json").exists()
-    report = run(job, options)
-    assert hashes(options.output) == hashes(whole)
-    assert timeless(report) == timeless(unbroken)
+    ):
+        cut_at(module, name, small.job, options, calls)
+        assert not (options.output / "config.json").exists()
+        assert not (options.output / "model.safetensors.index.json").exists()
+    run(small.job, options)
+    assert_same(options.output, small.whole)
 
 
 def test_a_move_that_was_cut_goes_on(finished: Finished, tmp_path: Path) -> None:
@@ -143,21 +127,30 @@ def test_a_move_that_was_cut_goes_on(finished: Finished, tmp_path: Path) -> None
     assert not work.exists()
 
 
-def test_a_changed_setting_is_refused_by_name(
-    finished: Finished, tmp_path: Path, write_recipe: Callable[..., Path]
-) -> None:
-    output = tmp_path / "output"
-    cut_in_layer(1, prepare(str(finished.recipe)), Options(output, CPU))
-    other = write_recipe(tmp_path / "other", rounding="nearest")
-    with pytest.raises(OutputError, match=r'experts\.rounding \("gptq", now "nearest"\)'):
-        run(prepare(str(other)), Options(output, CPU))
+def test_what_a_run_was_begun_with_cannot_change(small: Small, tmp_path: Path) -> None:
+    """Settings, number of tokens, threads, held-out set: each is refused by its name."""
+    moved, options = small.copied(tmp_path / "job"), Options(tmp_path / "output", CPU)
+    cut_in_layer(1, moved.job, options)
+    recipe = moved.recipe.read_text()
+    for edit, said in (
+        ({"experts": {"awq": {"grid": 5}, "rounding": "nearest"}}, r'experts\.rounding \("gptq", now "nearest"\)'),
+        ({"calibration": {"set": "calibration.yaml", "tokens": 302}}, r"calibration\.tokens \(null, now 302\)"),
+    ):
+        change(moved.recipe, lambda body, edit=edit: body.update(edit))
+        with pytest.raises(OutputError, match=rf"unfinished run with another {said}"):
+            run(moved.job, options)
+        moved.recipe.write_text(recipe)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
         with pytest.raises(OutputError, match=rf"machine\.threads \({threads}, now {threads + 1}\)"):
-            run(prepare(str(finished.recipe)), Options(output, CPU))
+            run(moved.job, options)
     finally:
         torch.set_num_threads(threads)
+    rows = (moved.folder / "held-out.jsonl").read_text().splitlines()
+    (moved.folder / "held-out.jsonl").write_text("\n".join(rows[1:]) + "\n")
+    with pytest.raises(QuantizeError, match=r"unfinished run with another held_out .*; restore it, or start over"):
+        run(moved.job, options)
 
 
 def test_two_runs_on_one_folder(finished: Finished, tmp_path: Path) -> None:
@@ -166,35 +159,27 @@ def test_two_runs_on_one_folder(finished: Finished, tmp_path: Path) -> None:
 
 
 @pytest.mark.own_signals
-def test_an_interrupt_ends_between_steps(finished: Finished, tmp_path: Path) -> None:
-    import os
-    import signal
+def test_an_interrupt_ends_between_steps(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = quantizer.solve_layer
 
-    output = tmp_path / "output"
-    with pytest.MonkeyPatch.context() as patched:
-        real = quantizer.solve_layer
+    def signalled(*arguments: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments, **named)
 
-        def signalled(*arguments: Any, **named: Any) -> Any:
-            os.kill(os.getpid(), signal.SIGTERM)
-            return real(*arguments, **named)
-
-        patched.setattr(quantizer, "solve_layer", signalled)
-        with pytest.raises(Interrupted, match="the same command again") as ended:
-            run(prepare(str(finished.recipe)), Options(output, CPU))
+    monkeypatch.setattr(quantizer, "solve_layer", signalled)
+    with pytest.raises(Interrupted, match="the same command again") as ended:
+        run(small.job, Options(tmp_path / "output", CPU))
     assert ended.value.exit_code == 143
-    assert not (output / "config.json").exists()
+    assert not (tmp_path / "output" / "config.json").exists()
 
 
 def test_a_failed_gate_finishes_the_output_and_exits_3(
-    tmp_path: Path, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = write_recipe(tmp_path)
-    recipe.write_text(recipe.read_text().replace("min_routed_tokens: 1", "min_routed_tokens: 1000000"))
+    moved = small.copied(tmp_path / "job")
+    change(moved.recipe, lambda body: body["verify"].update(coverage={"min_routed_tokens": 1000000}))
     for _ in range(2):  # the second time it is finished already, and the gate has still failed
-        monkeypatch.setattr("sys.argv", ["quantize", "run", str(recipe), "--output", str(tmp_path / "output")])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert ended.value.code == 3
+        assert quantize_command(monkeypatch, "run", moved.recipe, "--output", tmp_path / "output") == 3
         assert (tmp_path / "output" / "config.json").exists()
 
 

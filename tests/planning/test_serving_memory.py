@@ -163,7 +163,7 @@ def test_an_unknown_gpu_lists_the_known_ones(text: str, meant: str) -> None:
     assert all(name in str(refused.value) for name in known_gpus())
 
 
-SMALL = ("2xH100", "4x4090", "1x96GiB", "2x94GiB")
+SMALL = ("2xH100", "4x4090", "2x94GiB")
 
 
 def test_what_would_make_it_fit_fits(model: Model, published_job: Job) -> None:

@@ -6,16 +6,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from commands import Command
 from conftest import Finished
 from edited import MOE, edit
 from safetensors.torch import load_file
 
 from quantizers.checkpoint.reader import open_folder
-from quantizers.cli import main as cli
 from stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
@@ -95,37 +94,22 @@ def truncate_a_shard(folder: Path) -> str:
     return file.name
 
 
-@pytest.mark.parametrize(
-    "tamper",
-    [
-        flip_a_byte,
-        change_a_word,
-        restore_the_router,
-        nudge_the_router,
-        drop_a_tensor,
-        add_a_tensor,
-        rename_a_scale_back,
-        swap_two_experts,
-        put_a_nan_into_a_scale,
-        truncate_a_shard,
-    ],
-)
+TAMPERINGS = [
+    flip_a_byte, change_a_word, restore_the_router, nudge_the_router, drop_a_tensor, add_a_tensor, rename_a_scale_back,
+    swap_two_experts, put_a_nan_into_a_scale, truncate_a_shard,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tamper", TAMPERINGS)
 def test_a_tampered_checkpoint_exits_3_and_names_the_tensor(
-    tamper: Tamper,
-    finished: Finished,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tamper: Tamper, finished: Finished, tmp_path: Path, command: Command
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(finished.folder, copy)
     (copy / "tampered.json").write_text(json.dumps({"source": str(finished.source)}))
     expected = tamper(copy)
-    monkeypatch.setattr("sys.argv", ["quantize", "verify", str(copy), "--source", str(finished.source)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 3
-    assert expected in capsys.readouterr().out
+    assert command("verify", copy, "--source", finished.source) == 3
+    assert expected in command.out
 
 
 def test_an_untouched_checkpoint_passes(finished: Finished) -> None:
@@ -134,13 +118,7 @@ def test_an_untouched_checkpoint_passes(finished: Finished) -> None:
     assert audit.digests_checked
     assert audit.tensors == len(open_folder(finished.source).tensors)
     assert max(audit.weight_error) < 0.2
-
-
-def test_the_report_of_the_run_says_the_same(finished: Finished) -> None:
-    report: dict[str, Any] = finished.report
-    assert report["audit"]["kept_bytes_equal"] is True
-    assert report["audit"]["differences"] == []
-    assert report["audit"]["tensors"] == len(open_folder(finished.source).tensors)
+    assert finished.report["audit"] == audit.as_dict() | {"digests": finished.report["audit"]["digests"]}
 
 
 def test_the_folded_norm_reappears_inverted_in_the_router(finished: Finished) -> None:
@@ -166,20 +144,3 @@ def test_kept_tensors_are_the_sources_bytes(finished: Finished) -> None:
         after = load_file(output.tensors[written].file)[written]
         assert before.dtype == after.dtype
         assert torch.equal(before.view(torch.uint8), after.view(torch.uint8)), name
-
-
-def test_without_the_routers_compensation_kl_is_far_worse(finished: Finished, tmp_path: Path) -> None:
-    """So that the audit has something to catch: the published recipe's defect, on the same experts."""
-    from quantizers.commands.evaluate import measure
-
-    copy = tmp_path / "copy"
-    shutil.copytree(finished.folder, copy)
-    source = open_folder(finished.source)
-    for layer in range(4):
-        name = f"model.layers.{layer}.block_sparse_moe.gate.weight"
-        edit(copy, name, lambda t, name=name: t.__setitem__(name, source.tensor(name)))
-    good, bad = measure(
-        source, [open_folder(finished.folder), open_folder(copy)], finished.held_out, CPU, tmp_path / "eval"
-    )
-    print(f"KL {good['kl']['mean']:.5f} compensated, {bad['kl']['mean']:.5f} not")
-    assert bad["kl"]["mean"] >= 5 * good["kl"]["mean"]

@@ -78,18 +78,6 @@ def test_a_shard_holds_what_the_plan_says_and_the_library_packs(layer: Layer, tm
             assert torch.equal(written[f"{module}.weight_scale"], solved.scales[matrix][expert])
 
 
-def test_on_a_cpu_the_file_and_the_next_reader_share_their_memory(layer: Layer) -> None:
-    """Nor is anything copied that was already as it is written."""
-    solved = layer.solved()
-    tensors = layer_tensors(layer.plan, 0, layer.source, solved)
-    assert tensors.host.keys() == tensors.device.keys()
-    for name, tensor in tensors.host.items():
-        if not name.endswith("weight_shape"):
-            assert tensor.data_ptr() == tensors.device[name].data_ptr(), name
-    module = layer.facts.expert(0, 1, "up")
-    assert tensors.host[f"{module}.weight_scale"].data_ptr() == solved.scales["up"][1].data_ptr()
-
-
 def test_what_a_device_made_comes_to_the_host_in_a_few_copies(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device, which has no values: whoever looks at one, or copies it otherwise, fails."""
     copied = []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from commands import quantize
+from commands import Command
 from conftest import Finished
 from foreign import INT4, bf16_copy, experts_only, oneshots
 from huggingface_hub import ModelCard
@@ -36,31 +36,31 @@ def copy(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_forgotten_router_is_named_and_repaired(
-    finished: Finished, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Finished, copy: Path, tmp_path: Path, command: Command
 ) -> None:
     """The repaired checkpoint is the finished output, tensor for tensor and byte for byte."""
     experts = experts_only(finished.folder, copy, tmp_path / "experts")
     words = ("stitch", "--source", finished.source, "--experts", experts)
-    assert quantize(monkeypatch, *words, "--output", tmp_path / "bare") == 3
-    out = capsys.readouterr().out
+    assert command(*words, "--output", tmp_path / "bare") == 3
+    out = command.out
     assert "norms smoothed in 4 of 4 layers; confirmed on their experts" in out
     assert "router not compensated in 4 layers of the experts' checkpoint (0, 1, 2, 3)" in out
     assert "write the compensated router with --repair-router" in out
-    assert quantize(monkeypatch, *words, "--output", tmp_path / "fixed", "--repair-router") == 0
-    assert "0 differences" in capsys.readouterr().out
+    assert command(*words, "--output", tmp_path / "fixed", "--repair-router") == 0
+    assert "0 differences" in command.out
     made, wanted = open_folder(tmp_path / "fixed"), open_folder(finished.folder)
     assert made.config == wanted.config
     assert made.tensors.keys() == wanted.tensors.keys()
     assert [name for name in wanted.tensors if made.raw(name) != wanted.raw(name)] == []
     bare = open_folder(tmp_path / "bare")
     assert [name for name in bare.tensors if bare.raw(name) != made.raw(name)] == [ROUTER.format(n) for n in range(4)]
-    assert quantize(monkeypatch, *words, "--output", tmp_path / "fixed", "--repair-router") == 0
-    assert "finished before; nothing was touched" in capsys.readouterr().out
-    assert quantize(monkeypatch, *words, "--output", tmp_path / "fixed") == 2
+    assert command(*words, "--output", tmp_path / "fixed", "--repair-router") == 0
+    assert "finished before; nothing was touched" in command.out
+    assert command(*words, "--output", tmp_path / "fixed") == 2
 
 
 def test_what_nobody_knows_of_a_stitched_checkpoint_is_said(
-    finished: Finished, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Finished, copy: Path, tmp_path: Path, command: Command
 ) -> None:
     """Its report has the gates and the record of a run's, its card what the experts' maker wrote, and no more."""
     experts = experts_only(finished.folder, copy, tmp_path / "experts")
@@ -72,8 +72,8 @@ def test_what_nobody_knows_of_a_stitched_checkpoint_is_said(
     )
     output = tmp_path / "fixed"
     words = ("stitch", "--source", finished.source, "--experts", experts, "--output", output, "--repair-router")
-    assert quantize(monkeypatch, *words) == 0
-    assert f"\nnext: quantize eval {os.path.relpath(finished.source)} {output}" in capsys.readouterr().out
+    assert command(*words) == 0
+    assert f"\nnext: quantize eval {os.path.relpath(finished.source)} {output}" in command.out
 
     report = json.loads((output / "report.json").read_text())
     assert [(gate["name"], gate["passed"]) for gate in report["gates"]] == [("audit", True), ("consumers", True)]
@@ -91,9 +91,9 @@ def test_what_nobody_knows_of_a_stitched_checkpoint_is_said(
     assert data["tags"] == ["compressed-tensors", "awq", "fp8", "int4", "w4a16", "moe", "vllm"]
     assert not {"datasets", "language", "license", "base_model"} & data.keys()
 
-    assert quantize(monkeypatch, "verify", output, "--source", finished.source) == 0
+    assert command("verify", output, "--source", finished.source) == 0
     (output / "report.html").write_text("another page")
-    assert quantize(monkeypatch, "verify", output, "--source", finished.source) == 3
+    assert command("verify", output, "--source", finished.source) == 3
 
 
 def test_verify_names_the_router_of_any_published_checkpoint(finished: Finished, copy: Path, tmp_path: Path) -> None:

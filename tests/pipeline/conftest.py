@@ -1,0 +1,76 @@
+"""A small job and its unbroken run, for tests of interrupted runs; and an input to be spoiled."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import yaml
+from calibration_tokenizer import write_tokenizer
+from conftest import Finished
+from runs import JobFolder, Small
+from tiny import write_job
+
+from quantizers.cli import main as cli
+from quantizers.pipeline import pipeline
+from quantizers.pipeline.options import Options
+from quantizers.planning.job import prepare
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    folder, needed = tmp_path_factory.mktemp("small"), list[int]()
+    recipe = write_job(folder, layers=3, words=20, samples=3, awq={"grid": 5})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "check_room", lambda _, asked: needed.append(asked))
+        report = pipeline.run(prepare(str(recipe)), Options(folder / "whole", CPU))
+    return Small(folder, report, needed[0])
+
+
+@pytest.fixture
+def copied(finished: Finished, tmp_path: Path) -> Path:
+    """A copy of the finished folder, to be damaged."""
+    return shutil.copytree(finished.folder, tmp_path / "copy")
+
+
+@pytest.fixture(scope="session")
+def good(tmp_path_factory: pytest.TempPathFactory) -> JobFolder:
+    """A good input to be spoiled: a recipe, its set, and a random checkpoint of one layer."""
+    case = JobFolder(tmp_path_factory.mktemp("good"))
+    write_tokenizer(tiny.make(case.model, num_hidden_layers=1))
+    rows = [{"text": f'fn main() {{ println!("{word}"); }}'} for word in ("one", "two", "three", "four")]
+    (case.folder / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    source = {"dataset": "./t.jsonl", "columns": ["text"], "shape": "text", "samples": "all", "category": "code/rust"}
+    body = {"name": "small", "sequence_length": 32, "seed": 1, "sources": [source]}
+    (case.folder / "set.yaml").write_text(yaml.safe_dump(body))
+    case.recipe.write_text("source:\n  model: model\ncalibration: set.yaml\nexperts:\n  group_size: 32\n")
+    return case
+
+
+@pytest.fixture
+def case(good: JobFolder, tmp_path: Path) -> JobFolder:
+    """A copy of its own."""
+    return JobFolder(shutil.copytree(good.folder, tmp_path / "case"))
+
+
+@pytest.fixture
+def quantize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """`quantize(*arguments)`: exit code, standard output and standard error of the command in this process."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def call(*arguments: object) -> tuple[object, str, str]:
+        monkeypatch.setattr("sys.argv", ["quantize", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return ended.value.code, out, err
+
+    return call
