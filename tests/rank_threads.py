@@ -13,8 +13,6 @@ from quantizers.distributed.torch_group import DistributedGroup, exchange_places
 
 Result = TypeVar("Result")
 LONGEST = timedelta(seconds=30)  # of a collective: in a thread, one that never ends keeps its group until then
-    seconds=30
-)  # a collective that never ends keeps its group, in a thread unlike a process, until then
 
 
 def joined(store: HashStore, rank: int, count: int, nodes: int = 1, longest: timedelta = LONGEST) -> DistributedGroup:
