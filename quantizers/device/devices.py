@@ -175,10 +175,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def _package_version(library: str) -> str | None:
-    """The version of one of NVIDIA's libraries, from its package, since torch does not tell.
-
-    None where there is no package, as in images that build torch themselves.
-    """
+    """The version of one of NVIDIA's libraries, from its package; None in images that build torch themselves."""
     if torch.version.cuda is None:
         return None
     major = int(torch.version.cuda.partition(".")[0])

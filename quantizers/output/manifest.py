@@ -34,8 +34,7 @@ def describe_files(folder: Path, texts: Mapping[str, str], later: Iterable[str] 
     Raises:
         QuantizeError: a file cannot be read.
     """
-    own = {REPORT, CARD, PAGE}
-    names = {path.name for path in folder.iterdir()} - own
+    names = {path.name for path in folder.iterdir()} - {REPORT, CARD, PAGE}
     with disk_errors(folder):
         hashes = {name: file_sha256(folder / name) for name in names if not name.endswith(".safetensors")}
     hashes |= {name: text_sha256(text) for name, text in texts.items()}
@@ -53,7 +52,7 @@ def add_files(folder: Path, report: dict[str, Any], names: Iterable[str]) -> dic
     return report | {"files": sorted({*report["files"], *added}), "sha256": report["sha256"] | added}
 
 
-def carried_facts(folder: Path) -> Path | None:
+def output_facts(folder: Path) -> Path | None:
     """The user's own facts with which a finished output was made; None if its report.json lists no such file.
 
     A facts.yaml that is not listed is no part of the output and is not read. One that is listed may be gone.
@@ -74,5 +73,6 @@ def write_record(folder: Path, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_read(report: dict[str, Any]) -> dict[str, Any]:
+    """A report as report.json gives it back."""
     read: dict[str, Any] = json.loads(json.dumps(json_finite(report), sort_keys=True))
     return read

@@ -135,11 +135,6 @@ def fold_norm(norm: torch.Tensor, s: torch.Tensor, offset: int = 0) -> tuple[tor
     return torch.where(usable, folded, norm), torch.where(usable, exact, torch.ones_like(exact))
 
 
-def divided_first(bits: int) -> bool:
-    """Whether w3's rows are divided by s before they are rounded, or their stored scales after; see expert_batch.py."""
-    return bits == 8
-
-
 def divided(scale: torch.Tensor, codes: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     """Group scales of rows that are divided by s, codes unchanged.
 

@@ -25,7 +25,7 @@ from quantizers.device.timing import phase
 from quantizers.formats.packed_integers import dequantize
 from quantizers.recipe.schema import Awq, Experts
 
-from .awq import divided, divided_first, fold_hessian, grid_scales, row_step, scale_losses, weight_means
+from .awq import divided, fold_hessian, grid_scales, row_step, scale_losses, weight_means
 from .coordinate_descent import refine
 from .down_hessian import DownHessian
 from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest
@@ -59,7 +59,7 @@ def solve_batch(
     # w2's columns are multiplied by s (c, I), and w3's rows divided by it.
     rows, searched = None, dict[str, torch.Tensor]()
     s = torch.ones_like(down[:, 0])
-    early = bool(settings.awq) and divided_first(settings.bits)
+    early = bool(settings.awq) and settings.bits == 8  # else w3's stored scales are divided after rounding
     if early:
         s, searched = _width_scale(down, of_source(), settings)
         rows = torch.cat([torch.ones_like(s), s], 1).unsqueeze(-1)

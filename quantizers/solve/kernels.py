@@ -64,7 +64,7 @@ def gptq_block(
     """Round the columns of a block one by one, each less its share of the errors before it.
 
     Args:
-        work: (E, W, R) float32, what is left of the columns.
+        work: (E, W, R) float32, the columns less the errors spread to them so far.
         factor: (E, W, W) float32, an error's (row) share in each later column.
         scale: (E, n, R) bfloat16, of all groups.
         group_of: (E, W) int32, the group of each column.

@@ -115,6 +115,7 @@ def solve(
     numbers = to_host(
         solved | {"routed_tokens": blend.routed_tokens[order], "share": blend.share[order]} | searched
     )  # only now, when all batches are under way
+    fewer = int((numbers["routed_tokens"] < blend.full_share_at).sum())
     return LayerResult(
         folded,
         smooth,
@@ -123,7 +124,7 @@ def solve(
         scales,
         _errors(numbers, blend.tokens),
         _fallbacks(numbers, routing, settings, scales),
-        _under_routed(numbers, blend.full_share_at) if settings.routed_weight else None,
+        UnderRouted(blend.full_share_at, fewer, float(numbers["share"].min())) if settings.routed_weight else None,
     )
 
 
@@ -191,11 +192,6 @@ def _errors(numbers: Numbers, tokens: int) -> dict[str, float]:
         whole = sums[f"{name}_whole"]
         errors[f"{name}_rounding"] = math.sqrt(sums[f"{name}_lost"] / whole) if whole > 0 else 0.0
     return errors
-
-
-def _under_routed(numbers: Numbers, full_share_at: int) -> UnderRouted:
-    fewer = int((numbers["routed_tokens"] < full_share_at).sum())
-    return UnderRouted(full_share_at, fewer, float(numbers["share"].min()))
 
 
 def _zero_groups(weight: torch.Tensor, group: int) -> torch.Tensor:

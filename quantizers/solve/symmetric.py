@@ -33,7 +33,7 @@ def transposed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += aᵀ b, with float32 sums whatever the factors' dtype is.
+    """total += aᵀ b, with float32 sums for any dtype of the factors.
 
     Args:
         total: (E, M, N) float32, a view perhaps.
@@ -41,7 +41,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """
     if a.dtype == torch.float32:
         total.baddbmm_(a.mT, b)
-    elif is_accelerator(a.device):  # with the sum as `self` and as `out`, it is added to where it lies
+    elif is_accelerator(a.device):  # `total` as `self` and as `out`: in place
         torch.baddbmm(total, a.mT, b, torch.float32, out=total)
     else:
         total.baddbmm_(a.float().mT, b.float())
@@ -63,7 +63,7 @@ def add_hessian(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def mirror(total: torch.Tensor) -> torch.Tensor:
-    """Copy what lies below the diagonal to above it, in place: (E, C, C), then exactly symmetric."""
+    """Copy the lower triangle to the upper one, in place: (E, C, C), then exactly symmetric."""
     for start, end in blocks(total.shape[-1]):
         own = total[..., start:end, start:end]
         below = own.tril(-1)

@@ -17,7 +17,7 @@ from quantizers.solve.solver import solve
 
 EXPERTS, CHOSEN, HIDDEN, WIDTH, BATCH = 6, 2, 32, 32, 2  # three expert batches
 ROWS = [48, 48, 20]
-QUICK: dict[str, Any] = {"rounding": "nearest"}  # a column of GPTQ is many operations
+QUICK: dict[str, Any] = {"rounding": "nearest", "scales": "minmax"}  # others are many small operations
 
 
 def chunks(rows: list[int]) -> list[MoeInputs]:

@@ -64,40 +64,6 @@ def test_minmax_and_nearest_are_compressed_tensors(
 
 
 @bit_widths
-def test_the_library_packs_what_was_rounded_to_the_same_codes(bits: int) -> None:
-    """Oracle: compressed-tensors' compressor given the rounded weights, as a converter of the file would."""
-    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-    from compressed_tensors.quantization import QuantizationScheme
-
-    weight = random_weight(1, 6, 128)
-    scale = minmax_scales(weight, 32, bits)
-    codes = nearest(weight, scale, bits)
-    scheme = QuantizationScheme(targets=["Linear"], weights=library_arguments(bits, 32))
-    state = {"weight": dequantize(codes, scale), "weight_scale": scale.float()}
-    packed = PackedQuantizationCompressor.compress(state, scheme)["weight_packed"]
-    assert torch.equal(packed, pack_to_int32(codes.to(torch.int8), bits))
-
-
-@FEW
-@given(
-    values=st.lists(st.floats(-100, 100, width=32), min_size=8, max_size=8),
-    step=st.floats(0.0078125, 64, width=32),
-    bits=st.sampled_from([4, 8]),
-)
-def test_codes_are_the_nearest_of_the_range(values: list[float], step: float, bits: int) -> None:
-    """Oracle: try every code. The chosen one is as near as any, up to float32's own division."""
-    weight, scale = torch.tensor([values]), torch.tensor([[step]]).bfloat16()
-    low, high = code_range(bits)
-    codes = nearest(weight, scale, bits)
-    assert torch.equal(codes, codes.round())
-    assert low <= int(codes.min()) <= int(codes.max()) <= high
-    every = torch.arange(low, high + 1, dtype=torch.float64) * float(scale)
-    for value, code in zip(values, codes[0].tolist(), strict=True):
-        assert abs(value - code * float(scale)) <= float((value - every).abs().min()) + 1e-6 * abs(value)
-
-
-@bit_widths
 def test_an_all_zero_group_gets_scale_one_and_codes_zero(bits: int) -> None:
     """For min-max and MSE scales, nearest and GPTQ; the groups beside it are as they would be without it."""
     weight = random_weight(3, 2, 4, 96)
@@ -245,15 +211,3 @@ def test_gptq_of_independent_inputs_is_nearest(seed: int, columns: int, bits: in
     scale = minmax_scales(weight, 32, bits)
     codes, _ = gptq(weight, hessian, scale, bits)
     assert torch.equal(codes, nearest(weight, scale, bits))
-
-
-@pytest.mark.parametrize("first_is_larger", [True, False])
-def test_gptq_of_two_columns_in_closed_form(first_is_larger: bool) -> None:
-    """The larger column is rounded first; its error e moves the other by e · G01 / (G11 + damping)."""
-    hessian = torch.tensor([[4.0, 1.5], [1.5, 1.0]]) if first_is_larger else torch.tensor([[1.0, 1.5], [1.5, 4.0]])
-    weight = torch.tensor([[2.4, 1.3]]) if first_is_larger else torch.tensor([[1.3, 2.4]])
-    moved = 1.3 + 0.4 * 1.5 / (1.0 + 0.01 * 2.5)  # 1.885: rounds to 2, where nearest gives 1
-    codes, _ = gptq(weight[None], hessian[None], torch.ones(1, 1, 1, dtype=torch.bfloat16), 4)
-    expected = [2.0, float(round(moved))]
-    assert codes[0, 0].tolist() == (expected if first_is_larger else expected[::-1])
-    assert expected == [2.0, 2.0]
