@@ -342,9 +342,6 @@ def test_a_budget_where_some_layers_have_no_experts(tmp_path: Path) -> None:
     body = yaml.safe_load(recipe.read_text())
     # Of a width of 32: INT4 for one of two layers, INT8 for the other.
     body["experts"] = {"bits_per_weight": 6.5, "awq": {"grid": 3}}
-        "bits_per_weight": 6.5,
-        "awq": {"grid": 3},
-    }  # of a width of 32: INT4 for one of two layers, INT8 for the other
     recipe.write_text(yaml.safe_dump(body))
     job = prepare(str(recipe))
     report = run(job, Options(tmp_path / "output", CPU))
