@@ -1,4 +1,4 @@
-"""What changing from one calibration set to another does to the load of every expert.
+"""The load of every expert with one calibration set compared with another.
 
 Sets are seldom of one size, so shares of the routed tokens are compared, not counts. An expert is called covered
 if its share would give it `min_routed_tokens` in a set of as many tokens as the smaller of the two has.
@@ -24,7 +24,7 @@ SIDES = ("before", "after")
 
 
 def compare_counts(before: Routed, after: Routed, rule: CoverageGate) -> dict[str, Any]:
-    """What the second set wins and loses compared with the first.
+    """The experts that the second set covers and no longer covers, compared with the first.
 
     Returns:
         common_tokens: tokens of the smaller set, see above; won: pairs (layer, expert) that only the second set
@@ -130,10 +130,10 @@ def compare_table(found: dict[str, Any]) -> str:
     lines = [
         text_table(columns, sides),
         "",
-        f"An expert is won or lost by its share: at equal size, {common:,} tokens each, it would get fewer than "
-        f"{minimum:,} routed tokens in one set and not in the other.",
-        f"won by {second}:   {named(found['won']) or 'none'}",
-        f"lost by {second}:  {named(found['lost']) or 'none'}",
+        f"Whether an expert is covered is decided by its share: at equal size, {common:,} tokens each, it would get at "
+        f"least {minimum:,} routed tokens.",
+        f"newly covered by {second}:      {named(found['won']) or 'none'}",
+        f"no longer covered by {second}:  {named(found['lost']) or 'none'}",
         "",
         "Entropy of the load, 1 is even; moved: share of the routed tokens that go to other experts"
         + (f"; the {len(layers)} layers where most move, {left_out} more with --json" if left_out else ""),

@@ -278,7 +278,7 @@ def coverage_figure(layers: Sequence[dict[str, Any]], minimum: int, title: str) 
 
 
 def comparison_figure(found: dict[str, Any], title: str) -> Any:
-    """How each expert's share changes between two sets, and by layer the spread of both loads.
+    """A heat map of how each expert's share changes between two sets, marked where it becomes covered or uncovered.
 
     Args:
         found: what `quantizers.commands.coverage.compare_coverage` returns.
@@ -286,50 +286,32 @@ def comparison_figure(found: dict[str, Any], title: str) -> Any:
     """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
-    layers = found["per_layer"]
-    load = {
-        side: np.array([loads(row[side]["routed_tokens"]) for row in layers]) for side in ("before", "after")
-    }  # (layers, experts) each
-    names = {side: _plain(found[side]["label"]) for side in load}
+    layers, sides = found["per_layer"], ("before", "after")
+    before, after = (np.array([loads(row[side]["routed_tokens"]) for row in layers]) for side in sides)  # (L, E)
+    names = [_plain(found[side]["label"]) for side in sides]
     with np.errstate(divide="ignore", invalid="ignore"):
-        change = load["after"] / load["before"]  # infinite where only the second set sends any tokens, NaN where none
-    count, experts = change.shape
-    width, height = _size(count, experts)
-    figure = Figure(figsize=(width + 4, height + 0.6), layout="constrained", dpi=120)
-    cells, ranges = figure.subplots(1, 2, sharey=True, width_ratios=(width - 1, 3))
-    image = cells.imshow(
+        change = after / before  # infinite where only the second set sends any tokens, NaN where none
+    figure = Figure(figsize=_size(*change.shape), layout="constrained", dpi=120)
+    axes = figure.add_subplot()
+    image = axes.imshow(
         np.ma.masked_invalid(np.where(np.isinf(change), HIGH * 2, np.where(change == 0, LOW / 2, change))),
         aspect="auto", cmap=DIVERGING, norm=LogNorm(LOW, HIGH), interpolation="nearest",
     )  # fmt: skip
-    cells.set_facecolor("#bbbbbb")  # where neither set sends any tokens
-    handles: list[Any] = []
-    places = {row["layer"]: i for i, row in enumerate(layers)}
-    for key, marker in (("won", "+"), ("lost", "x")):
+    axes.set_facecolor("#bbbbbb")  # where neither set sends any tokens
+    places, experts = {row["layer"]: i for i, row in enumerate(layers)}, change.shape[1]
+    for key, marker, words in (("won", "+", "newly covered"), ("lost", "x", "no longer covered")):
         if found[key]:
-            at = [(expert, places[layer]) for layer, expert in found[key]]
-            cells.scatter(*zip(*at, strict=True), marker=marker, s=_mark(experts), c="black", linewidths=1.2)
-            handles.append(Line2D([], [], marker=marker, color="black", linestyle="", label=f"{key}: {len(at):,}"))
-    for side, shift, line in (("before", -0.15, SERIES[0]), ("after", 0.15, SERIES[1])):
-        rows = np.arange(count) + shift
-        low, middle, high = np.clip(np.quantile(load[side], (0.1, 0.5, 0.9), axis=1), LOW, HIGH)
-        ranges.hlines(rows, low, high, color=line, linewidth=1.5)
-        ranges.plot(middle, rows, "o", color=line, markersize=3.5)
-        tokens = sum(found[side]["tokens"].values())
-        handles.append(Line2D([], [], color=line, marker="o", label=f"{names[side]}: {tokens:,} tokens"))
-    ranges.axvline(1, color="gray", linewidth=0.6)
-    ranges.set_xscale("log")
-    ranges.set_xlim(LOW * 0.93, HIGH * 1.07)
-    ranges.set_xticks(list(MARKS), list(MARKS.values()))
-    ranges.xaxis.minorticks_off()
-    ranges.set_xlabel("routed tokens / even load\nline: 10th to 90th percentile, dot: median", fontsize=9)
-    ranges.set_title("load of a layer's experts", loc="left", fontsize=9)
-    cells.set_title(f"share of routed tokens, {names['after']} / {names['before']}", loc="left", fontsize=9)
-    _name_axes(cells, [row["layer"] for row in layers], experts)
-    _colour_bar(figure, image, cells, "ratio of shares")
-    figure.suptitle(f"{_plain(title)}: {names['before']} and {names['after']}", fontsize=10)
-    figure.legend(handles=handles, loc="outside lower right", frameon=False, fontsize=8, ncols=len(handles))
+            rows, columns = [places[layer] for layer, _ in found[key]], [expert for _, expert in found[key]]
+            label = f"{words}: {len(rows):,}"
+            axes.scatter(columns, rows, marker=marker, s=_mark(experts), c="black", linewidths=1.2, label=label)
+    _name_axes(axes, [row["layer"] for row in layers], experts)
+    _colour_bar(figure, image, axes, f"share of routed tokens,\n{names[1]} / {names[0]}")
+    sets = zip(names, (sum(found[side]["tokens"].values()) for side in sides), strict=True)
+    tokens = (f"{name} ({count:,} tokens)" for name, count in sets)
+    axes.set_title(f"{_plain(title)}: {' and '.join(tokens)}", loc="left", fontsize=10)
+    if found["won"] or found["lost"]:
+        figure.legend(loc="outside lower right", frameon=False, fontsize=8, ncols=2)
     return figure
 
 

@@ -38,7 +38,7 @@ from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import LayerStep
 from quantizers.output.journal import begun_with, refuse_unfinished
-from quantizers.output.manifest import facts_of_output
+from quantizers.output.manifest import output_facts
 from quantizers.recipe.read import find_set
 from quantizers.system.errors import CheckpointError, OutputError
 from quantizers.system.files import json_finite, write_json
@@ -128,9 +128,7 @@ def evaluate(
         refuse_unfinished(Path(name))
     data_set = find_set(str(data), "held-out")
     opened = dist.in_turn(lambda: [open_checkpoint(name) for name in names])
-    own = (
-        Path(facts) if facts is not None else next(filter(None, (facts_of_output(c.folder) for c in opened[1:])), None)
-    )
+    own = Path(facts) if facts is not None else next(filter(None, (output_facts(c.folder) for c in opened[1:])), None)
     if own is not None and facts is None and dist.is_main:
         print(f"facts: {own}", file=sys.stderr, flush=True)
     where = str(opened[0].folder / "config.json")

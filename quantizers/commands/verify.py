@@ -11,7 +11,7 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, re
 from quantizers.formats.awq_gptq import is_awq_or_gptq
 from quantizers.formats.unsupported import refuse_swapped_arguments, refuse_unsupported
 from quantizers.output.journal import refuse_unfinished
-from quantizers.output.manifest import facts_of_output
+from quantizers.output.manifest import output_facts
 from quantizers.pipeline.manifest_check import Record, check_manifest
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
@@ -102,7 +102,7 @@ def verify(
         return found
     from eval.serving.ask_vllm import ask_vllm
 
-    return replace(found, vllm=ask_vllm(folder, own or facts_of_output(folder)))
+    return replace(found, vllm=ask_vllm(folder, own or output_facts(folder)))
 
 
 def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: Path | None = None) -> Verification:
@@ -120,7 +120,7 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: P
     from stitch.audit.checkpoint import Audit, verify
 
     _refuse(folder, source)
-    record, carried = check_manifest(folder), facts_of_output(folder)
+    record, carried = check_manifest(folder), output_facts(folder)
     if own is None and carried is not None:
         try:
             architecture_for(source.config, str(source.folder / CONFIG), carried)

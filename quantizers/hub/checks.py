@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eval.report.model_card import front_matter
 from quantizers.output.journal import refuse_unfinished
-from quantizers.output.manifest import facts_of_output, seal_of
+from quantizers.output.manifest import output_facts, seal_of
 from quantizers.pipeline.manifest_check import check_manifest
 from quantizers.system.errors import OutputError
 from quantizers.system.formatting import gate_figures, size
@@ -178,7 +178,7 @@ def _check_without_source(folder: Path, report: dict[str, Any]) -> tuple[list[st
     problems += [
         f"{name}: not a file of this output, but loaders read it; remove it" for name in added(folder, report["files"])
     ]
-    serving = check_folder(folder, facts_of_output(folder))
+    serving = check_folder(folder, output_facts(folder))
     if serving is None:
         problems.append(f"{folder.name}: cannot be opened as a checkpoint; `quantize verify` says why")
     problems += [str(finding) for finding in serving.errors] if serving else []

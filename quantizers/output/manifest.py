@@ -52,7 +52,7 @@ def add_files(folder: Path, report: dict[str, Any], names: Iterable[str]) -> dic
     return report | {"files": sorted({*report["files"], *added}), "sha256": report["sha256"] | added}
 
 
-def facts_of_output(folder: Path) -> Path | None:
+def output_facts(folder: Path) -> Path | None:
     """The user's own facts with which a finished output was made; None if its report.json lists no such file.
 
     A facts.yaml that is not listed is no part of the output and is not read. One that is listed may be gone.

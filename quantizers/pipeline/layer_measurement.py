@@ -154,7 +154,7 @@ def _quantize_random(
 
 
 def _announce(job: Job, lengths: list[int], texts: list[int], device: torch.device) -> None:
-    """One line about what is measured, with a warning where that takes long: a CPU's time can be estimated."""
+    """One line about the measurement, with a warning if that takes long on a CPU, whose time can be estimated."""
     line = f"measuring one layer: {job.sizes['experts']} experts, {sum(lengths):,} tokens"
     if device.type == "cpu":
         seconds = layer_work(job, job.sizes.moe_layers[0], lengths, texts).seconds(rates_of_cpu())
@@ -334,15 +334,14 @@ def _draw(
         return torch.full(spec.shape, specs[f"{module}.weight"].shape[1] ** -0.5 / 64, dtype=torch_dtype(spec.dtype))
     drawn = torch.randn(spec.shape, generator=generator, device=generator.device)
     if spec.dtype == FP8:
-        return (drawn * 64).clamp_(-448, 448).to(torch.float8_e4m3fn).cpu()
-    dtype = torch_dtype(spec.dtype)
-    if len(spec.shape) == 1:
+        drawn = (drawn * 64).clamp_(-448, 448)
+    elif len(spec.shape) == 1:
         drawn = 0.02 * drawn if suffix.endswith("bias") else 1 + 0.2 * drawn
         if suffix == "weight":
             drawn[:: max(1, drawn.numel() // OUTLIERS)] *= OUTLIERS
-        return drawn.to(dtype).cpu()
-    vocabulary_matrix = name in (facts.embedding, facts.head)
-    return (drawn * (1 if vocabulary_matrix else spec.shape[1] ** -0.5)).to(dtype).cpu()
+    elif name not in (facts.embedding, facts.head):
+        drawn *= spec.shape[1] ** -0.5
+    return drawn.to(torch_dtype(spec.dtype)).cpu()
 
 
 def _drop_from_cache(source: Checkpoint) -> None:
