@@ -199,46 +199,10 @@ def finished(
 
 @pytest.fixture(scope="session")
 def whole_model() -> Callable[[dict[str, Any], dict[str, Any]], Any]:
-    """`whole_model(config, weights)`: transformers' whole model in float32.
+    """`whole_model(config, weights)`: transformers' whole model in float32, of weights by their published names."""
+    from families import whole_model
 
-    Args of the function: config.json, and dequantized weights under their published names. What the
-    program does with names, shapes and the rotary factor is written out here once more, by hand.
-    """
-
-    def build(config: dict[str, Any], weights: dict[str, Any]) -> Any:
-        import torch
-        from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
-
-        fields = {key: value for key, value in config.items() if key != "quantization_config"}
-        rope = {
-            "rope_type": "default",
-            "rope_theta": config["rope_theta"],
-            "partial_rotary_factor": config["rotary_dim"] / config["head_dim"],
-        }
-        model = MiniMaxM2ForCausalLM(
-            MiniMaxM2Config(**fields, rope_parameters=rope, attn_implementation="sdpa", experts_implementation="eager")
-        )
-        state = {}
-        for name, weight in weights.items():
-            if ".experts." not in name:
-                state[name.replace("block_sparse_moe", "mlp")] = weight.float()
-        for layer in range(config["num_hidden_layers"]):
-            w1, w2, w3 = (
-                [
-                    weights[f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{matrix}.weight"].float()
-                    for expert in range(config["num_local_experts"])
-                ]
-                for matrix in ("w1", "w2", "w3")
-            )
-            experts = f"model.layers.{layer}.mlp.experts"
-            state[f"{experts}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(w1, w3, strict=True)])
-            state[f"{experts}.down_proj"] = torch.stack(w2)
-        model.load_state_dict(state)
-        assert model.config._attn_implementation == "sdpa"
-        assert model.config._experts_implementation == "eager"
-        return model.eval().requires_grad_(False)
-
-    return build
+    return whole_model
 
 
 @pytest.fixture(scope="session")

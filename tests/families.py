@@ -301,18 +301,20 @@ def is_mtp(own: dict[str, Any], name: str) -> bool:
 
 
 def whole(folder: Path, weights: dict[str, Tensor]) -> Any:
-    """transformers' whole model in float32 with these weights, which have the names of its files.
+    """`whole_model` of a folder's config.json."""
+    return whole_model(json.loads((folder / "config.json").read_text()), weights)
+
+
+def whole_model(own: dict[str, Any], weights: dict[str, Tensor]) -> Any:
+    """transformers' whole model in float32 with these weights, which have the names of published files.
 
     transformers itself fuses the experts and renames the modules.
     """
-    own = json.loads((folder / "config.json").read_text())
     model = in_transformers(own)
-    model_class, made = type(model), model.config
     weights = {name: tensor.float() for name, tensor in weights.items() if not is_mtp(own, name)}
-    loaded, info = model_class.from_pretrained(
-        None, config=made, state_dict=weights,
-        dtype=torch.float32, output_loading_info=True,
-    )  # fmt: skip
+    loaded, info = type(model).from_pretrained(
+        None, config=model.config, state_dict=weights, dtype=torch.float32, output_loading_info=True
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]

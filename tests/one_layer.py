@@ -52,12 +52,12 @@ class Layer:
         return sliced(self.gate_up, self.down)
 
 
-def solving_order(layer: Layer, unit: int, chosen: int = 2) -> list[int]:
+def solving_order(layer: Layer, size: int, chosen: int = 2) -> list[int]:
     """The order in which a layer's experts are solved, in which the searches see them."""
     counts = torch.zeros(len(layer.router), dtype=torch.int64)
     for sequence in layer.recorded(chosen):
         counts += torch.bincount(sequence.chosen.flatten(), minlength=len(counts))
-    return by_load(counts.tolist(), unit)
+    return by_load(counts.tolist(), size)
 
 
 def sliced(gate_up: torch.Tensor, down: torch.Tensor) -> Weights:
@@ -65,8 +65,8 @@ def sliced(gate_up: torch.Tensor, down: torch.Tensor) -> Weights:
     return lambda experts: (gate_up[experts], down[experts])
 
 
-def sums_held(patched: pytest.MonkeyPatch) -> list[int]:
-    """Of how many units each sweep gathers the sums, from now on."""
+def batches_cached(patched: pytest.MonkeyPatch) -> list[int]:
+    """The number of expert batches of each sweep from now on."""
     counted: list[int] = []
     real = input_hessian.sweep
 

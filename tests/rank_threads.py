@@ -12,36 +12,41 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 from quantizers.distributed.torch_group import DistributedGroup, exchange_places
 
 Result = TypeVar("Result")
-LONGEST = timedelta(seconds=30)  # after a failure a thread, unlike a process, leaves its collective only then
+LONGEST = timedelta(seconds=30)  # of a collective: in a thread, one that never ends keeps its group until then
 
 
-def joined(store: HashStore, rank: int, count: int, nodes: int = 1) -> DistributedGroup:
-    """One of `count` ranks, evenly on so many machines."""
+def joined(store: HashStore, rank: int, count: int, nodes: int = 1, longest: timedelta = LONGEST) -> DistributedGroup:
+    """One of `count` ranks, evenly on `nodes` machines."""
     each = count // nodes
     places = exchange_places(store, rank, count, (f"host{rank // each}", rank % each))
-    group = ProcessGroupGloo(PrefixStore("torch", store), rank, count, LONGEST)
+    group = ProcessGroupGloo(PrefixStore("torch", store), rank, count, longest)
     return DistributedGroup(group, store, rank, places)
 
 
 def together(
-    count: int, work: Callable[[DistributedGroup], Result], nodes: int = 1, store: HashStore | None = None
+    count: int, work: Callable[[DistributedGroup], Result], nodes: int = 1, longest: timedelta = LONGEST
 ) -> list[Result | Exception]:
     """`work` by `count` ranks: what each returned or raised. A rank that raises tells the others, as main() does."""
-    store = store or HashStore()
-    groups: list[
-        DistributedGroup
-    ] = []  # all live until every rank has ended: one that goes takes its connections along
+    store = HashStore()
+    groups: list[DistributedGroup] = []  # alive until every rank has ended: one that goes closes its connections
 
     def one(rank: int) -> Result | Exception:
-        dist = joined(store, rank, count, nodes)
+        dist = joined(store, rank, count, nodes, longest)
         groups.append(dist)
         try:
             result = work(dist)
             dist.barrier()
         except Exception as failure:
             dist.final_message(str(failure), getattr(failure, "exit_code", 1))
-            return failure
+            failure.__context__ = None  # its frames hold the group
+            return failure.with_traceback(None)
         return result
 
+    def leave(dist: DistributedGroup) -> None:
+        """All at once: the end of one interrupts a collective in which another still is."""
+        del dist._group
+
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(one, range(count)))
+        ended = list(pool.map(one, range(count)))
+        list(pool.map(leave, groups))
+    return ended

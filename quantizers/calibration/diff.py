@@ -42,7 +42,7 @@ class SetDiff:
 class TextsDiff:
     """The changes from one loaded set to another.
 
-    A text is the same if its words are, whatever its category, source or template; a set that has it twice has two.
+    Texts are equal if their words are, regardless of category, source and template; duplicates count separately.
 
     Attributes:
         tokenizer: the folder or Hub id of the model whose tokenizer counted the tokens.

@@ -102,6 +102,29 @@ def _cached_or_loaded(
         except SourceError as failure:
             return failure  # raised later with those of the other sources, unless the cache has the set
 
+    versions = for_each_source(calibration, path, current, workers)
+    failed = sum(isinstance(outcome, SourceError) for outcome in versions)
+    key = [FORMAT, calibration.model_dump(mode="json"), renderer.fingerprint()]
+    file = cache / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()}.json"
+    data = _read_cache(file, versions)
+    if data is None:
+        data = _load(calibration, path, renderer, versions, workers, status)
+        _write_cache(file, data)
+    elif failed:  # otherwise loading again would give the same data, so there is nothing to note
+        notes.append(f"from the cache; {failed} sources could not be reached")
+    return replace(data, lock=pins is not None, notes=tuple(notes))
+
+
+def _load(
+    calibration: CalibrationSet,
+    path: Path,
+    renderer: Renderer,
+    versions: Sequence[str | SourceError],
+    workers: int,
+    status: Status,
+) -> CalibrationData:
+    failed = any(isinstance(outcome, SourceError) for outcome in versions)
+
     def sample(index: int, source: DataSource) -> tuple[list[Sample], list[Dropped]]:
         outcome = versions[index]
         if isinstance(outcome, SourceError):
@@ -111,33 +134,15 @@ def _cached_or_loaded(
         status.update(f"calibration: {source.dataset}, source {index + 1} of {len(versions)}")
         return sample_source(calibration, index, path.parent, renderer, outcome)
 
-    versions = for_each_source(calibration, path, current, workers)
-    failed = sum(isinstance(outcome, SourceError) for outcome in versions)
-    key = [FORMAT, calibration.model_dump(mode="json"), renderer.fingerprint()]
-    file = cache / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()}.json"
-    data = _read_cache(file, versions)
-    if data is None:
-        sampled = for_each_source(calibration, path, sample, workers)
-        data = _data(calibration, path, sampled, tuple(map(str, versions)))
-        _write_cache(file, data)
-    elif failed:  # otherwise loading again would give the same data, so there is nothing to note
-        notes.append(f"from the cache; {failed} sources could not be reached")
-    return replace(data, lock=pins is not None, notes=tuple(notes))
-
-
-def _data(
-    calibration: CalibrationSet,
-    path: Path,
-    sampled: Sequence[tuple[list[Sample], list[Dropped]]],
-    versions: tuple[str, ...],
-) -> CalibrationData:
+    sampled = for_each_source(calibration, path, sample, workers)
     samples = tuple(sample for samples, _ in sampled for sample in samples)
     dropped = tuple(rows for _, dropped in sampled for rows in dropped)
     if not samples:  # a source with nothing but unusable rows is an error already
         first = dropped[0]
         raise CalibrationError(f"{path}: no row is left ({first.first}: {first.reason}); list their languages")
     name, length, lengths = calibration.name, calibration.sequence_length, calibration.lengths
-    return CalibrationData(name, length, lengths, samples, digest_of(samples), dropped, versions)
+    read = tuple(map(str, versions))
+    return CalibrationData(name, length, lengths, samples, digest_of(samples), dropped, read)
 
 
 def _default_cache() -> Path:

@@ -111,11 +111,11 @@ def _category(source: DataSource, row: Row, assigned: dict[Kind, str]) -> str:
     return fill(source.category, {kind: slug(name) for kind, name in assigned.items()})
 
 
-def _shortfall(source: DataSource, taken: int, read: int, dropped: list[Dropped]) -> SourceError:
+def _shortfall(source: DataSource, sampled: int, read: int, dropped: list[Dropped]) -> SourceError:
     left_out = sum(item.count for item in dropped if item.left_out)
     asked = f"all {read - left_out}" if source.samples == "all" else f"the {source.samples}"
     reasons = ", ".join(f"{item.reason} ({item.count}, first at {item.first})" for item in dropped)
-    reason = f"{taken} of {asked} samples; {reasons or f'it has only {read} rows'}"
-    remedy = f"correct the rows, or ask for at most {taken}" if taken else "correct the rows, columns or shape"
+    reason = f"{sampled} of {asked} samples; {reasons or f'it has only {read} rows'}"
+    remedy = f"correct the rows, or ask for at most {sampled}" if sampled else "correct the rows, columns or shape"
     remedy = f"list these languages, {remedy}" if left_out else remedy
     return SourceError(source.dataset, reason, remedy)

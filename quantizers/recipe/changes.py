@@ -121,22 +121,22 @@ def changed(
     """A recipe's values with the changes made, in their order, and where each value comes from.
 
     Raises:
-        RecipeError: a key to be taken out is not there, or a key lies in a value that has none.
+        RecipeError: a key to remove does not exist, or the value above a key is no mapping.
     """
-    result, found = copy.deepcopy(dict(data)), dict(origins)
+    result, new_origins = copy.deepcopy(dict(data)), dict(origins)
     for change in changes:
         inside = change.place[:1] == CALIBRATION and len(change.place) > 1
         if inside and isinstance(result.get("calibration"), str):
             result["calibration"] = {"set": result["calibration"]}  # which means the same as the name alone
-            found[SET] = found[CALIBRATION]
+            new_origins[SET] = new_origins[CALIBRATION]
         if change.value is None:
-            _take_out(change, result, found)
+            _remove(change, result, new_origins)
         else:
-            _put_in(change, result, found)
-    return result, found
+            _set(change, result, new_origins)
+    return result, new_origins
 
 
-def _take_out(change: Change, data: dict[str, Any], origins: dict[Place, Origin]) -> None:
+def _remove(change: Change, data: dict[str, Any], origins: dict[Place, Origin]) -> None:
     inner: Any = data
     for part in change.place[:-1]:
         inner = inner.get(part) if isinstance(inner, dict) else None
@@ -146,7 +146,7 @@ def _take_out(change: Change, data: dict[str, Any], origins: dict[Place, Origin]
     _forget(change.place, origins)
 
 
-def _put_in(change: Change, data: dict[str, Any], origins: dict[Place, Origin]) -> None:
+def _set(change: Change, data: dict[str, Any], origins: dict[Place, Origin]) -> None:
     inner, place = data, change.place
     for depth, part in enumerate(place[:-1], 1):
         if inner.get(part) is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from quantizers.device.triton_support import use_kernel
-from quantizers.formats.packed_integers import code_range
+from quantizers.formats.packed_integers import code_range, dequantize
 
 from . import kernels
 from .symmetric import ordered_sum
@@ -38,9 +38,9 @@ def refine(
     """
     group = codes.shape[2] // scale.shape[2]
     # Everything is transposed, (E, C, R) and (E, n, R): a column is contiguous.
+    difference = dequantize(codes, scale)
+    difference = torch.sub(weight, difference, out=difference).mT.contiguous()
     codes, scale = (tensor.mT.clone(memory_format=torch.contiguous_format) for tensor in (codes, scale))
-    difference = _dequantized(codes, scale)
-    torch.sub(weight.mT, difference, out=difference)
     by_group = hessian.view(len(hessian), -1, group, hessian.shape[2] // group, group)
     blocks = by_group.diagonal(dim1=1, dim2=3).movedim(-1, 1).contiguous()  # (E, n, g, g)
     for _ in range(sweeps):
@@ -104,40 +104,14 @@ def refine_group(
     scale.copy_(torch.where(better, rounded, scale))
     near.sub_(image.mul_(torch.where(better, step, torch.zeros_like(step)).unsqueeze(1)))
     now = scale.float()
-    _set_codes(block, now, near, image, before, codes, bits)
-    torch.mul(before, old.unsqueeze(1), out=change)
-    change.sub_(torch.mul(codes, now.unsqueeze(1), out=image))
-
-
-def _set_codes(
-    block: torch.Tensor,
-    scale: torch.Tensor,
-    near: torch.Tensor,
-    spare: torch.Tensor,
-    before: torch.Tensor,
-    codes: torch.Tensor,
-    bits: int,
-) -> None:
-    """Set the group's codes (E, g, R), column by column, each to the best given all the others.
-
-    Args:
-        scale: (E, R) float32.
-        near: (E, g, R) float32, Pᵀ under that scale. Changed, and `spare`, of its shape, is overwritten.
-        before: (E, g, R) float32, the codes as they are.
-    """
-    low, high = code_range(bits)
     inverse = (1 / block.diagonal(dim1=-2, dim2=-1)).unsqueeze(-1)  # (E, g, 1)
     after = torch.empty_like(before)
     columns = (tensor.unbind(1) for tensor in (near, inverse, before, after))
     for j, (slope, inverted, code, best) in enumerate(zip(*columns, strict=True)):
-        torch.mul(slope, inverted, out=best).div_(scale).add_(code).round_().clamp_(low, high)
-        moved = torch.sub(best, code).mul_(scale)
-        later = torch.mul(block[:, j + 1 :, j, None], moved.unsqueeze(1), out=spare[:, j + 1 :])
+        torch.mul(slope, inverted, out=best).div_(now).add_(code).round_().clamp_(*code_range(bits))
+        moved = torch.sub(best, code).mul_(now)
+        later = torch.mul(block[:, j + 1 :, j, None], moved.unsqueeze(1), out=image[:, j + 1 :])
         near[:, j + 1 :].sub_(later)
     codes.copy_(after)
-
-
-def _dequantized(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Ŵᵀ (E, C, R) float32 from codes (E, C, R) and scales (E, n, R)."""
-    by_group = codes.float().view(len(codes), scale.shape[1], -1, codes.shape[2])
-    return by_group.mul_(scale.float().unsqueeze(2)).flatten(1, 2)
+    torch.mul(before, old.unsqueeze(1), out=change)
+    change.sub_(torch.mul(codes, now.unsqueeze(1), out=image))

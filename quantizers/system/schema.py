@@ -22,10 +22,11 @@ _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 class Strict(BaseModel):
     """Base of our schemas: frozen, and unknown keys are errors, so that a misspelt option is never ignored.
 
-    The text under a field is its description, in the documentation and in the JSON schema.
+    The text under a field is its description, in the documentation and in the JSON schema. A validator is built when
+    it is first used: a command imports more models than it reads.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, defer_build=True)
 
 
 class Origin(NamedTuple):

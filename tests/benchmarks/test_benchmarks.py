@@ -140,20 +140,3 @@ def test_a_router_written_in_float32_is_measured_unrounded(tmp_path: Path, monke
     assert torch.equal(rounded, unrounded.bfloat16().float())
     assert not torch.equal(rounded, unrounded)
     assert result["rows"][0]["kl"] != result["rows"][1]["kl"]
-
-
-@pytest.mark.slow
-def test_the_librarys_mapping_without_the_shared_expert_is_far_worse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a model with a dense layer, whose seconds are none."""
-    job = prepare(str(families.write_job(tmp_path, "glm4_moe")))
-    found = methods.methods(job.recipe.experts, job.facts, torch.float32)
-    rows = [row for row in found.rows if row.others_left_out or row.name == found.base]
-    found = replace(found, rows=rows)
-    monkeypatch.setattr(methods, "methods", lambda *arguments: found)
-    result = methods.compare_methods(job, CPU, repeats=1, most_tokens=256)
-    left_out, exact = result["rows"]
-    assert left_out["method"] == "llm-compressor AWQ, other readers left out"
-    assert left_out["kl"] > 5 * exact["kl"]
-    assert exact["seconds"] > 0

@@ -39,7 +39,7 @@ def first_hour(output: Path, **variables: str) -> tuple[int, dict[str, tuple[str
 @pytest.mark.slow
 def test_the_first_hour_on_a_cpu(tmp_path: Path) -> None:
     """All steps but the tests, at the smallest sizes."""
-    recipe = write_job(tmp_path / "job", layers=3)
+    recipe = write_job(tmp_path / "job", layers=3, words=12, samples=2, awq={"grid": 3})
     small = {"RECIPE": str(recipe), "HELD_OUT": str(recipe.parent / "held-out.yaml"), "STEPS": " ".join(STEPS)}
     code, table, said = first_hour(tmp_path / "out", **small)
     logs = {step: (tmp_path / "out" / f"{step}.log").read_text() for step in table}

@@ -340,7 +340,8 @@ def test_a_budget_where_some_layers_have_no_experts(tmp_path: Path) -> None:
     """A dense layer at the start, and a layer that predicts further tokens at the end."""
     recipe = families.write_job(tmp_path, "deepseek_v3")
     body = yaml.safe_load(recipe.read_text())
-    body["experts"] = {"bits_per_weight": 6.5}  # of a width of 32: INT4 for one of two layers, INT8 for the other
+    # Of a width of 32: INT4 for one of two layers, INT8 for the other.
+    body["experts"] = {"bits_per_weight": 6.5, "awq": {"grid": 3}}
     recipe.write_text(yaml.safe_dump(body))
     job = prepare(str(recipe))
     report = run(job, Options(tmp_path / "output", CPU))

@@ -136,20 +136,6 @@ def test_every_shape_has_an_example_row_that_loads(tmp_path: Path) -> None:
         assert (made["dataset"], made["shape"], made["columns"]) == (f"./{data.name}", shape, columns.split(", "))
 
 
-def test_every_key_is_in_the_table_once() -> None:
-    table = key_table(CalibrationSet)
-    keys = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
-    assert len(keys) == len(set(keys))
-    assert {"name", "languages.required", "sources", "sources[].shape", "sources[].category.column"} <= set(keys)
-    assert "| `seed` | whole number from 0 | `42` | Decides which" in table
-    assert "| `sources[].samples` | whole number from 1 or `all` | required |" in table
-    recipe = key_table(Recipe)
-    assert "| `experts.awq.grid` | whole number from 3 to 200 | `20` |" in recipe
-    assert "| `experts.awq` | mapping or `false` |  | AWQ's" in recipe
-    assert "| `verify.coverage.categories` | mapping of names to whole numbers from 1 | `{}` |" in recipe
-    assert "| `experts.bits_per_weight` | number above 0 |  |" in recipe
-
-
 def test_a_key_without_a_description_is_refused() -> None:
     class Undescribed(Strict):
         known: int = 1

@@ -178,7 +178,7 @@ def test_a_wait_ends_with_the_timeout() -> None:
             dist.barrier()
         dist.all_gather_object(1)
 
-    first, second = together(2, work)
+    first, second = together(2, work, longest=timedelta(seconds=3))
     assert str(first) == (
         "rank 0 of 2 on host0: another process is lost (no answer for 0:00:00.100000); the launcher's report says "
         "which; give the same command again to resume"

@@ -41,8 +41,7 @@ def one_of(rank: int, count: int, local: int = 0) -> ProcessGroup:
     return dist
 
 
-@pytest.mark.parametrize("count", [2, 3, EXPERTS + 2])
-@pytest.mark.parametrize("unit", [1, 2])
+@pytest.mark.parametrize(("count", "unit"), [(2, 2), (3, 1), (EXPERTS + 2, 1)])
 @pytest.mark.parametrize("options", [{}, {"awq": False, "rounding": "nearest", "scales": "minmax"}])
 def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any]) -> None:
     """Every rank gets what one process gets, bit for bit, the report's numbers and lines included."""

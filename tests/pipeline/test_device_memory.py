@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from calibration_tokenizer import write_tokenizer
-from one_layer import sums_held
+from one_layer import batches_cached
 from runs import hashes
 
 from quantizers.calibration.samples import token_tensors
@@ -59,7 +59,7 @@ def limits(job: Path) -> dict[int, int]:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sums were gathered in each sweep."""
-    return sums_held(monkeypatch)
+    return batches_cached(monkeypatch)
 
 
 def test_the_limit_decides_no_byte(

@@ -11,7 +11,6 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,16 @@ from source_forms import rewrite
 from torch import Tensor
 from whole_models import finished_weights, run_whole, stored
 
-from eval.coverage.routing import count_routes
 from quantizers.architectures.families import known
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
 from quantizers.commands.stitch import stitch_checkpoints
-from quantizers.forward.activation_store import ActivationStore
-from quantizers.forward.layer_forward import observe
 from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.moe_inputs import moe_input_store
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size, index_json
-from quantizers.solve.input_hessian import sweep
-from quantizers.solve.routing_weights import routing_statistics
 from quantizers.system.errors import CheckpointError
 from stitch.audit.checkpoint import verify
 
@@ -115,7 +108,7 @@ def slow_but(quick: Collection[str], models: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else [pytest.mark.slow]) for name in models]
 
 
-@pytest.fixture(scope="module", params=slow_but(QUICK, families.MODELS))
+@pytest.fixture(scope="module", params=slow_but(QUICK, [name for name in families.MODELS if name != "qwen3_moe"]))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("made")
     recipe = families.write_job(folder, request.param)
@@ -169,74 +162,6 @@ def test_the_kl_is_that_of_the_output_as_the_library_unpacks_it(made: Made, whol
     assert made.report["kl"]["mean"] == pytest.approx(kl, abs=1e-5)
 
 
-def test_the_sums_are_those_of_a_hook_on_the_whole_model(made: Made, whole: Any, streamed: LayeredModel) -> None:
-    """Of what the MoE block of the first layer with experts reads: the states that enter it are the source's own."""
-    number = next(layer for layer in range(3) if layer not in made.dense)
-    block = whole.model.layers[number].mlp
-    texts = made.texts("calibration")
-    lengths = [len(text) for text in texts]
-    seen: list[Tensor] = []
-    hook = block.register_forward_pre_hook(lambda _, args: seen.append(args[0][0].double()))
-    chosen: list[Tensor] = []
-    gate = block.gate.register_forward_hook(lambda *call: chosen.append(call[2][2].flatten()))
-    with torch.no_grad():
-        for text in texts:
-            whole.model(text[None])
-    hook.remove()
-    gate.remove()
-    states = ActivationStore(None, lengths, streamed.sizes["hidden"], torch.float32)
-    table = streamed.embedding()
-    for i, text in enumerate(texts):
-        states[i] = table[text]
-    for before in range(number):
-        with streamed.layer(before) as layer:
-            for i in range(len(texts)):
-                states[i] = streamed.run(layer, states[i])[0]
-    recorded = moe_input_store(
-        lambda _, width, dtype: ActivationStore(None, lengths, width, dtype), streamed.sizes, torch.float32
-    )
-    with streamed.layer(number) as layer:
-        observe(streamed, layer, states, recorded)
-    blocks = recorded.chunks(CPU, 100)
-    found = routing_statistics(blocks, streamed.sizes["experts"], 0.0, streamed.sizes["hidden"])
-    sums, _ = sweep(blocks, found, [], streamed.sizes["hidden"], with_all=True)
-    assert sums is not None
-    x = torch.cat(seen)
-    wanted = x.mT @ x
-    assert found.blend.tokens == len(x)
-    assert float((sums.hessian.double() - wanted).norm() / wanted.norm()) < 1e-6
-    assert torch.allclose(sums.mean.double(), x.abs().mean(0), rtol=1e-5)
-    assert torch.equal(torch.bincount(recorded.chosen.flat.flatten()), torch.bincount(torch.cat(chosen)))
-
-
-def test_coverage_counts_what_the_whole_models_router_chooses(
-    made: Made, whole: Any, streamed: LayeredModel, tmp_path: Path
-) -> None:
-    """Near to an expert are the tokens for which transformers' router chooses it if it may choose twice as many."""
-    texts = made.texts("calibration")
-    found = count_routes(streamed, texts, ["x"] * len(texts), tmp_path)
-    near: dict[int, list[Tensor]] = {layer: [] for layer in found.layers}
-
-    def choose_twice_as_many(module: Any, inputs: Any, _output: Any, layer: int) -> None:
-        module.top_k *= 2
-        near[layer].append(type(module).forward(module, *inputs)[2].flatten())
-        module.top_k //= 2
-
-    hooks = [
-        whole.model.layers[layer].mlp.gate.register_forward_hook(partial(choose_twice_as_many, layer=layer))
-        for layer in near
-    ]
-    choices = run_whole(whole, texts).choices
-    for hook in hooks:
-        hook.remove()
-    assert list(found.layers) == [layer for layer in range(3) if layer not in made.dense]
-    experts = found.counts.shape[-1]
-    for place, layer in enumerate(found.layers):
-        chosen = torch.tensor([expert for text in choices[layer] for token in text for expert in token])
-        assert found.counts[place, 0].tolist() == torch.bincount(chosen, minlength=experts).tolist()
-        assert found.near[place, 0].tolist() == torch.bincount(torch.cat(near[layer]), minlength=experts).tolist()
-
-
 # What is written -----------------------------------------------------------------------------------
 
 
@@ -279,17 +204,6 @@ def test_norm_and_router_change_by_one_scale_in_the_dtype_of_the_server(made: Ma
     dtype = torch.float32 if made.family == "minimax_m2" else torch.bfloat16
     assert output[router].dtype == dtype
     assert torch.equal(output[router], (source[router].float() * ratio).to(dtype))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("made", ["mixtral", "glm4_moe", "deepseek_v3"], indirect=True)
-def test_a_second_run_and_one_that_was_cut_off_write_the_same_bytes(made: Made, tmp_path: Path) -> None:
-    run(made.job, Options(tmp_path / "again", CPU))
-    assert hashes(tmp_path / "again") == hashes(made.output)
-    resumed = Options(tmp_path / "resumed", CPU)
-    cut_in_layer(1, made.job, resumed)
-    run(made.job, resumed)
-    assert hashes(tmp_path / "resumed") == hashes(made.output)
 
 
 # What verify finds ---------------------------------------------------------------------------------
@@ -438,6 +352,7 @@ def test_a_layer_that_predicts_further_tokens_has_a_shard_of_its_own(made: Made,
 @pytest.mark.slow
 @pytest.mark.parametrize("made", ["deepseek_v3"], indirect=True)
 def test_its_shard_is_written_again_if_it_was_damaged_before_a_run_goes_on(made: Made, tmp_path: Path) -> None:
+    """And a run that was cut writes the bytes of one that was not."""
     options = Options(tmp_path / "output", CPU)
     cut_in_layer(1, made.job, options)
     (shard,) = options.output.rglob("model-00004-of-00005.safetensors")

@@ -94,7 +94,7 @@ def test_each_byte_is_read_once(
     experts: dict[str, Any], source_limit: float, tmp_path: Path, read: Counter[str]
 ) -> None:
     """Of a model large enough for its headers and what identifies it not to count; twice where a budget measures."""
-    recipe = write_job(tmp_path, words=20, samples=3, awq={"grid": 3}, **experts)
+    recipe = write_job(tmp_path, words=12, samples=2, awq=False, scales="minmax", rounding="nearest", **experts)
     sizes = {"hidden_size": 384, "intermediate_size": 512, "num_local_experts": 16, "num_hidden_layers": 2}
     make(tmp_path / "model", shards=1, **sizes)
     for old in (tmp_path / "model").glob("model-*-of-00002.safetensors"):

@@ -15,7 +15,7 @@ from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.solver import solve
 
-EXPERTS, CHOSEN, HIDDEN, WIDTH, BATCH = 6, 2, 32, 32, 2  # three expert batches
+EXPERTS, CHOSEN, HIDDEN, WIDTH, BATCH = 4, 2, 32, 32, 2  # two expert batches
 ROWS = [48, 48, 20]
 QUICK: dict[str, Any] = {"rounding": "nearest", "scales": "minmax"}  # others are many small operations
 
@@ -73,26 +73,27 @@ def traced(
     return trace.behind(results), len(trace.nodes), looks
 
 
-@pytest.mark.parametrize("options", [QUICK, pytest.param({"bits": 8}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "options", [QUICK, pytest.param({"bits": 8, "scales": "minmax"}, marks=pytest.mark.slow)], ids=str
+)
 def test_any_memory_gives_the_same_operations(options: dict[str, Any]) -> None:
     """The same operations on the same shapes and dtypes, as often each, with fewer cached Hessians or a full device.
 
-    The device is full early, in the middle, and twice.
+    The device is full twice.
     """
-    wanted, operations, looks = traced(3, **options)
-    factorizations = 0 if options == QUICK else 2 * 3
+    wanted, operations, looks = traced(2, **options)
+    factorizations = 0 if options == QUICK else 2 * 2
     assert len(looks) == 2 + factorizations, "the routing, the factorizations, the report"
     got, more, _ = traced(1, **options)
     assert more > operations, "more sweeps"
     assert got == wanted
-    for at in ([operations // 2], [3 * operations // 10, 9 * operations // 10]):
-        got, more, _ = traced(4, *at, **options)
-        assert more > operations
-        assert got == wanted
+    got, more, _ = traced(4, 3 * operations // 10, 9 * operations // 10, **options)
+    assert more > operations
+    assert got == wanted
 
 
 def test_the_trace_sees_another_shape() -> None:
     """With three experts at a time, or other token chunks, the operations differ: the comparison could fail."""
-    wanted = traced(3, **QUICK)[0]
-    assert traced(3, batch=3, **QUICK)[0] != wanted
-    assert traced(3, rows=[58, 58], **QUICK)[0] != wanted
+    wanted = traced(2, **QUICK)[0]
+    assert traced(2, batch=3, **QUICK)[0] != wanted
+    assert traced(2, rows=[58, 58], **QUICK)[0] != wanted

@@ -20,10 +20,10 @@ from quantizers.solve.result import LayerResult, UnderRouted
 from quantizers.solve.rounding import damped, gptq, mse_scales
 from quantizers.solve.solver import solve
 
-UNIT = 8
+BATCH = 8
 
 
-def solve_layer(layer: Layer, *, unit: int = UNIT, resident: int = 8, **options: Any) -> LayerResult:
+def solve_layer(layer: Layer, *, size: int = BATCH, resident: int = 8, **options: Any) -> LayerResult:
     settings = Experts(**({"group_size": GROUP, "awq": Awq(grid=8)} | options))
     return solve(
         layer.recorded(),
@@ -32,8 +32,8 @@ def solve_layer(layer: Layer, *, unit: int = UNIT, resident: int = 8, **options:
         router=layer.router,
         activation=silu,
         settings=settings,
-        batch_size=unit,
-        residents=Residents(resident, unit, 0),
+        batch_size=size,
+        residents=Residents(resident, size, 0),
     )
 
 
@@ -151,9 +151,9 @@ def test_without_awq_nothing_is_folded() -> None:
 def test_experts_at_a_time_do_not_change_a_code(awq: Any, bits: int, scales: str, rounding: str) -> None:
     """One, three and all at once: on a CPU the same bits, and the same errors up to the order of adding."""
     layer = make_layer(1)
-    whole = solve_layer(layer, unit=EXPERTS, awq=awq, bits=bits, scales=scales, rounding=rounding)
-    for unit in (1, 3):
-        part = solve_layer(layer, unit=unit, awq=awq, bits=bits, scales=scales, rounding=rounding)
+    whole = solve_layer(layer, size=EXPERTS, awq=awq, bits=bits, scales=scales, rounding=rounding)
+    for size in (1, 3):
+        part = solve_layer(layer, size=size, awq=awq, bits=bits, scales=scales, rounding=rounding)
         assert_same(part, whole)
         assert part.error == pytest.approx(whole.error, rel=1e-5)
         assert sorted(part.fallbacks) == sorted(whole.fallbacks)
@@ -304,7 +304,7 @@ def test_the_scale_to_w2_costs_w3_nothing_with_8_bits(
             solved = solve_layer(
                 layer, bits=8, group_size=group, scales=scales, rounding=rounding, routed_weight=0.0,
             )  # fmt: skip
-            s = torch.cat(found)[torch.tensor(solving_order(layer, UNIT)).argsort()]
+            s = torch.cat(found)[torch.tensor(solving_order(layer, BATCH)).argsort()]
             assert bool((s != 1).any()) == scaled
             w3 = dequantize(solved.codes["up"], solved.scales["up"]).double() * s.double().unsqueeze(-1)
             delta = w3 - layer.gate_up[:, 128:].double() * solved.smooth.double()

@@ -1,4 +1,4 @@
-"""Memory decides how much is held at a time, and no byte: sweeps, and a device that is full in the middle."""
+"""Memory decides how many Hessians are cached, and no byte: sweeps, and a device that is full in the middle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_layer import GROUP, Layer, assert_same, make_layer, silu, sums_held
+from one_layer import GROUP, Layer, assert_same, batches_cached, make_layer, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizers.planning.device_memory import Residents
@@ -17,7 +17,7 @@ from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import solve
 from quantizers.system.errors import QuantizeError
 
-EXPERTS, UNIT = 7, 2  # four units, the last of one expert
+EXPERTS, BATCH = 7, 2  # four expert batches, the last of one expert
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def solved_with(layer: Layer, residents: Residents, **options: Any) -> LayerResu
     settings = Experts(group_size=GROUP, awq=Awq(grid=4), **options)
     return solve(
         layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, activation=silu, settings=settings,
-        batch_size=UNIT, residents=residents,
+        batch_size=BATCH, residents=residents,
     )  # fmt: skip
 
 
@@ -45,13 +45,13 @@ def wanted(layer: Layer) -> LayerResult:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_how_many_sums_are_held_decides_no_bit(
+def test_the_number_of_cached_hessians_decides_no_bit(
     layer: Layer, wanted: LayerResult, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And each sweep gathers as many as the others, one more at most."""
-    held = sums_held(monkeypatch)
-    same(solved_with(layer, Residents(count, UNIT, 0)), wanted)
-    assert held == {1: [1, 1, 1, 1], 3: [2, 2]}[count]
+    cached = batches_cached(monkeypatch)
+    same(solved_with(layer, Residents(count, BATCH, 0)), wanted)
+    assert cached == {1: [1, 1, 1, 1], 3: [2, 2]}[count]
 
 
 class Full(TorchDispatchMode):
@@ -85,7 +85,7 @@ def places(layer: Layer) -> dict[str, tuple[int, int]]:
                 return result
 
             patched.setattr(module, function, noted)
-        solved_with(layer, Residents(4, UNIT, 0))
+        solved_with(layer, Residents(4, BATCH, 0))
     return found
 
 
@@ -99,9 +99,9 @@ def test_a_full_device_in_the_middle_changes_no_bit(
     share: float,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """At any operation: fewer sums are held from then on, and one line says so."""
+    """At any operation: fewer Hessians are cached from then on, and one line says so."""
     first, last = places[where]
-    residents = Residents(4, UNIT, 0)
+    residents = Residents(4, BATCH, 0)
     with Full(first + round(share * (last - first))):
         got = solved_with(layer, residents)
     same(got, wanted)
@@ -118,7 +118,7 @@ def test_full_again_and_again(
 ) -> None:
     """From four to two to one; at one it is the end, with what is needed and what to do."""
     begins, _ = places["batches"]
-    residents = Residents(4, UNIT, 3 * 2**30)
+    residents = Residents(4, BATCH, 3 * 2**30)
     with Full(begins + 50, begins + 500):
         same(solved_with(layer, residents), wanted)
     assert residents.count == 1
@@ -133,12 +133,12 @@ def test_full_again_and_again(
 
 
 def test_work_is_dealt_evenly() -> None:
-    """As few sweeps as the limit allows, and none with more than one unit less than another."""
-    for units, count in itertools.product(range(1, 20), range(1, 9)):
-        residents, waiting, shares = Residents(count, 16, 0), units, []
+    """As few sweeps as the limit allows, and none with more than one batch less than another."""
+    for batches, count in itertools.product(range(1, 20), range(1, 9)):
+        residents, waiting, shares = Residents(count, 16, 0), batches, []
         while waiting:
             shares.append(residents.share(waiting))
             waiting -= shares[-1]
-        assert len(shares) == -(-units // count)
+        assert len(shares) == -(-batches // count)
         assert max(shares) <= count
         assert max(shares) - min(shares) <= 1
