@@ -98,7 +98,7 @@ def run(
 
     changes = changes_of(settings, calibration)
     path = find_recipe(str(recipe))
-    folder = default_output(_run_name(path), say=dist.is_main) if output is None else Path(output)
+    folder = Path("out") / _run_name(path) if output is None else Path(output)
 
     def begin() -> Job:
         """Everything that may refuse or download; rank 0 does it first."""
@@ -111,6 +111,8 @@ def run(
         return job
 
     job = dist.in_turn(begin)
+    if output is None and dist.is_main:
+        print_default(folder)
     from quantizers.device.devices import choose_device, use_threads
     from quantizers.pipeline.existing_output import of_another_source
     from quantizers.pipeline.options import Options
@@ -138,16 +140,9 @@ def run(
         return FinishedCheckpoint(folder, run_job(job, options), job.location)
 
 
-def default_output(name: str, say: bool = True) -> Path:
-    """The output folder where none is given: out/`name` below the current folder.
-
-    Args:
-        say: print it on standard error; only one of several processes should.
-    """
-    output = Path("out") / name
-    if say:
-        print(f"output: {output} (another with --output)", file=sys.stderr, flush=True)
-    return output
+def print_default(output: Path) -> None:
+    """Say on standard error which folder is written where none was given."""
+    print(f"output: {output} (another with --output)", file=sys.stderr, flush=True)
 
 
 def _run_name(recipe: Path) -> str:

@@ -37,7 +37,7 @@ from quantizers.system.progress import checked, progress
 from stitch.audit.checkpoint import verify
 from stitch.mix import belong_together, write_mix
 
-from .run import FinishedCheckpoint, default_output
+from .run import FinishedCheckpoint, print_default
 
 
 def stitch(
@@ -74,7 +74,8 @@ def stitch(
     refuse_unfinished(Path(source))
     refuse_unfinished(Path(experts))
     if output is None:
-        output = default_output(f"{Path(source_name(str(experts), Path.cwd())).name}-stitched")
+        output = Path("out") / f"{Path(source_name(str(experts), Path.cwd())).name}-stitched"
+        print_default(output)
     opened = open_checkpoint(str(source))
     with interruptible(RESUME) as check, ordered():
         report = stitch_checkpoints(
