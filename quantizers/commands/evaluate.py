@@ -218,23 +218,23 @@ def measure(
         if not resumable:
             shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
+    keep = resumable
     try:
         if dist.is_main and resumable:
             _same_evaluation(work, opened, data, device, weights)
         dist.barrier()
         results = _evaluate(models, opened, held, work, check, weights=weights, resumable=resumable, dist=dist)
-    except BaseException:
-        if dist.is_main and not resumable:
+        keep = False
+    finally:
+        if dist.is_main and not keep:
             shutil.rmtree(work, ignore_errors=True)
-        raise
     if not dist.is_main:
         return []
-    shutil.rmtree(work, ignore_errors=True)
     return [held.figures(one, candidate.name) for one, candidate in zip(results, candidates, strict=True)]
 
 
 class _FromFiles:
-    """A candidate that lies in files."""
+    """A finished checkpoint as a candidate of the comparison."""
 
     keeps_attention = False  # which may be any tool's
 

@@ -61,7 +61,9 @@ def quiet_library() -> Iterator[None]:
     """Suppress the library's progress bars, pinned memory and log within the block; warnings go to `logging`.
 
     llm-compressor logs through loguru; importing it removes all loguru sinks and adds one on standard output. loguru
-    has no public way to put its sinks back afterwards, hence `_core`.
+    has no public way to put its sinks back afterwards, hence `_core`. Two functions are replaced within the block:
+    llm-compressor 0.14 has no option that hides its progress bars, and tqdm reads TQDM_DISABLE only when imported; its
+    AWQ pins tensors even where there is no accelerator, which torch refuses.
     """
     from loguru import logger
     from tqdm import tqdm
@@ -71,7 +73,7 @@ def quiet_library() -> Iterator[None]:
     def hidden(bar: Any, *args: Any, **options: Any) -> None:
         shown(bar, *args, **options | {"disable": True})
 
-    core: Any = logger._core  # type: ignore[attr-defined]  # hidden from types, see above
+    core: Any = logger._core  # type: ignore[attr-defined]  # private, see above
     with core.lock:
         sinks = core.handlers, core.min_level
         core.handlers, core.min_level = {}, float("inf")

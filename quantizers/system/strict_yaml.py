@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -44,10 +44,11 @@ class Refused(Exception):
         self.line = line
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml is ten times as fast
+# libyaml is ten times as fast, and PyYAML may have been built without it: a base that types cannot know.
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Resolves plain scalars by the core schema alone."""
 
-    yaml_implicit_resolvers: dict[str | None, Any] = {}  # noqa: RUF012
+    yaml_implicit_resolvers: ClassVar[dict[str | None, Any]] = {}  # in place of those of YAML 1.1
 
 
 class _Dumper(yaml.SafeDumper):

@@ -38,8 +38,7 @@ def test_every_option_of_a_command_is_an_argument(name: str) -> None:
 def test_importing_is_quick_and_unknown_names_are_refused() -> None:
     code = "import quantizers, sys; assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
-        quantizers.quantise  # noqa: B018
+    assert not hasattr(quantizers, "quantise")
 
 
 def test_a_finished_run_is_found_evaluated_and_verified(finished: Finished, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,9 +86,7 @@ def test_rows_go_to_the_device_and_back(registered: bool, device: torch.device) 
     wanted, weight = rows.clone(), torch.eye(64).repeat(20, 1, 1)
     for _ in range(2):
         for place, (block,) in zip(rows, prefetched([(part,) for part in rows], device), strict=True):
-            for matrix in weight.to(device):
-                block = block @ matrix  # noqa: PLW2901
-            place.copy_(block + 1)
+            place.copy_(reduce(torch.matmul, weight.to(device), block) + 1)
     assert torch.equal(rows, wanted + 1 + 1)
 
 

@@ -186,15 +186,15 @@ def test_a_wait_ends_with_the_timeout() -> None:
     assert isinstance(second, PeerFailed)
 
 
-class LostStore:
+class LostStore(HashStore):
     """The store of a launcher that was killed."""
 
-    def compare_set(self, *_: object) -> None:
+    def compare_set(self, *_: object) -> bytes:
         raise RuntimeError("connection reset")
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_without_a_store_one_process_of_each_machine_prints(local_rank: int) -> None:
     dist = joined(HashStore(), 0, 1)
-    dist._store, dist.local_rank = LostStore(), local_rank  # type: ignore[assignment]
+    dist._store, dist.local_rank = LostStore(), local_rank
     assert dist.final_message("lost", 1) == ("lost" if local_rank == 0 else None, 1)

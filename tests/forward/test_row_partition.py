@@ -90,7 +90,9 @@ def test_every_process_gets_what_the_experts_are_called_with() -> None:
     usable = torch.arange(total) % 3 > 0
 
     def work(dist: ProcessGroup) -> None:
-        recorded = moe_input_store(lambda _, *row: ActivationStore(None, LENGTHS, *row), sizes, torch.bfloat16)  # type: ignore[arg-type]
+        recorded = moe_input_store(
+            lambda _, width, dtype: ActivationStore(None, LENGTHS, width, dtype), sizes, torch.bfloat16
+        )
         share = RowPartition(LENGTHS, dist, CHUNK)
         for block in share.chunks():
             rows = slice(share.start + block.start, share.start + block.stop)
