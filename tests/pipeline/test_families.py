@@ -23,7 +23,7 @@ from runs import cut_in_layer, hashes
 from safetensors import safe_open
 from source_forms import rewrite
 from torch import Tensor
-from whole_models import finished_weights, run_whole, stored
+from whole_models import finished_weights, run_whole, source_weights, stored
 
 from quantizers.architectures.families import known
 from quantizers.calibration.load_set import load_set
@@ -119,7 +119,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def whole(made: Made) -> Any:
     """The source in memory, by transformers."""
-    return families.whole(made.source, families.source_weights(made.source))
+    return families.whole_model(*source_weights(made.source))
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_the_kl_is_that_of_the_output_as_the_library_unpacks_it(made: Made, whol
     texts = made.texts("held-out")
     source, candidate = (
         run_whole(whole, texts),
-        run_whole(families.whole(made.output, finished_weights(made.output)[1]), texts),
+        run_whole(families.whole_model(*finished_weights(made.output)), texts),
     )
     parts = [(p[:-1].exp() * (p - q)[:-1]).sum(-1) for p, q in zip(source.logs, candidate.logs, strict=True)]
     kl = float(torch.cat(parts).mean())
@@ -386,7 +386,7 @@ def test_a_source_without_the_layers_that_its_config_speaks_of_is_quantized(tmp_
 def test_stitching_its_own_experts_gives_the_output_again(made: Made, tmp_path: Path) -> None:
     """From an experts' checkpoint as others make it of a bfloat16 copy: no FP8, and no layer beyond the last."""
     own, output = stored(made.output)
-    tensors = {name: t.bfloat16() for name, t in families.source_weights(made.source).items()}
+    tensors = {name: t.bfloat16() for name, t in source_weights(made.source)[1].items()}
     kept = {n for n in tensors if not families.is_mtp(own, n)}
     written = {n: t for n, t in output.items() if n in kept and ("norm" in n or n.endswith("gate.weight"))}
     packed = {n: t for n, t in output.items() if f"{n.rpartition('.')[0]}.weight_packed" in output}
