@@ -28,7 +28,7 @@ from quantizers.architectures.families import known
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
-from quantizers.commands.stitch import stitch_checkpoints
+from quantizers.commands.stitch import stitch
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
@@ -381,9 +381,7 @@ def test_stitching_its_own_experts_gives_the_output_again(made: Made, tmp_path: 
     groups = own["quantization_config"]["config_groups"]
     section = own["quantization_config"] | {"config_groups": {"routed_experts": groups["routed_experts"]}}
     folder = tiny.write(tmp_path / "experts", own | {"quantization_config": section}, experts | written | packed)
-    stitch_checkpoints(
-        open_folder(made.source), open_folder(folder), tmp_path / "output", CPU, repair_router=made.folds
-    )
+    stitch(made.source, folder, tmp_path / "output", device="cpu", repair_router=made.folds)
     found = stored(tmp_path / "output")[1]
     assert found.keys() == output.keys()
     assert [n for n, t in output.items() if not torch.equal(t.view(torch.uint8), found[n].view(torch.uint8))] == []
