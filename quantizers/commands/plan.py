@@ -141,7 +141,7 @@ def _serving(
     suggested = remedies(job, model, list(zip(gpus, fits, strict=True)), tp)
     return {
         "fits": [
-            one.as_dict() | {"to_fit": [remedy.as_dict() for remedy in ways]}
+            asdict(one) | {"to_fit": [asdict(remedy) for remedy in ways]}
             for one, ways in zip(fits, suggested, strict=True)
         ],
         "longest": model.longest,
