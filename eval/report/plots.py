@@ -38,14 +38,14 @@ def draw(report: dict[str, Any]) -> dict[str, bytes]:
     """
     name = Path(report["source"]["model"]).name
     figures: dict[str, Any] = {}
-    if "by_language" in report.get("calibration", {}):
+    if "calibration" in report:
         figures["calibration"] = calibration_figure(report["calibration"], name)
     if "coverage" in report:
         coverage, title = report["coverage"], f"{name} on {report['calibration']['name']}"
         figures["coverage"] = coverage_figure(coverage["per_layer"], coverage["min_routed_tokens"], title)
     if "kl" in report:
         figures["fidelity"] = fidelity_figure([("output", report)], stacked=True)
-    panels = _panels(report.get("layers", ()))
+    panels = _panels(report["layers"])
     if panels:
         figures["layers"] = layers_figure(panels)
     return {key: png(figure) for key, figure in figures.items()}
