@@ -55,7 +55,7 @@ class SetReport:
     Attributes:
         tokenizer: the folder or Hub id of the model whose tokenizer counted the tokens.
         summary: see `CalibrationData.summary`.
-        categories: rows of the table: lengths in tokens; `truncated` samples lost `cut` tokens, a share `cut_share`.
+        categories: rows of the table: lengths in tokens; `truncated` samples lost a share `cut_share`.
         languages: number of samples by language, in the order of the set's lists.
         missing: the languages without a sample.
         duplicates: pairs of samples within the set.
@@ -157,15 +157,11 @@ def check_set(
 
 
 def _category_row(category: str, members: Sequence[Sample]) -> dict[str, Any]:
-    lengths, counts = [len(sample.tokens) for sample in members], row_of(members)
-    return {
+    lengths = [len(sample.tokens) for sample in members]
+    return row_of(members) | {
         "category": category,
-        "samples": counts["samples"],
-        "tokens": counts["tokens"],
         "median": int(median(lengths)),
         "maximum": max(lengths),
-        "truncated": counts["truncated"],
-        "cut": counts["truncated_tokens"],
         "cut_share": round(cut_share(members), 4),
         "sources": tuple(dict.fromkeys(sample.source for sample in members)),
     }

@@ -76,7 +76,7 @@ def _categories(report: SetReport) -> Table:
     table.add_column("sources", overflow="fold")
     for row in report.categories:
         figures = (row[key] for key in ("samples", "tokens", "median", "maximum", "truncated"))
-        share = f"{row['cut_share']:.0%}" if row["cut"] else ""
+        share = f"{row['cut_share']:.0%}" if row["truncated"] else ""
         table.add_row(row["category"], *(f"{figure:,}" for figure in figures), share, ", ".join(row["sources"]))
     return table
 
